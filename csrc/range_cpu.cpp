@@ -1,0 +1,231 @@
+#include "range_cpu.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <mutex>
+
+namespace nanwatch {
+namespace {
+
+// ---- dispatch -------------------------------------------------------------------------------------------------------
+
+std::vector<const KernelTable*> available_kernels() {
+  std::vector<const KernelTable*> tables{&baseline_kernels()};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2")) tables.push_back(&avx2_kernels());
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    tables.push_back(&avx512_kernels());
+#endif
+  return tables;
+}
+
+const KernelTable* find_kernels(const std::string& name) {
+  for (const KernelTable* table : available_kernels())
+    if (name == table->name) return table;
+  return nullptr;
+}
+
+struct Dispatch {
+  std::atomic<const KernelTable*> current;
+  std::string warning;
+
+  Dispatch() {
+    const KernelTable* chosen = available_kernels().back();
+    const char* asked = std::getenv("NANWATCH_CPU");
+    if (asked != nullptr && *asked != '\0') {
+      if (const KernelTable* table = find_kernels(asked)) {
+        chosen = table;
+      } else {
+        warning = std::string("NANWATCH_CPU=") + asked + " is not available on this machine; accepted here:";
+        for (const KernelTable* table : available_kernels()) warning += std::string(" ") + table->name;
+        warning += std::string("; using ") + chosen->name;
+      }
+    }
+    current = chosen;
+  }
+};
+
+Dispatch& dispatch() {
+  static Dispatch instance;
+  return instance;
+}
+
+const KernelTable& kernels() { return *dispatch().current.load(std::memory_order_relaxed); }
+
+// ---- the walk -------------------------------------------------------------------------------------------------------
+
+// A view reduced to what an order-free reduction needs: no dimension of size 1, none of stride 0 (those repeat what is
+// there: their product is `repeats`), the rest sorted by stride and merged where one continues the other. A transposed
+// dense tensor becomes one run.
+struct Walk {
+  struct Dim {
+    int64_t size, stride;
+  };
+  const char* data;
+  int64_t width;
+  int64_t repeats = 1;
+  int64_t numel = 1;                   // without the repeats
+  Dim inner{1, 1}, outer{1, 0};        // the plane
+  std::vector<Dim> rest;               // fastest first
+
+  explicit Walk(const View& view) : data(static_cast<const char*>(view.data)), width(int64_t(word_size(view.format))) {
+    bool contiguous = true;
+    int64_t expected = 1;
+    for (int64_t d = view.dims - 1; d >= 0 && contiguous; --d) {
+      contiguous = view.sizes[d] == 1 || view.strides[d] == expected;
+      expected *= view.sizes[d];
+    }
+    if (contiguous || view.numel == 0) {  // the common case allocates nothing
+      inner = {view.numel, 1};
+      numel = view.numel;
+      return;
+    }
+    std::vector<Dim> dims;
+    dims.reserve(size_t(view.dims));
+    for (int64_t d = 0; d < view.dims; ++d) {
+      if (view.sizes[d] == 1) continue;
+      if (view.strides[d] == 0) {
+        repeats *= view.sizes[d];
+      } else {
+        dims.push_back({view.sizes[d], view.strides[d]});
+      }
+    }
+    std::stable_sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.stride < b.stride; });
+    std::vector<Dim> merged;
+    for (const Dim& dim : dims) {
+      if (!merged.empty() && merged.back().stride * merged.back().size == dim.stride) {
+        merged.back().size *= dim.size;
+      } else {
+        merged.push_back(dim);
+      }
+      numel *= dim.size;
+    }
+    if (!merged.empty()) inner = merged[0];
+    if (merged.size() > 1) outer = merged[1];
+    if (merged.size() > 2) rest.assign(merged.begin() + 2, merged.end());
+  }
+
+  const char* row(int64_t index) const {
+    int64_t offset = index % outer.size * outer.stride;
+    index /= outer.size;
+    for (const Dim& dim : rest) {
+      offset += index % dim.size * dim.stride;
+      index /= dim.size;
+    }
+    return data + offset * width;
+  }
+
+  // Calls kernel(plane) for planes that cover elements [begin, end), counted in walk order.
+  template <typename Kernel>
+  void planes(int64_t begin, int64_t end, const Kernel& kernel) const {
+    while (begin < end) {
+      const int64_t index = begin / inner.size, column = begin % inner.size;
+      if (column != 0 || end - begin < inner.size) {
+        const int64_t n = std::min(inner.size - column, end - begin);
+        kernel(Plane{row(index) + column * inner.stride * width, n, inner.stride, 1, 0});
+        begin += n;
+      } else {
+        const int64_t n = std::min((end - begin) / inner.size, outer.size - index % outer.size);
+        kernel(Plane{row(index), inner.size, inner.stride, n, outer.stride});
+        begin += n * inner.size;
+      }
+    }
+  }
+
+  // Elements below which a second thread costs more than it saves: 512 KiB of memory traffic, counting the whole cache
+  // line for an element that has one to itself.
+  int64_t grain() const { return (256 << 10) / std::min<int64_t>(64, width * inner.stride); }
+};
+
+template <typename Bits, typename Kernel>
+Bits reduce(const Walk& walk, Kernel* kernel) {
+  Bits total;
+  const int64_t grain = walk.grain();
+  if (walk.numel < 2 * grain) {
+    walk.planes(0, walk.numel, [&](const Plane& plane) { kernel(plane, &total); });
+    return total;
+  }
+  std::mutex mutex;
+  at::parallel_for(0, walk.numel, grain, [&](int64_t begin, int64_t end) {
+    Bits part;
+    walk.planes(begin, end, [&](const Plane& plane) { kernel(plane, &part); });
+    const std::lock_guard<std::mutex> lock(mutex);
+    total.merge(part);
+  });
+  return total;
+}
+
+// The position in C order of the first non-finite element. Slow and only called when there is one.
+template <Format F>
+int64_t first_nonfinite(const View& view) {
+  using Word = typename Codes<F>::Word;
+  std::vector<int64_t> index(size_t(view.dims), 0);
+  int64_t offset = 0;
+  for (int64_t position = 0; position < view.numel; ++position) {
+    Word word;
+    std::memcpy(&word, static_cast<const char*>(view.data) + offset * int64_t(sizeof(Word)), sizeof(Word));
+    if (!is_finite<F>(magnitude<F>(word))) return position;
+    for (int64_t d = view.dims - 1; d >= 0; --d) {
+      offset += view.strides[d];
+      if (++index[size_t(d)] < view.sizes[d]) break;
+      offset -= view.strides[d] * view.sizes[d];
+      index[size_t(d)] = 0;
+    }
+  }
+  return Health<F>::kNone;
+}
+
+}  // namespace
+
+RangeRow range_cpu(const View& view) {
+  const RangeBits bits = reduce<RangeBits>(Walk(view), kernels().range[int(view.format)]);
+  return with_format(view.format, [&](auto tag) { return bits.narrow<decltype(tag)::format>().row(); });
+}
+
+void range_cpu(const View& view, double* row) {
+  const RangeRow r = range_cpu(view);
+  row[0] = r.abs_min, row[1] = r.abs_max, row[2] = r.isfinite ? 1.0 : 0.0;
+}
+
+void health_cpu(const View& view, double* row) {
+  const Walk walk(view);
+  const HealthBits bits = reduce<HealthBits>(walk, kernels().health[int(view.format)]);
+  with_format(view.format, [&](auto tag) {
+    constexpr Format F = decltype(tag)::format;
+    Health<F> health;
+    health.range = bits.range.narrow<F>();
+    health.finite = bits.finite.narrow<F>();
+    health.num_nan = bits.num_nan * walk.repeats;
+    health.num_posinf = bits.num_posinf * walk.repeats;
+    health.num_neginf = bits.num_neginf * walk.repeats;
+    health.num_zero = bits.num_zero * walk.repeats;
+    health.num_subnormal = bits.num_subnormal * walk.repeats;
+    if (bits.num_nonfinite() > 0) health.first_nonfinite = first_nonfinite<F>(view);
+    health.write(row);
+  });
+}
+
+std::vector<std::string> cpu_capabilities() {
+  std::vector<std::string> names;
+  for (const KernelTable* table : available_kernels()) names.emplace_back(table->name);
+  return names;
+}
+
+std::string cpu_capability() { return kernels().name; }
+
+std::string cpu_capability_warning() { return dispatch().warning; }
+
+bool set_cpu_capability(const std::string& name) {
+  const KernelTable* table = find_kernels(name);
+  if (table == nullptr) return false;
+  dispatch().current = table;
+  return true;
+}
+
+}  // namespace nanwatch
