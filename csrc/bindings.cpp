@@ -6,6 +6,7 @@
 
 #include <map>
 
+#include "call_recorder.h"
 #include "plain_view.h"
 #include "range_cpu.h"
 
@@ -103,6 +104,7 @@ PYBIND11_MODULE(_C, m) {
       py::arg("name"), "Holds the reduction at an instruction set, for tests and measurements.");
   m.def("build_info", &build_info, "What the compiled part was built with.");
   m.def("cuda_compiled", &cuda_compiled, "Whether CUDA kernels are linked in.");
+  bind_recorder(m);
 }
 
 }  // namespace nanwatch

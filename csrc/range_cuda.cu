@@ -8,7 +8,10 @@
 #include <cuda_runtime.h>
 
 #include "collapse.h"
+// is_subnormal compares with 0 in the formats that have no subnormals: meant, and nvcc warns of it in each.
+#pragma nv_diag_suppress 186
 #include "range.h"
+#pragma nv_diag_default 186
 
 namespace nanwatch {
 namespace {
@@ -34,27 +37,29 @@ constexpr int kMaxBatch = 160;
 
 using Bits = unsigned long long;  // the type that CUDA's 64-bit atomics take
 
-__device__ __forceinline__ Bits larger(Bits a, Bits b) { return a < b ? b : a; }
+__device__ __forceinline__ Bits larger(Bits a, Bits b) {
+  return a < b ? b : a;
+}
 
 // Accumulators of every format, magnitudes widened. Minima are kept as the maximum of the complement: the identity is
 // zero in every field, and one memset initialises a table.
-struct RangeBits {
+struct DeviceRange {
   template <Format F>
   using Of = Range<F>;
   static constexpr int columns = kRangeColumns;
   Bits hi, not_lo;
 
   template <Format F>
-  static __device__ RangeBits from(const Range<F>& range, int64_t) {
+  static __device__ DeviceRange from(const Range<F>& range, int64_t) {
     return {range.hi, typename Codes<F>::Word(~range.lo)};
   }
 
-  __device__ void merge(const RangeBits& other) {
+  __device__ void merge(const DeviceRange& other) {
     hi = larger(hi, other.hi);
     not_lo = larger(not_lo, other.not_lo);
   }
 
-  __device__ void merge_atomically(const RangeBits& other) {
+  __device__ void merge_atomically(const DeviceRange& other) {
     atomicMax(&hi, other.hi);
     atomicMax(&not_lo, other.not_lo);
   }
@@ -69,28 +74,24 @@ struct RangeBits {
   }
 };
 
-struct HealthBits {
+struct DeviceHealth {
   template <Format F>
   using Of = Health<F>;
   static constexpr int columns = kHealthColumns;
-  RangeBits range, finite;
+  DeviceRange range, finite;
   Bits num_nan, num_posinf, num_neginf, num_zero, num_subnormal;
   Bits not_first;  // complement of the position; 0: none
 
   template <Format F>
-  static __device__ HealthBits from(const Health<F>& health, int64_t repeats) {
+  static __device__ DeviceHealth from(const Health<F>& health, int64_t repeats) {
     const bool any = health.first_nonfinite != Health<F>::kNone;
-    return {RangeBits::from<F>(health.range, 1),
-            RangeBits::from<F>(health.finite, 1),
-            Bits(health.num_nan * repeats),
-            Bits(health.num_posinf * repeats),
-            Bits(health.num_neginf * repeats),
-            Bits(health.num_zero * repeats),
-            Bits(health.num_subnormal * repeats),
-            any ? ~Bits(health.first_nonfinite) : 0};
+    return {DeviceRange::from<F>(health.range, 1), DeviceRange::from<F>(health.finite, 1),
+            Bits(health.num_nan * repeats),        Bits(health.num_posinf * repeats),
+            Bits(health.num_neginf * repeats),     Bits(health.num_zero * repeats),
+            Bits(health.num_subnormal * repeats),  any ? ~Bits(health.first_nonfinite) : 0};
   }
 
-  __device__ void merge(const HealthBits& other) {
+  __device__ void merge(const DeviceHealth& other) {
     range.merge(other.range);
     finite.merge(other.finite);
     num_nan += other.num_nan;
@@ -101,7 +102,7 @@ struct HealthBits {
     not_first = larger(not_first, other.not_first);
   }
 
-  __device__ void merge_atomically(const HealthBits& other) {
+  __device__ void merge_atomically(const DeviceHealth& other) {
     range.merge_atomically(other.range);
     finite.merge_atomically(other.finite);
     atomicAdd(&num_nan, other.num_nan);
@@ -178,6 +179,7 @@ template <class Word>
 __device__ __forceinline__ Word load_word(const char* p) {
   if (misalignment(p, sizeof(Word)) == 0) return *reinterpret_cast<const Word*>(p);
   Word word = 0;
+#pragma unroll 1
   for (unsigned byte = 0; byte < sizeof(Word); ++byte)
     word = Word(word | Word(Word(static_cast<unsigned char>(p[byte])) << (8 * byte)));
   return word;
@@ -187,8 +189,8 @@ struct alignas(16) Vector {
   uint64_t half[2];
 };
 
-// Elements [begin, end) of a run of words, shared among a block: one by one up to a 16-byte boundary, then vectors, then
-// one by one.
+// Elements [begin, end) of a run of words, shared among a block: one by one up to a 16-byte boundary, then vectors,
+// then one by one.
 template <Format F, class Accumulator>
 __device__ void scan(const char* data, int64_t begin, int64_t end, Accumulator& accumulator) {
   using Word = typename Codes<F>::Word;
@@ -215,8 +217,8 @@ __device__ void scan(const char* data, int64_t begin, int64_t end, Accumulator& 
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-// Tensors that are one run in memory, cut into chunks; block b reads chunk b. At least one chunk each, also for an empty
-// tensor: somebody has to note its format.
+// Tensors that are one run in memory, cut into chunks; block b reads chunk b. At least one chunk each, also for an
+// empty tensor: somebody has to note its format.
 template <int capacity>
 struct Batch {
   const char* data[capacity];
@@ -318,13 +320,17 @@ int checked(cudaError_t error) {
 template <class... Parameters, class... Arguments>
 int launch(void (*kernel)(Parameters...), int64_t blocks, void* stream, const Arguments&... arguments) {
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
-  return checked(cudaLaunchKernel(kernel, dim3(unsigned(blocks)), dim3(kThreads), pointers, 0,
-                                  static_cast<cudaStream_t>(stream)));
+  return checked(
+      cudaLaunchKernel(kernel, dim3(unsigned(blocks)), dim3(kThreads), pointers, 0, static_cast<cudaStream_t>(stream)));
 }
 
-int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+int64_t divide_up(int64_t a, int64_t b) {
+  return a / b + (a % b != 0);
+}
 
-int64_t bytes_of(const Collapsed& shape, int32_t format) { return shape.numel * int64_t(word_size(Format(format))); }
+int64_t bytes_of(const Collapsed& shape, int32_t format) {
+  return shape.numel * int64_t(word_size(Format(format)));
+}
 
 template <class Accumulator, int capacity>
 class Batcher {
@@ -383,8 +389,13 @@ int reduce(const NanwatchTensor* tensors, int64_t count, double* rows, void* wor
     } else if (shape.dims > kNanwatchMaxWalkDims) {
       return kNanwatchTooManyDims;
     } else {
-      Gather gather = {static_cast<const char*>(tensor.data), shape.numel, shape.repeats, tensor.format,
-                       int32_t(shape.dims), row, {}};
+      Gather gather = {static_cast<const char*>(tensor.data),
+                       shape.numel,
+                       shape.repeats,
+                       tensor.format,
+                       int32_t(shape.dims),
+                       row,
+                       {}};
       for (int64_t d = 0; d < shape.dims; ++d) gather.dim[d] = dim[d];
       const int64_t blocks = divide_up(shape.numel, kThreads * kGatherPerThread);
       error = launch(strided_kernel<Accumulator>, blocks < kMaxGatherBlocks ? blocks : kMaxGatherBlocks, stream, gather,
@@ -403,21 +414,24 @@ int reduce(const NanwatchTensor* tensors, int64_t count, double* rows, void* wor
 extern "C" {
 
 size_t nanwatch_cuda_ranges_workspace(int64_t count) {
-  return size_t(count) * sizeof(nanwatch::Entry<nanwatch::RangeBits>);
+  return size_t(count) * sizeof(nanwatch::Entry<nanwatch::DeviceRange>);
 }
 
-size_t nanwatch_cuda_health_workspace(void) { return sizeof(nanwatch::Entry<nanwatch::HealthBits>); }
+size_t nanwatch_cuda_health_workspace(void) {
+  return sizeof(nanwatch::Entry<nanwatch::DeviceHealth>);
+}
 
 int nanwatch_cuda_ranges(const NanwatchTensor* tensors, int64_t count, double* rows, void* workspace, int device,
                          void* stream) {
-  using nanwatch::RangeBits;
+  using nanwatch::DeviceRange;
   // A launch copies its parameters: 40 bytes for one tensor, 25 KiB for many.
-  const auto reduce = count == 1 ? nanwatch::reduce<RangeBits, 1> : nanwatch::reduce<RangeBits, nanwatch::kMaxBatch>;
+  const auto reduce =
+      count == 1 ? nanwatch::reduce<DeviceRange, 1> : nanwatch::reduce<DeviceRange, nanwatch::kMaxBatch>;
   return reduce(tensors, count, rows, workspace, device, stream);
 }
 
 int nanwatch_cuda_health(const NanwatchTensor* tensor, double* row, void* workspace, int device, void* stream) {
-  return nanwatch::reduce<nanwatch::HealthBits, 1>(tensor, 1, row, workspace, device, stream);
+  return nanwatch::reduce<nanwatch::DeviceHealth, 1>(tensor, 1, row, workspace, device, stream);
 }
 
 const char* nanwatch_cuda_error(int code) {

@@ -1,0 +1,364 @@
+#include "call_observer.h"
+
+namespace py = pybind11;
+
+namespace nanwatch {
+namespace {
+
+// The limits of python/nanwatch/walk.py; the tests hold the two walks against each other.
+constexpr int64_t kMaxLeaves = 4096;
+constexpr int kMaxDepth = 32;
+constexpr Py_ssize_t kMaxScalars = 64;
+// Reading without the interpreter lock pays once the read is longer than taking the lock again.
+constexpr int64_t kReleaseLockBytes = 1 << 20;
+
+const char* role_name(Role role) {
+  switch (role) {
+    case Role::weight: return "weight";
+    case Role::buffer: return "buffer";
+    case Role::input: return "input";
+    case Role::output: break;
+  }
+  return "output";
+}
+
+bool is_scalar(PyObject* value) {
+  return value == Py_None || PyLong_Check(value) || PyFloat_Check(value) || PyUnicode_Check(value) ||
+         PyBytes_Check(value);
+}
+
+// An error while looking is shown and forgotten: it must not end a training. What is no Exception (Ctrl-C) must.
+bool survive() {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
+  PyErr_WriteUnraisable(nullptr);
+  return true;
+}
+
+bool is_in(PyObject* item, const std::vector<PyObject*>& stack) {
+  for (PyObject* entry : stack)
+    if (entry == item) return true;
+  return false;
+}
+
+py::object string(const std::string& text) {
+  return py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace"));
+}
+
+PyObject* intern(const char* text) { return PyUnicode_InternFromString(text); }
+
+}  // namespace
+
+CallObserver::~CallObserver() {
+  for (const auto& entry : kinds_) Py_DECREF(reinterpret_cast<PyObject*>(entry.first));
+}
+
+// ---- one tensor -----------------------------------------------------------------------------------------------------
+
+RangeRow CallObserver::read(const at::Tensor& x, const View& view) {
+  ++counters.tensors_read;
+  const int64_t bytes = view.numel * int64_t(word_size(view.format));
+  counters.bytes_read += bytes;
+  if (bytes < kReleaseLockBytes) return range_cpu(view);
+  const c10::Storage storage = x.storage();  // another thread may swap it meanwhile
+  const py::gil_scoped_release release;
+  return range_cpu(view);
+}
+
+RangeRow CallObserver::range_of(const at::Tensor& x, const View& view, int64_t batch, std::shared_ptr<Seen>* slot) {
+  ++counters.tensors;
+  if (!Seen::can_be_remembered(x)) return read(x, view);
+  Seen* seen;
+  int64_t lifetime = 1;  // batches
+  if (slot != nullptr) {
+    if (!*slot || (*slot)->tensor != x.unsafeGetTensorImpl()) *slot = weight_cache_.entry(x);
+    seen = slot->get();
+    lifetime = options_.reread_weights;
+  } else {
+    seen = &activations_.slot(x);
+  }
+  const bool fresh = seen->epoch == epoch_ && batch - seen->batch < lifetime && seen->is_unchanged(x);
+  if (fresh) {
+    ++counters.cache_hits;
+    if (options_.verify_hits) {
+      const RangeRow again = range_cpu(view);
+      counters.stale_hits += again.abs_min != seen->range.abs_min || again.abs_max != seen->range.abs_max;
+    }
+    return seen->range;
+  }
+  const bool first_reading = seen->tensor != x.unsafeGetTensorImpl();
+  const RangeRow row = read(x, view);
+  // What is not finite is looked at closely each time, so it is not worth remembering.
+  if (row.isfinite) {
+    // Each weight starts at another age, so that no batch comes in which all are read again.
+    const int64_t age = slot != nullptr && first_reading ? int64_t(weight_cache_.size()) % lifetime : 0;
+    seen->remember(x, row, batch - age, epoch_);
+  } else {
+    seen->epoch = -1;
+  }
+  return row;
+}
+
+bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame) {
+  const py::object text = string(labels_.text(label)), role_text = string(role_name(role));
+  PyObject* row = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
+                                               node.allow_inf ? Py_True : Py_False, nullptr);
+  if (row == nullptr) return survive();
+  frame->rows.push_back({label, role, Note::none, -1, 0, 0, {}, row});
+  // Row: label, role, shape, dtype, abs_min, abs_max, isfinite, health, note. A note excuses what is meant to be inf.
+  if (PyTuple_Check(row) && PyTuple_GET_SIZE(row) == 9 && PyTuple_GET_ITEM(row, 6) == Py_False &&
+      PyUnicode_GetLength(PyTuple_GET_ITEM(row, 8)) == 0)
+    frame->has_fault = true;
+  return true;
+}
+
+bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const Node& node,
+                          std::shared_ptr<Seen>* slot, FrameData* frame) {
+  View view;
+  if (!plain_view(object, &view) || view.dims > 255) {
+    ++counters.tensors;
+    ++counters.tensors_read;
+    return row_from_python(object, label, role, node, frame);
+  }
+  const at::Tensor& x = THPVariable_Unpack(object);
+  const RangeRow range = range_of(x, view, frame->batch, slot);
+  if (!range.isfinite) return row_from_python(object, label, role, node, frame);
+  if (range.abs_min == 0.0 && (role == Role::input || role == Role::buffer)) {
+    // Zeros and the largest number there is: perhaps an additive attention mask, which Python knows to tell.
+    const double largest = with_format(view.format, [](auto tag) {
+      constexpr Format F = decltype(tag)::format;
+      return Codes<F>::is_float ? decode<F>(Codes<F>::max_finite) : -1.0;
+    });
+    if (range.abs_max == largest) return row_from_python(object, label, role, node, frame);
+  }
+  const auto at = uint32_t(frame->shapes.size());
+  frame->shapes.insert(frame->shapes.end(), view.sizes, view.sizes + view.dims);
+  frame->rows.push_back({label, role, Note::none, int8_t(x.scalar_type()), uint8_t(view.dims), at, range, nullptr});
+  return true;
+}
+
+// ---- what the module owns -------------------------------------------------------------------------------------------
+
+bool CallObserver::own_tensors(Node& node, PyObject* module, PyObject* attribute, Role role, FrameData* frame) {
+  const py::object named = py::reinterpret_steal<py::object>(PyObject_GetAttr(module, attribute));
+  if (!named) return survive();
+  if (!PyDict_Check(named.ptr()) || PyDict_GET_SIZE(named.ptr()) == 0) return true;
+  std::vector<Node::Slot>& slots = role == Role::weight ? node.weights : node.buffers;
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  size_t count = 0;
+  const size_t first_row = frame->rows.size();
+  std::vector<PyObject*> seen_here;
+  while (PyDict_Next(named.ptr(), &position, &key, &value)) {
+    if (!THPVariable_Check(value)) continue;
+    bool remembers = true;
+    if (role == Role::buffer) {
+      const at::Tensor& x = THPVariable_Unpack(value);
+      if (!x.is_floating_point() && !x.is_complex()) continue;
+      // BatchNorm's kernels move the running statistics past the version counter.
+      static PyObject* const training = intern("training");
+      PyObject* flag = PyObject_GetAttr(module, training);
+      if (flag == nullptr) PyErr_Clear();
+      remembers = flag == Py_False;
+      Py_XDECREF(flag);
+    }
+    if (frame->rows.size() > first_row) {  // a tensor under two names counts once
+      if (is_in(value, seen_here)) continue;
+    }
+    seen_here.push_back(value);
+    if (count == slots.size()) slots.emplace_back();
+    Node::Slot& slot = slots[count++];
+    if (slot.key != key) {
+      Py_INCREF(key);
+      Py_XDECREF(slot.key);
+      slot.key = key;
+      const char* text = PyUnicode_Check(key) ? PyUnicode_AsUTF8(key) : nullptr;
+      if (text == nullptr) PyErr_Clear();
+      slot.label = labels_.of_text(text != nullptr ? text : "?");
+    }
+    const py::object held = py::reinterpret_borrow<py::object>(value);
+    if (!tensor(value, slot.label, role, node, remembers ? &slot.seen : nullptr, frame)) return false;
+  }
+  return true;
+}
+
+// ---- what goes in and out -------------------------------------------------------------------------------------------
+
+struct CallObserver::Walk {
+  CallObserver& self;
+  const Node& node;
+  FrameData* frame;
+  Role role;
+  int64_t leaves = 0;
+  bool ended = false;  // by the limit
+  std::vector<PyObject*> inside = {};
+
+  bool note(Labels::Id label, Note what) {
+    ++leaves;
+    frame->rows.push_back({label, role, what, -1, 0, 0, {}, nullptr});
+    return true;
+  }
+
+  // Python's own walk over a value: for limits, cycles and types that are not known here.
+  bool slowly(PyObject* value, Labels::Id label) {
+    const py::object text = string(self.labels_.text(label));
+    const py::object found = py::reinterpret_steal<py::object>(
+        PyObject_CallFunctionObjArgs(self.helpers_.leaves.ptr(), value, text.ptr(), nullptr));
+    if (!found) return survive();
+    if (!PyList_Check(found.ptr())) return true;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.ptr()); ++i) {
+      PyObject* pair = PyList_GET_ITEM(found.ptr(), i);
+      const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(pair, 0));
+      if (name == nullptr) return survive();
+      PyObject* leaf = PyTuple_GET_ITEM(pair, 1);
+      const Labels::Id id = self.labels_.of_text(name);
+      ++leaves;
+      const bool done = THPVariable_Check(leaf) ? self.tensor(leaf, id, role, node, nullptr, frame)
+                                                : self.row_from_python(leaf, id, role, node, frame);
+      if (!done) return false;
+    }
+    return true;
+  }
+
+  bool value(PyObject* object, Labels::Id label) {
+    if (THPVariable_Check(object)) {
+      ++leaves;
+      return self.tensor(object, label, role, node, nullptr, frame);
+    }
+    if (object == Py_None) return note(label, Note::is_none);
+    if (is_scalar(object)) return note(label, Note::not_a_tensor);
+    if (PyTuple_Check(object) || PyList_Check(object)) return sequence(object, label);
+    const Kind kind = PyDict_CheckExact(object) ? Kind::mapping : self.kind_of(Py_TYPE(object));
+    if (kind == Kind::opaque) return note(label, Note::not_a_tensor);
+    if (kind == Kind::mapping && has_plain_keys(object)) return mapping(object, label);
+    return slowly(object, label);
+  }
+
+  bool sequence(PyObject* object, Labels::Id label) {
+    const bool is_tuple = PyTuple_Check(object);
+    const Py_ssize_t size = is_tuple ? PyTuple_GET_SIZE(object) : PyList_GET_SIZE(object);
+    if (size > kMaxScalars) {
+      bool only_scalars = true;
+      for (Py_ssize_t i = 0; i < size && only_scalars; ++i)
+        only_scalars = is_scalar(is_tuple ? PyTuple_GET_ITEM(object, i) : PyList_GET_ITEM(object, i));
+      if (only_scalars) return note(label, Note::not_a_tensor);
+    }
+    if (!enter(object)) return slowly(object, label);
+    bool done = true;
+    for (Py_ssize_t i = 0; done; ++i) {
+      // A list may change while Python code looks at one of its items: ask for its size each time, hold the item.
+      if (i >= (is_tuple ? PyTuple_GET_SIZE(object) : PyList_GET_SIZE(object))) break;
+      if (limit(label)) break;
+      const py::object item =
+          py::reinterpret_borrow<py::object>(is_tuple ? PyTuple_GET_ITEM(object, i) : PyList_GET_ITEM(object, i));
+      done = value(item.ptr(), self.labels_.item(label, i));
+    }
+    inside.pop_back();
+    return done;
+  }
+
+  bool mapping(PyObject* object, Labels::Id label) {
+    if (!enter(object)) return slowly(object, label);
+    PyObject *key, *item;
+    Py_ssize_t position = 0;
+    bool done = true;
+    while (done && PyDict_Next(object, &position, &key, &item)) {
+      if (limit(label)) break;
+      const py::object held = py::reinterpret_borrow<py::object>(item);
+      done = value(item, named(label, key));
+    }
+    inside.pop_back();
+    return done;
+  }
+
+  Labels::Id named(Labels::Id parent, PyObject* key) {
+    return self.labels_.item(parent, key, [this](PyObject* k) -> std::string {
+      const py::object text =
+          py::reinterpret_steal<py::object>(PyObject_CallOneArg(self.helpers_.spell_key.ptr(), k));
+      const char* spelt = text ? PyUnicode_AsUTF8(text.ptr()) : nullptr;
+      if (spelt != nullptr) return spelt;
+      PyErr_Clear();
+      return "?";
+    });
+  }
+
+  static bool has_plain_keys(PyObject* object) {
+    PyObject *key, *item;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(object, &position, &key, &item))
+      if (!PyUnicode_CheckExact(key)) return false;
+    return true;
+  }
+
+  bool enter(PyObject* object) {
+    if (int(inside.size()) >= kMaxDepth || is_in(object, inside)) return false;
+    inside.push_back(object);
+    return true;
+  }
+
+  // Whether the walk has found as much as it may; says so once.
+  bool limit(Labels::Id label) {
+    if (leaves < kMaxLeaves) return false;
+    if (!ended) {
+      ended = true;
+      PyObject* row = Py_BuildValue("(sszszzzzs)", self.labels_.text(label).c_str(), role_name(role), nullptr, "",
+                                    nullptr, nullptr, nullptr, nullptr, "not checked: more than 4096 values");
+      if (row != nullptr) {
+        frame->rows.push_back({label, role, Note::none, -1, 0, 0, {}, row});
+      } else {
+        PyErr_Clear();
+      }
+    }
+    return true;
+  }
+};
+
+CallObserver::Kind CallObserver::kind_of(PyTypeObject* type) {
+  const auto found = kinds_.find(type);
+  if (found != kinds_.end()) return found->second;
+  Kind kind = Kind::container;
+  const py::handle handle(reinterpret_cast<PyObject*>(type));
+  try {
+    if (!helpers_.is_container(handle).cast<bool>()) {
+      kind = Kind::opaque;
+    } else if (PyType_IsSubtype(type, &PyDict_Type)) {
+      // A dictionary with an order or an access of its own is asked through Python; a ModelOutput keeps both.
+      for (const py::handle base : py::cast<py::tuple>(handle.attr("__mro__")))
+        if (py::cast<std::string>(base.attr("__name__")) == "ModelOutput") kind = Kind::mapping;
+    }
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("nanwatch: what kind of container a type is");
+  }
+  if (kinds_.size() < 4096) {  // types made anew for every call would pile up
+    Py_INCREF(handle.ptr());
+    kinds_.emplace(type, kind);
+  }
+  return kind;
+}
+
+bool CallObserver::observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
+                           FrameData* frame) {
+  static PyObject* const parameters = intern("_parameters");
+  static PyObject* const buffers = intern("_buffers");
+  if (options_.weights && !own_tensors(node, module, parameters, Role::weight, frame)) return false;
+  if (options_.buffers && !own_tensors(node, module, buffers, Role::buffer, frame)) return false;
+  if (options_.inputs) {
+    Walk walk{*this, node, frame, Role::input};
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i)
+      if (!walk.value(PyTuple_GET_ITEM(args, i), labels_.item(Labels::kInput, i))) return false;
+    if (kwargs != nullptr) {
+      PyObject *key, *item;
+      Py_ssize_t position = 0;
+      while (PyDict_Next(kwargs, &position, &key, &item)) {
+        const py::object held = py::reinterpret_borrow<py::object>(item);
+        if (!walk.value(item, walk.named(Labels::kInput, key))) return false;
+      }
+    }
+  }
+  if (options_.outputs) {
+    Walk walk{*this, node, frame, Role::output};
+    if (!walk.value(output, Labels::kOutput)) return false;
+  }
+  return true;
+}
+
+}  // namespace nanwatch

@@ -1,0 +1,91 @@
+// From one module call to the rows of its frame: the walk over weights, buffers, inputs and outputs, and the decision
+// what has to be read. What is out of the ordinary (a tensor that is not plain, a value that is not finite, a container
+// of a type not known here) goes to the Python functions that also serve without the compiled part.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "frame.h"
+#include "plain_view.h"
+#include "seen.h"
+
+namespace nanwatch {
+
+// Counts that do not depend on the machine.
+struct Counters {
+  int64_t calls = 0, frames = 0, tensors = 0, tensors_read = 0, bytes_read = 0, cache_hits = 0, stale_hits = 0;
+  int64_t nanoseconds = 0;  // spent here; only when asked for
+};
+
+struct Options {
+  bool weights = true, buffers = true, inputs = true, outputs = true;
+  int64_t reread_weights = 64;
+  bool verify_hits = false;  // read again on every cache hit and count the differences
+  bool measure_time = false;
+};
+
+struct Helpers {
+  pybind11::object observe;       // (value, label, role, allow_inf) -> Row
+  pybind11::object leaves;        // (value, label) -> [(label, leaf)]
+  pybind11::object is_container;  // (type) -> bool: may `leaves` find anything inside
+  pybind11::object spell_key;     // (key) -> str
+};
+
+// A watched module: its name and what is remembered of the tensors it owns.
+struct Node {
+  struct Slot {
+    PyObject* key = nullptr;  // owned: the parameter's name
+    Labels::Id label = 0;
+    std::shared_ptr<Seen> seen;
+  };
+  std::string name, class_name;
+  PyTypeObject* type = nullptr;  // borrowed and only compared: FSDP gives a module another class
+  bool observed = true, allow_inf = false;
+  std::vector<Slot> weights, buffers;
+};
+
+class CallObserver {
+ public:
+  CallObserver(const Options& options, Helpers helpers) : options_(options), helpers_(std::move(helpers)) {}
+  ~CallObserver();
+  CallObserver(const CallObserver&) = delete;
+  CallObserver& operator=(const CallObserver&) = delete;
+
+  // Appends the rows of a call to `frame`. False with a Python exception set only for what must end the call, such as
+  // KeyboardInterrupt.
+  bool observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, FrameData* frame);
+
+  void forget_weights() { ++epoch_; }
+  const std::string& label_text(Labels::Id id) const { return labels_.text(id); }
+
+  Counters counters;
+  size_t num_labels() const { return labels_.size(); }
+  size_t num_weights() const { return weight_cache_.size(); }
+
+ private:
+  struct Walk;  // one walk over one value or one call
+  enum class Kind : uint8_t { opaque, mapping, container };
+
+  bool own_tensors(Node& node, PyObject* module, PyObject* attribute, Role role, FrameData* frame);
+  bool tensor(PyObject* object, Labels::Id label, Role role, const Node& node, std::shared_ptr<Seen>* slot,
+              FrameData* frame);
+  bool row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame);
+  RangeRow read(const at::Tensor& x, const View& view);
+  RangeRow range_of(const at::Tensor& x, const View& view, int64_t batch, std::shared_ptr<Seen>* slot);
+  Kind kind_of(PyTypeObject* type);
+
+  Options options_;
+  Helpers helpers_;
+  Labels labels_;
+  ActivationCache activations_;
+  WeightCache weight_cache_;
+  std::unordered_map<PyTypeObject*, Kind> kinds_;  // keys owned
+  int64_t epoch_ = 0;
+};
+
+}  // namespace nanwatch

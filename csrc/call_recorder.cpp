@@ -1,0 +1,212 @@
+#include "call_recorder.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <list>
+
+namespace py = pybind11;
+
+namespace nanwatch {
+namespace {
+
+std::atomic<uint64_t> next_id{1};
+
+int64_t now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// Adds the time until its end to a counter.
+class Stopwatch {
+ public:
+  Stopwatch(bool on, int64_t* total) : total_(on ? total : nullptr), start_(on ? now() : 0) {}
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+  ~Stopwatch() {
+    if (total_ != nullptr) *total_ += now() - start_;
+  }
+
+ private:
+  int64_t* total_;
+  int64_t start_;
+};
+
+}  // namespace
+
+CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object listener, py::object frame_type,
+                           size_t max_frames, int64_t every, std::vector<int64_t> traced)
+    : observer_(options, std::move(helpers)),
+      listener_(std::move(listener)),
+      frame_type_(std::move(frame_type)),
+      ring_(max_frames),
+      every_(every),
+      traced_(std::move(traced)),
+      measures_time_(options.measure_time),
+      id_(next_id++) {
+  std::sort(traced_.begin(), traced_.end());
+}
+
+int32_t CallRecorder::add_node(const std::string& name, py::handle type, bool observed, bool allow_inf) {
+  auto node = std::make_unique<Node>();
+  node->name = name;
+  node->observed = observed;
+  node->allow_inf = allow_inf;
+  node->type = reinterpret_cast<PyTypeObject*>(type.ptr());
+  node->class_name = py::cast<std::string>(type.attr("__name__"));
+  nodes_.push_back(std::move(node));
+  return int32_t(nodes_.size() - 1);
+}
+
+int CallRecorder::traverse(visitproc visit, void* arg) const {
+  Py_VISIT(listener_.ptr());
+  return 0;
+}
+
+void CallRecorder::drop_references() { listener_ = py::none(); }
+
+CallRecorder::Thread& CallRecorder::this_thread() {
+  // A list, as a Thread is referred to while others are added. Those of recorders that are gone stay until the thread
+  // ends: a few hundred bytes each.
+  thread_local std::list<Thread> threads;
+  thread_local Thread* latest = nullptr;
+  if (latest != nullptr && latest->recorder == id_) return *latest;
+  for (Thread& thread : threads)
+    if (thread.recorder == id_) return *(latest = &thread);
+  threads.emplace_front(Thread{id_});
+  return *(latest = &threads.front());
+}
+
+bool CallRecorder::is_traced(int64_t batch) const {
+  return !traced_.empty() && std::binary_search(traced_.begin(), traced_.end(), batch);
+}
+
+// Calls the listener. False with the exception set if it raised: what the listener raises, the module call raises.
+bool CallRecorder::tell(const char* method, py::args arguments) {
+  const py::object bound = py::reinterpret_steal<py::object>(PyObject_GetAttrString(listener_.ptr(), method));
+  if (!bound) return false;
+  return bool(py::reinterpret_steal<py::object>(PyObject_CallObject(bound.ptr(), arguments.ptr())));
+}
+
+bool CallRecorder::begin_batch(Thread& thread, PyObject* args, PyObject* kwargs) {
+  thread.args = args;
+  thread.kwargs = kwargs;
+  // Called from a backward: activation checkpointing runs the forward again. That is no new batch.
+  thread.recomputed = torch::autograd::get_current_graph_task_id() != -1;
+  if (!thread.recomputed) latest_batch_ = next_batch_++;
+  thread.batch = latest_batch_;
+  thread.active = thread.batch % every_ == 0;
+  if (thread.recomputed || !thread.active || !is_traced(thread.batch)) return true;
+  return tell("batch_started", py::make_tuple(thread.batch));
+}
+
+bool CallRecorder::end_batch(Thread& thread, bool completed) {
+  thread.args = thread.kwargs = nullptr;
+  if (thread.recomputed || !tells_batch_end) return true;
+  return tell("batch_ended", py::make_tuple(thread.batch, completed));
+}
+
+PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs) {
+  Thread* thread = nullptr;
+  bool outermost = false;
+  {
+    const Stopwatch stopwatch(measures_time_, &observer_.counters.nanoseconds);
+    thread = &this_thread();
+    outermost = thread->nodes.empty();
+    if (thread->recording) return PyObject_Call(target, args, kwargs);
+    if (outermost) {
+      if (paused) return PyObject_Call(target, args, kwargs);
+      if (!begin_batch(*thread, args, kwargs)) return nullptr;
+    }
+    thread->nodes.push_back(index);
+    ++observer_.counters.calls;
+  }
+  PyObject* output = PyObject_Call(target, args, kwargs);
+  const Stopwatch stopwatch(measures_time_, &observer_.counters.nanoseconds);
+  thread->nodes.pop_back();
+  if (output != nullptr && thread->active && !paused && nodes_[size_t(index)]->observed &&
+      !record(*thread, index, module, args, kwargs, output))
+    Py_CLEAR(output);
+  if (outermost) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    const bool ended_well = end_batch(*thread, output != nullptr);
+    if (output != nullptr) {
+      if (!ended_well) Py_CLEAR(output);
+    } else {
+      PyErr_Clear();  // the call's own exception matters more
+      PyErr_Restore(type, value, traceback);
+    }
+  }
+  return output;
+}
+
+bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs,
+                          PyObject* output) {
+  Node& node = *nodes_[size_t(index)];
+  if (Py_TYPE(module) != node.type) {
+    node.type = Py_TYPE(module);
+    node.class_name = py::cast<std::string>(py::handle(reinterpret_cast<PyObject*>(node.type)).attr("__name__"));
+  }
+  FrameData& frame = thread.frame;
+  frame.clear();
+  frame.batch = thread.batch;
+  frame.node = index;
+  frame.recomputed = thread.recomputed;
+  thread.recording = true;
+  const bool observed = observer_.observe(node, module, args, kwargs, output, &frame);
+  thread.recording = false;
+  if (!observed) return false;
+  ++observer_.counters.frames;
+  const bool has_fault = frame.has_fault;
+  ring_.push(frame);
+  frame.clear();  // the overwritten frame's Python rows are not kept longer than its place
+  if (!has_fault && !is_traced(thread.batch)) return true;
+  const py::object seen = to_python(ring_.latest());
+  if (is_traced(thread.batch) && !tell("frame_recorded", py::make_tuple(seen))) return false;
+  if (!has_fault) return true;
+  const py::object caller =
+      thread.nodes.empty() ? py::object(py::none()) : py::object(py::str(nodes_[size_t(thread.nodes.back())]->name));
+  const py::handle none = Py_None;
+  // The outermost call's arguments are still on the stack of whoever made it.
+  return tell("fault", py::make_tuple(seen, caller, thread.nodes.empty() ? py::handle(args) : py::handle(thread.args),
+                                      thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
+}
+
+py::object CallRecorder::to_python(const FrameData& frame) const {
+  static const char* const notes[] = {"", "None", "not a tensor"};
+  static const char* const roles[] = {"weight", "buffer", "input", "output"};
+  const Node& node = *nodes_[size_t(frame.node)];
+  py::list rows;
+  for (const RowData& row : frame.rows) {
+    if (row.python != nullptr) {
+      rows.append(py::handle(row.python));
+      continue;
+    }
+    const std::string& label = observer_.label_text(row.label);
+    const char* role = roles[int(row.role)];
+    if (row.note != Note::none) {
+      rows.append(py::make_tuple(label, role, py::none(), "", py::none(), py::none(), py::none(), py::none(),
+                                 notes[int(row.note)]));
+      continue;
+    }
+    py::tuple shape(row.dims);
+    for (size_t d = 0; d < row.dims; ++d) shape[d] = frame.shapes[row.shape_at + d];
+    std::string dtype = py::cast<std::string>(py::str(py::cast(static_cast<at::ScalarType>(row.dtype))));
+    dtype.erase(0, sizeof("torch.") - 1);
+    rows.append(py::make_tuple(label, role, shape, dtype, row.range.abs_min, row.range.abs_max, row.range.isfinite,
+                               py::none(), ""));
+  }
+  return frame_type_(frame.batch, node.name, node.class_name, rows, frame.recomputed);
+}
+
+py::list CallRecorder::frames() const {
+  py::list found;
+  for (size_t i = 0; i < ring_.size(); ++i) found.append(to_python(ring_.oldest(i)));
+  return found;
+}
+
+}  // namespace nanwatch

@@ -1,0 +1,69 @@
+// Which batch a call belongs to, the ring of the latest frames, and when Python has to be told.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "call_observer.h"
+
+namespace nanwatch {
+
+class CallRecorder {
+ public:
+  CallRecorder(const Options& options, Helpers helpers, pybind11::object listener, pybind11::object frame_type,
+               size_t max_frames, int64_t every, std::vector<int64_t> traced);
+
+  int32_t add_node(const std::string& name, pybind11::handle type, bool observed, bool allow_inf);
+
+  // Makes the call `target(*args, **kwargs)` of a module and records it. A new reference, or null with an exception
+  // set, as in the C API.
+  PyObject* run(int32_t node, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs);
+
+  pybind11::list frames() const;
+  void clear() { ring_.clear(); }
+  CallObserver& observer() { return observer_; }
+  int64_t latest_batch() const { return latest_batch_; }
+
+  // For Python's garbage collector: the listener refers back to the recorder.
+  int traverse(visitproc visit, void* arg) const;
+  void drop_references();
+
+  bool paused = false;
+  bool tells_batch_end = false;
+
+ private:
+  // The calls under way on one thread, outermost first.
+  struct Thread {
+    uint64_t recorder;
+    std::vector<int32_t> nodes = {};
+    int64_t batch = 0;
+    bool recomputed = false, active = false;
+    bool recording = false;  // Python code called from here may call a watched module: that call is not recorded
+    PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call, which keeps them alive
+    FrameData frame = {};
+  };
+
+  Thread& this_thread();
+  bool begin_batch(Thread& thread, PyObject* args, PyObject* kwargs);
+  bool end_batch(Thread& thread, bool completed);
+  bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
+  bool tell(const char* method, pybind11::args arguments);
+  bool is_traced(int64_t batch) const;
+  pybind11::object to_python(const FrameData& frame) const;
+
+  CallObserver observer_;
+  pybind11::object listener_, frame_type_;
+  FrameRing ring_;
+  int64_t every_;
+  std::vector<int64_t> traced_;  // sorted
+  bool measures_time_;
+  std::vector<std::unique_ptr<Node>> nodes_;
+  int64_t next_batch_ = 0, latest_batch_ = -1;
+  const uint64_t id_;  // never reused, unlike an address
+};
+
+// Adds CallRecorder and WatchedCall to the module.
+void bind_recorder(pybind11::module_& m);
+
+}  // namespace nanwatch

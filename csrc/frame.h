@@ -1,0 +1,88 @@
+// A frame as the hot path leaves it: rows of plain numbers. Names become strings and rows become Python objects only
+// for those who ask.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "labels.h"
+#include "range.h"
+
+namespace nanwatch {
+
+enum class Role : uint8_t { weight, buffer, input, output };
+enum class Note : uint8_t { none, is_none, not_a_tensor };
+
+struct RowData {
+  Labels::Id label;
+  Role role;
+  Note note;
+  int8_t dtype;  // c10::ScalarType, -1 where there is no tensor
+  uint8_t dims;
+  uint32_t shape_at;  // into FrameData::shapes
+  RangeRow range;
+  PyObject* python;  // owned; where the Python side made the row, it replaces all else
+};
+
+// One call of one module. Reused: clearing keeps the capacity, so a steady run allocates nothing.
+struct FrameData {
+  int64_t batch = 0;
+  int32_t node = 0;
+  bool recomputed = false;
+  bool has_fault = false;
+  std::vector<RowData> rows;
+  std::vector<int64_t> shapes;
+
+  FrameData() = default;
+  FrameData(const FrameData&) = delete;
+  FrameData& operator=(const FrameData&) = delete;
+  FrameData(FrameData&& other) noexcept { swap(other); }
+  ~FrameData() { clear(); }
+
+  void clear() {
+    for (const RowData& row : rows) Py_XDECREF(row.python);
+    rows.clear();
+    shapes.clear();
+    has_fault = false;
+  }
+
+  void swap(FrameData& other) noexcept {
+    std::swap(batch, other.batch);
+    std::swap(node, other.node);
+    std::swap(recomputed, other.recomputed);
+    std::swap(has_fault, other.has_fault);
+    rows.swap(other.rows);
+    shapes.swap(other.shapes);
+  }
+};
+
+// The latest frames, oldest overwritten.
+class FrameRing {
+ public:
+  explicit FrameRing(size_t capacity) : frames_(capacity) {}
+
+  // Takes the frame's content and leaves it the overwritten frame's memory.
+  void push(FrameData& frame) {
+    frames_[next_].swap(frame);
+    next_ = (next_ + 1) % frames_.size();
+    if (held_ < frames_.size()) ++held_;
+  }
+  size_t size() const { return held_; }
+  const FrameData& oldest(size_t position) const {
+    return frames_[(next_ + frames_.size() - held_ + position) % frames_.size()];
+  }
+  const FrameData& latest() const { return oldest(held_ - 1); }
+  void clear() {
+    for (FrameData& frame : frames_) frame.clear();
+    held_ = 0;
+  }
+
+ private:
+  std::vector<FrameData> frames_;
+  size_t next_ = 0, held_ = 0;
+};
+
+}  // namespace nanwatch

@@ -1,0 +1,95 @@
+// Labels as numbers: `input[0][mask]` is made once and then costs a table look-up. Bounded: past the limit (a model
+// whose dictionaries have ever new keys) a label ends in `[...]`.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace nanwatch {
+
+class Labels {
+ public:
+  using Id = int32_t;
+  static constexpr Id kInput = 0, kOutput = 1;
+
+  Labels() : texts_{"input", "output"} {}
+  Labels(const Labels&) = delete;
+  Labels& operator=(const Labels&) = delete;
+  ~Labels() {
+    for (auto& entry : named_) Py_DECREF(entry.first.key);
+  }
+
+  const std::string& text(Id id) const { return texts_[size_t(id)]; }
+
+  Id of_text(const std::string& text) {
+    const auto found = by_text_.find(text);
+    if (found != by_text_.end()) return found->second;
+    const Id id = add(text, text);
+    by_text_.emplace(texts_[size_t(id)], id);
+    return id;
+  }
+
+  Id item(Id parent, int64_t index) {
+    const uint64_t key = (uint64_t(parent) << 32) | uint64_t(uint32_t(index));
+    const auto found = items_.find(key);
+    if (found != items_.end()) return found->second;
+    const Id id = add(texts_[size_t(parent)] + "[" + std::to_string(index) + "]", texts_[size_t(parent)] + "[...]");
+    if (!full()) items_.emplace(key, id);
+    return id;
+  }
+
+  // `key` is a str; `spell` gives the text between the brackets (Python's rule, asked once per label).
+  template <typename Spell>
+  Id item(Id parent, PyObject* key, const Spell& spell) {
+    const auto found = named_.find({parent, key});
+    if (found != named_.end()) return found->second;
+    const std::string& stem = texts_[size_t(parent)];
+    const Id id = add(full() ? std::string() : stem + "[" + spell(key) + "]", stem + "[...]");
+    if (!full()) {
+      Py_INCREF(key);  // while it is held, no other string can have its address
+      named_.emplace(Named{parent, key}, id);
+    }
+    return id;
+  }
+
+  size_t size() const { return texts_.size(); }
+
+ private:
+  static constexpr size_t kLimit = 1 << 16;
+
+  struct Named {
+    Id parent;
+    PyObject* key;
+    bool operator==(const Named& other) const { return parent == other.parent && key == other.key; }
+  };
+  struct HashNamed {
+    size_t operator()(const Named& n) const {
+      return size_t((reinterpret_cast<uintptr_t>(n.key) ^ uint64_t(n.parent)) * 0x9e3779b97f4a7c15ull >> 16);
+    }
+  };
+
+  bool full() const { return texts_.size() >= kLimit; }
+
+  Id add(std::string text, const std::string& when_full) {
+    if (full()) {
+      const auto found = overflow_.find(when_full);
+      if (found != overflow_.end()) return found->second;
+      if (texts_.size() >= 2 * kLimit) return kInput;  // as many stems as labels: no model looks like this
+      texts_.push_back(when_full);
+      return overflow_[when_full] = Id(texts_.size() - 1);
+    }
+    texts_.push_back(std::move(text));
+    return Id(texts_.size() - 1);
+  }
+
+  std::vector<std::string> texts_;
+  std::unordered_map<uint64_t, Id> items_;
+  std::unordered_map<Named, Id, HashNamed> named_;
+  std::unordered_map<std::string, Id> by_text_, overflow_;
+};
+
+}  // namespace nanwatch
