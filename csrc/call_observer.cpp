@@ -44,7 +44,9 @@ py::object string(const std::string& text) {
   return py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace"));
 }
 
-PyObject* intern(const char* text) { return PyUnicode_InternFromString(text); }
+PyObject* intern(const char* text) {
+  return PyUnicode_InternFromString(text);
+}
 
 }  // namespace
 
@@ -111,8 +113,8 @@ bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role,
   return true;
 }
 
-bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const Node& node,
-                          std::shared_ptr<Seen>* slot, FrameData* frame) {
+bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const Node& node, std::shared_ptr<Seen>* slot,
+                          FrameData* frame) {
   View view;
   if (!plain_view(object, &view) || view.dims > 255) {
     ++counters.tensors;
@@ -272,8 +274,7 @@ struct CallObserver::Walk {
 
   Labels::Id named(Labels::Id parent, PyObject* key) {
     return self.labels_.item(parent, key, [this](PyObject* k) -> std::string {
-      const py::object text =
-          py::reinterpret_steal<py::object>(PyObject_CallOneArg(self.helpers_.spell_key.ptr(), k));
+      const py::object text = py::reinterpret_steal<py::object>(PyObject_CallOneArg(self.helpers_.spell_key.ptr(), k));
       const char* spelt = text ? PyUnicode_AsUTF8(text.ptr()) : nullptr;
       if (spelt != nullptr) return spelt;
       PyErr_Clear();

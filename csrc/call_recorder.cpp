@@ -66,7 +66,9 @@ int CallRecorder::traverse(visitproc visit, void* arg) const {
   return 0;
 }
 
-void CallRecorder::drop_references() { listener_ = py::none(); }
+void CallRecorder::drop_references() {
+  listener_ = py::none();
+}
 
 CallRecorder::Thread& CallRecorder::this_thread() {
   // A list, as a Thread is referred to while others are added. Those of recorders that are gone stay until the thread

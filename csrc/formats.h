@@ -225,7 +225,11 @@ NANWATCH_HD bool is_zero(typename Codes<F>::Word magnitude) {
 
 template <Format F>
 NANWATCH_HD bool is_subnormal(typename Codes<F>::Word magnitude) {
-  return magnitude != 0 && magnitude < Codes<F>::min_normal;
+  if constexpr (Codes<F>::min_normal == 0) {
+    return false;
+  } else {
+    return magnitude != 0 && magnitude < Codes<F>::min_normal;
+  }
 }
 
 NANWATCH_HD double double_from_bits(uint64_t bits) {

@@ -4,7 +4,6 @@
 // and its current stream come from torch's device-neutral guard, the kernels from range_cuda.h.
 #ifdef NANWATCH_CUDA
 
-#include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
@@ -16,10 +15,9 @@
 
 #include <vector>
 
-#include "fallback.h"
 #include "range.h"
 #include "range_cuda.h"
-#include "tensor_view.h"
+#include "readable.h"
 
 namespace nanwatch {
 namespace {
@@ -65,24 +63,10 @@ bool launched(int error, const char* op) {
   return false;
 }
 
-// A tensor whose words the kernels can read in place; otherwise `native` is false and the reference serves it: complex
-// numbers, and dtypes that it refuses in words of its own.
-struct Readable {
-  at::Tensor tensor;
-  NanwatchTensor view{};
-  bool native = false;
-
-  Readable(const at::Tensor& x, const char* op, bool sign_matters) : tensor(x) {
-    const std::optional<Format> format = format_of(x.scalar_type());
-    if (!format.has_value()) return;
-    if (x.is_neg() && (sign_matters || negation_changes_magnitude(x, *format))) tensor = x.resolve_neg();
-    TORCH_CHECK_VALUE(storage_covers(tensor), "nanwatch.", op, ": the tensor's storage holds ",
-                      tensor.storage().nbytes(), " bytes, fewer than its shape ", tensor.sizes(), " and strides ",
-                      tensor.strides(), " need; it was freed or resized.");
-    view = {tensor.const_data_ptr(), tensor.sizes().data(), tensor.strides().data(), tensor.dim(), int32_t(*format)};
-    native = true;
-  }
-};
+NanwatchTensor view_of(const Readable& readable) {
+  const at::Tensor& x = readable.tensor;
+  return {x.const_data_ptr(), x.sizes().data(), x.strides().data(), x.dim(), int32_t(readable.format)};
+}
 
 // Both live until the stream has passed the launch: the caching allocator reuses a block in stream order.
 at::Tensor rows_on(const at::Device& device, at::IntArrayRef shape) {
@@ -97,22 +81,22 @@ at::Tensor abs_range(const at::Tensor& x) {
   const c10::DeviceGuard guard(x.device());
   const Readable readable(x, "abs_range", false);
   if (readable.native) {
+    const NanwatchTensor view = view_of(readable);
     at::Tensor row = rows_on(x.device(), {kRangeColumns});
     const at::Tensor workspace = workspace_on(x.device(), nanwatch_cuda_ranges_workspace(1));
-    const int error =
-        nanwatch_cuda_ranges(&readable.view, 1, row.mutable_data_ptr<double>(), workspace.mutable_data_ptr(),
-                             x.device().index(), current_stream(x.device()));
+    const int error = nanwatch_cuda_ranges(&view, 1, row.mutable_data_ptr<double>(), workspace.mutable_data_ptr(),
+                                           x.device().index(), current_stream(x.device()));
     if (launched(error, "abs_range")) return row;
   }
-  return call_reference<at::Tensor(const at::Tensor&)>("nanwatch::abs_range", x);
+  return reference("nanwatch::abs_range", x);
 }
 
 at::Tensor abs_ranges(at::TensorList xs) {
-  const auto reference = [&] { return call_reference<at::Tensor(at::TensorList)>("nanwatch::abs_ranges", xs); };
+  const auto all_by_reference = [&] { return call_reference<at::Tensor(at::TensorList)>("nanwatch::abs_ranges", xs); };
   const at::Device device = xs.front().device();
   const int64_t count = int64_t(xs.size());
   for (const at::Tensor& x : xs)
-    if (x.device() != device) return reference();  // which names the devices in its error
+    if (x.device() != device) return all_by_reference();  // which names the devices in its error
   const c10::DeviceGuard guard(device);
   std::vector<Readable> readable;
   std::vector<NanwatchTensor> views;
@@ -120,19 +104,18 @@ at::Tensor abs_ranges(at::TensorList xs) {
   views.reserve(size_t(count));
   for (const at::Tensor& x : xs) {
     readable.emplace_back(x, "abs_ranges", false);
-    views.push_back(readable.back().view);
-    // Keeps its place as an empty tensor; its row is written below.
+    // What is not native keeps its place as an empty tensor; its row is written below.
     static constexpr int64_t nothing = 0;
-    if (!readable.back().native) views.back() = {nullptr, &nothing, &nothing, 1, int32_t(Format::u8)};
+    views.push_back(readable.back().native ? view_of(readable.back())
+                                           : NanwatchTensor{nullptr, &nothing, &nothing, 1, int32_t(Format::u8)});
   }
   at::Tensor rows = rows_on(device, {count, kRangeColumns});
   const at::Tensor workspace = workspace_on(device, nanwatch_cuda_ranges_workspace(count));
   const int error = nanwatch_cuda_ranges(views.data(), count, rows.mutable_data_ptr<double>(),
                                          workspace.mutable_data_ptr(), device.index(), current_stream(device));
-  if (!launched(error, "abs_ranges")) return reference();
+  if (!launched(error, "abs_ranges")) return all_by_reference();
   for (int64_t i = 0; i < count; ++i)
-    if (!readable[size_t(i)].native)
-      rows.select(0, i).copy_(call_reference<at::Tensor(const at::Tensor&)>("nanwatch::abs_range", xs[size_t(i)]));
+    if (!readable[size_t(i)].native) rows.select(0, i).copy_(reference("nanwatch::abs_range", xs[size_t(i)]));
   return rows;
 }
 
@@ -140,13 +123,14 @@ at::Tensor health(const at::Tensor& x) {
   const c10::DeviceGuard guard(x.device());
   const Readable readable(x, "tensor_health", true);
   if (readable.native) {
+    const NanwatchTensor view = view_of(readable);
     at::Tensor row = rows_on(x.device(), {kHealthColumns});
     const at::Tensor workspace = workspace_on(x.device(), nanwatch_cuda_health_workspace());
-    const int error = nanwatch_cuda_health(&readable.view, row.mutable_data_ptr<double>(), workspace.mutable_data_ptr(),
+    const int error = nanwatch_cuda_health(&view, row.mutable_data_ptr<double>(), workspace.mutable_data_ptr(),
                                            x.device().index(), current_stream(x.device()));
     if (launched(error, "tensor_health")) return row;
   }
-  return call_reference<at::Tensor(const at::Tensor&)>("nanwatch::health", x);
+  return reference("nanwatch::health", x);
 }
 
 }  // namespace

@@ -8,6 +8,8 @@
 #include <cstdlib>
 #include <mutex>
 
+#include "collapse.h"
+
 namespace nanwatch {
 namespace {
 
@@ -56,59 +58,44 @@ Dispatch& dispatch() {
   return instance;
 }
 
-const KernelTable& kernels() { return *dispatch().current.load(std::memory_order_relaxed); }
+const KernelTable& kernels() {
+  return *dispatch().current.load(std::memory_order_relaxed);
+}
 
 // ---- the walk -------------------------------------------------------------------------------------------------------
 
-// A view reduced to what an order-free reduction needs: no dimension of size 1, none of stride 0 (those repeat what is
-// there: their product is `repeats`), the rest sorted by stride and merged where one continues the other. A transposed
-// dense tensor becomes one run.
+// A view as planes: the two fastest dimensions that collapse() leaves, and the rest. A transposed dense tensor becomes
+// one run.
 struct Walk {
-  struct Dim {
-    int64_t size, stride;
-  };
   const char* data;
   int64_t width;
-  int64_t repeats = 1;
-  int64_t numel = 1;                   // without the repeats
-  Dim inner{1, 1}, outer{1, 0};        // the plane
+  int64_t repeats = 1;                 // elements of the tensor that each element of the walk stands for
+  int64_t numel;                       // of the walk
+  Dim inner{1, 1, 1}, outer{1, 0, 1};  // the plane
   std::vector<Dim> rest;               // fastest first
 
-  explicit Walk(const View& view) : data(static_cast<const char*>(view.data)), width(int64_t(word_size(view.format))) {
-    bool contiguous = true;
-    int64_t expected = 1;
-    for (int64_t d = view.dims - 1; d >= 0 && contiguous; --d) {
-      contiguous = view.sizes[d] == 1 || view.strides[d] == expected;
-      expected *= view.sizes[d];
-    }
-    if (contiguous || view.numel == 0) {  // the common case allocates nothing
-      inner = {view.numel, 1};
-      numel = view.numel;
+  explicit Walk(const View& view)
+      : data(static_cast<const char*>(view.data)), width(int64_t(word_size(view.format))), numel(view.numel) {
+    if (is_contiguous(view)) {  // the common case allocates nothing
+      inner.size = view.numel;
       return;
     }
-    std::vector<Dim> dims;
-    dims.reserve(size_t(view.dims));
-    for (int64_t d = 0; d < view.dims; ++d) {
-      if (view.sizes[d] == 1) continue;
-      if (view.strides[d] == 0) {
-        repeats *= view.sizes[d];
-      } else {
-        dims.push_back({view.sizes[d], view.strides[d]});
-      }
+    std::vector<Dim> dims(size_t(std::max<int64_t>(view.dims, 1)));
+    const Collapsed collapsed = collapse(view.dims, view.sizes, view.strides, false, dims.data());
+    repeats = collapsed.repeats;
+    numel = collapsed.numel;
+    inner = dims[0];
+    if (collapsed.dims > 1) outer = dims[1];
+    if (collapsed.dims > 2) rest.assign(dims.begin() + 2, dims.begin() + collapsed.dims);
+  }
+
+  static bool is_contiguous(const View& view) {
+    int64_t expected = 1;
+    for (int64_t d = view.dims - 1; d >= 0; --d) {
+      if (view.sizes[d] != 1 && view.strides[d] != expected) return false;
+      expected *= view.sizes[d];
     }
-    std::stable_sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.stride < b.stride; });
-    std::vector<Dim> merged;
-    for (const Dim& dim : dims) {
-      if (!merged.empty() && merged.back().stride * merged.back().size == dim.stride) {
-        merged.back().size *= dim.size;
-      } else {
-        merged.push_back(dim);
-      }
-      numel *= dim.size;
-    }
-    if (!merged.empty()) inner = merged[0];
-    if (merged.size() > 1) outer = merged[1];
-    if (merged.size() > 2) rest.assign(merged.begin() + 2, merged.end());
+    return true;
   }
 
   const char* row(int64_t index) const {
@@ -217,9 +204,13 @@ std::vector<std::string> cpu_capabilities() {
   return names;
 }
 
-std::string cpu_capability() { return kernels().name; }
+std::string cpu_capability() {
+  return kernels().name;
+}
 
-std::string cpu_capability_warning() { return dispatch().warning; }
+std::string cpu_capability_warning() {
+  return dispatch().warning;
+}
 
 bool set_cpu_capability(const std::string& name) {
   const KernelTable* table = find_kernels(name);

@@ -9,12 +9,12 @@ constexpr int kBytes = 16;
 // The words of one width, alone and as vectors.
 template <int width>
 struct Words;
-#define NANWATCH_WORDS(bits)                                                    \
-  template <>                                                                   \
-  struct Words<bits / 8> {                                                      \
-    using Word = uint##bits##_t;                                                \
-    typedef uint##bits##_t Unsigned __attribute__((vector_size(kBytes)));       \
-    typedef int##bits##_t Signed __attribute__((vector_size(kBytes)));          \
+#define NANWATCH_WORDS(bits)                                              \
+  template <>                                                             \
+  struct Words<bits / 8> {                                                \
+    using Word = uint##bits##_t;                                          \
+    typedef uint##bits##_t Unsigned __attribute__((vector_size(kBytes))); \
+    typedef int##bits##_t Signed __attribute__((vector_size(kBytes)));    \
   };
 NANWATCH_WORDS(8)
 NANWATCH_WORDS(16)

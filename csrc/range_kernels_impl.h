@@ -113,10 +113,10 @@ struct RangeLoop {
 
   void finish(RangeBits* out) const {
     alignas(64) Word l[L::count], h[L::count];
-    S::store(l, S::template min<L::width>(S::template min<L::width>(lo[0], lo[1]),
-                                          S::template min<L::width>(lo[2], lo[3])));
-    S::store(h, S::template max<L::width>(S::template max<L::width>(hi[0], hi[1]),
-                                          S::template max<L::width>(hi[2], hi[3])));
+    S::store(
+        l, S::template min<L::width>(S::template min<L::width>(lo[0], lo[1]), S::template min<L::width>(lo[2], lo[3])));
+    S::store(
+        h, S::template max<L::width>(S::template max<L::width>(hi[0], hi[1]), S::template max<L::width>(hi[2], hi[3])));
     RangeBits bits{l[0], h[0]};
     for (int k = 1; k < L::count; ++k) bits.merge({l[k], h[k]});
     out->merge(bits);
@@ -245,13 +245,14 @@ void health_plane(const Plane& plane, HealthBits* out) {
 template <class S>
 constexpr KernelTable make_kernels(const char* name) {
   // The index is the format's number.
-#define NANWATCH_ALL(kernel)                                                                                     \
-  {kernel<S, Format::f64>,         kernel<S, Format::f32>,         kernel<S, Format::f16>,                        \
-   kernel<S, Format::bf16>,        kernel<S, Format::f8_e4m3fn>,   kernel<S, Format::f8_e5m2>,                    \
-   kernel<S, Format::f8_e4m3fnuz>, kernel<S, Format::f8_e5m2fnuz>, kernel<S, Format::f8_e8m0fnu>,                 \
-   kernel<S, Format::boolean>,     kernel<S, Format::u8>,          kernel<S, Format::i8>,                         \
-   kernel<S, Format::u16>,         kernel<S, Format::i16>,         kernel<S, Format::u32>,                        \
-   kernel<S, Format::i32>,         kernel<S, Format::u64>,         kernel<S, Format::i64>}
+#define NANWATCH_ALL(kernel)                                                                           \
+  {                                                                                                    \
+    kernel<S, Format::f64>, kernel<S, Format::f32>, kernel<S, Format::f16>, kernel<S, Format::bf16>,   \
+        kernel<S, Format::f8_e4m3fn>, kernel<S, Format::f8_e5m2>, kernel<S, Format::f8_e4m3fnuz>,      \
+        kernel<S, Format::f8_e5m2fnuz>, kernel<S, Format::f8_e8m0fnu>, kernel<S, Format::boolean>,     \
+        kernel<S, Format::u8>, kernel<S, Format::i8>, kernel<S, Format::u16>, kernel<S, Format::i16>,  \
+        kernel<S, Format::u32>, kernel<S, Format::i32>, kernel<S, Format::u64>, kernel<S, Format::i64> \
+  }
   return KernelTable{name, NANWATCH_ALL(range_plane), NANWATCH_ALL(health_plane)};
 #undef NANWATCH_ALL
 }

@@ -22,8 +22,8 @@ struct Seen {
   c10::weak_intrusive_ptr<c10::StorageImpl> hold_storage{c10::intrusive_ptr<c10::StorageImpl>()};
   uint32_t version = 0;
   uint64_t layout = 0;
-  int64_t batch = -1;   // when it was read
-  int64_t epoch = -1;   // how often weights had been declared changed by then
+  int64_t batch = -1;  // when it was read
+  int64_t epoch = -1;  // how often weights had been declared changed by then
   RangeRow range{};
 
   // Tensors made in inference mode have no version counter: nothing tells when they change.

@@ -52,7 +52,8 @@ inline bool storage_covers(const at::Tensor& x) {
 
 // An unsigned number under the lazy negative bit is the one case where the words in memory have another magnitude.
 inline bool negation_changes_magnitude(const at::Tensor& x, Format format) {
-  return x.is_neg() && (format == Format::u8 || format == Format::u16 || format == Format::u32 || format == Format::u64);
+  return x.is_neg() &&
+         (format == Format::u8 || format == Format::u16 || format == Format::u32 || format == Format::u64);
 }
 
 }  // namespace nanwatch

@@ -14,14 +14,15 @@ namespace nanwatch {
 namespace {
 
 struct WatchedCall {
-  PyObject_HEAD
-  PyObject* recorder;   // the Python object that owns the CallRecorder
-  PyObject* module;     // a weak reference
-  PyObject* inner;      // what stood in this place before, or null
+  PyObject_HEAD PyObject* recorder;  // the Python object that owns the CallRecorder
+  PyObject* module;                  // a weak reference
+  PyObject* inner;                   // what stood in this place before, or null
   int32_t node;
 };
 
-CallRecorder* recorder_of(WatchedCall* self) { return py::handle(self->recorder).cast<CallRecorder*>(); }
+CallRecorder* recorder_of(WatchedCall* self) {
+  return py::handle(self->recorder).cast<CallRecorder*>();
+}
 
 // The module this call is made on. Not always the one the attribute was put on: replicas for DataParallel are made by
 // copying __dict__, and nothing but the caller's frame says which of them calls. A copy shows in the reference count:
@@ -31,8 +32,7 @@ PyObject* calling_module(WatchedCall* self) {
   if (Py_REFCNT(self) <= 2 && module != Py_None) return Py_NewRef(module);
   py::object found;
   try {
-    const py::object frame =
-        py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+    const py::object frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
     if (frame) {
       const py::object name = frame.attr("f_code").attr("co_name");
       const py::dict locals(frame.attr("f_locals"));

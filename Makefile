@@ -1,0 +1,102 @@
+# From a fresh machine with Python >= 3.10, a C++ compiler and make: `make demo`, `make test`. See CONTRIBUTING.md.
+#
+#   PYTHON=python3.12   the interpreter the environment is made from (or, with OFFLINE=1, used as it is)
+#   VENV=.venv          where the environment lies
+#   SLOW=1              `make test` runs the slow tests too (exhaustive patterns, builds); .ci/run sets it
+#   OFFLINE=1           no environment, no pip: PYTHON brings torch, setuptools, pytest and so on by itself
+#   ARGS="…"            more arguments for pytest, the demo, the benchmark or the self-check
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+SLOW ?= 0
+OFFLINE ?= 0
+ARGS ?=
+
+CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
+FORMATTED := $(CXX_SOURCES) $(wildcard benchmarks/*.cpp tests/*/*.cpp tests/*/*.h)
+MARKS := not cuda$(if $(filter 1,$(SLOW)),, and not slow)
+
+ifeq ($(OFFLINE),1)
+  PY := PYTHONPATH=$(CURDIR)/python $(PYTHON)
+  STAMPS := build/stamps-offline
+  READY := $(STAMPS)/native
+  BUILD_NEEDS := $(STAMPS)/checked
+  TOOL := $(PYTHON) -m
+  CLANG_FORMAT := clang-format
+else
+  PY := $(VENV)/bin/python
+  STAMPS := $(VENV)/.stamps
+  READY := $(STAMPS)/package
+  BUILD_NEEDS := $(STAMPS)/torch
+  TOOL := $(VENV)/bin/python -m
+  CLANG_FORMAT := $(VENV)/bin/clang-format
+endif
+
+.PHONY: all demo test test-gpu lint format bench selfcheck clean distclean
+all: $(READY)
+
+demo: $(READY)
+	$(PY) examples/mt5_fp16_overflow.py $(ARGS)
+
+test: lint
+	$(PY) -m pytest -m "$(MARKS)" $(ARGS)
+
+# Lint is left to the machine without a GPU: this one may have no tool but pytest.
+test-gpu: $(READY)
+	$(PY) -m nanwatch --selfcheck
+	$(PY) -m pytest -m "cuda" $(ARGS)
+
+lint: $(READY)
+	$(TOOL) ruff check .
+	$(TOOL) ruff format --check .
+	$(TOOL) mypy
+	$(CLANG_FORMAT) --dry-run --Werror $(FORMATTED)
+
+format: $(READY)
+	$(TOOL) ruff check --fix .
+	$(TOOL) ruff format .
+	$(CLANG_FORMAT) -i $(FORMATTED)
+
+bench: $(READY)
+	$(PY) benchmarks/bench_range.py $(ARGS)
+
+selfcheck: $(READY)
+	$(PY) -m nanwatch --selfcheck $(ARGS)
+
+$(STAMPS)/checked:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "nanwatch needs Python >= 3.10 and $(PYTHON) is $$($(PYTHON) --version 2>&1); try make PYTHON=python3.12" >&2; \
+	  exit 1; }
+ifeq ($(OFFLINE),1)
+	@$(PYTHON) -c 'import torch, setuptools' || { \
+	  echo "OFFLINE=1 uses $(PYTHON) as it is, and it has no torch or no setuptools; try make without OFFLINE=1" >&2; \
+	  exit 1; }
+endif
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch before everything else, and exactly this one: the compiled part fits no other.
+$(STAMPS)/torch: | $(STAMPS)/checked
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install "$(TORCH)" numpy "setuptools>=77" wheel pybind11 ninja
+	@touch $@
+
+$(STAMPS)/native: setup.py $(CXX_SOURCES) | $(BUILD_NEEDS)
+	PATH="$(abspath $(VENV))/bin:$$PATH" NANWATCH_REQUIRE_EXT=1 $(PY) setup.py build_ext --inplace
+	@touch $@
+
+# Finds the module built just above, so it compiles nothing; again only when what is installed changes.
+$(STAMPS)/package: $(STAMPS)/native pyproject.toml
+	@test pyproject.toml -ot $@ && test setup.py -ot $@ || \
+	  PATH="$(abspath $(VENV))/bin:$$PATH" NANWATCH_REQUIRE_EXT=1 \
+	  $(VENV)/bin/python -m pip install --no-build-isolation -e ".[test,demo,dev]"
+	@touch $@
+
+clean:
+	rm -rf build dist python/nanwatch.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f python/nanwatch/_C*.so python/nanwatch/_build.json $(STAMPS)/native $(STAMPS)/package
+	find python tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,147 @@
+// The floor under every range: read the same memory once, fold it with xor, return a number. One load and one xor per
+// vector is the least a function that looks at all of a tensor can do, so `floor / nanwatch` is the share of the
+// machine's read bandwidth that nanwatch reaches. Called the way nanwatch is called (METH_O, a tensor), so that the
+// price of a call from Python is in both.
+//
+//   read_serial(x), read_threads(x) -> int   xor of x's 64-bit words; x dense, on the CPU, 64-byte aligned
+//   isa() -> str                             what the two run on
+//
+// Built by torch.utils.cpp_extension.load, see bench_range.py; not part of the library.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// Whole 64-byte lines of an aligned buffer. Four accumulators: xor has a latency of one cycle and two can start in
+// each, so two would do, and four leave room for a late load.
+using ReadLines = uint64_t (*)(const char* data, int64_t lines);
+
+uint64_t read_lines_portable(const char* data, int64_t lines) {
+  uint64_t words[8] = {};
+  for (int64_t i = 0; i < lines; ++i) {
+    uint64_t line[8];
+    std::memcpy(line, data + i * 64, 64);
+    for (int j = 0; j < 8; ++j) words[j] ^= line[j];
+  }
+  uint64_t all = 0;
+  for (const uint64_t word : words) all ^= word;
+  return all;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) uint64_t read_lines_avx2(const char* data, int64_t lines) {
+  __m256i sum[4] = {};
+  int64_t i = 0;
+  for (; i + 2 <= lines; i += 2)
+    for (int j = 0; j < 4; ++j)
+      sum[j] = _mm256_xor_si256(sum[j], _mm256_load_si256(reinterpret_cast<const __m256i*>(data + i * 64) + j));
+  alignas(32) uint64_t words[16];
+  for (int j = 0; j < 4; ++j) _mm256_store_si256(reinterpret_cast<__m256i*>(words) + j, sum[j]);
+  uint64_t all = read_lines_portable(data + i * 64, lines - i);
+  for (const uint64_t word : words) all ^= word;
+  return all;
+}
+
+__attribute__((target("avx512f"))) uint64_t read_lines_avx512(const char* data, int64_t lines) {
+  __m512i sum[4] = {};
+  int64_t i = 0;
+  for (; i + 8 <= lines; i += 8)
+    for (int j = 0; j < 8; ++j) sum[j % 4] = _mm512_xor_si512(sum[j % 4], _mm512_load_si512(data + (i + j) * 64));
+  for (; i < lines; ++i) sum[0] = _mm512_xor_si512(sum[0], _mm512_load_si512(data + i * 64));
+  alignas(64) uint64_t words[8];
+  _mm512_store_si512(words, _mm512_xor_si512(_mm512_xor_si512(sum[0], sum[1]), _mm512_xor_si512(sum[2], sum[3])));
+  uint64_t all = 0;
+  for (const uint64_t word : words) all ^= word;
+  return all;
+}
+#endif
+
+struct Isa {
+  const char* name;
+  ReadLines read;
+};
+
+Isa best_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f")) return {"avx512", read_lines_avx512};
+  if (__builtin_cpu_supports("avx2")) return {"avx2", read_lines_avx2};
+#endif
+  return {"portable", read_lines_portable};
+}
+
+const Isa isa = best_isa();
+
+uint64_t read_bytes(const char* data, int64_t bytes) {
+  const int64_t lines = bytes / 64;
+  uint64_t all = isa.read(data, lines);
+  for (int64_t at = lines * 64; at < bytes; at += 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, data + at, size_t(bytes - at < 8 ? bytes - at : 8));
+    all ^= word;
+  }
+  return all;
+}
+
+uint64_t read_bytes_threads(const char* data, int64_t bytes) {
+  std::atomic<uint64_t> all{0};
+  const int64_t lines = bytes / 64;
+  // Grain of 64 KiB: the caller takes the faster of this and the serial read, so it need not be shy.
+  at::parallel_for(0, lines, 1024, [&](int64_t begin, int64_t end) {
+    all.fetch_xor(isa.read(data + begin * 64, end - begin), std::memory_order_relaxed);
+  });
+  return all ^ read_bytes(data + lines * 64, bytes - lines * 64);
+}
+
+template <uint64_t (*Read)(const char*, int64_t)>
+PyObject* read(PyObject*, PyObject* argument) {
+  if (!THPVariable_Check(argument)) {
+    PyErr_Format(PyExc_TypeError, "a torch.Tensor is read, not a %s", Py_TYPE(argument)->tp_name);
+    return nullptr;
+  }
+  const at::Tensor& x = THPVariable_Unpack(argument);
+  if (!x.device().is_cpu() || x.layout() != at::kStrided || !x.is_non_overlapping_and_dense()) {
+    PyErr_SetString(PyExc_ValueError, "the floor reads a dense tensor on the CPU; call .contiguous() first");
+    return nullptr;
+  }
+  const auto* data = static_cast<const char*>(x.const_data_ptr());
+  if (reinterpret_cast<uintptr_t>(data) % 64 != 0) {
+    PyErr_SetString(PyExc_ValueError, "the floor reads a 64-byte aligned tensor; call .clone() first");
+    return nullptr;
+  }
+  return PyLong_FromUnsignedLongLong(Read(data, int64_t(x.nbytes())));
+}
+
+PyObject* isa_name(PyObject*, PyObject*) {
+  return PyUnicode_FromString(isa.name);
+}
+
+PyMethodDef methods[] = {
+    {"read_serial", read<read_bytes>, METH_O, "xor of the tensor's 64-bit words, one thread"},
+    {"read_threads", read<read_bytes_threads>, METH_O, "xor of the tensor's 64-bit words, torch's threads"},
+    {"isa", isa_name, METH_NOARGS, "avx512, avx2 or portable"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+#define NANWATCH_STRING_(x) #x
+#define NANWATCH_STRING(x) NANWATCH_STRING_(x)
+#define NANWATCH_CONCAT_(a, b) a##b
+#define NANWATCH_CONCAT(a, b) NANWATCH_CONCAT_(a, b)
+
+PyModuleDef module{PyModuleDef_HEAD_INIT, NANWATCH_STRING(TORCH_EXTENSION_NAME), nullptr, -1, methods};
+
+}  // namespace
+
+PyMODINIT_FUNC NANWATCH_CONCAT(PyInit_, TORCH_EXTENSION_NAME)() {
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,75 @@
+"""The operators `torch.ops.nanwatch.*`: each schema, its fake, its fallback. Nothing else calls an operator.
+
+They exist as soon as this module is imported, with or without the compiled part: `_reference` serves every device
+and layout, and a native kernel registered for a device takes its place there. The dispatcher chooses, no `if` does.
+
+A row is a measurement, not a function to differentiate: the autograd keys fall through, so no graph is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from . import _reference
+
+_library = torch.library.Library("nanwatch", "DEF")
+
+
+def _define(
+    schema: str, fallback: Callable[..., Tensor], fake: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Registers one operator and returns its overload: resolving `torch.ops.nanwatch.name` costs as much again."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"nanwatch::{name}", fake, lib=_library)
+    # Nested tensors have dispatch keys of their own, which no alias key covers.
+    for key in ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA"):
+        _library.impl(name, fallback, key)
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    return cast("Callable[..., Tensor]", getattr(torch.ops.nanwatch, name).default)
+
+
+def _row(x: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=_reference.row_dtype(x.device), device=x.device)
+
+
+def _fake_abs_range(x: Tensor) -> Tensor:
+    return _row(x, _reference.RANGE_WIDTH)
+
+
+_abs_range = _define("abs_range(Tensor x) -> Tensor", _reference.abs_range, _fake_abs_range)
+
+
+def _fake_abs_ranges(xs: Sequence[Tensor]) -> Tensor:
+    if not xs:
+        return torch.empty((0, _reference.RANGE_WIDTH), dtype=torch.float64)
+    return _row(xs[0], len(xs), _reference.RANGE_WIDTH)
+
+
+_abs_ranges = _define("abs_ranges(Tensor[] xs) -> Tensor", _reference.abs_ranges, _fake_abs_ranges)
+
+
+def _fake_health(x: Tensor) -> Tensor:
+    return _row(x, _reference.HEALTH_WIDTH)
+
+
+_health = _define("health(Tensor x) -> Tensor", _reference.health, _fake_health)
+
+
+def abs_range(x: Tensor) -> Tensor:
+    """`(abs_min, abs_max, isfinite)` of `x`: shape (3,), float64 (float32 on mps), on x's device, no sync."""
+    return _abs_range(x)
+
+
+def abs_ranges(xs: Sequence[Tensor]) -> Tensor:
+    """One `abs_range` row per tensor: shape (n, 3), float64, on the one device all of `xs` are on, no sync."""
+    return _abs_ranges(list(xs))
+
+
+def health(x: Tensor) -> Tensor:
+    """The range and the counts of `x`: shape (11,), columns as in `_reference.health`, on x's device, no sync."""
+    return _health(x)

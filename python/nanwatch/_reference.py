@@ -1,0 +1,225 @@
+"""The range and the health of a tensor in plain torch: the fallback of every device and layout.
+
+No bit tricks here: `abs`, `amin`, `amax`, `isfinite` and comparisons, so that a reader can see that it is right
+and so that it runs wherever torch does. The native kernels must give the same rows, value for value.
+
+Memory: a temporary of at most `_CHUNK` elements at a time for tensors that flatten without a copy; one copy of the
+tensor for those that do not (expanded, strided, overlapping). Nothing here waits for a device.
+
+On a CPU in flush-denormal mode torch itself reads fp32, bf16 and fp64 subnormals as zero, and so does this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Columns of the rows below; the same order in the native kernels.
+RANGE_WIDTH = 3  # abs_min, abs_max, isfinite
+HEALTH_WIDTH = 11  # those, then the columns that the docstring of `health` names
+
+# 4 Mi elements: the float64 temporaries stay near 100 MiB while a 16 GiB tensor takes only 1000 steps.
+_CHUNK = 1 << 22
+
+_DEVICES_WITHOUT_FLOAT64 = frozenset({"mps"})
+
+_INF = float("inf")
+
+
+def _present(*names: str) -> frozenset[torch.dtype]:
+    return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
+
+
+_OWN_ARITHMETIC = _present("float64", "float32", "float16", "bfloat16", "complex128", "complex64")
+_THROUGH_FLOAT32 = _present(
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"
+) | _present("bool", "uint8", "int8", "uint16", "int16")
+_THROUGH_FLOAT64 = _present("int32", "uint32", "int64", "uint64")
+_THROUGH_COMPLEX64 = _present("complex32")
+
+READABLE_DTYPES = _OWN_ARITHMETIC | _THROUGH_FLOAT32 | _THROUGH_FLOAT64 | _THROUGH_COMPLEX64
+READABLE_NAMES = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in READABLE_DTYPES))
+
+
+def row_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of a row on `device`: float64, or float32 where the device has no float64.
+
+    A float32 row holds counts and positions exactly only up to 2^24.
+    """
+    return torch.float32 if device.type in _DEVICES_WITHOUT_FLOAT64 else torch.float64
+
+
+def abs_range(x: Tensor) -> Tensor:
+    """`(abs_min, abs_max, isfinite)` of `x`, shape (3,), on its device; isfinite is 1.0 or 0.0.
+
+    Empty gives `(inf, 0, 1)`. Raises TypeError for a dtype that has no value of its own (packed formats).
+    """
+    with torch.no_grad():
+        part = _stored(x)
+        rows = [_range_row(chunk, x.device) for chunk in _chunks(part.values)]
+        if part.implicit_zeros:
+            rows.append(torch.tensor([0.0, 0.0, 1.0], dtype=row_dtype(x.device), device=x.device))
+        return _merged_range(rows, x.device)
+
+
+def abs_ranges(xs: Sequence[Tensor]) -> Tensor:
+    """One `abs_range` row per tensor, shape (n, 3). Raises ValueError when the tensors are on different devices."""
+    if not xs:
+        return torch.empty((0, RANGE_WIDTH), dtype=torch.float64)
+    devices = {x.device for x in xs}
+    if len(devices) > 1:
+        names = ", ".join(sorted(str(device) for device in devices))
+        raise ValueError(
+            f"abs_ranges got tensors on {names}; one call takes tensors of one device. "
+            "Group them by device, or call nanwatch.abs_ranges, which does."
+        )
+    return torch.stack([abs_range(x) for x in xs])
+
+
+def health(x: Tensor) -> Tensor:
+    """The range of `x` and its counts, shape (11,), on its device.
+
+    Columns: abs_min, abs_max, isfinite, finite_abs_min, finite_abs_max, num_nan, num_posinf, num_neginf, num_zero,
+    num_subnormal, first_nonfinite (flat C-order index over `x.shape`, -1 when all is finite).
+
+    Complex elements are judged by their modulus: an infinite one, also one whose modulus overflows, counts as
+    posinf whatever its direction.
+    """
+    with torch.no_grad():
+        part = _stored(x)
+        wide = row_dtype(x.device)
+        rows = []
+        start = 0
+        for chunk in _chunks(part.values):
+            stop = start + chunk.numel()
+            if part.positions is None:
+                positions = torch.arange(start, stop, device=x.device)
+            else:
+                positions = part.positions[start:stop]
+            rows.append(_health_row(chunk, positions, x.device))
+            start = stop
+        if part.implicit_zeros:
+            zeros = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, float(part.implicit_zeros), 0.0, _INF]
+            rows.append(torch.tensor(zeros, dtype=wide, device=x.device))
+        if not rows:
+            return torch.tensor([_INF, 0, 1, _INF, 0, 0, 0, 0, 0, 0, -1], dtype=wide, device=x.device)
+        table = torch.stack(rows)
+        low, high = table.amin(0), table.amax(0)
+        counts = table[:, 5:10].sum(0)
+        first = torch.where(low[10] == _INF, torch.full_like(low[10], -1.0), low[10])
+        return torch.cat([torch.stack([low[0], high[1], low[2], low[3], high[4]]), counts, first.reshape(1)])
+
+
+class _Stored(NamedTuple):
+    """The elements that a tensor stores, whatever its layout."""
+
+    values: Tensor  # 1-D, strided, of a readable dtype
+    implicit_zeros: int  # elements of the shape that are zero because nothing is stored for them
+    positions: Tensor | None  # flat index of each value over the tensor's shape; None: 0, 1, 2, …
+
+
+def _stored(x: Tensor) -> _Stored:
+    x = x.detach()
+    if x.is_nested:
+        parts = [_stored(component) for component in x.unbind()]
+        values = torch.cat([part.values for part in parts]) if parts else torch.empty(0, device=x.device)
+        return _Stored(values, 0, None)
+    if x.is_quantized:
+        x = x.dequantize()
+    if x.is_mkldnn:
+        x = x.to_dense()
+    if x.dtype not in READABLE_DTYPES:
+        raise TypeError(
+            f"nanwatch cannot read a tensor of dtype {str(x.dtype).removeprefix('torch.')}: torch gives no value per "
+            f"element for it. Accepted: {READABLE_NAMES}. Convert it first, or look at x.view(torch.uint8)."
+        )
+    if x.layout is not torch.strided:
+        # Compressed layouts become COO: one path for the positions, at the price of one copy of the indices.
+        return _stored_sparse(x if x.layout is torch.sparse_coo else x.to_sparse())
+    return _Stored(x.reshape(-1), 0, None)
+
+
+def _stored_sparse(x: Tensor) -> _Stored:
+    x = x.coalesce()  # duplicates of one position are summed: only the sum is a value of the tensor
+    values, indices = x.values(), x.indices()
+    dense_numel = 1
+    for size in x.shape[x.sparse_dim() :]:
+        dense_numel *= size
+    rows = torch.zeros(indices.shape[1], dtype=torch.int64, device=x.device)
+    for dim in range(x.sparse_dim()):
+        rows = rows * x.shape[dim] + indices[dim]
+    positions = rows[:, None] * dense_numel + torch.arange(dense_numel, device=x.device)
+    return _Stored(values.reshape(-1), x.numel() - values.numel(), positions.reshape(-1))
+
+
+def _chunks(values: Tensor) -> Iterator[Tensor]:
+    if values.numel():
+        yield from values.split(_CHUNK)
+
+
+def _to_arithmetic(values: Tensor) -> Tensor:
+    """The same values in a dtype whose `abs`, `amin` and comparisons torch has, and which holds them exactly.
+
+    Only 64-bit integers above 2^53 (2^24 for 32- and 64-bit ones without float64) are rounded: rounding is
+    monotone, so the ends of the range are the rounded ends.
+    """
+    if values.dtype in _THROUGH_FLOAT32:
+        return values.to(torch.float32)
+    if values.dtype in _THROUGH_FLOAT64:
+        return values.to(row_dtype(values.device))
+    if values.dtype in _THROUGH_COMPLEX64:
+        return values.to(torch.complex64)
+    return values
+
+
+def _range_row(chunk: Tensor, device: torch.device) -> Tensor:
+    magnitude = _to_arithmetic(chunk).abs()
+    wide = row_dtype(device)
+    ends = [magnitude.amin(), magnitude.amax(), torch.isfinite(magnitude).all()]
+    return torch.stack([end.to(wide) for end in ends])
+
+
+def _merged_range(rows: list[Tensor], device: torch.device) -> Tensor:
+    if not rows:
+        return torch.tensor([_INF, 0.0, 1.0], dtype=row_dtype(device), device=device)
+    if len(rows) == 1:
+        return rows[0]
+    table = torch.stack(rows)
+    low, high = table.amin(0), table.amax(0)  # both pass a nan on, as a nan must reach both ends
+    return torch.stack([low[0], high[1], low[2]])
+
+
+def _health_row(chunk: Tensor, positions: Tensor, device: torch.device) -> Tensor:
+    """The columns of `health` for one chunk; first_nonfinite is inf where there is none, so that min merges it."""
+    values = _to_arithmetic(chunk)
+    magnitude = values.abs()
+    wide = row_dtype(device)
+    finite = torch.isfinite(magnitude)
+    nan = torch.isnan(magnitude)
+    infinite = ~finite & ~nan
+    negative = torch.zeros_like(finite) if values.is_complex() else infinite & (values < 0)
+    smallest_normal = torch.finfo(chunk.dtype).smallest_normal if _is_floating(chunk) else 0.0
+    # In the row's dtype: the smallest normal of bf16 and fp32 is not a float16, and this must not round.
+    size = magnitude.to(wide)
+    bad_positions = torch.where(finite, _INF, positions.to(wide))
+    columns = [
+        size.amin(),
+        size.amax(),
+        finite.all(),
+        torch.where(finite, size, _INF).amin(),
+        torch.where(finite, size, 0.0).amax(),
+        nan.sum(),
+        (infinite & ~negative).sum(),
+        negative.sum(),
+        (size == 0).sum(),
+        ((size > 0) & (size < smallest_normal)).sum(),
+        bad_positions.amin(),
+    ]
+    return torch.stack([column.to(wide) for column in columns])
+
+
+def _is_floating(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()

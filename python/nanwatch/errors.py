@@ -1,0 +1,36 @@
+"""The exceptions a watched model may raise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import text
+
+if TYPE_CHECKING:
+    from .report import Report
+
+
+class NonFiniteError(ValueError):
+    """A watched module call held a nan or an inf. `.report` has the frames that led to it and the finding."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.report = report
+
+    def __str__(self) -> str:
+        finding = self.report.finding
+        head = "a non-finite value" if finding is None else text.summary(finding)
+        return f"{head}\n\n{self.report.to_text()}"
+
+
+class BatchLimitError(ValueError):
+    """The run was asked to end after a batch, and that batch is done. `.batch` is its number."""
+
+    def __init__(self, batch: int, option: str) -> None:
+        super().__init__(batch, option)
+        self.batch = batch
+        self.option = option
+
+    def __str__(self) -> str:
+        asked = f"{self.option}={self.batch}"
+        return f"stopped after batch {self.batch}, as {asked} asks; leave the option out to run on"

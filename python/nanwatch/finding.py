@@ -1,0 +1,112 @@
+"""What went wrong first: the first non-finite record, and whether its module produced or received it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan, prod
+from typing import Literal, TypeAlias
+
+from .frame import Frame
+from .record import Record
+
+Value: TypeAlias = Literal["nan", "inf", "nan+inf"]
+VALUES: tuple[Value, ...] = ("nan", "inf", "nan+inf")
+Origin: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]
+ORIGINS: tuple[Origin, ...] = ("produced", "received", "weight", "buffer", "data")
+
+
+@dataclass(frozen=True, slots=True)
+class Cure:
+    """A change tried on the failing call: what it was, whether it cured, and the bits of room it left."""
+
+    what: str
+    works: bool
+    headroom_bits: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The first non-finite record of a batch.
+
+    `origin` says how the value came there: "produced" by the module from finite weights, buffers and inputs;
+    "received" from `source_module` (None when nobody watched made it); already in a "weight" or a "buffer";
+    or in the "data" the batch was called with. `num_nonfinite` and `index` (of the first bad element, one
+    number per dimension) are None when they could not be counted. `extent`, `operation`, `source`,
+    `transient` and `cures` hold what a closer look at the failing call found, and are empty without one.
+    """
+
+    module: str
+    class_name: str
+    label: str
+    batch: int
+    rank: int
+    value: Value
+    origin: Origin
+    source_module: str | None
+    num_nonfinite: int | None
+    numel: int
+    index: tuple[int, ...] | None
+    extent: str = ""
+    operation: str | None = None
+    source: str | None = None
+    transient: bool | None = None
+    cures: tuple[Cure, ...] = ()
+
+
+def find(
+    frames: Sequence[Frame],
+    *,
+    batch_inputs: Sequence[Record] = (),
+    caller: str | None = None,
+    rank: int = 0,
+) -> Finding | None:
+    """The finding for `frames` (oldest first), or None when all that was read is finite.
+
+    `batch_inputs` are records of what the whole batch was called with, `caller` the module whose forward made
+    the first faulty call; both only sharpen the origin of a value that was received.
+    """
+    frame = next((frame for frame in frames if frame.fault is not None), None)
+    record = None if frame is None else frame.fault
+    if frame is None or record is None:
+        return None
+    origin, source_module = _origin(record, batch_inputs, caller)
+    health = record.health
+    return Finding(
+        module=frame.name,
+        class_name=frame.class_name,
+        label=record.label,
+        batch=frame.batch,
+        rank=rank,
+        value=value_of(record),
+        origin=origin,
+        source_module=source_module,
+        num_nonfinite=None if health is None else health.num_nan + health.num_posinf + health.num_neginf,
+        # The shape of a sharded tensor is the whole one's; counted is the shard.
+        numel=prod(record.shape or ()) if health is None else health.numel,
+        index=None if health is None else health.first_nonfinite,
+    )
+
+
+def value_of(record: Record) -> Value:
+    """Which non-finite values the record holds; without a health, what its range alone proves."""
+    if record.health is not None:
+        has_inf = record.health.num_posinf + record.health.num_neginf > 0
+        if record.health.num_nan:
+            return "nan+inf" if has_inf else "nan"
+        return "inf"
+    return "nan" if record.abs_max is None or isnan(record.abs_max) else "inf"
+
+
+def _origin(record: Record, batch_inputs: Sequence[Record], caller: str | None) -> tuple[Origin, str | None]:
+    if record.role == "weight":
+        return "weight", None
+    if record.role == "buffer":
+        return "buffer", None
+    if record.role != "input":
+        return "produced", None
+    if any(given.is_fault for given in batch_inputs):
+        return "data", None
+    # No earlier frame held a fault, or that would be the first. What is left is code of the caller that is no
+    # module: a matrix product or a residual sum between two calls of submodules.
+    return "received", caller

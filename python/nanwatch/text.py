@@ -1,0 +1,216 @@
+"""All text made of frames and findings: pure functions from structures to lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, Record
+
+if TYPE_CHECKING:
+    from .finding import Finding
+    from .frame import Frame
+
+PREFIX = " " * 17
+COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
+
+Style: TypeAlias = Literal["plain", "head", "module", "quiet", "fault"]
+_RICH_STYLES: dict[Style, str] = {
+    "plain": "",
+    "head": "bold",
+    "module": "cyan",
+    "quiet": "dim",
+    "fault": "bold red",
+}
+
+# The largest finite value of the formats in which running out of range is the likely reason.
+_LARGEST = {
+    "float8_e4m3fn": "448",
+    "float8_e4m3fnuz": "240",
+    "float8_e5m2": "57344",
+    "float8_e5m2fnuz": "57344",
+    "float16": "65504",
+    "bfloat16": "3.39e+38",
+    "float32": "3.40e+38",
+}
+
+
+def range_line(abs_min: float, abs_max: float, label: str) -> str:
+    """`1.01e-06 6.44e+00 weight`."""
+    return f"{abs_min:8.2e} {abs_max:8.2e} {label}"
+
+
+def note_line(note: str, label: str) -> str:
+    """`None input[1]`, the note right-aligned over both columns of numbers."""
+    return f"{note:>17} {label}"
+
+
+def record_line(record: Record) -> str:
+    """The line of one record."""
+    if record.abs_min is not None and record.abs_max is not None:
+        line = range_line(record.abs_min, record.abs_max, record.label)
+        return f"{line} ({record.note})" if record.note else line
+    if record.note in (NONE, NOT_A_TENSOR):
+        return note_line(record.note, record.label)
+    reason = record.note.removeprefix(NOT_CHECKED).removeprefix(": ")
+    return note_line(NOT_CHECKED, f"{record.label} ({reason})" if reason else record.label)
+
+
+def frame_line(name: str, class_name: str) -> str:
+    """The line that names the module of a frame."""
+    return f"{PREFIX} {name} {class_name}"
+
+
+def frame_lines(frame: Frame) -> list[str]:
+    """The frame's name and one line a record."""
+    return [frame_line(frame.name, frame.class_name), *map(record_line, frame.records)]
+
+
+def batch_lines(batch: int) -> list[str]:
+    """The header above the first frame of a batch."""
+    return [f"\n\n{PREFIX} *** Starting batch number={batch} ***", COLUMNS]
+
+
+def module_name(name: str) -> str:
+    """The name as prose has it: the root has none of its own."""
+    return name or "the root module"
+
+
+def summary(finding: Finding) -> str:
+    """One sentence: what, in which tensor of which module, in which batch."""
+    rank = f" on rank {finding.rank}" if finding.rank else ""
+    return (
+        f"{finding.value} first seen in `{finding.label}` of {module_name(finding.module)}"
+        f" ({finding.class_name}) in batch {finding.batch}{rank}"
+    )
+
+
+def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
+    """What happened, where, why, and what to look at next; one line each."""
+    frame, record = _culprit(finding, frames)
+    lines = [f"What:  {summary(finding)}.", f"Where: {_where(finding, record)}."]
+    lines += [f"Why:   {_why(finding, frame)}"]
+    if finding.operation is not None:
+        lines.append(f"By:    {finding.operation}" + (f" at {finding.source}" if finding.source else ""))
+    lines.append(f"Next:  {_next(finding, record)}")
+    lines += [
+        f"Cure:  {cure.what}: {'works' if cure.works else 'does not help'}"
+        + ("" if cure.headroom_bits is None else f", {cure.headroom_bits:.1f} bits of room left")
+        for cure in finding.cures
+    ]
+    return lines
+
+
+def _culprit(finding: Finding, frames: Sequence[Frame]) -> tuple[Frame | None, Record | None]:
+    for frame in frames:
+        if (frame.name, frame.batch) == (finding.module, finding.batch):
+            record = frame.fault
+            if record is not None and record.label == finding.label:
+                return frame, record
+    return None, None
+
+
+def _where(finding: Finding, record: Record | None) -> str:
+    if finding.num_nonfinite is None:
+        where = f"some of {finding.numel:,} elements, not counted"
+    elif finding.num_nonfinite == finding.numel:
+        where = "the only element" if finding.numel == 1 else f"all {finding.numel:,} elements"
+    else:
+        where = f"{finding.num_nonfinite:,} of {finding.numel:,} elements"
+    if finding.extent:
+        where += f" ({finding.extent})"
+    if finding.index:
+        where += f", the first at {list(finding.index)}"
+    if record is not None and record.shape is not None:
+        where += f"; {record.dtype} of shape {list(record.shape)}"
+    return where
+
+
+def _why(finding: Finding, frame: Frame | None) -> str:
+    if finding.origin == "produced":
+        why = "this module made it: its weights, buffers and inputs that were read are all finite"
+        given = [] if frame is None else [r.abs_max for r in frame.records if r.role == "input" and r.abs_max]
+        return f"{why} (largest input {max(given):.2e})." if given else f"{why}."
+    if finding.origin == "weight":
+        return "the weight was so before this call: the last optimizer step or checkpoint wrote it."
+    if finding.origin == "buffer":
+        return "the buffer was so when the call ended: running statistics that took in this input, or older."
+    if finding.origin == "data":
+        return "the batch was called with it: the model only passed it on."
+    if finding.source_module is None:
+        return "it was handed in from outside the modules that are watched."
+    return (
+        f"it was handed in by {module_name(finding.source_module)}, whose watched submodules had all been finite:"
+        f" code between their calls made it, or {module_name(finding.module)} itself if it writes into its input."
+    )
+
+
+def _next(finding: Finding, record: Record | None) -> str:
+    if finding.origin == "produced":
+        dtype = "" if record is None else record.dtype
+        if "inf" in finding.value and dtype in _LARGEST:
+            return (
+                f"{dtype} ends at {_LARGEST[dtype]}; follow the abs max column up to where it began to grow."
+            )
+        return "look at the inputs and weights of this module in its frame above."
+    if finding.origin == "weight":
+        return "look at the gradients, the loss scale and the learning rate of the step before."
+    if finding.origin == "buffer":
+        return "look at what was last written to this buffer."
+    if finding.origin == "data":
+        return "look at the data loader and the preprocessing of this batch."
+    return "look at the forward of the module that handed it in, from the last finite frame on."
+
+
+def styled_lines(
+    frames: Sequence[Frame], finding: Finding | None, batch: int | None
+) -> Iterator[tuple[Style, str]]:
+    """The lines of a report, each with the part it plays."""
+    if finding is not None:
+        yield "head", f"Detected {finding.value} in batch {finding.batch}"
+    else:
+        yield "head", "All finite" + ("" if batch is None else f" up to batch {batch}")
+    yield "plain", f"Last {len(frames)} frames, the oldest first:"
+    yield "quiet", COLUMNS
+    _, culprit = (None, None) if finding is None else _culprit(finding, frames)
+    previous = frames[0].batch if frames else None
+    for frame in frames:
+        if frame.batch != previous:
+            yield "quiet", f"{PREFIX} *** Starting batch number={frame.batch} ***"
+            previous = frame.batch
+        name = frame_line(frame.name, frame.class_name)
+        yield "module", f"{name} (recomputed)" if frame.recomputed else name
+        for record in frame.records:
+            if finding is not None and record is culprit:
+                yield "fault", f"{record_line(record)}  <-- {finding.value}, first"
+            else:
+                yield ("quiet" if record.abs_max is None else "plain"), record_line(record)
+    if finding is not None:
+        yield "plain", ""
+        for line in finding_lines(finding, frames):
+            yield "plain", line
+
+
+def report_text(
+    frames: Sequence[Frame], finding: Finding | None, batch: int | None, *, color: bool = False
+) -> str:
+    """The whole report as text, without a newline at its end; with ANSI colours when `color`."""
+    lines = list(styled_lines(frames, finding, batch))
+    return _colored(lines) if color else "\n".join(line for _, line in lines)
+
+
+def _colored(lines: Sequence[tuple[Style, str]]) -> str:
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError as error:
+        raise ImportError(
+            "color=True needs the package `rich`, which is not installed; pip install 'nanwatch[demo]',"
+            " or leave color=False"
+        ) from error
+    width = max((len(line) for _, line in lines), default=0) + 1
+    console = Console(width=width, color_system="standard", force_terminal=True, no_color=False)
+    with console.capture() as capture:
+        for style, line in lines:
+            console.print(Text(line, style=_RICH_STYLES[style]))
+    return capture.get().removesuffix("\n")

@@ -1,0 +1,118 @@
+"""The tensors inside nested Python values, each with a label that says how to reach it.
+
+Label grammar: the word of the whole (`input`, `output`), then one pair of brackets for every level: a
+position in a tuple or list (`output[1][0]`), a key of a mapping (`output[logits]`), a field of a dataclass
+(`input[mask]`), or what a type registered with torch.utils._pytree calls its children. The positional
+arguments of a call are `input[0]`, `input[1]`, ..., its keyword arguments `input[attention_mask]`. A single
+value keeps the word alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils import _pytree
+
+# A model that returns every layer's attention of a long generation has some thousand tensors; beyond that a
+# value is data in Python lists, not activations, and looking at each would cost more than the model.
+MAX_LEAVES = 4096
+MAX_DEPTH = 32
+# A longer list that holds plain scalars only, such as token ids, is one value.
+MAX_SCALARS = 64
+
+_SCALARS = (int, float, str, bytes, type(None))
+_PLAIN_KEY = re.compile(r"[\w.\-/]{1,80}")
+
+
+class Unwalked(str):
+    """Stands for a part of a value that was not entered; the text says why."""
+
+    __slots__ = ()
+
+
+Leaf: TypeAlias = tuple[str, Any]
+
+
+def leaves(value: Any, label: str) -> list[Leaf]:
+    """`(label, leaf)` for everything in `value`, in its own order, at most MAX_LEAVES.
+
+    A leaf is a tensor, None, any other object that is no container, or Unwalked where a limit or a cycle
+    ended the walk. Nothing here raises: a container that cannot be read is an Unwalked leaf with the reason.
+    """
+    if isinstance(value, torch.Tensor):
+        return [(label, value)]
+    found: list[Leaf] = []
+    _walk(value, label, found, ())
+    return found
+
+
+def call_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Leaf]:
+    """The leaves of a call's positional, then its keyword arguments."""
+    found: list[Leaf] = []
+    for position, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            found.append((f"input[{position}]", value))
+        else:
+            _walk(value, f"input[{position}]", found, ())
+    for name, value in kwargs.items():
+        _walk(value, f"input[{name}]", found, ())
+    return found
+
+
+def _walk(value: Any, label: str, found: list[Leaf], inside: tuple[int, ...]) -> None:
+    if isinstance(value, torch.Tensor) or value is None:
+        found.append((label, value))
+        return
+    if isinstance(value, _SCALARS):
+        found.append((label, value))
+        return
+    try:
+        children = _children(value)
+    except Exception as error:
+        # A container of the user's own may do anything when asked for its items.
+        found.append((label, Unwalked(f"{type(value).__name__} raised {type(error).__name__}")))
+        return
+    if children is None:
+        found.append((label, value))
+        return
+    if id(value) in inside:
+        found.append((label, Unwalked("contains itself")))
+        return
+    if len(inside) == MAX_DEPTH:
+        found.append((label, Unwalked(f"nested deeper than {MAX_DEPTH}")))
+        return
+    inside = (*inside, id(value))
+    for key, child in children:
+        if len(found) >= MAX_LEAVES:
+            if not isinstance(found[-1][1], Unwalked):
+                found.append((label, Unwalked(f"more than {MAX_LEAVES} values")))
+            return
+        _walk(child, f"{label}[{key}]", found, inside)
+
+
+def _children(value: Any) -> list[tuple[object, Any]] | None:
+    """`(key, child)` of a container, or None for what is no container."""
+    if isinstance(value, tuple | list):
+        if len(value) > MAX_SCALARS and all(isinstance(item, _SCALARS) for item in value):
+            return None
+        # One more than the limit is enough to see that there are more.
+        return list(enumerate(value[: MAX_LEAVES + 1]))
+    if isinstance(value, Mapping):
+        return [(_key(key), value[key]) for key in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    if node is not None:
+        return [(position, child) for position, child in enumerate(node.flatten_fn(value)[0])]
+    return None
+
+
+def _key(key: object) -> str:
+    if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
+        return key
+    shown = repr(key)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."

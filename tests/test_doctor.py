@@ -1,0 +1,207 @@
+"""`python -m nanwatch`, the self-check, and what the loader says when the compiled part is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import nanwatch
+from nanwatch import __main__ as doctor
+from nanwatch import _extension, _ops, _selfcheck
+
+PACKAGE = Path(nanwatch.__file__).parent
+
+needs_extension = pytest.mark.skipif(_extension.C is None, reason=f"no compiled part: {_extension.reason}")
+
+
+def run(*arguments: str, place: Path | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("NANWATCH")}
+    path = str(place or PACKAGE.parent)
+    env |= {"PYTHONPATH": path, **changes}
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A folder with a copy of the package, to spoil."""
+    shutil.copytree(PACKAGE, tmp_path / "nanwatch", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def reason_in(place: Path) -> str:
+    done = run("-m", "nanwatch", "--json", place=place)
+    assert done.returncode == 0, done.stderr
+    compiled = json.loads(done.stdout)["compiled"]
+    assert not compiled["loaded"]
+    return compiled["reason"]
+
+
+def test_json_is_one_document_and_nothing_else():
+    """A program can read stdout as it is; it holds what the text shows."""
+    done = run("-m", "nanwatch", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["torch"]["version"] == torch.__version__
+    assert found["compiled"]["loaded"] == (_extension.C is not None)
+    assert found["devices"][0]["device"] == "cpu"
+
+
+def test_the_text_names_versions_devices_and_threads():
+    """Without --json it is lines for a person, one fact each."""
+    done = run("-m", "nanwatch")
+    assert done.returncode == 0, done.stderr
+    labels = [line.split("  ")[0].strip() for line in done.stdout.splitlines()]
+    for label in ("nanwatch", "python", "torch", "compiled part", "threads", "cpu"):
+        assert label in labels
+    assert torch.__version__ in done.stdout
+
+
+def test_help_shows_examples():
+    """--help is enough to use it."""
+    done = run("-m", "nanwatch", "--help")
+    assert done.returncode == 0
+    assert "--selfcheck" in done.stdout
+    assert "examples:" in done.stdout
+
+
+def test_switched_off_is_reported_as_the_users_wish():
+    """NANWATCH_EXT=0 runs without the compiled part, says so, and warns about nothing."""
+    used = run(
+        "-W",
+        "error::RuntimeWarning",
+        "-c",
+        "import torch, nanwatch; from nanwatch import _extension as e;"
+        "print(e.C, nanwatch.abs_range(torch.ones(3)).abs_max, e.reason)",
+        NANWATCH_EXT="0",
+    )
+    assert used.stdout.strip() == "None 1.0 switched off by NANWATCH_EXT=0", used.stderr
+
+
+def test_an_unknown_value_of_the_switch_is_refused():
+    """A misspelt NANWATCH_EXT is an error that names it and what is accepted, not a silent default."""
+    done = run("-c", "import nanwatch", NANWATCH_EXT="off")
+    assert done.returncode != 0
+    assert "NANWATCH_EXT='off'" in done.stderr
+    assert "use 0" in done.stderr
+
+
+@needs_extension
+@pytest.mark.parametrize("level", ["baseline"] if _extension.C is None else _extension.C.cpu_capabilities())
+def test_the_cpu_level_asked_for_is_the_one_in_force(level):
+    """NANWATCH_CPU holds the dispatch, and the doctor reports what was held."""
+    found = json.loads(run("-m", "nanwatch", "--json", NANWATCH_CPU=level).stdout)
+    assert found["cpu"]["capability"] == level
+    assert found["devices"][0]["implementation"] == f"native ({level})"
+
+
+def test_a_module_of_another_torch_is_not_loaded(copied):
+    """Its binary interface may differ where nothing would notice: both versions and the cure are named."""
+    (copied / "nanwatch" / "_build.json").write_text(json.dumps({"torch": "2.1.0"}))
+    reason = reason_in(copied)
+    assert "2.1.0" in reason
+    assert torch.__version__ in reason
+    assert "pip install" in reason
+
+
+def test_a_missing_module_is_said_to_be_missing(copied):
+    """Without the file and without a record of a failed build, the reason is that it is not there."""
+    for path in (*copied.glob("nanwatch/_C*.so"), *copied.glob("nanwatch/_build.json")):
+        path.unlink()
+    assert "not installed for this Python" in reason_in(copied)
+
+
+@needs_extension
+def test_a_damaged_module_costs_speed_and_not_the_import(copied):
+    """A file that the loader refuses is reported with the loader's own words."""
+    (module,) = copied.glob("nanwatch/_C*.so")
+    module.write_bytes(b"not a library")
+    assert "could not be loaded" in reason_in(copied)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "\x00"])
+def test_a_damaged_build_record_is_ignored(copied, text):
+    """The record is a help, never a reason to fail."""
+    (copied / "nanwatch" / "_build.json").write_text(text)
+    done = run("-m", "nanwatch", "--json", place=copied)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["compiled"]["build"] == {}
+
+
+@needs_extension
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_one_openmp_runtime_serves_torch_and_nanwatch():
+    """A second libgomp would bring a second pool of threads to the same cores."""
+    script = (
+        "import torch, nanwatch; from nanwatch import __main__ as doctor;"
+        "x = torch.ones(1 << 24); x.sum(); nanwatch.abs_range(x); print(len(doctor._openmp_libraries()))"
+    )
+    done = run("-c", script)
+    assert done.stdout.strip() == "1", done.stderr
+
+
+def test_importing_initialises_no_cuda_and_no_optional_package():
+    """`import nanwatch` is light: nothing that only a demo or a test needs comes with it."""
+    script = (
+        "import torch, sys; before = set(sys.modules); import nanwatch;"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before};"
+        "print(torch.cuda.is_initialized(), sorted(new & {'transformers', 'rich', 'pytest', 'hypothesis', 'pybind11'}))"
+    )
+    assert run("-c", script).stdout.strip() == "False []"
+
+
+def test_importing_takes_under_a_fifth_of_a_second_beyond_torch():
+    """The best of three: the promise is about the library, not about a busy machine."""
+    script = (
+        "import time, torch; start = time.perf_counter(); import nanwatch; print(time.perf_counter() - start)"
+    )
+    assert min(float(run("-c", script).stdout) for _ in range(3)) < 0.2
+
+
+@pytest.mark.slow
+def test_selfcheck_passes_here():
+    """Every implementation of this machine equals the reference; one outcome for each dtype of each."""
+    done = run("-m", "nanwatch", "--selfcheck", "--json")
+    found = json.loads(done.stdout)["selfcheck"]
+    assert [outcome for outcome in found["outcomes"] if outcome["error"]] == []
+    assert found["passed"]
+    assert done.returncode == 0
+    assert len(found["outcomes"]) == len(_selfcheck.implementations()) * len(
+        nanwatch._reference.READABLE_DTYPES
+    )
+
+
+@pytest.mark.parametrize("column", range(11))
+def test_selfcheck_sees_a_wrong_number(monkeypatch, column):
+    """One column off by one, in one large tensor only, makes it fail and exit with 1."""
+    right = _ops.health
+
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        row = right(x)
+        if x.numel() > 4000:
+            row[column] += 1
+        return row
+
+    monkeypatch.setattr(_ops, "health", wrong)
+    monkeypatch.setattr(_selfcheck._reference, "READABLE_DTYPES", frozenset({torch.float16}))
+    monkeypatch.setattr(_selfcheck, "_SIZES", (0, 17, 4099))
+    assert doctor.main(["--selfcheck", "--json"]) == 1
+
+
+def test_selfcheck_goes_on_after_a_crash(monkeypatch, capsys):
+    """An implementation that raises is reported as wrong, and the others are still checked."""
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(_ops, "abs_range", broken)
+    monkeypatch.setattr(_selfcheck, "_SIZES", (3,))
+    assert doctor.main(["--selfcheck"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no such kernel" in line]
+    assert len(lines) == len(_selfcheck.implementations()) * len(nanwatch._reference.READABLE_DTYPES)
