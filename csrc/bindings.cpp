@@ -15,27 +15,33 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
-PyTypeObject* range_type = nullptr;  // nanwatch.AbsRange
-PyObject* fallback = nullptr;        // the same through the dispatcher, for everything but a plain CPU tensor
+// Set by `bind`: the named tuples that are returned, and the same functions through the dispatcher, for everything but
+// a plain CPU tensor.
+struct Result {
+  PyTypeObject* type = nullptr;
+  PyObject* fallback = nullptr;
+};
+Result range_result, health_result;
 
 // Reading without the interpreter lock pays once the read is longer than taking the lock again.
 constexpr int64_t kReleaseLockBytes = 1 << 20;
 
+template <typename Read>
+void read_view(PyObject* object, const View& view, const Read& read) {
+  if (view.numel * int64_t(word_size(view.format)) < kReleaseLockBytes) return read();
+  // The caller's reference keeps the tensor, but not its storage if another thread swaps that meanwhile.
+  const c10::Storage storage = THPVariable_Unpack(object).storage();
+  const py::gil_scoped_release release;
+  read();
+}
+
 PyObject* abs_range(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   View view;
-  if (!plain_view(object, &view)) return PyObject_CallOneArg(fallback, object);
+  if (!plain_view(object, &view)) return PyObject_CallOneArg(range_result.fallback, object);
   RangeRow row;
-  if (view.numel * int64_t(word_size(view.format)) >= kReleaseLockBytes) {
-    // The tensor may lose its other owners meanwhile; the caller's reference keeps it, but not its storage if another
-    // thread swaps that, so hold the storage.
-    const c10::Storage storage = THPVariable_Unpack(object).storage();
-    const py::gil_scoped_release release;
-    row = range_cpu(view);
-  } else {
-    row = range_cpu(view);
-  }
-  PyObject* result = range_type->tp_alloc(range_type, 3);
+  read_view(object, view, [&] { row = range_cpu(view); });
+  PyObject* result = range_result.type->tp_alloc(range_result.type, 3);
   if (result == nullptr) return nullptr;
   PyTuple_SET_ITEM(result, 0, PyFloat_FromDouble(row.abs_min));
   PyTuple_SET_ITEM(result, 1, PyFloat_FromDouble(row.abs_max));
@@ -44,14 +50,53 @@ PyObject* abs_range(PyObject*, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* index_of(const View& view, int64_t position) {
+  if (position < 0) Py_RETURN_NONE;
+  PyObject* index = PyTuple_New(view.dims);
+  if (index == nullptr) return nullptr;
+  for (int64_t d = view.dims - 1; d >= 0; --d) {
+    PyTuple_SET_ITEM(index, d, PyLong_FromLongLong(position % view.sizes[d]));
+    position /= view.sizes[d];
+  }
+  return index;
+}
+
+PyObject* tensor_health(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  View view;
+  // Signs are counted here: a tensor under the lazy negative bit is resolved by the dispatcher's kernel.
+  if (!plain_view(object, &view) || THPVariable_Unpack(object).is_neg())
+    return PyObject_CallOneArg(health_result.fallback, object);
+  double row[kHealthColumns];
+  read_view(object, view, [&] { health_cpu(view, row); });
+  PyObject* result = health_result.type->tp_alloc(health_result.type, 12);
+  if (result == nullptr) return nullptr;
+  // The row's columns in their order, then numel and the index.
+  for (int column : {0, 1, 3, 4}) PyTuple_SET_ITEM(result, column, PyFloat_FromDouble(row[column]));
+  PyTuple_SET_ITEM(result, 2, PyBool_FromLong(row[2] != 0));
+  for (int column = 5; column < 10; ++column)
+    PyTuple_SET_ITEM(result, column, PyLong_FromLongLong(int64_t(row[column])));
+  PyTuple_SET_ITEM(result, 10, PyLong_FromLongLong(view.numel));
+  PyTuple_SET_ITEM(result, 11, index_of(view, int64_t(row[10])));
+  return result;
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef tensor_health_def = {
+    "tensor_health", tensor_health, METH_O,
+    "tensor_health(x, /)\n--\n\n"
+    "The range of `x`, its ends over the finite elements, its counts and where the first bad element is.\n\n"
+    "Returns ``TensorHealth``. One pass over the tensor. A complex element is finite when its parts are; the rest is\n"
+    "judged by its modulus, an infinite one counts in ``num_posinf``. Raises TypeError as ``abs_range`` does."};
+
 PyMethodDef abs_range_def = {
     "abs_range", abs_range, METH_O,
     "abs_range(x, /)\n--\n\n"
     "The smallest and largest magnitude of a tensor and whether every element is finite, in one pass.\n\n"
     "Returns ``AbsRange(abs_min, abs_max, isfinite)``: Python floats and a bool, equal to ``x.abs().min()``,\n"
     "``x.abs().max()`` and ``torch.isfinite(x).all()``. A nan anywhere makes both ends nan; an empty tensor\n"
-    "gives ``(inf, 0.0, True)``. Any shape, strides and device; every dtype that is read is listed in\n"
-    "``docs/ranges.md``. Raises TypeError for what is not a tensor or cannot be read. Builds no graph."};
+    "gives ``(inf, 0.0, True)``. Any shape, strides and device; floating point down to float8, integers, bool and\n"
+    "complex. Raises TypeError for what is not a tensor or has no values to read. Builds no graph."};
 
 std::map<std::string, std::string> build_info() {
   std::map<std::string, std::string> info;
@@ -73,23 +118,30 @@ bool cuda_compiled() {
 #endif
 }
 
-void bind(const py::type& type, const py::function& slow) {
+void bind_result(Result* result, const py::type& type, const py::function& fallback) {
   auto* candidate = reinterpret_cast<PyTypeObject*>(type.ptr());
   if (!PyType_IsSubtype(candidate, &PyTuple_Type)) throw py::type_error("bind: expected a named tuple type");
-  range_type = candidate;
-  fallback = slow.ptr();
-  Py_INCREF(range_type);
-  Py_INCREF(fallback);
+  Py_INCREF(candidate);
+  Py_INCREF(fallback.ptr());
+  *result = {candidate, fallback.ptr()};  // for good: Python binds once, at import
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The compiled part of nanwatch.";
-  PyObject* function = PyCFunction_NewEx(&abs_range_def, nullptr, py::str("nanwatch").ptr());
-  m.add_object("abs_range", py::reinterpret_steal<py::object>(function));
-  m.def("bind", &bind, py::arg("range_type"), py::arg("fallback"),
-        "Sets the type that abs_range returns and the function that serves what it does not.");
+  for (PyMethodDef* definition : {&abs_range_def, &tensor_health_def})
+    m.add_object(definition->ml_name,
+                 py::reinterpret_steal<py::object>(PyCFunction_NewEx(definition, nullptr, py::str("nanwatch").ptr())));
+  m.def(
+      "bind",
+      [](const py::type& range_type, const py::function& range_fallback, const py::type& health_type,
+         const py::function& health_fallback) {
+        bind_result(&range_result, range_type, range_fallback);
+        bind_result(&health_result, health_type, health_fallback);
+      },
+      py::arg("range_type"), py::arg("range_fallback"), py::arg("health_type"), py::arg("health_fallback"),
+      "Sets what abs_range and tensor_health return, and the functions that serve what they do not.");
   m.def("cpu_capabilities", &cpu_capabilities, "Instruction sets this machine can run, widest last.");
   m.def("cpu_capability", &cpu_capability, "The instruction set in force.");
   m.def("cpu_capability_warning", &cpu_capability_warning, "Not empty if NANWATCH_CPU could not be honoured.");

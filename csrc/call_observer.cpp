@@ -44,6 +44,12 @@ py::object string(const std::string& text) {
   return py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace"));
 }
 
+// The notes of python/nanwatch/record.py that say that an infinity is meant.
+bool is_excused(PyObject* note) {
+  return PyUnicode_Check(note) && (PyUnicode_CompareWithASCIIString(note, "mask") == 0 ||
+                                   PyUnicode_CompareWithASCIIString(note, "allowed inf") == 0);
+}
+
 PyObject* intern(const char* text) {
   return PyUnicode_InternFromString(text);
 }
@@ -106,10 +112,9 @@ bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role,
                                                node.allow_inf ? Py_True : Py_False, nullptr);
   if (row == nullptr) return survive();
   frame->rows.push_back({label, role, Note::none, -1, 0, 0, {}, row});
-  // Row: label, role, shape, dtype, abs_min, abs_max, isfinite, health, note. A note excuses what is meant to be inf.
-  if (PyTuple_Check(row) && PyTuple_GET_SIZE(row) == 9 && PyTuple_GET_ITEM(row, 6) == Py_False &&
-      PyUnicode_GetLength(PyTuple_GET_ITEM(row, 8)) == 0)
-    frame->has_fault = true;
+  // Row: label, role, shape, dtype, abs_min, abs_max, isfinite, health, note.
+  if (PyTuple_Check(row) && PyTuple_GET_SIZE(row) == 9 && PyTuple_GET_ITEM(row, 6) == Py_False)
+    frame->has_fault |= !is_excused(PyTuple_GET_ITEM(row, 8));
   return true;
 }
 

@@ -19,13 +19,13 @@ struct Readable {
   // The kernels look through the conjugate and negative bits, which do not change a magnitude, unless signs are
   // counted.
   Readable(const at::Tensor& x, const char* op, bool sign_matters) : tensor(x) {
+    TORCH_CHECK_VALUE(storage_covers(x), "nanwatch.", op, ": the tensor's storage holds ", x.storage().nbytes(),
+                      " bytes, fewer than its shape ", x.sizes(), " and strides ", x.strides(),
+                      " need; it was freed or resized.");
     const std::optional<Format> found = format_of(x.scalar_type());
     if (!found.has_value()) return;
     format = *found;
     if (x.is_neg() && (sign_matters || negation_changes_magnitude(x, format))) tensor = x.resolve_neg();
-    TORCH_CHECK_VALUE(storage_covers(tensor), "nanwatch.", op, ": the tensor's storage holds ",
-                      tensor.storage().nbytes(), " bytes, fewer than its shape ", tensor.sizes(), " and strides ",
-                      tensor.strides(), " need; it was freed or resized.");
     native = true;
   }
 

@@ -120,13 +120,15 @@ def expected(x: torch.Tensor) -> Expected:
             torch.complex64: torch.float32,
             torch.complex128: torch.float64,
         }
-        return expected_of(values_of(modulus), FORMATS[part[x.dtype]].smallest_normal)
+        parts = torch.view_as_real(x.detach().resolve_conj()).numpy()
+        finite = np.isfinite(parts.astype(np.float64)).all(axis=-1)
+        return expected_of(values_of(modulus), FORMATS[part[x.dtype]].smallest_normal, finite)
     return expected_of(values_of(x), FORMATS[x.dtype].smallest_normal if x.dtype in FORMATS else 0.0)
 
 
-def expected_of(values: np.ndarray, smallest_normal: float) -> Expected:
+def expected_of(values: np.ndarray, smallest_normal: float, finite: np.ndarray | None = None) -> Expected:
     size = np.abs(values)
-    finite = np.isfinite(values)
+    finite = np.isfinite(values) if finite is None else finite
     sizes = size[finite]
     has_nan = bool(np.isnan(values).any())
     bad = np.flatnonzero(~finite.reshape(-1))
@@ -138,7 +140,7 @@ def expected_of(values: np.ndarray, smallest_normal: float) -> Expected:
         finite_abs_min=float(sizes.min(initial=math.inf)),
         finite_abs_max=float(sizes.max(initial=0.0)),
         num_nan=int(np.isnan(values).sum()),
-        num_posinf=int((values == np.inf).sum()),
+        num_posinf=int(((values == np.inf) & ~finite).sum()),
         num_neginf=int((values == -np.inf).sum()),
         num_zero=int((values == 0).sum()),
         num_subnormal=int(((size > 0) & (size < smallest_normal)).sum()),

@@ -173,7 +173,9 @@ def test_complex(implementation: Implementation, dtype: torch.dtype) -> None:
     part = {torch.complex128: torch.float64, torch.complex64: torch.float32}.get(dtype, torch.float16)
     finite = torch.view_as_complex(torch.randn(50, 6, 2).to(part))
     cases = [finite, finite.conj(), finite.t(), finite[::3, 1], finite[:0]]
-    for real, imaginary in [(INF, 1.0), (NAN, 1.0), (1.0, -INF), (INF, NAN)]:
+    largest = torch.finfo(part).max
+    overflows = [(largest, largest)]  # finite parts whose modulus is not: abs_max is inf, isfinite is True
+    for real, imaginary in [(INF, 1.0), (NAN, 1.0), (1.0, -INF), (INF, NAN), *overflows]:
         cases.append(torch.view_as_complex(torch.tensor([[3.0, 4.0], [real, imaginary]], dtype=part)))
     for x in cases:
         check(implementation, x)

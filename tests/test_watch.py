@@ -279,18 +279,32 @@ def test_batches_nobody_looked_at_end_no_failure() -> None:
     assert w.report().batch == 0
 
 
-def test_warn_warns_once_a_run_of_bad_batches() -> None:
-    """Two bad batches on end warn once, a later one again."""
-    model = nn.Sequential(Scale(INF))
+def test_warn_warns_of_each_module_once_a_batch() -> None:
+    """Every faulty module warns once in each bad batch; what it did again is counted at the batch's end."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Scale(INF)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale(x)
+            return self.scale(x)
+
+    model = Twice()
     with watch(model, on_nonfinite="warn"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for factor in (INF, INF, 1.0, INF):
-            model[0].factor = factor
+        for factor in (INF, 1.0, INF):
+            model.scale.factor = factor
             model(torch.ones(1))
     texts = [str(warning.message) for warning in caught]
-    assert len(texts) == 2
-    assert "`output` of 0 (Scale) in batch 0" in texts[0]
-    assert "in batch 3" in texts[1]
+    assert [text.split(";")[0] for text in texts[:2]] == [
+        "inf first seen in `output` of scale (Scale) in batch 0",
+        "inf first seen in `output` of the root module (Twice) in batch 0",
+    ]
+    assert texts[2] == "batch 0, further faulty calls: scale 1 more"
+    assert len(texts) == 6
+    assert all("batch 2" in text for text in texts[3:])
     assert {warning.category for warning in caught} == {RuntimeWarning}
 
 
@@ -629,14 +643,18 @@ def test_hooks_of_others_stay() -> None:
     assert w.frames == ()
 
 
-def test_stop_leaves_no_hook() -> None:
-    """After stop() the modules have as many hooks as before the watch, of every kind."""
+def test_stop_leaves_nothing() -> None:
+    """A watch registers no hook of any kind; after stop() every module's __dict__ is what it was."""
     model = built("gpt2").eval()
-    before = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    model(**inputs_of("gpt2", 0))  # transformers registers hooks of its own in the first call
+    before = [dict(module.__dict__) for module in model.modules()]
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     with watch(model):
         model(**inputs_of("gpt2", 0))
-        assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] != before
-    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == before
+        assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
+    after = [dict(module.__dict__) for module in model.modules()]
+    assert all(old.keys() == new.keys() for old, new in zip(before, after, strict=True))
+    assert all(old[key] is new[key] for old, new in zip(before, after, strict=True) for key in old)
 
 
 def test_no_tensor_is_kept_alive() -> None:
@@ -710,7 +728,7 @@ def test_copies_are_not_watched(tmp_path: Path) -> None:
     assert inner == []
 
 
-def test_a_shared_module_is_hooked_once() -> None:
+def test_a_shared_module_is_watched_once() -> None:
     """A module under two parents gives one frame a call, under its first name."""
     shared = Scale()
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))

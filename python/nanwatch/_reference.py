@@ -176,9 +176,10 @@ def _to_arithmetic(values: Tensor) -> Tensor:
 
 
 def _range_row(chunk: Tensor, device: torch.device) -> Tensor:
-    magnitude = _to_arithmetic(chunk).abs()
+    values = _to_arithmetic(chunk)
+    magnitude = values.abs()
     wide = row_dtype(device)
-    ends = [magnitude.amin(), magnitude.amax(), torch.isfinite(magnitude).all()]
+    ends = [magnitude.amin(), magnitude.amax(), torch.isfinite(values).all()]
     return torch.stack([end.to(wide) for end in ends])
 
 
@@ -197,7 +198,8 @@ def _health_row(chunk: Tensor, positions: Tensor, device: torch.device) -> Tenso
     values = _to_arithmetic(chunk)
     magnitude = values.abs()
     wide = row_dtype(device)
-    finite = torch.isfinite(magnitude)
+    # Of a complex number the parts decide: a modulus beyond the dtype's range is inf, and its number is finite.
+    finite = torch.isfinite(values)
     nan = torch.isnan(magnitude)
     infinite = ~finite & ~nan
     negative = torch.zeros_like(finite) if values.is_complex() else infinite & (values < 0)

@@ -15,7 +15,7 @@ from .errors import BatchLimitError
 from .observe import read
 from .ranges import abs_range, tensor_health
 from .record import Role, Row, to_record
-from .watch import own_tensors
+from .recorder import own_tensors
 
 
 class OverflowDetectedError(ValueError):

@@ -7,21 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ranges import abs_range, tensor_health, unreadable
-from .record import LOCAL_SHARD, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
+from .ranges import TensorHealth, abs_range, tensor_health, unreadable
+from .record import ALLOWED_INF, LOCAL_SHARD, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
 from .walk import Unwalked
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 
 
-def observe(value: Any, label: str, role: Role) -> Row:
+def observe(value: Any, label: str, role: Role, allow_inf: bool = False) -> Row:
     """The row of `value`: its range when it is a tensor that can be read, else the note that says why not.
 
-    Never raises and never builds a graph. A tensor that is not finite is looked at a second time, for the
-    counts and the index, while it is at hand.
+    Never raises and never builds a graph. A tensor that is not finite, or that looks like an additive mask, is looked
+    at a second time, for the counts and the index, while it is at hand. `allow_inf`: infinities in it are meant.
     """
     row = read(value, label, role)
-    return _examine(value, row) if row[6] is False else row
+    if row[6] is False or (row[4] == 0 and _may_be_finite_mask(value, row)):
+        return _examine(value, row, allow_inf)
+    return row
 
 
 def read(value: Any, label: str, role: Role) -> Row:
@@ -70,20 +72,47 @@ def _shape(x: Tensor) -> tuple[int, ...] | None:
         return None
 
 
-def _examine(x: Tensor, row: Row) -> Row:
+def _may_be_finite_mask(x: Tensor, row: Row) -> bool:
+    """Whether the range is that of an additive mask made with the dtype's minimum in place of -inf."""
+    return row[1] in ("input", "buffer") and x.dtype.is_floating_point and row[5] == _largest(x.dtype)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
+
+
+def _examine(x: Tensor, row: Row, allow_inf: bool) -> Row:
     label, role, shape, dtype, abs_min, abs_max, isfinite, _, note = row
     try:
         health = tensor_health(x)
+        if role in ("input", "buffer") and _is_mask(x, health):
+            note = MASK
+        elif allow_inf and health.num_nan == 0 and not isfinite:
+            note = ALLOWED_INF
     except Exception:
         # The range already says what matters; the counts are an extra.
         return row
-    # An additive attention mask holds zeros and -inf and nothing else. It comes as an argument or waits in a
-    # buffer; the same values in an output are the log of a zero probability.
-    is_mask = (
-        role in ("input", "buffer")
-        and health.num_nan == 0
-        and health.num_posinf == 0
-        and health.num_zero > 0
-        and health.num_zero + health.num_neginf == health.numel
-    )
-    return label, role, shape, dtype, abs_min, abs_max, isfinite, health, MASK if is_mask else note
+    if isfinite:
+        # A finite mask: its range says nothing about the model, and its counts nothing that the note does not.
+        return label, role, shape, dtype, abs_min, abs_max, isfinite, None, note
+    return label, role, shape, dtype, abs_min, abs_max, isfinite, health, note
+
+
+def _is_mask(x: Tensor, health: TensorHealth) -> bool:
+    """An additive attention mask holds zeros and -inf, or zeros and the dtype's minimum, and nothing else; every row
+    has a zero, or softmax would make nan of it. It comes as an argument or waits in a buffer; the same values in an
+    output are the log of a zero probability.
+    """
+    if (
+        health.num_nan
+        or health.num_posinf
+        or not health.num_zero
+        or not x.dtype.is_floating_point
+        or x.ndim == 0
+    ):
+        return False
+    with torch.no_grad():
+        values = x.detach()
+        is_zero = values == 0
+        num_masked = health.num_neginf or int((values == -_largest(x.dtype)).sum())
+        return health.num_zero + num_masked == health.numel and bool(is_zero.any(dim=-1).all())

@@ -58,31 +58,12 @@ def _abs_range(x: Tensor) -> AbsRange:
         return _to_range(_range_row(_readable(x, "abs_range")).tolist())
 
 
-if TYPE_CHECKING or _extension.C is None:
-
-    def abs_range(x: Tensor) -> AbsRange:
-        """`(abs_min, abs_max, isfinite)` of |x| over all elements of `x`, in one pass and with one sync.
-
-        Equal to `x.abs().min()`, `x.abs().max()` and `torch.isfinite(x).all()`, as a float, a float and a bool:
-        one nan makes both ends nan. Any shape and layout; floating point down to float8, integers (unsigned
-        magnitude), bool (0 and 1) and complex (modulus). An empty tensor gives `(inf, 0.0, True)`, a DTensor the
-        range of its local shard.
-
-        Raises TypeError when `x` is not a tensor or has no values to read (meta, FakeTensor, inside functorch
-        transforms, freed storage, packed dtypes).
-        """
-        return _abs_range(x)
-
-else:
-    _extension.C.bind(AbsRange, _abs_range)
-    abs_range = _extension.C.abs_range
-
-
 def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
     """The `abs_range` of each tensor, in their order: one launch per device and one sync per device.
 
     An empty iterable gives `[]`. Raises TypeError, naming the position, as `abs_range` does.
     """
+    _extension.explain_once()
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
         raise TypeError(
             f"abs_ranges takes an iterable of tensors, got {_type_name(tensors)}. "
@@ -107,22 +88,42 @@ def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
     return cast("list[AbsRange]", ranges)
 
 
-def tensor_health(x: Tensor) -> TensorHealth:
-    """The range of `x`, its ends over the finite elements, its counts and where the first bad element is.
-
-    One pass and one sync. Complex elements are judged by their modulus, an infinite one counts in `num_posinf`.
-    Raises TypeError as `abs_range` does.
-    """
-    if _native_reads(x):
-        # The checks below cost 3 us; reading 256 KiB from L2 takes one. The kernel makes its own.
-        try:
-            return _to_health(x, _ops.health(x).tolist())
-        except ValueError:  # the storage was freed: same words and type as everywhere
-            _readable(x, "tensor_health")
-            raise
+def _tensor_health(x: Tensor) -> TensorHealth:
+    """`tensor_health` without the compiled part, and for every tensor that the compiled part does not read itself."""
     with _only_our_dispatch():
         x = _readable(x, "tensor_health")
         return _to_health(x, _health_row(x).tolist())
+
+
+if TYPE_CHECKING or _extension.C is None:
+
+    def abs_range(x: Tensor) -> AbsRange:
+        """`(abs_min, abs_max, isfinite)` of |x| over all elements of `x`, in one pass and with one sync.
+
+        Equal to `x.abs().min()`, `x.abs().max()` and `torch.isfinite(x).all()`, as a float, a float and a bool:
+        one nan makes both ends nan. Any shape and layout; floating point down to float8, integers (unsigned
+        magnitude), bool (0 and 1) and complex (modulus). An empty tensor gives `(inf, 0.0, True)`, a DTensor the
+        range of its local shard.
+
+        Raises TypeError when `x` is not a tensor or has no values to read (meta, FakeTensor, inside functorch
+        transforms, freed storage, packed dtypes).
+        """
+        _extension.explain_once()
+        return _abs_range(x)
+
+    def tensor_health(x: Tensor) -> TensorHealth:
+        """The range of `x`, its ends over the finite elements, its counts and where the first bad element is.
+
+        One pass and one sync. A complex element is finite when its parts are; the rest is judged by its modulus, an
+        infinite one counts in `num_posinf`. Raises TypeError as `abs_range` does.
+        """
+        _extension.explain_once()
+        return _tensor_health(x)
+
+else:
+    _extension.C.bind(AbsRange, _abs_range, TensorHealth, _tensor_health)
+    abs_range = _extension.C.abs_range
+    tensor_health = _extension.C.tensor_health
 
 
 def unreadable(x: Tensor) -> str:
@@ -213,21 +214,6 @@ def _overrides_dispatch(x: Tensor) -> bool:
     """Whether `x` is a subclass whose values only its own `__torch_dispatch__` knows."""
     kind = type(x)
     return kind is not Tensor and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-
-
-def _native_reads(x: Tensor) -> bool:
-    """Whether a compiled kernel reads `x` and nothing, no subclass, transform or mode, stands before it."""
-    return (
-        type(x) in _PLAIN_TYPES
-        and _extension.C is not None
-        and x.is_cpu
-        and x.layout is torch.strided
-        and x.dtype in _reference.READABLE_DTYPES
-        and not x.is_complex()  # its modulus is taken by torch, which does not check the storage
-        and not is_functorch_wrapped_tensor(x)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-    )
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -15,8 +15,11 @@ ROLES: tuple[Role, ...] = ("weight", "buffer", "input", "output", "gradient")
 NONE = "None"
 NOT_A_TENSOR = "not a tensor"
 MASK = "mask"
+ALLOWED_INF = "allowed inf"
 LOCAL_SHARD = "local shard"
 NOT_CHECKED = "not checked"
+
+EXCUSES = (MASK, ALLOWED_INF)  # of a value that is not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,8 @@ class Record:
     `shape` is None and `dtype` is "" for a value that is no tensor. `abs_min`, `abs_max` (floats, in the
     units of the tensor) and `isfinite` are None where nothing was read; then `note` says why. `health` is
     filled when the tensor held a non-finite value. `note` is "", "None", "not a tensor", "local shard" (of a
-    DTensor: all that was read), "mask" (an additive mask, whose -inf is meant) or "not checked: <reason>".
+    DTensor: all that was read), "mask" (an additive mask, whose -inf is meant), "allowed inf" (as `allow_inf` says) or
+    "not checked: <reason>".
     """
 
     label: str
@@ -42,7 +46,7 @@ class Record:
     @property
     def is_fault(self) -> bool:
         """True when the tensor held a nan or an inf that nobody put there on purpose."""
-        return self.isfinite is False and self.note != MASK
+        return self.isfinite is False and self.note not in EXCUSES
 
 
 # A record before anybody asked for it: the fields of Record in their order. Building the frozen dataclass
@@ -58,6 +62,11 @@ Row: TypeAlias = tuple[
     "TensorHealth | None",
     str,
 ]
+
+
+def is_fault(row: Row) -> bool:
+    """Record.is_fault of a row."""
+    return row[6] is False and row[8] not in EXCUSES
 
 
 def to_record(row: Row) -> Record:

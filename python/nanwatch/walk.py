@@ -102,7 +102,7 @@ def _children(value: Any) -> list[tuple[object, Any]] | None:
         # One more than the limit is enough to see that there are more.
         return list(enumerate(value[: MAX_LEAVES + 1]))
     if isinstance(value, Mapping):
-        return [(_key(key), value[key]) for key in value]
+        return [(spell_key(key), value[key]) for key in value]
     if is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in fields(value)]
     node = _pytree.SUPPORTED_NODES.get(type(value))
@@ -111,7 +111,13 @@ def _children(value: Any) -> list[tuple[object, Any]] | None:
     return None
 
 
-def _key(key: object) -> str:
+def is_container(kind: type) -> bool:
+    """Whether `leaves` may find something inside values of this type."""
+    return issubclass(kind, tuple | list | Mapping) or is_dataclass(kind) or kind in _pytree.SUPPORTED_NODES
+
+
+def spell_key(key: object) -> str:
+    """What stands between the brackets of a label."""
     if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
         return key
     shown = repr(key)

@@ -1,48 +1,27 @@
-"""`watch`: hooks on a model, frames in a recorder, and what to do when a value is not finite."""
+"""`watch`: a recorder on a model, and what to do when a value is not finite."""
 
 from __future__ import annotations
 
-import difflib
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import text
+from .calls import Attachment
 from .errors import BatchLimitError, NonFiniteError
 from .finding import find
 from .frame import Frame, FrameRows
-from .hooks import Call, Hooks
 from .observe import observe
-from .record import MASK, Row, to_record
-from .recorder import Recorder
+from .options import Check, OnNonfinite, Options, check_model, check_names, check_options
+from .record import to_record
+from .recorder import Recorder, Settings, make_recorder
 from .report import Report
-from .walk import call_leaves, leaves
-
-OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
-_ACTIONS = ("raise", "warn", "record")
-
-
-class _Options(NamedTuple):
-    """The options of `watch`, checked."""
-
-    max_frames: int
-    on_nonfinite: OnNonfinite
-    weights: bool
-    buffers: bool
-    inputs: bool
-    outputs: bool
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-    every: int
-    trace_batches: frozenset[int]
-    abort_after_batch: int | None
+from .walk import call_leaves
 
 
 def watch(
@@ -50,87 +29,88 @@ def watch(
     *,
     max_frames: int = 21,
     on_nonfinite: OnNonfinite = "raise",
+    check: Check = "auto",
     weights: bool = True,
     buffers: bool = True,
     inputs: bool = True,
     outputs: bool = True,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
+    allow_inf: str | Iterable[str] = (),
     every: int = 1,
+    reread_weights: int = 64,
     trace_batches: Iterable[int] = (),
     abort_after_batch: int | None = None,
+    enabled: bool = True,
+    _measure_time: bool = False,
+    _verify_hits: bool = False,
     **unknown: object,
 ) -> Watch:
     """Start to watch `model` and return the Watch, which is also a context manager.
 
-    - max_frames: how many of the latest frames to keep. - on_nonfinite: "raise" a NonFiniteError from the
-    faulty call, "warn" once for each run of faulty batches, only
-      "record", or a callable that gets the Report of each faulty batch.
-    - weights, buffers, inputs, outputs: which tensors to look at; of the buffers, those of floating point.
-    - include, exclude: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots.
-    - every: look at every so many batches only.
-    - trace_batches: numbers of batches, from 0, whose frames are printed as they come.
-    - abort_after_batch: raise BatchLimitError when the batch of this number is done.
+    Args:
+        model: any nn.Module; modules registered in it later are watched too.
+        max_frames: how many of the latest frames to keep.
+        on_nonfinite: "raise" a NonFiniteError, "warn" once a batch for every module that holds a non-finite value,
+            only "record", or a callable that gets the Report of each faulty batch.
+        check: when to act on a non-finite value: at the "module" that holds it, or at the end of the "batch"; the
+            report is the same. "auto" is "module" where looking needs no wait, as on a CPU.
+        weights, buffers, inputs, outputs: which tensors to look at; of the buffers, those of floating point.
+        include, exclude: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots.
+        allow_inf: glob patterns on the names of modules whose infinities are meant; a nan in them still counts.
+            Additive attention masks are recognised without it.
+        every: look at every so many batches only.
+        reread_weights: read a weight again after so many batches though nothing says that it changed; 1 is always.
+            An optimizer's step, `load_state_dict` and writes that PyTorch sees are noticed at once.
+        trace_batches: numbers of batches, from 0, whose frames are printed as they come.
+        abort_after_batch: raise BatchLimitError when the batch of this number is done.
+        enabled: False makes a Watch that watches nothing. The environment goes first: NANWATCH=0 or NANWATCH=1.
 
-    Raises TypeError or ValueError, naming what was given and what is accepted, when `model` is not a module
-    whose submodules can be hooked, or an option is unknown or means nothing.
+    Raises TypeError or ValueError, naming what was given and what is accepted, when `model` is not a module whose
+    calls can be seen, or an option is unknown or means nothing.
     """
-    if unknown:
-        name = next(iter(unknown))
-        close = difflib.get_close_matches(name, _Options._fields, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"watch() has no option {name!r}; it accepts {', '.join(_Options._fields)}{hint}")
-    _check_model(model)
-    flags = {"weights": weights, "buffers": buffers, "inputs": inputs, "outputs": outputs}
-    for option, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{option} should be True or False, got {flag!r}")
-    if not any(flags.values()):
-        raise ValueError("weights, buffers, inputs and outputs are all False; leave one of them True")
-    if not callable(on_nonfinite) and on_nonfinite not in _ACTIONS:
-        raise ValueError(
-            f'on_nonfinite should be "raise", "warn", "record" or a callable that takes the Report,'
-            f" got {on_nonfinite!r}"
-        )
-    options = _Options(
-        max_frames=_whole("max_frames", max_frames, 1),
-        on_nonfinite=on_nonfinite,
-        **flags,
-        include=_patterns("include", include),
-        exclude=_patterns("exclude", exclude),
-        every=_whole("every", every, 1),
-        trace_batches=_batches("trace_batches", trace_batches),
-        abort_after_batch=(
-            None if abort_after_batch is None else _whole("abort_after_batch", abort_after_batch, 0)
-        ),
-    )
-    return Watch(model, options)
+    check_names(unknown)
+    check_model(model)
+    given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
+    options = check_options([name for name, _ in model.named_modules()], given)
+    return Watch(model, options, measure_time=_measure_time, verify_hits=_verify_hits)
 
 
 class Watch:
     """A model being watched, from its construction by `watch` to `stop()`.
 
-    The model computes what it computed before; no tensor is kept alive and no graph is built. In a copy or a
-    pickle of the model nothing is watched.
+    The model computes what it computed before; no tensor is kept alive and no graph is built. In a copy or a pickle
+    of the model nothing is watched.
     """
 
-    def __init__(self, model: nn.Module, options: _Options) -> None:
+    def __init__(
+        self, model: nn.Module, options: Options, *, measure_time: bool = False, verify_hits: bool = False
+    ) -> None:
         self._options = options
-        self._recorder = Recorder(options.max_frames)
-        self._batch: int | None = None
-        # What the batches under way (one in each thread) were called with, to tell bad data from a bad layer;
-        # weak, as the caller may drop it.
-        self._given: dict[int, list[tuple[str, weakref.ref[Tensor]]]] = {}
-        # The report of the first of the latest run of faulty batches; `_faulty` is the latest faulty batch.
+        # The report of the first of the latest run of faulty batches, the latest faulty batch, its report as long as
+        # nobody was told, and how often each of its modules was at fault.
         self._failure: Report | None = None
         self._faulty: int | None = None
+        self._untold: Report | None = None
+        self._faults: dict[str, int] = {}
         self._run_is_open = False
-
-        modules = list(model.named_modules())
-        observed = _select([name for name, _ in modules], options.include, options.exclude)
-        # The root is hooked in any case, as it marks where a batch begins.
-        hooked = [(name, module) for name, module in modules if name in observed or name == ""]
-        self._hooks = Hooks(hooked, observed, self)
+        settings = Settings(
+            max_frames=options.max_frames,
+            every=options.every,
+            traced=tuple(options.trace_batches),
+            weights=options.weights,
+            buffers=options.buffers,
+            inputs=options.inputs,
+            outputs=options.outputs,
+            reread_weights=options.reread_weights,
+            verify_hits=verify_hits,
+            measure_time=measure_time,
+        )
+        self._recorder: Recorder = make_recorder(settings, self)
+        self._recorder.tells_batch_end = self._awaits_batch_end()
+        self._attachment: Attachment | None = None
+        if options.enabled:
+            self._attachment = Attachment(model, self._recorder, options.observes, options.allows_inf)
 
     def __enter__(self) -> Watch:
         return self
@@ -141,18 +121,33 @@ class Watch:
         self.stop()
 
     def stop(self) -> None:
-        """Take the hooks off the model; the frames stay. A second time does nothing."""
-        self._hooks.remove()
+        """Leave the model as it was found; the frames stay. A second time does nothing."""
+        if self._attachment is not None:
+            self._attachment.remove()
+
+    def pause(self) -> None:
+        """Record nothing until `resume()`; batches meanwhile are not counted."""
+        self._recorder.paused = True
+
+    def resume(self) -> None:
+        """Record again. Does nothing after `stop()`."""
+        self._recorder.paused = False
 
     @property
     def batch(self) -> int | None:
         """The number of the latest batch, counted from 0; None before the first."""
-        return self._batch
+        latest = self._recorder.latest_batch
+        return None if latest < 0 else latest
 
     @property
     def frames(self) -> tuple[Frame, ...]:
         """The latest frames, oldest first, at most `max_frames`."""
-        return self._recorder.frames
+        return tuple(frame.to_frame() for frame in self._recorder.frames())
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What was done so far: calls, frames, tensors (seen), tensors_read, bytes_read, cache_hits."""
+        return dict(self._recorder.counters)
 
     def report(self) -> Report:
         """The report of the latest failure, or of the latest frames when there was none.
@@ -160,139 +155,87 @@ class Watch:
         When several batches on end were faulty it is the report of the first of them, as it was at its first
         non-finite value: what came later is its consequence.
         """
-        return self._failure or Report(self.frames, None, self._batch, _rank())
+        return self._failure or Report(self.frames, None, self.batch, _rank())
 
-    # What follows is called by the hooks.
+    # What follows is called by the recorder; see Listener.
 
-    def batch_started(self, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take note of what the batch is called with."""
-        self._batch = batch
-        if batch % self._options.every == 0:
-            given = call_leaves(args, kwargs)
-            self._given[batch] = [(label, weakref.ref(x)) for label, x in given if isinstance(x, Tensor)]
-            if batch in self._options.trace_batches:
-                _print_lines(text.batch_lines(batch))
+    def batch_started(self, batch: int) -> None:
+        """Print the header of a traced batch."""
+        _print_lines(text.batch_lines(batch))
 
-    def call_returned(self, call: Call, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Record the call's frame; when something in it is not finite, do as `on_nonfinite` says."""
-        if call.batch % self._options.every != 0:
-            return
-        rows = self._rows(module, args, kwargs, output)
-        frame = FrameRows(call.batch, call.name, type(module).__name__, rows, call.recomputed)
-        self._recorder.add(frame)
-        if call.batch in self._options.trace_batches:
-            _print_lines(text.frame_lines(frame.to_frame()))
-        # Once a batch: whatever follows the first non-finite value of a batch follows from it.
-        if self._faulty != call.batch and any(row[6] is False and row[8] != MASK for row in rows):
-            self._fail(call)
+    def frame_recorded(self, frame: FrameRows) -> None:
+        """Print a frame of a traced batch."""
+        _print_lines(text.frame_lines(frame.to_frame()))
+
+    def fault(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Report the first fault of a batch; when acting on it is due here, act."""
+        # A forward that is recomputed in the backward repeats what its batch has told.
+        if frame.batch != self._faulty:
+            self._faulty = frame.batch
+            self._faults = {}
+            self._untold = self._report_fault(frame, caller, args, kwargs)
+            if not self._run_is_open:
+                self._failure = self._untold
+                self._run_is_open = True
+            self._recorder.tells_batch_end = True
+        self._faults[frame.name] = self._faults.get(frame.name, 0) + 1
+        if self._options.on_nonfinite == "warn":
+            if self._faults[frame.name] == 1:
+                self._warn(frame.to_frame())
+        elif self._options.check != "batch":
+            self._act()
 
     def batch_ended(self, batch: int, completed: bool) -> None:
-        """Forget what the batch was called with; end the run when asked to."""
-        self._given.pop(batch, None)
-        if batch % self._options.every == 0 and completed and self._faulty != batch:
-            self._run_is_open = False
+        """Act on the batch's fault where that was put off; end the run when asked to."""
+        try:
+            if batch == self._faulty:
+                self._warn_of_repeats(batch)
+                if completed:
+                    self._act()
+                self._untold = None
+            elif completed and batch % self._options.every == 0:
+                self._run_is_open = False
+        finally:
+            self._recorder.tells_batch_end = self._awaits_batch_end()
         if completed and batch == self._options.abort_after_batch:
             raise BatchLimitError(batch, "abort_after_batch")
 
-    def _rows(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> list[Row]:
-        rows: list[Row] = []
-        if self._options.weights:
-            rows += [observe(x, name, "weight") for name, x in own_tensors(module._parameters)]
-        if self._options.buffers:
-            for name, x in own_tensors(module._buffers):
-                if x.is_floating_point() or x.is_complex():
-                    rows.append(observe(x, name, "buffer"))
-        if self._options.inputs:
-            rows += [observe(x, label, "input") for label, x in call_leaves(args, kwargs)]
-        if self._options.outputs:
-            rows += [observe(x, label, "output") for label, x in leaves(output, "output")]
-        return rows
+    def _awaits_batch_end(self) -> bool:
+        return self._run_is_open or self._options.abort_after_batch is not None
 
-    def _fail(self, call: Call) -> None:
-        self._faulty = call.batch
+    def _report_fault(
+        self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any
+    ) -> Report:
         frames = self.frames
-        given = [(label, x) for label, ref in self._given.get(call.batch, ()) if (x := ref()) is not None]
-        batch_inputs = [to_record(observe(x, label, "input")) for label, x in given]
-        current = [frame for frame in frames if frame.batch == call.batch]
+        given = [to_record(observe(x, label, "input")) for label, x in call_leaves(args, kwargs or {})]
+        current = [one for one in frames if one.batch == frame.batch]
         rank = _rank()
-        finding = find(current, batch_inputs=batch_inputs, caller=call.caller, rank=rank)
-        report = Report(frames, finding, call.batch, rank)
-        opens_run = not self._run_is_open
-        if opens_run:
-            self._failure = report
-            self._run_is_open = True
+        finding = find(current, batch_inputs=given, caller=caller, rank=rank)
+        return Report(frames, finding, frame.batch, rank)
+
+    def _act(self) -> None:
+        report, self._untold = self._untold, None
+        if report is None:
+            return
         if callable(self._options.on_nonfinite):
             self._options.on_nonfinite(report)
         elif self._options.on_nonfinite == "raise":
             raise NonFiniteError(report)
-        elif self._options.on_nonfinite == "warn" and opens_run and finding is not None:
-            warnings.warn(
-                f"{text.summary(finding)}; Watch.report() has the frames that led to it",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
+    def _warn(self, frame: Frame) -> None:
+        report = self._untold
+        first = report.finding if report is not None and len(self._faults) == 1 else None
+        finding = first or find([frame], rank=_rank())
+        if finding is not None:
+            message = f"{text.summary(finding)}; Watch.report() has the frames that led to the first"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
-def own_tensors(named: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of a module's `_parameters` or `_buffers`, each once, without the empty places."""
-    found = [(name, x) for name, x in named.items() if x is not None]
-    if len(found) > 1:
-        # A tensor under two names of one module counts once, under the first.
-        first = {id(x): name for name, x in reversed(found)}
-        found = [(name, x) for name, x in found if first[id(x)] == name]
-    return found
-
-
-def _check_model(model: object) -> None:
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise TypeError(f"watch() needs a module, got the class {model.__name__}; pass {model.__name__}(...)")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"watch() needs a torch.nn.Module, got {type(model).__name__}; pass the model itself")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(
-            f"watch() cannot hook the modules inside a {type(model).__name__};"
-            " pass the model as it was before torch.jit"
-        )
-
-
-def _whole(option: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{option} should be a whole number of at least {least}, got {value!r}")
-    if value < least:
-        raise ValueError(f"{option} should be at least {least}, got {value}")
-    return value
-
-
-def _batches(option: str, value: Iterable[int]) -> frozenset[int]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{option} should be a collection of batch numbers such as (0, 3), got {value!r}")
-    return frozenset(_whole(f"each of {option}", batch, 0) for batch in value)
-
-
-def _patterns(option: str, value: str | Iterable[str]) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
-    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"{option} should be a pattern or several, such as 'encoder.block.*', got {value!r}")
-    return patterns
-
-
-def _select(names: Sequence[str], include: tuple[str, ...], exclude: tuple[str, ...]) -> set[str]:
-    for pattern in include:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            close = difflib.get_close_matches(pattern, names, n=3)
-            hint = f"close names: {', '.join(close)}" if close else "see model.named_modules() for the names"
-            raise ValueError(f"include pattern {pattern!r} matches no module; {hint}")
-    selected = {
-        name
-        for name in names
-        if (not include or any(fnmatchcase(name, pattern) for pattern in include))
-        and not any(fnmatchcase(name, pattern) for pattern in exclude)
-    }
-    if not selected:
-        raise ValueError(
-            f"include={include!r} and exclude={exclude!r} leave no module to watch; loosen one of them"
-        )
-    return selected
+    def _warn_of_repeats(self, batch: int) -> None:
+        repeats = {name: count - 1 for name, count in self._faults.items() if count > 1}
+        if self._options.on_nonfinite == "warn" and repeats:
+            listed = ", ".join(f"{name or 'the model'} {count} more" for name, count in repeats.items())
+            warnings.warn(f"batch {batch}, further faulty calls: {listed}", RuntimeWarning, stacklevel=2)
+        self._faults = {}
 
 
 def _rank() -> int:

@@ -1,0 +1,153 @@
+"""The options of `watch`: what each may be, and the error that says so when it is something else."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from .report import Report
+
+OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
+Check: TypeAlias = Literal["auto", "module", "batch"]
+_ACTIONS = ("raise", "warn", "record")
+_CHECKS = ("auto", "module", "batch")
+SWITCH = "NANWATCH"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of `watch`, checked; `watch` says what they mean."""
+
+    max_frames: int
+    on_nonfinite: OnNonfinite
+    check: Check
+    weights: bool
+    buffers: bool
+    inputs: bool
+    outputs: bool
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    allow_inf: tuple[str, ...]
+    every: int
+    reread_weights: int
+    trace_batches: frozenset[int]
+    abort_after_batch: int | None
+    enabled: bool
+
+    def observes(self, name: str) -> bool:
+        """Whether the calls of the module of this name are recorded."""
+        return (not self.include or _matches(name, self.include)) and not _matches(name, self.exclude)
+
+    def allows_inf(self, name: str) -> bool:
+        """Whether infinities in the module of this name are meant."""
+        return _matches(name, self.allow_inf)
+
+
+def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
+    """The options for a model whose modules have these names. TypeError or ValueError for what means nothing."""
+    flags = {option: given[option] for option in ("weights", "buffers", "inputs", "outputs")}
+    for option, flag in {**flags, "enabled": given["enabled"]}.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{option} should be True or False, got {flag!r}")
+    if not any(flags.values()):
+        raise ValueError("weights, buffers, inputs and outputs are all False; leave one of them True")
+    action, check, last = given["on_nonfinite"], given["check"], given["abort_after_batch"]
+    if not callable(action) and action not in _ACTIONS:
+        raise ValueError(
+            f'on_nonfinite should be "raise", "warn", "record" or a callable that takes the Report, got {action!r}'
+        )
+    if check not in _CHECKS:
+        raise ValueError(f'check should be "auto", "module" or "batch", got {check!r}')
+    options = Options(
+        **flags,
+        max_frames=whole("max_frames", given["max_frames"], 1),
+        on_nonfinite=action,
+        check=check,
+        include=_patterns("include", given["include"]),
+        exclude=_patterns("exclude", given["exclude"]),
+        allow_inf=_patterns("allow_inf", given["allow_inf"]),
+        every=whole("every", given["every"], 1),
+        reread_weights=whole("reread_weights", given["reread_weights"], 1),
+        trace_batches=_batches("trace_batches", given["trace_batches"]),
+        abort_after_batch=None if last is None else whole("abort_after_batch", last, 0),
+        enabled=_switch(given["enabled"]),
+    )
+    for option, patterns in (("include", options.include), ("allow_inf", options.allow_inf)):
+        _check_matches(option, patterns, names)
+    if not any(options.observes(name) for name in names):
+        raise ValueError(
+            f"include={options.include!r} and exclude={options.exclude!r} leave no module to watch; loosen one of them"
+        )
+    return options
+
+
+def check_names(unknown: Iterable[str]) -> None:
+    """TypeError for an option that there is not, naming those that there are and the closest."""
+    accepted = [field.name for field in fields(Options)]
+    for name in unknown:
+        close = difflib.get_close_matches(name, accepted, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"watch() has no option {name!r}; it accepts {', '.join(accepted)}{hint}")
+
+
+def check_model(model: object) -> None:
+    """TypeError for what is no module whose calls can be seen."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(f"watch() needs a module, got the class {model.__name__}; pass {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"watch() needs a torch.nn.Module, got {type(model).__name__}; pass the model itself")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"watch() cannot hook the modules inside a {type(model).__name__};"
+            " pass the model as it was before torch.jit"
+        )
+
+
+def whole(option: str, value: object, least: int) -> int:
+    """`value`, if it is an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{option} should be a whole number of at least {least}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{option} should be at least {least}, got {value}")
+    return value
+
+
+def _batches(option: str, value: Iterable[int]) -> frozenset[int]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{option} should be a collection of batch numbers such as (0, 3), got {value!r}")
+    return frozenset(whole(f"each of {option}", batch, 0) for batch in value)
+
+
+def _patterns(option: str, value: str | Iterable[str]) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"{option} should be a pattern or several, such as 'encoder.block.*', got {value!r}")
+    return patterns
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_matches(option: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            close = difflib.get_close_matches(pattern, names, n=3)
+            hint = f"close names: {', '.join(close)}" if close else "see model.named_modules() for the names"
+            raise ValueError(f"{option} pattern {pattern!r} matches no module; {hint}")
+
+
+def _switch(enabled: bool) -> bool:
+    """The environment's word, which goes before the code's."""
+    word = os.environ.get(SWITCH, "")
+    if word not in ("", "0", "1"):
+        raise ValueError(f"{SWITCH}={word!r} is not understood; set it to 1 (watch) or 0 (do not watch)")
+    return enabled if word == "" else word == "1"
