@@ -14,15 +14,13 @@ namespace nanwatch {
 namespace {
 
 struct WatchedCall {
-  PyObject_HEAD PyObject* recorder;  // the Python object that owns the CallRecorder
-  PyObject* module;                  // a weak reference
-  PyObject* inner;                   // what stood in this place before, or null
+  PyObject ob_base;
+  PyObject* owner;  // the Python object that owns the recorder
+  CallRecorder* recorder;
+  PyObject* module;  // a weak reference
+  PyObject* inner;   // what stood in this place before, or null
   int32_t node;
 };
-
-CallRecorder* recorder_of(WatchedCall* self) {
-  return py::handle(self->recorder).cast<CallRecorder*>();
-}
 
 // The module this call is made on. Not always the one the attribute was put on: replicas for DataParallel are made by
 // copying __dict__, and nothing but the caller's frame says which of them calls. A copy shows in the reference count:
@@ -58,23 +56,23 @@ PyObject* call(PyObject* object, PyObject* args, PyObject* kwargs) {
                                 ? py::reinterpret_borrow<py::object>(self->inner)
                                 : py::reinterpret_steal<py::object>(PyObject_GetAttr(module.ptr(), call_impl));
   if (!target) return nullptr;
-  if (!is_ours) return PyObject_Call(target.ptr(), args, kwargs);
+  if (!is_ours || self->owner == nullptr) return PyObject_Call(target.ptr(), args, kwargs);
   const py::object keep = py::reinterpret_borrow<py::object>(object);  // stop() may drop it during the call
-  return recorder_of(self)->run(self->node, module.ptr(), target.ptr(), args, kwargs);
+  return self->recorder->run(self->node, module.ptr(), target.ptr(), args, kwargs);
   END_HANDLE_TH_ERRORS
 }
 
 int traverse(PyObject* object, visitproc visit, void* arg) {
   auto* self = reinterpret_cast<WatchedCall*>(object);
   Py_VISIT(Py_TYPE(object));
-  Py_VISIT(self->recorder);
+  Py_VISIT(self->owner);
   Py_VISIT(self->inner);
   return 0;
 }
 
 int clear(PyObject* object) {
   auto* self = reinterpret_cast<WatchedCall*>(object);
-  Py_CLEAR(self->recorder);
+  Py_CLEAR(self->owner);
   Py_CLEAR(self->inner);
   return 0;
 }
@@ -103,7 +101,8 @@ PyObject* create(PyTypeObject* type, PyObject* args, PyObject*) {
     Py_DECREF(weak);
     return nullptr;
   }
-  self->recorder = Py_NewRef(recorder);
+  self->owner = Py_NewRef(recorder);
+  self->recorder = py::handle(recorder).cast<CallRecorder*>();
   self->module = weak;
   self->inner = inner == Py_None ? nullptr : Py_NewRef(inner);
   self->node = node;
@@ -125,7 +124,13 @@ int set_inner(PyObject* object, PyObject* value, void*) {
   return 0;
 }
 
-PyGetSetDef properties[] = {{"inner", inner_of, set_inner, "What stood in this place before, or None.", nullptr},
+PyObject* recorder_of(PyObject* object, void*) {
+  PyObject* owner = reinterpret_cast<WatchedCall*>(object)->owner;
+  return Py_NewRef(owner != nullptr ? owner : Py_None);
+}
+
+PyGetSetDef properties[] = {{"recorder", recorder_of, nullptr, "The CallRecorder.", nullptr},
+                            {"inner", inner_of, set_inner, "What stood in this place before, or None.", nullptr},
                             {"module", module_of, nullptr, "The module, or None once it is gone.", nullptr},
                             {nullptr, nullptr, nullptr, nullptr, nullptr}};
 

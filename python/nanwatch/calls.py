@@ -45,14 +45,14 @@ class PythonWatchedCall:
         # A replica for DataParallel has a copy of the original's __dict__, and with it this very object: only the
         # frame of nn.Module.__call__ knows which of them calls.
         caller = sys._getframe(1)
-        module: Any = (
-            caller.f_locals["self"] if caller.f_code.co_name == "_wrapped_call_impl" else self.module
-        )
+        own = self.module
+        module = caller.f_locals["self"] if caller.f_code.co_name == "_wrapped_call_impl" else own
         if module is None:
             raise ReferenceError("nanwatch: the watched module of this call no longer exists")
-        if module is not self.module:
+        is_replica = module is not own
+        if is_replica:
             return module._call_impl(*args, **kwargs)
-        target = self.inner if self.inner is not None else module._call_impl
+        target = module._call_impl if self.inner is None else self.inner
         return self.recorder.run(self.node, module, target, args, kwargs)
 
 
@@ -100,7 +100,7 @@ class Attachment:
         self._recorder = recorder
         self._observed = observed
         self._allow_inf = allow_inf
-        self._calls: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        # Not the calls themselves: a second reference to one is how it knows that its module's __dict__ was copied.
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         for name, module in model.named_modules():
             self._add(name, module)
@@ -123,13 +123,13 @@ class Attachment:
         weakref.finalize(self, _remove_all, self._handles)
 
     def _add(self, name: str, module: nn.Module) -> None:
-        if module in self._calls:
+        if module in self._names:
             return
         node = self._recorder.add_node(name, type(module), self._observed(name), self._allow_inf(name))
-        call = _watched_call(self._recorder, module, module.__dict__.get(ATTRIBUTE), node)
         # Not by setattr: a ScriptModule, or a class with a __setattr__ of its own, would make an attribute of it.
-        module.__dict__[ATTRIBUTE] = call
-        self._calls[module] = call
+        module.__dict__[ATTRIBUTE] = _watched_call(
+            self._recorder, module, module.__dict__.get(ATTRIBUTE), node
+        )
         self._names[module] = name
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module) -> None:
@@ -143,9 +143,8 @@ class Attachment:
         """Leave every module as it was found. A second time does nothing."""
         self._recorder.paused = True
         _remove_all(self._handles)
-        for module, call in list(self._calls.items()):
-            _unlink(module, call)
-        self._calls.clear()
+        for module in list(self._names):
+            _unlink(module, self._recorder)
         self._names.clear()
 
 
@@ -154,17 +153,18 @@ def _remove_all(handles: Iterable[Any]) -> None:
         handle.remove()
 
 
-def _unlink(module: nn.Module, call: Any) -> None:
-    """Take `call` out of the module's place, also when another Watch has put its own in front of it since."""
-    current: Any = module.__dict__.get(ATTRIBUTE)
-    if current is call:
-        if call.inner is None:
-            del module.__dict__[ATTRIBUTE]
-        else:
-            module.__dict__[ATTRIBUTE] = call.inner
-        return
+def _unlink(module: nn.Module, recorder: Any) -> None:
+    """Take the recorder's call out of the module's place, also from behind those that others put there since."""
+    before, current = None, module.__dict__.get(ATTRIBUTE)
     while isinstance(current, _KINDS):
-        if current.inner is call:
-            current.inner = call.inner
+        if current.recorder is not recorder:
+            before, current = current, current.inner
+        elif before is not None:
+            before.inner = current.inner
             return
-        current = current.inner
+        elif current.inner is not None:
+            module.__dict__[ATTRIBUTE] = current.inner
+            return
+        else:
+            del module.__dict__[ATTRIBUTE]
+            return
