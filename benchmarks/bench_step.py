@@ -111,7 +111,7 @@ def decode(model: nn.Module) -> Step:
     def step() -> object:
         with torch.no_grad():
             model(input_ids=one, past_key_values=cache, use_cache=True)
-        cache.crop(64)
+        cache.crop(-1)
         return None
 
     return step
@@ -303,7 +303,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="measuring time of a row (default 20)")
     options = parser.parse_args()
 
-    floor = load_floor()
+    floor = load_floor().read_threads
     buffer = torch.randn(64 << 20)
     floor(buffer)
     read_speed = buffer.nbytes / statistics.median(seconds(lambda: floor(buffer), 1) for _ in range(9))
