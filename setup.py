@@ -8,7 +8,8 @@ Environment
     NANWATCH_REQUIRE_EXT=1   a build without the compiled part, or with its CUDA part broken, is an error
     FORCE_CUDA=1             a build without the CUDA part is an error
     FORCE_CPU=1              leave the CUDA part out even where nvcc is present
-    TORCH_CUDA_ARCH_LIST     GPU architectures, as PyTorch reads it: "8.0;9.0+PTX" or "Hopper"
+    TORCH_CUDA_ARCH_LIST     GPU architectures, as PyTorch reads it: "8.0;9.0+PTX" or "Hopper"; what this nvcc
+                             cannot compile for is left out
     CUDA_HOME, CXX, MAX_JOBS as PyTorch's own extension builder reads them
 """
 
@@ -44,11 +45,21 @@ ROOT = Path(__file__).resolve().parent
 CUDA_SOURCE = Path("csrc/range_cuda.cu")
 # From Turing to Blackwell: one binary for every generation PyTorch still builds for, and PTX for what comes after.
 DEFAULT_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
+# PyTorch's names, those with a suffix before those without: the first that fits is taken.
 NAMED_ARCHS = {
+    "Kepler+Tesla": "3.7",
+    "Kepler": "3.5+PTX",
+    "Maxwell+Tegra": "5.3",
+    "Maxwell": "5.0;5.2+PTX",
+    "Pascal": "6.0;6.1+PTX",
+    "Volta+Tegra": "7.2",
+    "Volta": "7.0+PTX",
     "Turing": "7.5+PTX",
+    "Ampere+Tegra": "8.7",
     "Ampere": "8.0;8.6+PTX",
     "Ada": "8.9+PTX",
     "Hopper": "9.0+PTX",
+    "Blackwell+Tegra": "11.0",
     "Blackwell": "10.0;10.3;12.0;12.1+PTX",
 }
 RETRY = "pip install --no-build-isolation --force-reinstall --no-deps -v ."
@@ -125,7 +136,7 @@ def wanted_archs(available: tuple[str, ...]) -> tuple[list[str], list[str]]:
         binaries = [arch for arch in DEFAULT_ARCHS if arch in available]
         return (binaries, binaries[-1:]) if binaries else ([available[-1]], [available[-1]])
     for name, value in NAMED_ARCHS.items():
-        listed = re.sub(rf"\b{name}\b(\+PTX)?", value, listed)
+        listed = re.sub(rf"\b{re.escape(name)}\b(\+PTX)?", value, listed)
     binaries, ptx = [], []
     for entry in re.split(r"[\s;,]+", listed):
         match = re.fullmatch(r"(\d+)\.(\d[a-z]?)(\+PTX)?", entry)
@@ -223,9 +234,24 @@ def check_compiler() -> str:
 def openmp_link() -> list[str]:
     """The libgomp that torch itself has loaded. A second copy would bring a second, unrelated pool of threads."""
     maps = Path("/proc/self/maps")
-    if maps.exists() and (loaded := re.search(r"(/\S*libgomp\S*\.so\S*)", maps.read_text())):
-        return [loaded.group(1)]
-    return ["-fopenmp"]
+    # Five fields, then the path, which may hold spaces.
+    fields = [line.split(maxsplit=5) for line in maps.read_text().splitlines()] if maps.exists() else []
+    loaded = (line[5] for line in fields if len(line) == 6 and re.search(r"/libgomp[^/]*\.so[^/]*$", line[5]))
+    return [next(loaded, "-fopenmp")]
+
+
+def parallel_jobs() -> int:
+    """How many compilers may run at once: MAX_JOBS, or every CPU where it is no number, as PyTorch reads it."""
+    value = os.environ.get("MAX_JOBS", "").strip()
+    every = os.cpu_count() or 1
+    if value.isdecimal():
+        return int(value)
+    if value:
+        print(
+            f"nanwatch: MAX_JOBS={value!r} is not a number such as 4 and is not used; compiling with {every} jobs",
+            file=sys.stderr,
+        )
+    return every
 
 
 class BuildNativePart(build_ext):
@@ -305,9 +331,8 @@ class BuildNativePart(build_ext):
         if switched_on("FORCE_CPU"):
             facts["cuda_reason"] = "built with FORCE_CPU=1"
             return None
-        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         try:
-            cuda = build_cuda(Path(self.build_temp).resolve(), jobs)
+            cuda = build_cuda(Path(self.build_temp).resolve(), parallel_jobs())
         except BuildError as problem:
             broken = find_nvcc() is not None  # a machine without nvcc is an ordinary machine
             if switched_on("FORCE_CUDA") or (broken and switched_on("NANWATCH_REQUIRE_EXT")):

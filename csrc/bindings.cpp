@@ -23,24 +23,16 @@ struct Result {
 };
 Result range_result, health_result;
 
-// Reading without the interpreter lock pays once the read is longer than taking the lock again.
-constexpr int64_t kReleaseLockBytes = 1 << 20;
-
-template <typename Read>
-void read_view(PyObject* object, const View& view, const Read& read) {
-  if (view.numel * int64_t(word_size(view.format)) < kReleaseLockBytes) return read();
-  // The caller's reference keeps the tensor, but not its storage if another thread swaps that meanwhile.
-  const c10::Storage storage = THPVariable_Unpack(object).storage();
-  const py::gil_scoped_release release;
-  read();
+int64_t bytes_of(const View& view) {
+  return view.numel * int64_t(word_size(view.format));
 }
 
 PyObject* abs_range(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   View view;
   if (!plain_view(object, &view)) return PyObject_CallOneArg(range_result.fallback, object);
-  RangeRow row;
-  read_view(object, view, [&] { row = range_cpu(view); });
+  const RangeRow row =
+      read_released(THPVariable_Unpack(object), view, bytes_of(view), [](const View& held) { return range_cpu(held); });
   PyObject* result = range_result.type->tp_alloc(range_result.type, 3);
   if (result == nullptr) return nullptr;
   PyTuple_SET_ITEM(result, 0, PyFloat_FromDouble(row.abs_min));
@@ -68,7 +60,7 @@ PyObject* tensor_health(PyObject*, PyObject* object) {
   if (!plain_view(object, &view) || THPVariable_Unpack(object).is_neg())
     return PyObject_CallOneArg(health_result.fallback, object);
   double row[kHealthColumns];
-  read_view(object, view, [&] { health_cpu(view, row); });
+  read_released(THPVariable_Unpack(object), view, bytes_of(view), [&row](const View& held) { health_cpu(held, row); });
   PyObject* result = health_result.type->tp_alloc(health_result.type, 12);
   if (result == nullptr) return nullptr;
   // The row's columns in their order, then numel and the index.

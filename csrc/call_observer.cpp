@@ -9,8 +9,6 @@ namespace {
 constexpr int64_t kMaxLeaves = 4096;
 constexpr int kMaxDepth = 32;
 constexpr Py_ssize_t kMaxScalars = 64;
-// Reading without the interpreter lock pays once the read is longer than taking the lock again.
-constexpr int64_t kReleaseLockBytes = 1 << 20;
 
 const char* role_name(Role role) {
   switch (role) {
@@ -34,6 +32,13 @@ bool survive() {
   return true;
 }
 
+bool is_training(PyObject* module) {
+  static PyObject* const training = PyUnicode_InternFromString("training");
+  const py::object flag = py::reinterpret_steal<py::object>(PyObject_GetAttr(module, training));
+  if (!flag) PyErr_Clear();
+  return flag.ptr() != Py_False;
+}
+
 bool is_in(PyObject* item, const std::vector<PyObject*>& stack) {
   for (PyObject* entry : stack)
     if (entry == item) return true;
@@ -50,10 +55,6 @@ bool is_excused(PyObject* note) {
                                    PyUnicode_CompareWithASCIIString(note, "allowed inf") == 0);
 }
 
-PyObject* intern(const char* text) {
-  return PyUnicode_InternFromString(text);
-}
-
 }  // namespace
 
 CallObserver::~CallObserver() {
@@ -66,26 +67,27 @@ RangeRow CallObserver::read(const at::Tensor& x, const View& view) {
   ++counters.tensors_read;
   const int64_t bytes = view.numel * int64_t(word_size(view.format));
   counters.bytes_read += bytes;
-  if (bytes < kReleaseLockBytes) return range_cpu(view);
-  const c10::Storage storage = x.storage();  // another thread may swap it meanwhile
-  const py::gil_scoped_release release;
-  return range_cpu(view);
+  return read_released(x, view, bytes, [](const View& held) { return range_cpu(held); });
 }
 
-RangeRow CallObserver::range_of(const at::Tensor& x, const View& view, int64_t batch, std::shared_ptr<Seen>* slot) {
+RangeRow CallObserver::range_of(const at::Tensor& x, const View& view, int64_t batch, Memory memory, Node::Slot* slot) {
   ++counters.tensors;
-  if (!Seen::can_be_remembered(x)) return read(x, view);
+  if (memory == Memory::none || !remembers_ || !Seen::can_be_remembered(x)) return read(x, view);
+  const uint64_t key = key_of(x);
   Seen* seen;
   int64_t lifetime = 1;  // batches
-  if (slot != nullptr) {
-    if (!*slot || (*slot)->tensor != x.unsafeGetTensorImpl()) *slot = weight_cache_.entry(x);
-    seen = slot->get();
+  if (memory == Memory::weight) {
+    if (!slot->seen || slot->key != key) {
+      slot->seen = weight_cache_.entry(key);
+      slot->key = key;
+    }
+    seen = slot->seen.get();
     lifetime = options_.reread_weights;
   } else {
-    seen = &activations_.slot(x);
+    seen = &activations_.slot(key);
   }
-  const bool fresh = seen->epoch == epoch_ && batch - seen->batch < lifetime && seen->is_unchanged(x);
-  if (fresh) {
+  const bool unchanged = seen->is_unchanged(x, key);
+  if (unchanged && seen->epoch == epoch_ && batch - seen->batch < lifetime) {
     ++counters.cache_hits;
     if (options_.verify_hits) {
       const RangeRow again = range_cpu(view);
@@ -93,16 +95,15 @@ RangeRow CallObserver::range_of(const at::Tensor& x, const View& view, int64_t b
     }
     return seen->range;
   }
-  const bool first_reading = seen->tensor != x.unsafeGetTensorImpl();
   const RangeRow row = read(x, view);
   // What is not finite is looked at closely each time, so it is not worth remembering.
-  if (row.isfinite) {
-    // Each weight starts at another age, so that no batch comes in which all are read again.
-    const int64_t age = slot != nullptr && first_reading ? int64_t(weight_cache_.size()) % lifetime : 0;
-    seen->remember(x, row, batch - age, epoch_);
-  } else {
-    seen->epoch = -1;
+  if (!row.isfinite) {
+    seen->forget();
+    return row;
   }
+  // Each weight starts at another age, so that no batch comes in which all are read again.
+  const int64_t age = memory == Memory::weight && !unchanged ? int64_t(weight_cache_.size()) % lifetime : 0;
+  seen->remember(x, key, row, batch - age, epoch_);
   return row;
 }
 
@@ -118,8 +119,8 @@ bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role,
   return true;
 }
 
-bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const Node& node, std::shared_ptr<Seen>* slot,
-                          FrameData* frame) {
+bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const Node& node, Memory memory,
+                          Node::Slot* slot, FrameData* frame) {
   View view;
   if (!plain_view(object, &view) || view.dims > 255) {
     ++counters.tensors;
@@ -127,7 +128,7 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
     return row_from_python(object, label, role, node, frame);
   }
   const at::Tensor& x = THPVariable_Unpack(object);
-  const RangeRow range = range_of(x, view, frame->batch, slot);
+  const RangeRow range = range_of(x, view, frame->batch, memory, slot);
   if (!range.isfinite) return row_from_python(object, label, role, node, frame);
   if (range.abs_min == 0.0 && (role == Role::input || role == Role::buffer)) {
     // Zeros and the largest number there is: perhaps an additive attention mask, which Python knows to tell.
@@ -150,40 +151,30 @@ bool CallObserver::own_tensors(Node& node, PyObject* module, PyObject* attribute
   if (!named) return survive();
   if (!PyDict_Check(named.ptr()) || PyDict_GET_SIZE(named.ptr()) == 0) return true;
   std::vector<Node::Slot>& slots = role == Role::weight ? node.weights : node.buffers;
-  PyObject *key, *value;
+  PyObject *name, *value;
   Py_ssize_t position = 0;
   size_t count = 0;
-  const size_t first_row = frame->rows.size();
-  std::vector<PyObject*> seen_here;
-  while (PyDict_Next(named.ptr(), &position, &key, &value)) {
+  own_.clear();
+  while (PyDict_Next(named.ptr(), &position, &name, &value)) {
     if (!THPVariable_Check(value)) continue;
-    bool remembers = true;
+    Memory memory = Memory::weight;
     if (role == Role::buffer) {
       const at::Tensor& x = THPVariable_Unpack(value);
       if (!x.is_floating_point() && !x.is_complex()) continue;
       // BatchNorm's kernels move the running statistics past the version counter.
-      static PyObject* const training = intern("training");
-      PyObject* flag = PyObject_GetAttr(module, training);
-      if (flag == nullptr) PyErr_Clear();
-      remembers = flag == Py_False;
-      Py_XDECREF(flag);
+      if (is_training(module)) memory = Memory::none;
     }
-    if (frame->rows.size() > first_row) {  // a tensor under two names counts once
-      if (is_in(value, seen_here)) continue;
-    }
-    seen_here.push_back(value);
+    if (!own_.add(value)) continue;  // a tensor under two names counts once
     if (count == slots.size()) slots.emplace_back();
     Node::Slot& slot = slots[count++];
-    if (slot.key != key) {
-      Py_INCREF(key);
-      Py_XDECREF(slot.key);
-      slot.key = key;
-      const char* text = PyUnicode_Check(key) ? PyUnicode_AsUTF8(key) : nullptr;
+    if (slot.name.ptr() != name) {
+      slot.name = py::reinterpret_borrow<py::object>(name);
+      const char* text = PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : nullptr;
       if (text == nullptr) PyErr_Clear();
       slot.label = labels_.of_text(text != nullptr ? text : "?");
     }
     const py::object held = py::reinterpret_borrow<py::object>(value);
-    if (!tensor(value, slot.label, role, node, remembers ? &slot.seen : nullptr, frame)) return false;
+    if (!tensor(value, slot.label, role, node, memory, &slot, frame)) return false;
   }
   return true;
 }
@@ -195,6 +186,7 @@ struct CallObserver::Walk {
   const Node& node;
   FrameData* frame;
   Role role;
+  Memory memory = Memory::activation;
   int64_t leaves = 0;
   bool ended = false;  // by the limit
   std::vector<PyObject*> inside = {};
@@ -219,7 +211,7 @@ struct CallObserver::Walk {
       PyObject* leaf = PyTuple_GET_ITEM(pair, 1);
       const Labels::Id id = self.labels_.of_text(name);
       ++leaves;
-      const bool done = THPVariable_Check(leaf) ? self.tensor(leaf, id, role, node, nullptr, frame)
+      const bool done = THPVariable_Check(leaf) ? self.tensor(leaf, id, role, node, memory, nullptr, frame)
                                                 : self.row_from_python(leaf, id, role, node, frame);
       if (!done) return false;
     }
@@ -229,7 +221,7 @@ struct CallObserver::Walk {
   bool value(PyObject* object, Labels::Id label) {
     if (THPVariable_Check(object)) {
       ++leaves;
-      return self.tensor(object, label, role, node, nullptr, frame);
+      return self.tensor(object, label, role, node, memory, nullptr, frame);
     }
     if (object == Py_None) return note(label, Note::is_none);
     if (is_scalar(object)) return note(label, Note::not_a_tensor);
@@ -254,7 +246,7 @@ struct CallObserver::Walk {
     for (Py_ssize_t i = 0; done; ++i) {
       // A list may change while Python code looks at one of its items: ask for its size each time, hold the item.
       if (i >= (is_tuple ? PyTuple_GET_SIZE(object) : PyList_GET_SIZE(object))) break;
-      if (limit(label)) break;
+      if (limit(label) || i > kMaxLeaves) break;
       const py::object item =
           py::reinterpret_borrow<py::object>(is_tuple ? PyTuple_GET_ITEM(object, i) : PyList_GET_ITEM(object, i));
       done = value(item.ptr(), self.labels_.item(label, i));
@@ -342,9 +334,22 @@ CallObserver::Kind CallObserver::kind_of(PyTypeObject* type) {
 }
 
 bool CallObserver::observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
-                           FrameData* frame) {
-  static PyObject* const parameters = intern("_parameters");
-  static PyObject* const buffers = intern("_buffers");
+                           bool outermost, FrameData* frame) {
+  bool done = rows(node, module, args, kwargs, output, outermost, frame);
+  if (done && frame->has_fault) {
+    // Of a faulty call nothing is taken on trust: what was remembered may have been overwritten unseen.
+    frame->clear();
+    remembers_ = false;
+    done = rows(node, module, args, kwargs, output, outermost, frame);
+    remembers_ = true;
+  }
+  return done;
+}
+
+bool CallObserver::rows(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
+                        bool outermost, FrameData* frame) {
+  static PyObject* const parameters = PyUnicode_InternFromString("_parameters");
+  static PyObject* const buffers = PyUnicode_InternFromString("_buffers");
   if (options_.weights && !own_tensors(node, module, parameters, Role::weight, frame)) return false;
   if (options_.buffers && !own_tensors(node, module, buffers, Role::buffer, frame)) return false;
   if (options_.inputs) {
@@ -361,7 +366,9 @@ bool CallObserver::observe(Node& node, PyObject* module, PyObject* args, PyObjec
     }
   }
   if (options_.outputs) {
-    Walk walk{*this, node, frame, Role::output};
+    // A write past the version counter between a module and the end of the forward would else hide a nan in what the
+    // model returns.
+    Walk walk{*this, node, frame, Role::output, outermost ? Memory::none : Memory::activation};
     if (!walk.value(output, Labels::kOutput)) return false;
   }
   return true;

@@ -5,9 +5,11 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "frame.h"
@@ -36,12 +38,37 @@ struct Helpers {
   pybind11::object spell_key;     // (key) -> str
 };
 
+// A few objects, compared by identity; borrowed. Reused, so that a steady run allocates nothing.
+class ObjectSet {
+ public:
+  void clear() {
+    few_.clear();
+    if (!many_.empty()) many_.clear();
+  }
+  // False if it was there.
+  bool add(PyObject* object) {
+    if (few_.size() < kFew) {
+      if (std::find(few_.begin(), few_.end(), object) != few_.end()) return false;
+      few_.push_back(object);
+      return true;
+    }
+    if (many_.empty()) many_.insert(few_.begin(), few_.end());
+    return many_.insert(object).second;
+  }
+
+ private:
+  static constexpr size_t kFew = 32;
+  std::vector<PyObject*> few_;
+  std::unordered_set<PyObject*> many_;
+};
+
 // A watched module: its name and what is remembered of the tensors it owns.
 struct Node {
   struct Slot {
-    PyObject* key = nullptr;  // owned: the parameter's name
+    pybind11::object name;  // the parameter's, as an object
     Labels::Id label = 0;
     std::shared_ptr<Seen> seen;
+    uint64_t key = 0;  // under which `seen` was found
   };
   std::string name, class_name;
   PyTypeObject* type = nullptr;  // borrowed and only compared: FSDP gives a module another class
@@ -57,10 +84,16 @@ class CallObserver {
   CallObserver& operator=(const CallObserver&) = delete;
 
   // Appends the rows of a call to `frame`. False with a Python exception set only for what must end the call, such as
-  // KeyboardInterrupt.
-  bool observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, FrameData* frame);
+  // KeyboardInterrupt. `outermost`: of a call that watched code did not make, whose outputs are always read.
+  bool observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
+               FrameData* frame);
 
   void forget_weights() { ++epoch_; }
+  void forget_tensors() {
+    activations_.clear();
+    weight_cache_.clear();
+    ++epoch_;
+  }
   const std::string& label_text(Labels::Id id) const { return labels_.text(id); }
 
   Counters counters;
@@ -70,13 +103,17 @@ class CallObserver {
  private:
   struct Walk;  // one walk over one value or one call
   enum class Kind : uint8_t { opaque, mapping, container };
+  // Where a range may come from: for a batch, for many batches, or nowhere.
+  enum class Memory : uint8_t { activation, weight, none };
 
   bool own_tensors(Node& node, PyObject* module, PyObject* attribute, Role role, FrameData* frame);
-  bool tensor(PyObject* object, Labels::Id label, Role role, const Node& node, std::shared_ptr<Seen>* slot,
+  bool tensor(PyObject* object, Labels::Id label, Role role, const Node& node, Memory memory, Node::Slot* slot,
               FrameData* frame);
+  bool rows(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
+            FrameData* frame);
   bool row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame);
   RangeRow read(const at::Tensor& x, const View& view);
-  RangeRow range_of(const at::Tensor& x, const View& view, int64_t batch, std::shared_ptr<Seen>* slot);
+  RangeRow range_of(const at::Tensor& x, const View& view, int64_t batch, Memory memory, Node::Slot* slot);
   Kind kind_of(PyTypeObject* type);
 
   Options options_;
@@ -86,6 +123,8 @@ class CallObserver {
   WeightCache weight_cache_;
   std::unordered_map<PyTypeObject*, Kind> kinds_;  // keys owned
   int64_t epoch_ = 0;
+  ObjectSet own_;
+  bool remembers_ = true;  // false while a faulty call is looked at again
 };
 
 }  // namespace nanwatch

@@ -4,16 +4,22 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <list>
+#include <unordered_set>
 
 namespace py = pybind11;
 
 namespace nanwatch {
 namespace {
 
-std::atomic<uint64_t> next_id{1};
+uint64_t next_id = 1;
+
+// The recorders there are, by their numbers. Like all here it is used under the interpreter lock.
+std::unordered_set<uint64_t>& living() {
+  static auto* const ids = new std::unordered_set<uint64_t>;
+  return *ids;
+}
 
 int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -48,6 +54,11 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object l
       measures_time_(options.measure_time),
       id_(next_id++) {
   std::sort(traced_.begin(), traced_.end());
+  living().insert(id_);
+}
+
+CallRecorder::~CallRecorder() {
+  living().erase(id_);
 }
 
 int32_t CallRecorder::add_node(const std::string& name, py::handle type, bool observed, bool allow_inf) {
@@ -71,13 +82,12 @@ void CallRecorder::drop_references() {
 }
 
 CallRecorder::Thread& CallRecorder::this_thread() {
-  // A list, as a Thread is referred to while others are added. Those of recorders that are gone stay until the thread
-  // ends: a few hundred bytes each.
-  thread_local std::list<Thread> threads;
+  thread_local std::list<Thread> threads;  // a list, as a Thread is referred to while others are added
   thread_local Thread* latest = nullptr;
   if (latest != nullptr && latest->recorder == id_) return *latest;
   for (Thread& thread : threads)
     if (thread.recorder == id_) return *(latest = &thread);
+  threads.remove_if([](const Thread& thread) { return living().count(thread.recorder) == 0; });
   threads.emplace_front(Thread{id_});
   return *(latest = &threads.front());
 }
@@ -105,45 +115,53 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* args, PyObject* kwargs)
   return tell("batch_started", py::make_tuple(thread.batch));
 }
 
+// False with an exception set, the call's own if it has one: that matters more than what the listener raises.
 bool CallRecorder::end_batch(Thread& thread, bool completed) {
   thread.args = thread.kwargs = nullptr;
-  if (thread.recomputed || !tells_batch_end) return true;
-  return tell("batch_ended", py::make_tuple(thread.batch, completed));
+  if (thread.recomputed || !tells_batch_end) return completed;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  const bool told = tell("batch_ended", py::make_tuple(thread.batch, completed));
+  if (completed) return told;
+  PyErr_Clear();
+  PyErr_Restore(type, value, traceback);
+  return false;
 }
 
+// While a call is looked at. Python code that runs meanwhile may call a watched module; that call is not recorded. The
+// frame is left empty in any case: it is thread-local, and Python objects in it would outlive the interpreter.
+class CallRecorder::Recording {
+ public:
+  explicit Recording(Thread* thread) : thread_(thread) {
+    thread_->frame.clear();
+    thread_->recording = true;
+  }
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+  ~Recording() {
+    thread_->recording = false;
+    thread_->frame.clear();
+  }
+
+ private:
+  Thread* thread_;
+};
+
 PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs) {
-  Thread* thread = nullptr;
-  bool outermost = false;
-  {
-    const Stopwatch stopwatch(measures_time_, &observer_.counters.nanoseconds);
-    thread = &this_thread();
-    outermost = thread->nodes.empty();
-    if (thread->recording) return PyObject_Call(target, args, kwargs);
-    if (outermost) {
-      if (paused) return PyObject_Call(target, args, kwargs);
-      if (!begin_batch(*thread, args, kwargs)) return nullptr;
-    }
-    thread->nodes.push_back(index);
-    ++observer_.counters.calls;
-  }
-  PyObject* output = PyObject_Call(target, args, kwargs);
+  Thread& thread = this_thread();
+  const bool outermost = thread.nodes.empty();
+  if (thread.recording || (outermost && paused)) return PyObject_Call(target, args, kwargs);
+  if (outermost && !begin_batch(thread, args, kwargs)) return nullptr;
+  thread.nodes.push_back(index);
+  ++observer_.counters.calls;
+  py::object output = py::reinterpret_steal<py::object>(PyObject_Call(target, args, kwargs));
   const Stopwatch stopwatch(measures_time_, &observer_.counters.nanoseconds);
-  thread->nodes.pop_back();
-  if (output != nullptr && thread->active && !paused && nodes_[size_t(index)]->observed &&
-      !record(*thread, index, module, args, kwargs, output))
-    Py_CLEAR(output);
-  if (outermost) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    const bool ended_well = end_batch(*thread, output != nullptr);
-    if (output != nullptr) {
-      if (!ended_well) Py_CLEAR(output);
-    } else {
-      PyErr_Clear();  // the call's own exception matters more
-      PyErr_Restore(type, value, traceback);
-    }
-  }
-  return output;
+  thread.nodes.pop_back();
+  if (output && thread.active && !paused && nodes_[size_t(index)]->observed &&
+      !record(thread, index, module, args, kwargs, output.ptr()))
+    output = py::object();
+  if (outermost && !end_batch(thread, bool(output))) output = py::object();
+  return output.release().ptr();
 }
 
 bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs,
@@ -154,20 +172,18 @@ bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObj
     node.class_name = py::cast<std::string>(py::handle(reinterpret_cast<PyObject*>(node.type)).attr("__name__"));
   }
   FrameData& frame = thread.frame;
-  frame.clear();
+  const Recording recording(&thread);
   frame.batch = thread.batch;
   frame.node = index;
   frame.recomputed = thread.recomputed;
-  thread.recording = true;
-  const bool observed = observer_.observe(node, module, args, kwargs, output, &frame);
-  thread.recording = false;
-  if (!observed) return false;
+  if (!observer_.observe(node, module, args, kwargs, output, thread.nodes.empty(), &frame)) return false;
   ++observer_.counters.frames;
   const bool has_fault = frame.has_fault;
   ring_.push(frame);
-  frame.clear();  // the overwritten frame's Python rows are not kept longer than its place
   if (!has_fault && !is_traced(thread.batch)) return true;
-  const py::object seen = to_python(ring_.latest());
+  FrameData copy;
+  copy.copy(ring_.latest());
+  const py::object seen = to_python(copy);
   if (is_traced(thread.batch) && !tell("frame_recorded", py::make_tuple(seen))) return false;
   if (!has_fault) return true;
   const py::object caller =
@@ -206,8 +222,11 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
 }
 
 py::list CallRecorder::frames() const {
+  // Copied first: making Python objects may run other code, and that another call.
+  std::vector<FrameData> copies(ring_.size());
+  for (size_t i = 0; i < copies.size(); ++i) copies[i].copy(ring_.oldest(i));
   py::list found;
-  for (size_t i = 0; i < ring_.size(); ++i) found.append(to_python(ring_.oldest(i)));
+  for (const FrameData& frame : copies) found.append(to_python(frame));
   return found;
 }
 

@@ -13,6 +13,9 @@ class CallRecorder {
  public:
   CallRecorder(const Options& options, Helpers helpers, pybind11::object listener, pybind11::object frame_type,
                size_t max_frames, int64_t every, std::vector<int64_t> traced);
+  ~CallRecorder();
+  CallRecorder(const CallRecorder&) = delete;
+  CallRecorder& operator=(const CallRecorder&) = delete;
 
   int32_t add_node(const std::string& name, pybind11::handle type, bool observed, bool allow_inf);
 
@@ -43,6 +46,8 @@ class CallRecorder {
     PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call, which keeps them alive
     FrameData frame = {};
   };
+
+  class Recording;
 
   Thread& this_thread();
   bool begin_batch(Thread& thread, PyObject* args, PyObject* kwargs);

@@ -49,6 +49,17 @@ struct FrameData {
     has_fault = false;
   }
 
+  void copy(const FrameData& other) {
+    clear();
+    batch = other.batch;
+    node = other.node;
+    recomputed = other.recomputed;
+    has_fault = other.has_fault;
+    rows = other.rows;
+    shapes = other.shapes;
+    for (const RowData& row : rows) Py_XINCREF(row.python);
+  }
+
   void swap(FrameData& other) noexcept {
     std::swap(batch, other.batch);
     std::swap(node, other.node);

@@ -19,17 +19,15 @@ class Labels {
   Labels() : texts_{"input", "output"} {}
   Labels(const Labels&) = delete;
   Labels& operator=(const Labels&) = delete;
-  ~Labels() {
-    for (auto& entry : named_) Py_DECREF(entry.first.key);
-  }
+  ~Labels() { forget_keys(); }
 
   const std::string& text(Id id) const { return texts_[size_t(id)]; }
 
   Id of_text(const std::string& text) {
     const auto found = by_text_.find(text);
     if (found != by_text_.end()) return found->second;
-    const Id id = add(text, text);
-    by_text_.emplace(texts_[size_t(id)], id);
+    const Id id = add(text, text.substr(0, text.find('[')) + "[...]");
+    if (texts_[size_t(id)] == text) by_text_.emplace(text, id);
     return id;
   }
 
@@ -42,24 +40,29 @@ class Labels {
     return id;
   }
 
-  // `key` is a str; `spell` gives the text between the brackets (Python's rule, asked once per label).
+  // `key` is a str; `spell` gives the text between the brackets (Python's rule). A model may build its keys anew in
+  // every call, so what is kept for good is the text; the string objects only save spelling it, and are let go at
+  // times.
   template <typename Spell>
   Id item(Id parent, PyObject* key, const Spell& spell) {
     const auto found = named_.find({parent, key});
     if (found != named_.end()) return found->second;
-    const std::string& stem = texts_[size_t(parent)];
-    const Id id = add(full() ? std::string() : stem + "[" + spell(key) + "]", stem + "[...]");
-    if (!full()) {
-      Py_INCREF(key);  // while it is held, no other string can have its address
-      named_.emplace(Named{parent, key}, id);
-    }
+    const std::string stem = texts_[size_t(parent)];
+    const std::string text = stem + "[" + spell(key) + "]";
+    const auto known = by_text_.find(text);
+    const Id id = known != by_text_.end() ? known->second : add(text, stem + "[...]");
+    if (known == by_text_.end() && texts_[size_t(id)] == text) by_text_.emplace(text, id);
+    if (named_.size() >= kMaxKeys) forget_keys();
+    Py_INCREF(key);  // while it is held, no other string can have its address
+    named_.emplace(Named{parent, key}, id);
     return id;
   }
 
   size_t size() const { return texts_.size(); }
 
  private:
-  static constexpr size_t kLimit = 1 << 16;
+  static constexpr size_t kLimit = 1 << 16;  // texts
+  static constexpr size_t kMaxKeys = 1 << 12;
 
   struct Named {
     Id parent;
@@ -71,6 +74,11 @@ class Labels {
       return size_t((reinterpret_cast<uintptr_t>(n.key) ^ uint64_t(n.parent)) * 0x9e3779b97f4a7c15ull >> 16);
     }
   };
+
+  void forget_keys() {
+    for (const auto& entry : named_) Py_DECREF(entry.first.key);
+    named_.clear();
+  }
 
   bool full() const { return texts_.size() >= kLimit; }
 

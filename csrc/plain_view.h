@@ -1,7 +1,10 @@
 // Whether a Python object is a tensor whose memory can be read as it is: the one gate of every raw read.
 #pragma once
 
+#include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
+
+#include <vector>
 
 #include "range_cpu.h"
 #include "tensor_view.h"
@@ -24,6 +27,23 @@ inline bool plain_view(PyObject* object, View* view) {
   if (!format.has_value() || negation_changes_magnitude(x, *format) || !storage_covers(x)) return false;
   *view = {x.const_data_ptr(), *format, x.numel(), x.dim(), x.sizes().data(), x.strides().data()};
   return true;
+}
+
+// Reading without the interpreter lock pays once the read is longer than taking the lock again.
+constexpr int64_t kReleaseLockBytes = 1 << 20;
+
+// Calls read(view), without the interpreter lock if that takes long. Meanwhile another thread may give the tensor other
+// sizes or another storage: what the view refers to is kept or copied.
+template <typename Read>
+auto read_released(const at::Tensor& x, View view, int64_t bytes, const Read& read) {
+  if (bytes < kReleaseLockBytes) return read(view);
+  const c10::Storage storage = x.storage();
+  const std::vector<int64_t> sizes(view.sizes, view.sizes + view.dims);
+  const std::vector<int64_t> strides(view.strides, view.strides + view.dims);
+  view.sizes = sizes.data();
+  view.strides = strides.data();
+  const pybind11::gil_scoped_release release;
+  return read(view);
 }
 
 }  // namespace nanwatch

@@ -148,24 +148,62 @@ Bits reduce(const Walk& walk, Kernel* kernel) {
   return total;
 }
 
-// The position in C order of the first non-finite element. Slow and only called when there is one.
+// The position in C order of the first non-finite element. Only called when there is one, and on the failure path: but
+// a tensor expanded to 2^40 elements must not keep it busy, so repeats are left out (their first is the one at index 0)
+// and whole rows that are finite are passed over.
 template <Format F>
 int64_t first_nonfinite(const View& view) {
   using Word = typename Codes<F>::Word;
-  std::vector<int64_t> index(size_t(view.dims), 0);
-  int64_t offset = 0;
-  for (int64_t position = 0; position < view.numel; ++position) {
-    Word word;
-    std::memcpy(&word, static_cast<const char*>(view.data) + offset * int64_t(sizeof(Word)), sizeof(Word));
-    if (!is_finite<F>(magnitude<F>(word))) return position;
-    for (int64_t d = view.dims - 1; d >= 0; --d) {
-      offset += view.strides[d];
-      if (++index[size_t(d)] < view.sizes[d]) break;
-      offset -= view.strides[d] * view.sizes[d];
-      index[size_t(d)] = 0;
+  struct Step {
+    int64_t size, stride, order;
+  };
+  std::vector<Step> steps;  // slowest first, as C order has it
+  int64_t order = 1;
+  for (int64_t d = view.dims - 1; d >= 0; --d) {
+    if (view.sizes[d] != 1 && view.strides[d] != 0) {
+      Step* const inner = steps.empty() ? nullptr : &steps.back();
+      if (inner != nullptr && inner->stride * inner->size == view.strides[d] && inner->order * inner->size == order) {
+        inner->size *= view.sizes[d];
+      } else {
+        steps.push_back({view.sizes[d], view.strides[d], order});
+      }
     }
+    order *= view.sizes[d];
   }
-  return Health<F>::kNone;
+  if (steps.empty()) steps.push_back({1, 1, 1});
+  const Step row = steps.front();
+  std::reverse(steps.begin(), steps.end());
+  steps.pop_back();
+  constexpr int64_t kBlock = 1 << 14;  // elements that the range kernel looks at before one is looked at alone
+  std::vector<int64_t> index(steps.size(), 0);
+  const char* p = static_cast<const char*>(view.data);
+  int64_t position = 0;
+  while (true) {
+    for (int64_t begin = 0; begin < row.size; begin += kBlock) {
+      const int64_t n = std::min(kBlock, row.size - begin);
+      const char* q = p + begin * row.stride * int64_t(sizeof(Word));
+      RangeBits bits;
+      kernels().range[int(F)](Plane{q, n, row.stride, 1, 0}, &bits);
+      if (is_finite<F>(Word(bits.hi))) continue;
+      for (int64_t i = 0; i < n; ++i, q += row.stride * int64_t(sizeof(Word))) {
+        Word word;
+        std::memcpy(&word, q, sizeof(Word));
+        if (!is_finite<F>(magnitude<F>(word))) return position + (begin + i) * row.order;
+      }
+    }
+    size_t d = steps.size();
+    while (d > 0) {
+      --d;
+      p += steps[d].stride * int64_t(sizeof(Word));
+      position += steps[d].order;
+      if (++index[d] < steps[d].size) break;
+      p -= steps[d].stride * steps[d].size * int64_t(sizeof(Word));
+      position -= steps[d].order * steps[d].size;
+      index[d] = 0;
+      if (d == 0) return Health<F>::kNone;
+    }
+    if (steps.empty()) return Health<F>::kNone;
+  }
 }
 
 }  // namespace

@@ -134,11 +134,19 @@ PyGetSetDef properties[] = {{"recorder", recorder_of, nullptr, "The CallRecorder
                             {"module", module_of, nullptr, "The module, or None once it is gone.", nullptr},
                             {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
+// In a copy or a pickle of the module, also one made of its __dict__ by a class of the user's, nothing stands here.
+PyObject* reduce(PyObject*, PyObject*) {
+  return Py_BuildValue("(O())", reinterpret_cast<PyObject*>(Py_TYPE(Py_None)));
+}
+
+PyMethodDef methods[] = {{"__reduce__", reduce, METH_NOARGS, "A copy is None."}, {nullptr, nullptr, 0, nullptr}};
+
 PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(create)},
                        {Py_tp_call, reinterpret_cast<void*>(call)},
                        {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
                        {Py_tp_clear, reinterpret_cast<void*>(clear)},
                        {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+                       {Py_tp_methods, reinterpret_cast<void*>(methods)},
                        {Py_tp_getset, reinterpret_cast<void*>(properties)},
                        {Py_tp_doc, const_cast<char*>("WatchedCall(recorder, module, inner, node)")},
                        {0, nullptr}};
@@ -196,6 +204,7 @@ void bind_recorder(py::module_& m) {
            py::arg("allow_inf"))
       .def("frames", &CallRecorder::frames)
       .def("clear", &CallRecorder::clear)
+      .def("forget_tensors", [](CallRecorder& self) { self.observer().forget_tensors(); })
       .def("forget_weights", [](CallRecorder& self) { self.observer().forget_weights(); })
       .def_readwrite("paused", &CallRecorder::paused)
       .def_readwrite("tells_batch_end", &CallRecorder::tells_batch_end)

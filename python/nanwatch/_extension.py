@@ -67,6 +67,9 @@ build: dict[str, str] = _read_build()
 
 C, reason = _load()
 
+if C is not None and (_warning := str(C.cpu_capability_warning())):
+    warnings.warn(_warning, RuntimeWarning, stacklevel=2)
+
 _explained = C is not None or reason.startswith("switched off")  # who switched it off needs no explanation
 
 

@@ -38,6 +38,10 @@ class PythonWatchedCall:
         """The module, or None once it is gone."""
         return self._module()
 
+    def __reduce__(self) -> Any:
+        """In a copy or a pickle of the module nothing stands here."""
+        return type(None), ()
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Make the call that this stands before, and record it."""
         if is_compiling():
@@ -139,9 +143,14 @@ class Attachment:
         for path, child in module.named_modules(prefix=f"{prefix}.{name}" if prefix else name):
             self._add(path, child)
 
+    def lost(self) -> list[str]:
+        """The names of modules whose place somebody else has taken, as `module.compile()` does."""
+        return [name for module, name in self._names.items() if not _is_linked(module, self._recorder)]
+
     def remove(self) -> None:
         """Leave every module as it was found. A second time does nothing."""
         self._recorder.paused = True
+        self._recorder.forget_tensors()
         _remove_all(self._handles)
         for module in list(self._names):
             _unlink(module, self._recorder)
@@ -151,6 +160,15 @@ class Attachment:
 def _remove_all(handles: Iterable[Any]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def _is_linked(module: nn.Module, recorder: Any) -> bool:
+    current: Any = module.__dict__.get(ATTRIBUTE)
+    while isinstance(current, _KINDS):
+        if current.recorder is recorder:
+            return True
+        current = current.inner
+    return False
 
 
 def _unlink(module: nn.Module, recorder: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from . import text
 from .errors import BatchLimitError
 from .observe import read
+from .options import MAX_BATCH, whole
 from .ranges import abs_range, tensor_health
 from .record import Role, Row, to_record
 from .recorder import own_tensors
@@ -46,6 +48,8 @@ class DebugUnderflowOverflow:
     max_frames_to_save: how many frames to keep for the moment something is found; None keeps all.
     trace_batch_nums: numbers of batches, from 0, to print whole and without detection.
     abort_after_batch_num: raise a ValueError when the batch of this number is done.
+
+    Raises TypeError or ValueError, naming the value, for any other argument.
     """
 
     def __init__(
@@ -60,12 +64,12 @@ class DebugUnderflowOverflow:
                 f"DebugUnderflowOverflow needs a torch.nn.Module, got {type(model).__name__};"
                 " pass the model itself"
             )
-        if max_frames_to_save is not None and max_frames_to_save < 0:
-            raise ValueError(
-                f"max_frames_to_save should be 0, more, or None for all, got {max_frames_to_save}"
-            )
+        if max_frames_to_save is not None:
+            max_frames_to_save = whole("max_frames_to_save", max_frames_to_save, 0, sys.maxsize)
+        if abort_after_batch_num is not None:
+            abort_after_batch_num = whole("abort_after_batch_num", abort_after_batch_num, 0, MAX_BATCH)
         self.model = model
-        self.trace_batch_nums: Container[int] = () if trace_batch_nums is None else trace_batch_nums
+        self.trace_batch_nums: Container[int] = () if trace_batch_nums is None else _batches(trace_batch_nums)
         self.abort_after_batch_num = abort_after_batch_num
         self.batch_number = 0
         self.total_calls = 0
@@ -152,6 +156,19 @@ class DebugUnderflowOverflow:
         print("\n".join(self.frames))
         print("\n\n")
         self._saved.clear()
+
+
+def _batches(value: Container[int]) -> Container[int]:
+    """`value`, if it can hold batch numbers, and holds nothing else as far as that can be seen."""
+    if isinstance(value, str | bytes) or not isinstance(value, Container):
+        raise TypeError(
+            f"trace_batch_nums should be a container of batch numbers such as [0, 3], got {value!r}"
+        )
+    # A range holds integers and may be too long to look through; what is only a container cannot be looked through.
+    if isinstance(value, Collection) and not isinstance(value, range):
+        for batch in value:
+            whole("each of trace_batch_nums", batch, 0, MAX_BATCH)
+    return value
 
 
 def detect_overflow(var: Tensor, ctx: str) -> bool:

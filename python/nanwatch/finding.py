@@ -31,8 +31,9 @@ class Finding:
 
     `origin` says how the value came there: "produced" by the module from finite weights, buffers and inputs;
     "received" from `source_module` (None when nobody watched made it); already in a "weight" or a "buffer";
-    or in the "data" the batch was called with. `num_nonfinite` and `index` (of the first bad element, one
-    number per dimension) are None when they could not be counted. `extent`, `operation`, `source`,
+    or in the "data" the batch was called with, as it was when the faulty call had ended: data that the model
+    itself spoilt, by writing into its own input, looks the same. `num_nonfinite` and `index` (of the first bad
+    element, one number per dimension) are None when they could not be counted. `extent`, `operation`, `source`,
     `transient` and `cures` hold what a closer look at the failing call found, and are empty without one.
     """
 

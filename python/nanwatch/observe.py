@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ranges import TensorHealth, abs_range, tensor_health, unreadable
+from .ranges import TensorHealth, abs_range, local_shard, only_our_dispatch, tensor_health, unreadable
 from .record import ALLOWED_INF, LOCAL_SHARD, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
 from .walk import Unwalked
 
+# Any wait for the device ends the user's capture with an error.
+_CAPTURING = f"{NOT_CHECKED}: in a CUDA graph capture"
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 
 
@@ -33,6 +35,16 @@ def read(value: Any, label: str, role: Role) -> Row:
         if isinstance(value, Unwalked):
             note = f"{NOT_CHECKED}: {value}"
         return label, role, None, "", None, None, None, None, note
+    if torch._C._get_tracing_state() is not None:
+        # torch.jit.trace makes tensors of sizes, and nodes of its graph.
+        with only_our_dispatch():
+            return _read(value, label, role)
+    return _read(value, label, role)
+
+
+def _read(value: Tensor, label: str, role: Role) -> Row:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and _is_cuda(value):
+        return label, role, _shape(value), dtype_name(value), None, None, None, None, _CAPTURING
     try:
         abs_min, abs_max, isfinite = abs_range(value)
     except Exception as error:
@@ -62,6 +74,11 @@ def _unread(x: Tensor, label: str, role: Role, error: Exception) -> Row:
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
     return label, role, _shape(x), dtype_name(x), None, None, None, None, f"{NOT_CHECKED}: {reason}"
+
+
+def _is_cuda(x: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        return x.is_cuda
 
 
 def _shape(x: Tensor) -> tuple[int, ...] | None:
@@ -101,7 +118,8 @@ def _examine(x: Tensor, row: Row, allow_inf: bool) -> Row:
 def _is_mask(x: Tensor, health: TensorHealth) -> bool:
     """An additive attention mask holds zeros and -inf, or zeros and the dtype's minimum, and nothing else; every row
     has a zero, or softmax would make nan of it. It comes as an argument or waits in a buffer; the same values in an
-    output are the log of a zero probability.
+    output are the log of a zero probability. Of a DTensor the shard at hand decides: asking the others is a
+    communication, which ranks that see no -inf would not take part in.
     """
     if (
         health.num_nan
@@ -111,8 +129,9 @@ def _is_mask(x: Tensor, health: TensorHealth) -> bool:
         or x.ndim == 0
     ):
         return False
-    with torch.no_grad():
-        values = x.detach()
+    with only_our_dispatch(), torch.no_grad():
+        local = local_shard(x)
+        values = (x if local is None else local).detach()
         is_zero = values == 0
         num_masked = health.num_neginf or int((values == -_largest(x.dtype)).sum())
         return health.num_zero + num_masked == health.numel and bool(is_zero.any(dim=-1).all())

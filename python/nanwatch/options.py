@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +21,10 @@ Check: TypeAlias = Literal["auto", "module", "batch"]
 _ACTIONS = ("raise", "warn", "record")
 _CHECKS = ("auto", "module", "batch")
 SWITCH = "NANWATCH"
+# A frame of a small call takes 2 kB and is made into text when a report is written: more than this is no report.
+MAX_FRAMES = 1_000_000
+# Batches are counted in 64 bits; sums and differences of two such numbers stay in them.
+MAX_BATCH = 2**62 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +73,24 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
         raise ValueError(f'check should be "auto", "module" or "batch", got {check!r}')
     options = Options(
         **flags,
-        max_frames=whole("max_frames", given["max_frames"], 1),
+        max_frames=whole("max_frames", given["max_frames"], 1, MAX_FRAMES),
         on_nonfinite=action,
         check=check,
         include=_patterns("include", given["include"]),
         exclude=_patterns("exclude", given["exclude"]),
         allow_inf=_patterns("allow_inf", given["allow_inf"]),
-        every=whole("every", given["every"], 1),
-        reread_weights=whole("reread_weights", given["reread_weights"], 1),
+        every=whole("every", given["every"], 1, MAX_BATCH),
+        reread_weights=whole("reread_weights", given["reread_weights"], 1, MAX_BATCH),
         trace_batches=_batches("trace_batches", given["trace_batches"]),
-        abort_after_batch=None if last is None else whole("abort_after_batch", last, 0),
+        abort_after_batch=None if last is None else whole("abort_after_batch", last, 0, MAX_BATCH),
         enabled=_switch(given["enabled"]),
     )
+    if left_out := sorted(batch for batch in options.trace_batches if batch % options.every):
+        listed = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
+        raise ValueError(
+            f"trace_batches has {listed}, and every={options.every} looks only at batches whose number is a multiple"
+            f" of {options.every}; trace such batches, or set every=1"
+        )
     for option, patterns in (("include", options.include), ("allow_inf", options.allow_inf)):
         _check_matches(option, patterns, names)
     if not any(options.observes(name) for name in names):
@@ -111,19 +122,30 @@ def check_model(model: object) -> None:
         )
 
 
-def whole(option: str, value: object, least: int) -> int:
-    """`value`, if it is an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def whole(option: str, value: Any, least: int, most: int) -> int:
+    """`value` as an int, if it is a whole number from `least` to `most`; numpy's integers are such numbers too."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
         raise TypeError(f"{option} should be a whole number of at least {least}, got {value!r}")
-    if value < least:
-        raise ValueError(f"{option} should be at least {least}, got {value}")
-    return value
+    if number < least:
+        raise ValueError(f"{option} should be at least {least}, got {number}")
+    if number > most:
+        raise ValueError(f"{option} should be at most {most}, got {_short(number)}")
+    return number
+
+
+def _short(number: int) -> str:
+    # Python refuses to spell an int of more than 4300 digits.
+    return str(number) if number < 10**40 else f"a number of {number.bit_length()} bits"
 
 
 def _batches(option: str, value: Iterable[int]) -> frozenset[int]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{option} should be a collection of batch numbers such as (0, 3), got {value!r}")
-    return frozenset(whole(f"each of {option}", batch, 0) for batch in value)
+    return frozenset(whole(f"each of {option}", batch, 0, MAX_BATCH) for batch in value)
 
 
 def _patterns(option: str, value: str | Iterable[str]) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ class TensorHealth(NamedTuple):
 
 def _abs_range(x: Tensor) -> AbsRange:
     """`abs_range` without the compiled part, and for every tensor that the compiled part does not read itself."""
-    with _only_our_dispatch():
+    with only_our_dispatch():
         return _to_range(_range_row(_readable(x, "abs_range")).tolist())
 
 
@@ -69,8 +69,10 @@ def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
             f"abs_ranges takes an iterable of tensors, got {_type_name(tensors)}. "
             "Pass [x, y, …], or use abs_range for one tensor."
         )
-    with _only_our_dispatch():
-        readable = [_readable(x, f"abs_ranges, tensor {i},") for i, x in enumerate(tensors)]
+    # The caller's own code makes the tensors of a generator: before the caller's modes are put aside.
+    given = list(tensors)
+    with only_our_dispatch():
+        readable = [_readable(x, f"abs_ranges, tensor {i},") for i, x in enumerate(given)]
         together: dict[torch.device, list[int]] = {}
         alone: list[int] = []
         for i, x in enumerate(readable):
@@ -90,7 +92,7 @@ def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
 
 def _tensor_health(x: Tensor) -> TensorHealth:
     """`tensor_health` without the compiled part, and for every tensor that the compiled part does not read itself."""
-    with _only_our_dispatch():
+    with only_our_dispatch():
         x = _readable(x, "tensor_health")
         return _to_health(x, _health_row(x).tolist())
 
@@ -167,7 +169,7 @@ def _unreadable_subclass(x: Tensor) -> str:
         return "MaskedTensor, some elements have no value"
     if torch.nn.parameter.is_lazy(x):
         return "uninitialized, no shape yet"
-    if (local := _local_shard(x)) is not None:
+    if (local := local_shard(x)) is not None:
         return unreadable(local)
     return ""
 
@@ -184,11 +186,12 @@ def _readable(x: Tensor, caller: str) -> Tensor:
             f"{caller} cannot read a {_type_name(x)} of dtype {_dtype_name(x.dtype)} on device {x.device}: {reason}. "
             + (_IF_DTYPE if x.dtype not in _reference.READABLE_DTYPES else _IF_NO_VALUES)
         )
-    local = _local_shard(x)
+    local = local_shard(x)
     return x if local is None else local
 
 
-def _local_shard(x: Tensor) -> Tensor | None:
+def local_shard(x: Tensor) -> Tensor | None:
+    """What this process holds of a DTensor; None for any other tensor."""
     if type(x) is Tensor:
         return None
     # DTensor is not imported for this (0.3 s): where nobody imported it, there is none.
@@ -242,17 +245,25 @@ def _through_public(operator: _Read, public: _Read, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _only_our_dispatch() -> Iterator[None]:
-    """Reads the data past `__torch_function__` and past active modes: a look at a tensor is no part of a program.
+def only_our_dispatch() -> Iterator[None]:
+    """Reads the data past `__torch_function__`, active modes and torch.jit.trace: a look is no part of a program.
 
-    Without this a user's FakeTensorMode would answer for a real tensor, and a counting mode would count us.
+    Without this a user's FakeTensorMode would answer for a real tensor, a counting mode would count us, and a traced
+    graph would hold our operations.
     """
-    with torch._C.DisableTorchFunction():
-        if torch._C._len_torch_dispatch_stack() == 0:
-            yield
-            return
-        with _disable_current_modes():
-            yield
+    tracing = torch._C._get_tracing_state()
+    if tracing is not None:
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        with torch._C.DisableTorchFunction():
+            if torch._C._len_torch_dispatch_stack() == 0:
+                yield
+                return
+            with _disable_current_modes():
+                yield
+    finally:
+        if tracing is not None:
+            torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 
 
 def _index_of(x: Tensor, flat: int) -> tuple[int, ...]:

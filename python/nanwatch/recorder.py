@@ -80,6 +80,9 @@ class Recorder(Protocol):
     def forget_weights(self) -> None:
         """Weights may have changed without a sign: read them again."""
 
+    def forget_tensors(self) -> None:
+        """Let go of all that is remembered of tensors."""
+
 
 class _Thread(threading.local):
     """The calls under way in one thread, outermost first."""
@@ -125,6 +128,9 @@ class PythonRecorder:
         return list(self._frames)
 
     def forget_weights(self) -> None:
+        """Nothing is remembered here."""
+
+    def forget_tensors(self) -> None:
         """Nothing is remembered here."""
 
     def run(self, number: int, module: nn.Module, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:

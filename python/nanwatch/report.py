@@ -108,9 +108,14 @@ def _number(value: Any, where: str) -> float:
     special = {"nan": nan, "inf": inf, "-inf": -inf}
     if isinstance(value, str) and value in special:
         return special[value]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise _fail(where, 'a number, "nan", "inf" or "-inf"', value)
-    return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of more than 308 digits
+            number = inf
+        if isfinite(number):
+            return number
+    raise _fail(where, 'a number, "nan", "inf" or "-inf"', value)
 
 
 def _one_of(choices: tuple[_T, ...]) -> _Reader[_T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import sqrt
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, Record
@@ -32,7 +33,11 @@ _LARGEST = {
     "float16": "65504",
     "bfloat16": "3.39e+38",
     "float32": "3.40e+38",
+    "float64": "1.80e+308",
 }
+# Within 8 bits of the end of its format a value may leave it by a sum or by a usual factor; from the root of the end
+# on, by its own square. For float16 the two are the same 256.
+_NEAR = 256
 
 
 def range_line(abs_min: float, abs_max: float, label: str) -> str:
@@ -92,7 +97,7 @@ def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
     lines += [f"Why:   {_why(finding, frame)}"]
     if finding.operation is not None:
         lines.append(f"By:    {finding.operation}" + (f" at {finding.source}" if finding.source else ""))
-    lines.append(f"Next:  {_next(finding, record)}")
+    lines.append(f"Next:  {_next(finding, frame, record)}")
     lines += [
         f"Cure:  {cure.what}: {'works' if cure.works else 'does not help'}"
         + ("" if cure.headroom_bits is None else f", {cure.headroom_bits:.1f} bits of room left")
@@ -136,21 +141,29 @@ def _why(finding: Finding, frame: Frame | None) -> str:
     if finding.origin == "buffer":
         return "the buffer was so when the call ended: running statistics that took in this input, or older."
     if finding.origin == "data":
-        return "the batch was called with it: the model only passed it on."
+        return (
+            "the batch was called with it, and the model passed it on;"
+            " or a module wrote it there, in place, as x.mul_() does to what it is given."
+        )
     if finding.source_module is None:
         return "it was handed in from outside the modules that are watched."
     return (
         f"it was handed in by {module_name(finding.source_module)}, whose watched submodules had all been finite:"
-        f" code between their calls made it, or {module_name(finding.module)} itself if it writes into its input."
+        " code between their calls made it, or a submodule that is not watched,"
+        f" or {module_name(finding.module)} itself if it writes into its input."
     )
 
 
-def _next(finding: Finding, record: Record | None) -> str:
+def _next(finding: Finding, frame: Frame | None, record: Record | None) -> str:
     if finding.origin == "produced":
-        dtype = "" if record is None else record.dtype
-        if "inf" in finding.value and dtype in _LARGEST:
+        if "inf" in finding.value and frame is not None and record is not None and record.dtype in _LARGEST:
+            dtype, end = record.dtype, _LARGEST[record.dtype]
+            largest = _largest_finite(frame, record)
+            if largest >= min(float(end) / _NEAR, sqrt(float(end))):
+                return f"{dtype} ends at {end}; follow the abs max column up to where it began to grow."
             return (
-                f"{dtype} ends at {_LARGEST[dtype]}; follow the abs max column up to where it began to grow."
+                f"{dtype} ends at {end}, and nothing in this frame is above {largest:.2e}: look for a division by"
+                " zero, a logarithm of zero, an exponential or the like."
             )
         return "look at the inputs and weights of this module in its frame above."
     if finding.origin == "weight":
@@ -158,18 +171,40 @@ def _next(finding: Finding, record: Record | None) -> str:
     if finding.origin == "buffer":
         return "look at what was last written to this buffer."
     if finding.origin == "data":
-        return "look at the data loader and the preprocessing of this batch."
+        return (
+            "look at the data loader and the preprocessing of this batch;"
+            " where they are clean, for in-place operations on the model's input."
+        )
     return "look at the forward of the module that handed it in, from the last finite frame on."
+
+
+def _largest_finite(frame: Frame, culprit: Record) -> float:
+    """The largest finite magnitude among what the call was given and what of its result is finite."""
+    seen = [one.abs_max for one in frame.records if _is_finite_float(one) and one.role != "output"]
+    if culprit.health is not None:
+        seen.append(culprit.health.finite_abs_max)
+    return max((one for one in seen if one is not None), default=0.0)
+
+
+def _is_finite_float(record: Record) -> bool:
+    # Token numbers are large and overflow nothing.
+    return record.isfinite is True and "float" in record.dtype
 
 
 def styled_lines(
     frames: Sequence[Frame], finding: Finding | None, batch: int | None
 ) -> Iterator[tuple[Style, str]]:
     """The lines of a report, each with the part it plays."""
+    until = "" if batch is None else f" up to batch {batch}"
     if finding is not None:
         yield "head", f"Detected {finding.value} in batch {finding.batch}"
+    elif not frames:
+        yield "head", f"Nothing was looked at{until}: no watched call has run."
+        return
+    elif not any(record.isfinite is not None for frame in frames for record in frame.records):
+        yield "head", f"Nothing could be read{until}: no record of the frames below has a range."
     else:
-        yield "head", "All finite" + ("" if batch is None else f" up to batch {batch}")
+        yield "head", f"All finite{until}"
     yield "plain", f"Last {len(frames)} frames, the oldest first:"
     yield "quiet", COLUMNS
     _, culprit = (None, None) if finding is None else _culprit(finding, frames)

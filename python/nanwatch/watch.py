@@ -94,6 +94,7 @@ class Watch:
         self._untold: Report | None = None
         self._faults: dict[str, int] = {}
         self._run_is_open = False
+        self._told_of_lost = False
         settings = Settings(
             max_frames=options.max_frames,
             every=options.every,
@@ -155,7 +156,21 @@ class Watch:
         When several batches on end were faulty it is the report of the first of them, as it was at its first
         non-finite value: what came later is its consequence.
         """
+        self._warn_of_lost()
         return self._failure or Report(self.frames, None, self.batch, _rank())
+
+    def _warn_of_lost(self) -> None:
+        lost = [] if self._attachment is None else self._attachment.lost()
+        if lost and not self._told_of_lost:
+            self._told_of_lost = True
+            shown = ", ".join(name or "the root module" for name in lost[:3])
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            warnings.warn(
+                f"nanwatch no longer sees the calls of {shown}{more}: `compile()` or other code has taken their place."
+                " Compile first and watch then.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     # What follows is called by the recorder; see Listener.
 
