@@ -246,7 +246,7 @@ def measure(
     for way in ways.values():
         with way():
             step(), step()
-    repeats = max(1, round(0.05 / seconds(step, 1)))
+    repeats = max(1, round(0.05 / seconds(step, 1))) if budget else 1
     rounds: dict[str, list[float]] = {name: [] for name in ways}
     shuffle, order = random.Random(0).shuffle, list(ways)
     before = dict(watch.counters)

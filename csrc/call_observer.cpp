@@ -70,40 +70,52 @@ RangeRow CallObserver::read(const at::Tensor& x, const View& view) {
   return read_released(x, view, bytes, [](const View& held) { return range_cpu(held); });
 }
 
-RangeRow CallObserver::range_of(const at::Tensor& x, const View& view, int64_t batch, Memory memory, Node::Slot* slot) {
-  ++counters.tensors;
-  if (memory == Memory::none || !remembers_ || !Seen::can_be_remembered(x)) return read(x, view);
+RangeRow CallObserver::hit(const Reading& reading, const View& view) {
+  ++counters.cache_hits;
+  if (options_.verify_hits) {
+    const RangeRow again = range_cpu(view);
+    counters.stale_hits += again.abs_min != reading.range.abs_min || again.abs_max != reading.range.abs_max;
+  }
+  return reading.range;
+}
+
+RangeRow CallObserver::weight_range(const at::Tensor& x, const View& view, int64_t batch, int64_t lifetime,
+                                    Node::Slot* slot) {
   const uint64_t key = key_of(x);
-  Seen* seen;
-  int64_t lifetime = 1;  // batches
-  if (memory == Memory::weight) {
-    if (!slot->seen || slot->key != key) {
-      slot->seen = weight_cache_.entry(key);
-      slot->key = key;
-    }
-    seen = slot->seen.get();
-    lifetime = options_.reread_weights;
-  } else {
-    seen = &activations_.slot(key);
+  if (!slot->seen || slot->key != key) {
+    slot->seen = weight_cache_.entry(key);
+    slot->key = key;
   }
-  const bool unchanged = seen->is_unchanged(x, key);
-  if (unchanged && seen->epoch == epoch_ && batch - seen->batch < lifetime) {
-    ++counters.cache_hits;
-    if (options_.verify_hits) {
-      const RangeRow again = range_cpu(view);
-      counters.stale_hits += again.abs_min != seen->range.abs_min || again.abs_max != seen->range.abs_max;
-    }
-    return seen->range;
-  }
+  WeightReading& seen = *slot->seen;
+  const bool unchanged = seen.reading.is_of(x, key);
+  if (unchanged && seen.reading.epoch == epoch_ && batch - seen.reading.batch < lifetime)
+    return hit(seen.reading, view);
   const RangeRow row = read(x, view);
-  // What is not finite is looked at closely each time, so it is not worth remembering.
-  if (!row.isfinite) {
-    seen->forget();
-    return row;
+  if (row.isfinite) {
+    // Each weight starts at another age, so that no batch comes in which all are read again.
+    const int64_t age = unchanged ? 0 : int64_t(weight_cache_.size()) % lifetime;
+    seen.take(x, key, row, batch - age, epoch_);
+  } else {
+    seen.reading.forget();  // what is not finite is looked at closely each time
   }
-  // Each weight starts at another age, so that no batch comes in which all are read again.
-  const int64_t age = memory == Memory::weight && !unchanged ? int64_t(weight_cache_.size()) % lifetime : 0;
-  seen->remember(x, key, row, batch - age, epoch_);
+  return row;
+}
+
+RangeRow CallObserver::range_of(PyObject* object, const View& view, int64_t batch, Memory memory, Node::Slot* slot) {
+  const at::Tensor& x = THPVariable_Unpack(object);
+  ++counters.tensors;
+  if (memory == Memory::none || !remembers_ || !can_be_remembered(x)) return read(x, view);
+  if (memory == Memory::weight) return weight_range(x, view, batch, options_.reread_weights, slot);
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass) {
+    // A weight handed around: torch.utils.swap_tensors refuses a parameter that has weak references.
+    Node::Slot passing;
+    return weight_range(x, view, batch, 1, &passing);
+  }
+  const uint64_t key = key_of(x);
+  const Reading* reading = activations_.find(x, key);
+  if (reading != nullptr && reading->epoch == epoch_ && reading->batch == batch) return hit(*reading, view);
+  const RangeRow row = read(x, view);
+  if (row.isfinite) activations_.remember(object, x, key, row, batch, epoch_);
   return row;
 }
 
@@ -128,7 +140,7 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
     return row_from_python(object, label, role, node, frame);
   }
   const at::Tensor& x = THPVariable_Unpack(object);
-  const RangeRow range = range_of(x, view, frame->batch, memory, slot);
+  const RangeRow range = range_of(object, view, frame->batch, memory, slot);
   if (!range.isfinite) return row_from_python(object, label, role, node, frame);
   if (range.abs_min == 0.0 && (role == Role::input || role == Role::buffer)) {
     // Zeros and the largest number there is: perhaps an additive attention mask, which Python knows to tell.

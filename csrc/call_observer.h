@@ -67,7 +67,7 @@ struct Node {
   struct Slot {
     pybind11::object name;  // the parameter's, as an object
     Labels::Id label = 0;
-    std::shared_ptr<Seen> seen;
+    std::shared_ptr<WeightReading> seen;
     uint64_t key = 0;  // under which `seen` was found
   };
   std::string name, class_name;
@@ -89,6 +89,8 @@ class CallObserver {
                FrameData* frame);
 
   void forget_weights() { ++epoch_; }
+  // Nothing is remembered of activations from batch to batch.
+  void end_batch() { activations_.clear(); }
   void forget_tensors() {
     activations_.clear();
     weight_cache_.clear();
@@ -113,7 +115,9 @@ class CallObserver {
             FrameData* frame);
   bool row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame);
   RangeRow read(const at::Tensor& x, const View& view);
-  RangeRow range_of(const at::Tensor& x, const View& view, int64_t batch, Memory memory, Node::Slot* slot);
+  RangeRow range_of(PyObject* object, const View& view, int64_t batch, Memory memory, Node::Slot* slot);
+  RangeRow weight_range(const at::Tensor& x, const View& view, int64_t batch, int64_t lifetime, Node::Slot* slot);
+  RangeRow hit(const Reading& reading, const View& view);
   Kind kind_of(PyTypeObject* type);
 
   Options options_;

@@ -118,6 +118,7 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* args, PyObject* kwargs)
 // False with an exception set, the call's own if it has one: that matters more than what the listener raises.
 bool CallRecorder::end_batch(Thread& thread, bool completed) {
   thread.args = thread.kwargs = nullptr;
+  observer_.end_batch();
   if (thread.recomputed || !tells_batch_end) return completed;
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);

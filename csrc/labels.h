@@ -26,7 +26,7 @@ class Labels {
   Id of_text(const std::string& text) {
     const auto found = by_text_.find(text);
     if (found != by_text_.end()) return found->second;
-    const Id id = add(text, text.substr(0, text.find('[')) + "[...]");
+    const Id id = add(text, text.substr(0, text.rfind('[')) + "[...]");
     if (texts_[size_t(id)] == text) by_text_.emplace(text, id);
     return id;
   }

@@ -1,13 +1,18 @@
 // What was already read. A tensor that is unchanged since is not read again.
 //
-// "Unchanged" is the hard part. An id or an address is no identity: a freed activation's successor gets both. So an
-// entry keeps the tensor's version counter, a few bytes that all views of the tensor share, and a weak pointer to its
-// storage: while it does, neither address can be given out again, and the same counter at the same version over the
-// same part of the same storage means the same content. The data itself lives no longer for it, and nothing is held of
-// the tensor object, which torch.utils.swap_tensors would notice.
+// "Unchanged" is the hard part. An id or an address is no identity: a freed activation's successor gets both. An entry
+// therefore keeps something that tells whether the old owner of the address is still alive. Then the same version
+// counter at the same version over the same part of the same storage means the same content, also in another view.
+//
+// - Weights live long: a weak pointer to the storage and a reference to the version counter, a few bytes each.
+// - Activations come and go by the hundred, and a few bytes kept of each would lie between the blocks that the
+// allocator
+//   wants to join: 200 activations of 1 MiB then took 100 MiB more. So of these nothing is kept but a Python weak
+//   reference, which lies in Python's own arenas, and only until the batch ends.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cstring>
@@ -40,73 +45,123 @@ inline uint64_t key_of(const at::Tensor& x) {
   return hash;
 }
 
-struct Seen {
+// A VariableVersion is one pointer to the counter, and gives it to nobody.
+inline const void* counter_identity(const at::Tensor& x) {
+  const c10::VariableVersion& version = x.unsafeGetTensorImpl()->version_counter();
+  static_assert(sizeof(version) == sizeof(void*));
+  const void* pointer;
+  std::memcpy(&pointer, &version, sizeof pointer);
+  return pointer;
+}
+
+inline const c10::StorageImpl* storage_of(const at::Tensor& x) {
+  return x.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// Tensors made in inference mode have no version counter: nothing tells when they change.
+inline bool can_be_remembered(const at::Tensor& x) {
+  return !x.is_inference();
+}
+
+// A reading and what it was of. Whether the addresses in it still mean what they meant is for the caches to know.
+struct Reading {
   uint64_t key = 0;
   const c10::StorageImpl* storage = nullptr;
-  c10::weak_intrusive_ptr<c10::StorageImpl> hold_storage{c10::intrusive_ptr<c10::StorageImpl>()};
-  c10::VariableVersion counter;
+  const void* counter = nullptr;
   uint32_t version = 0;
   int64_t batch = -1;  // when it was read
   int64_t epoch = -1;  // how often weights had been declared changed by then
   RangeRow range{};
 
-  // Tensors made in inference mode have no version counter: nothing tells when they change.
-  static bool can_be_remembered(const at::Tensor& x) { return !x.is_inference(); }
-
-  bool is_unchanged(const at::Tensor& x, uint64_t its_key) const {
-    const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
-    const c10::VariableVersion& its_counter = impl->version_counter();
-    return key == its_key && storage == impl->unsafe_storage().unsafeGetStorageImpl() && counter.enabled() &&
-           identity(counter) == identity(its_counter) && version == its_counter.current_version();
+  bool is_of(const at::Tensor& x, uint64_t its_key) const {
+    return epoch >= 0 && key == its_key && storage == storage_of(x) && counter == counter_identity(x) &&
+           version == x.unsafeGetTensorImpl()->version_counter().current_version();
   }
 
-  void remember(const at::Tensor& x, uint64_t its_key, const RangeRow& row, int64_t at_batch, int64_t at_epoch) {
-    const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
-    const c10::Storage& held = impl->unsafe_storage();
-    if (storage != held.unsafeGetStorageImpl()) {
-      storage = held.unsafeGetStorageImpl();
-      hold_storage = held.getWeakStorageImpl();
-    }
-    counter = impl->version_counter();
-    version = counter.current_version();
+  void take(const at::Tensor& x, uint64_t its_key, const RangeRow& row, int64_t at_batch, int64_t at_epoch) {
     key = its_key;
+    storage = storage_of(x);
+    counter = counter_identity(x);
+    version = x.unsafeGetTensorImpl()->version_counter().current_version();
     batch = at_batch;
     epoch = at_epoch;
     range = row;
   }
 
   void forget() { epoch = -1; }
-  bool is_expired() const { return storage != nullptr && hold_storage.expired(); }
-
- private:
-  // A VariableVersion is one pointer to the counter, and gives it to nobody.
-  static const void* identity(const c10::VariableVersion& version) {
-    static_assert(sizeof(version) == sizeof(void*));
-    const void* pointer;
-    std::memcpy(&pointer, &version, sizeof pointer);
-    return pointer;
-  }
 };
 
-// Activations: one slot per hashed key, the newcomer takes it. Bounded, and a miss only costs a read.
+// One slot per hashed key, the newcomer takes it. Bounded, and a miss only costs a read.
 class ActivationCache {
  public:
-  Seen& slot(uint64_t key) { return slots_[key >> (64 - kBits)]; }
-  void clear() { slots_.assign(slots_.size(), Seen()); }
+  ActivationCache() = default;
+  ActivationCache(const ActivationCache&) = delete;
+  ActivationCache& operator=(const ActivationCache&) = delete;
+  ~ActivationCache() { clear(); }
+
+  // Null if it was not read, or not as it is now. `is_alive` says whether the tensor that was read still is.
+  const Reading* find(const at::Tensor& x, uint64_t key) const {
+    const Slot& slot = slots_[index_of(key)];
+    if (slot.weak == nullptr || !slot.reading.is_of(x, key)) return nullptr;
+    PyObject* read = PyWeakref_GetObject(slot.weak);
+    if (read == nullptr || read == Py_None) return nullptr;
+    // Alive and still over that storage with that counter: so neither address has a new owner.
+    const at::Tensor& owner = THPVariable_Unpack(read);
+    return storage_of(owner) == slot.reading.storage && counter_identity(owner) == slot.reading.counter ? &slot.reading
+                                                                                                        : nullptr;
+  }
+
+  void remember(PyObject* object, const at::Tensor& x, uint64_t key, const RangeRow& row, int64_t batch,
+                int64_t epoch) {
+    const size_t index = index_of(key);
+    Slot& slot = slots_[index];
+    if (slot.weak == nullptr) used_.push_back(uint32_t(index));
+    PyObject* weak = PyWeakref_NewRef(object, nullptr);
+    if (weak == nullptr) PyErr_Clear();
+    Py_XSETREF(slot.weak, weak);
+    slot.reading.take(x, key, row, batch, epoch);
+  }
+
+  void clear() {
+    for (const uint32_t index : used_) Py_CLEAR(slots_[index].weak);
+    used_.clear();
+  }
 
  private:
   static constexpr int kBits = 10;
-  std::vector<Seen> slots_ = std::vector<Seen>(size_t(1) << kBits);
+  struct Slot {
+    Reading reading;
+    PyObject* weak = nullptr;  // owned; to the tensor object that was read
+  };
+  static size_t index_of(uint64_t key) { return size_t(key >> (64 - kBits)); }
+
+  std::vector<Slot> slots_ = std::vector<Slot>(size_t(1) << kBits);
+  std::vector<uint32_t> used_;
+};
+
+// What is remembered of a weight.
+struct WeightReading {
+  Reading reading;
+  c10::weak_intrusive_ptr<c10::StorageImpl> hold_storage{c10::intrusive_ptr<c10::StorageImpl>()};
+  c10::VariableVersion hold_counter;
+
+  void take(const at::Tensor& x, uint64_t key, const RangeRow& row, int64_t batch, int64_t epoch) {
+    if (reading.storage != storage_of(x) || !hold_counter.enabled())
+      hold_storage = x.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
+    hold_counter = x.unsafeGetTensorImpl()->version_counter();
+    reading.take(x, key, row, batch, epoch);
+  }
+  bool is_expired() const { return reading.storage != nullptr && hold_storage.expired(); }
 };
 
 // Weights: one entry per tensor, shared by the modules that share the tensor. Entries of freed storages are swept out
 // whenever the table has doubled.
 class WeightCache {
  public:
-  std::shared_ptr<Seen> entry(uint64_t key) {
+  std::shared_ptr<WeightReading> entry(uint64_t key) {
     if (entries_.size() > sweep_at_) sweep();
-    std::shared_ptr<Seen>& found = entries_[key];
-    if (!found) found = std::make_shared<Seen>();
+    std::shared_ptr<WeightReading>& found = entries_[key];
+    if (!found) found = std::make_shared<WeightReading>();
     return found;
   }
   size_t size() const { return entries_.size(); }
@@ -119,7 +174,7 @@ class WeightCache {
     sweep_at_ = std::max<size_t>(1024, 2 * entries_.size());
   }
 
-  std::unordered_map<uint64_t, std::shared_ptr<Seen>> entries_;
+  std::unordered_map<uint64_t, std::shared_ptr<WeightReading>> entries_;
   size_t sweep_at_ = 1024;
 };
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import Implementation
 from nanwatch import ranges
@@ -45,6 +48,21 @@ def test_takes_any_iterable(implementation: Implementation) -> None:
     """A generator is read once; the same tensor may come twice."""
     x = implementation.place(torch.tensor([1.0, -2.0]))
     assert implementation.abs_ranges(y for y in (x, x[1:], x)) == [(1, 2, True), (2, 2, True), (1, 2, True)]
+
+
+def test_a_generator_runs_under_the_modes_of_its_caller(implementation: Implementation) -> None:
+    """What the caller's own code does while it makes the tensors, the caller's modes see; what nanwatch does, not."""
+    seen: list[str] = []
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = implementation.place(torch.tensor([1.0, -2.0]))
+    with Dispatch():
+        assert implementation.abs_ranges(x * factor for factor in (1, 3)) == [(1, 2, True), (3, 6, True)]
+    assert seen == ["aten.mul.Tensor"] * 2
 
 
 def test_mixed_layouts_keep_their_order(implementation: Implementation) -> None:

@@ -43,6 +43,16 @@ def reason_in(place: Path) -> str:
     return compiled["reason"]
 
 
+@needs_extension
+def test_a_level_that_there_is_not_is_told_when_the_library_is_loaded():
+    """A misspelt NANWATCH_CPU warns at import, with what is accepted; a right one, or none, does not."""
+    for level, count in (("avx99", 1), ("baseline", 0), ("", 0)):
+        done = run("-c", "import nanwatch", **({"NANWATCH_CPU": level} if level else {}))
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("RuntimeWarning: NANWATCH_CPU=avx99") == count
+        assert ("accepted here: baseline" in done.stderr) == (count == 1)
+
+
 def test_json_is_one_document_and_nothing_else():
     """A program can read stdout as it is; it holds what the text shows."""
     done = run("-m", "nanwatch", "--json")

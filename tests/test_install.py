@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import stat
 import subprocess
@@ -66,6 +67,7 @@ def environment(**changes: str) -> dict[str, str]:
         "FORCE_CUDA",
         "FORCE_CPU",
         "TORCH_CUDA_ARCH_LIST",
+        "MAX_JOBS",
         "PYTHONPATH",
     )
     kept = {name: value for name, value in os.environ.items() if name not in switches}
@@ -243,6 +245,8 @@ def make_toolkit(home: Path, compile_command: str) -> Path:
         ("8.0;9.0a+PTX", "sm_80 sm_90a compute_90a"),
         ("7.0 8.0", "sm_80"),  # an entry that this nvcc has forgotten
         ("Hopper", "sm_90 compute_90"),
+        ("Volta;Hopper", "sm_90 compute_90"),  # a name of which this nvcc has forgotten all
+        ("Kepler+Tesla Maxwell Pascal Volta+Tegra Ampere+Tegra Turing", "sm_75 compute_75"),
     ],
 )
 def test_the_cuda_part_is_built_for_the_architectures_asked_for(tiny, toolkit, listed, archs):
@@ -252,6 +256,45 @@ def test_the_cuda_part_is_built_for_the_architectures_asked_for(tiny, toolkit, l
     assert done.returncode == 0, done.stdout + done.stderr
     assert facts(tiny)["cuda_archs"] == archs
     assert "-DNANWATCH_CUDA=1" in done.stdout
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")
+def test_a_wrong_number_of_jobs_costs_nothing(tiny, toolkit):
+    """MAX_JOBS=many is named and not used; both parts are built."""
+    (tiny / "csrc" / "range_cuda.cu").touch()
+    done = build_in_place(tiny, CUDA_HOME=str(toolkit), MAX_JOBS="many", FORCE_CUDA="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MAX_JOBS='many' is not a number" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "cuda_archs" in facts(tiny)
+
+
+LOADED = """
+7f00-7f01 r-xp 00000000 08:01 11                 /usr/lib/libc.so.6
+7f02-7f03 r--p 00000000 00:00 0
+7f04-7f05 r-xp 00000000 08:01 12                 {path}
+7f06-7f07 r-xp 00000000 08:01 13                 /opt/libgomp.so.1.d/other.so
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "linked"),
+    [
+        ("/home/a b/torch/lib/libgomp-24e2ab19.so.1.0.0", "/home/a b/torch/lib/libgomp-24e2ab19.so.1.0.0"),
+        ("/usr/lib/libgomp.so.1", "/usr/lib/libgomp.so.1"),
+        ("/usr/lib/libiomp5.so", "-fopenmp"),
+    ],
+)
+def test_the_openmp_of_torch_is_found_wherever_it_lies(monkeypatch, tmp_path, path, linked):
+    """The library that torch has loaded is linked by its whole path, spaces and all; without one, the compiler's."""
+    import setuptools
+
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    built = runpy.run_path(str(ROOT / "setup.py"), run_name="nanwatch_setup")
+    maps = tmp_path / "maps"
+    maps.write_text(LOADED.format(path=path))
+    monkeypatch.setitem(built["openmp_link"].__globals__, "Path", lambda *_: maps)
+    assert built["openmp_link"]() == [linked]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")

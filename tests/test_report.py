@@ -98,7 +98,69 @@ def test_text_when_all_is_finite() -> None:
     text = Report(GROWING[:1], None, 7).to_text()
     assert text.startswith("All finite up to batch 7\nLast 1 frames")
     assert "<--" not in text
-    assert Report((), None, None).to_text().startswith("All finite\nLast 0 frames")
+
+
+def test_text_when_nothing_was_looked_at() -> None:
+    """What nobody read is not called finite: no frames, or frames without a range."""
+    assert Report((), None, None).to_text() == "Nothing was looked at: no watched call has run."
+    assert Report((), None, 4).to_text() == "Nothing was looked at up to batch 4: no watched call has run."
+    unread = Record("input[0]", "input", (2,), "float16", None, None, None, None, "not checked: meta tensor")
+    text = Report((frame("a", unread),), None, 0).to_text()
+    assert text.startswith("Nothing could be read up to batch 0: no record")
+    assert "not checked input[0] (meta tensor)" in text
+    assert (
+        Report((frame("a", unread), *GROWING[:1]), None, 0).to_text().startswith("All finite up to batch 0")
+    )
+
+
+def next_step(*records: Record) -> str:
+    """The advice for a module with these records, the last of which is not finite."""
+    frames = (frame("a", *records),)
+    (line,) = [x for x in Report(frames, find(frames), 0).to_text().splitlines() if x.startswith("Next:")]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "left", "is_growth"),
+    [
+        ("float16", 6e4, 0.0, True),
+        ("float16", 300.0, 0.0, True),
+        ("float16", 1.0, 6e4, True),
+        ("float16", 1.0, 2.0, False),
+        ("float32", 1.0, 0.0, False),  # 1 / 0 and log(0)
+        ("float32", 100.0, 2.0, False),  # exp(100)
+        ("float32", 1e20, 0.0, True),  # its square
+        ("float32", 1.0, 1e37, True),
+        ("bfloat16", 1e4, 3.0, False),
+        ("float64", 1e300, 3.0, True),
+        ("float8_e4m3fn", 3.0, 3.0, True),
+    ],
+)
+def test_the_end_of_the_format_is_blamed_only_near_it(
+    dtype: str, given: float, left: float, is_growth: bool
+) -> None:
+    """Where nothing finite was large, the advice is to look for a division by zero or the like."""
+    made = record("output", "output", inf, dtype=dtype)
+    health = made.health._replace(finite_abs_max=left)  # type: ignore[union-attr]
+    inputs = record("input[0]", "input", given, dtype=dtype)
+    # Token numbers are large and overflow nothing; neither does what is not finite itself.
+    ids = record("input[1]", "input", 5e4, dtype="int64")
+    masks = record("input[2]", "input", inf, dtype=dtype, note=MASK)
+    line = next_step(inputs, ids, masks, replace(made, health=health))
+    assert ("follow the abs max column" in line) is is_growth
+    assert ("division by zero" in line) is not is_growth
+    assert dtype in line
+
+
+def test_what_cannot_be_told_apart_is_said() -> None:
+    """Bad data may be the model's own in-place write, and what was handed in may come from an unwatched module."""
+    frames = (frame("a", record("input[0]", "input", inf)),)
+    data = Report(frames, find(frames, batch_inputs=[record("input[0]", "input", inf)]), 0).to_text()
+    assert "or a module wrote it there, in place" in data
+    assert "data loader" in data
+    received = Report(frames, find(frames, caller="parent"), 0).to_text()
+    assert "handed in by parent" in received
+    assert "or a submodule that is not watched" in received
 
 
 def test_color_adds_only_escapes() -> None:
@@ -282,6 +344,7 @@ def _edited(**changes: Any) -> str:
         ),
         (_edited().replace('"abs_max": 60000.0', '"abs_max": 1e999'), "abs_max should be a number"),
         (_edited().replace('"role": "input"', '"role": ["input"]'), "role should be one of 'weight'"),
+        (_edited().replace('"abs_max": 60000.0', '"abs_max": 1' + "0" * 400), "abs_max should be a number"),
         (_edited(batch=0).replace('"batch": 0', '"batch": ' + "9" * 10_000), "not a nanwatch report"),
     ],
 )

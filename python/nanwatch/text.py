@@ -33,7 +33,7 @@ _LARGEST = {
     "float16": "65504",
     "bfloat16": "3.39e+38",
     "float32": "3.40e+38",
-    "float64": "1.80e+308",
+    "float64": "1.797e+308",
 }
 # Within 8 bits of the end of its format a value may leave it by a sum or by a usual factor; from the root of the end
 # on, by its own square. For float16 the two are the same 256.

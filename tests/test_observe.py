@@ -1,0 +1,154 @@
+"""A look at one value, where the looking could be seen, could lie or could do harm: modes, traces and captures."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanwatch.errors import NonFiniteError
+from nanwatch.observe import observe
+from nanwatch.watch import watch
+
+INF = float("inf")
+LARGEST = torch.finfo(torch.float32).max
+MASKS = pytest.mark.parametrize("masked", [-INF, -LARGEST], ids=["inf", "finite"])
+
+
+class Takes(nn.Module):
+    """Takes anything and returns nothing."""
+
+    def forward(self, *args: Any) -> None:
+        return None
+
+
+def mask_of(masked: float) -> torch.Tensor:
+    """An additive attention mask of two rows."""
+    return torch.tensor([[0.0, masked], [0.0, 0.0]])
+
+
+def note_under(mode: Any, x: torch.Tensor) -> str:
+    """The note of `x`, given to a watched module under the mode."""
+    model = Takes()
+    with watch(model, on_nonfinite="record") as w, mode:
+        model(x)
+    return w.frames[-1].records[0].note
+
+
+@MASKS
+def test_modes_do_not_see_the_look_at_a_mask(masked: float) -> None:
+    """Of the operations that tell a mask from a fault, the user's modes see none."""
+    seen: list[object] = []
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "__name__", "") in ("detach", "eq", "any", "all", "sum"):
+                seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    for mode in (Dispatch(), Function(), torch.device("meta")):
+        assert note_under(mode, mask_of(masked)) == "mask"
+    assert not seen
+
+
+@MASKS
+def test_a_mask_under_a_fake_mode_is_a_mask(masked: float) -> None:
+    """A real mask given under FakeTensorMode is read as it is; a -inf among numbers is a fault there too."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    assert note_under(mode, mask_of(masked)) == "mask"
+    model, mask, bad = Takes(), mask_of(masked), torch.tensor([0.0, -INF, 1.0])
+    with watch(model):
+        with mode:
+            model(mask)
+        with pytest.raises(NonFiniteError), mode:
+            model(bad)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@MASKS
+def test_a_trace_does_not_see_the_look_at_a_mask(masked: float) -> None:
+    """torch.jit.trace has the nodes of the plain model and no TracerWarning; the record has numbers for its shape."""
+    graphs = []
+    for watched in (False, True):
+        model = nn.Sequential(nn.Identity())
+        w = watch(model, on_nonfinite="record", enabled=watched)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            traced = torch.jit.trace(model, (mask_of(masked),), check_trace=False)
+        assert not [one for one in told if issubclass(one.category, torch.jit.TracerWarning)]
+        graphs.append([node.kind() for node in traced.inlined_graph.nodes()])
+        w.stop()
+    assert graphs[0] == graphs[1]
+    record = w.frames[-1].records[0]
+    assert (record.note, record.shape) == ("mask", (2, 2))
+    assert all(type(size) is int for size in record.shape)
+
+
+def test_a_look_leaves_the_trace_on() -> None:
+    """After a look, a fault or a refusal included, torch.jit.trace goes on where it was."""
+    seen: list[bool] = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for value in (mask_of(-INF), torch.tensor([INF]), torch.empty(1, device="meta"), x):
+            observe(value, "input", "input")
+            seen.append(torch.jit.is_tracing())
+        return x + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(run, (torch.ones(2),), check_trace=False)
+    assert seen == [True] * 4
+    assert traced(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_the_mask_of_a_dtensor_is_that_of_its_shard(one_process_mesh: Any) -> None:
+    """Of a distributed mask the local shard is looked at, without a collective operation of its own."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mask = distribute_tensor(mask_of(-INF), one_process_mesh, [Replicate()])
+    with CommDebugMode() as communication:
+        row = observe(mask, "input[0]", "input")
+    assert row[8] == "mask"
+    assert communication.get_total_counts() == 0
+
+
+def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA tensor seen in a capture is not checked and says why; one on the CPU is read as ever."""
+    with FakeTensorMode():
+        x = torch.empty(2, 3, device="cuda")  # stands for a real one, where there is no GPU
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for capturing, note in ((True, "not checked: in a CUDA graph capture"), (False, "FakeTensor")):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
+        row = observe(x, "input", "input")
+        assert row[2:8] == ((2, 3), "float32", None, None, None, None)
+        assert note in row[8]
+        assert observe(torch.tensor([2.0]), "input", "input")[4:7] == (2.0, 2.0, True)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_watched_model_can_be_captured() -> None:
+    """The forward of a watched model goes into a CUDA graph, whose replay computes what the model does."""
+    model = nn.Linear(4, 4).cuda()
+    x = torch.ones(2, 4, device="cuda")
+    with watch(model, reread_weights=1) as w, torch.no_grad():
+        expected = model(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = model(x)
+        graph.replay()
+    assert torch.equal(output, expected)
+    notes = {record.label: record.note for record in w.frames[-1].records}
+    assert notes["output"] == "not checked: in a CUDA graph capture"
