@@ -253,7 +253,7 @@ struct CallObserver::Walk {
         only_scalars = is_scalar(is_tuple ? PyTuple_GET_ITEM(object, i) : PyList_GET_ITEM(object, i));
       if (only_scalars) return note(label, Note::not_a_tensor);
     }
-    if (!enter(object)) return slowly(object, label);
+    if (!enter(object, label)) return true;
     bool done = true;
     for (Py_ssize_t i = 0; done; ++i) {
       // A list may change while Python code looks at one of its items: ask for its size each time, hold the item.
@@ -268,7 +268,7 @@ struct CallObserver::Walk {
   }
 
   bool mapping(PyObject* object, Labels::Id label) {
-    if (!enter(object)) return slowly(object, label);
+    if (!enter(object, label)) return true;
     PyObject *key, *item;
     Py_ssize_t position = 0;
     bool done = true;
@@ -299,10 +299,26 @@ struct CallObserver::Walk {
     return true;
   }
 
-  bool enter(PyObject* object) {
-    if (int(inside.size()) >= kMaxDepth || is_in(object, inside)) return false;
+  // False, with a row that says why, where the walk goes no deeper.
+  bool enter(PyObject* object, Labels::Id label) {
+    if (is_in(object, inside)) return unwalked(label, "contains itself");
+    if (int(inside.size()) >= kMaxDepth) return unwalked(label, "nested deeper than 32");
     inside.push_back(object);
     return true;
+  }
+
+  // Adds the row of a part that is not entered; false.
+  bool unwalked(Labels::Id label, const char* reason) {
+    ++leaves;
+    const std::string note = std::string("not checked: ") + reason;
+    PyObject* row = Py_BuildValue("(sszszzzzs)", self.labels_.text(label).c_str(), role_name(role), nullptr, "",
+                                  nullptr, nullptr, nullptr, nullptr, note.c_str());
+    if (row != nullptr) {
+      frame->rows.push_back({label, role, Note::none, -1, 0, 0, {}, row});
+    } else {
+      PyErr_Clear();
+    }
+    return false;
   }
 
   // Whether the walk has found as much as it may; says so once.
@@ -310,13 +326,7 @@ struct CallObserver::Walk {
     if (leaves < kMaxLeaves) return false;
     if (!ended) {
       ended = true;
-      PyObject* row = Py_BuildValue("(sszszzzzs)", self.labels_.text(label).c_str(), role_name(role), nullptr, "",
-                                    nullptr, nullptr, nullptr, nullptr, "not checked: more than 4096 values");
-      if (row != nullptr) {
-        frame->rows.push_back({label, role, Note::none, -1, 0, 0, {}, row});
-      } else {
-        PyErr_Clear();
-      }
+      unwalked(label, "more than 4096 values");
     }
     return true;
   }
