@@ -24,7 +24,6 @@ class CallRecorder {
   PyObject* run(int32_t node, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs);
 
   pybind11::list frames() const;
-  void clear() { ring_.clear(); }
   CallObserver& observer() { return observer_; }
   int64_t latest_batch() const { return latest_batch_; }
 

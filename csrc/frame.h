@@ -86,10 +86,6 @@ class FrameRing {
     return frames_[(next_ + frames_.size() - held_ + position) % frames_.size()];
   }
   const FrameData& latest() const { return oldest(held_ - 1); }
-  void clear() {
-    for (FrameData& frame : frames_) frame.clear();
-    held_ = 0;
-  }
 
  private:
   std::vector<FrameData> frames_;

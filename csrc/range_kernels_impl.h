@@ -90,25 +90,32 @@ struct RangeLoop {
     take(2, S::load(last));
   }
 
-  // Every `stride`-th element. While a vector spans two of them or more, whole vectors are read and the lanes between
-  // are overwritten with an element that counts; wider strides go one by one.
-  void run_strided(const char* p, int64_t columns, int64_t stride) {
+  // Whether a vector spans two of every `stride` elements or more: then whole vectors are read and the lanes between
+  // are overwritten with an element that counts. Wider strides go one by one.
+  static bool vectors_pay(int64_t stride) { return stride <= L::count / 2; }
+
+  // The lanes of a vector that count.
+  static V lanes_of(int64_t stride) {
+    alignas(64) Word pattern[L::count];
+    for (int k = 0; k < L::count; ++k) pattern[k] = k % stride == 0 ? Word(~Word(0)) : Word(0);
+    return S::load(reinterpret_cast<const char*>(pattern));
+  }
+
+  void run_lanes(const char* p, int64_t columns, int64_t stride, V lanes) {
     const V first = S::template fill<L::width>(load_word<Word>(p));
-    const int64_t per_vector = stride <= L::count / 2 ? L::count / stride : 0;
-    if (per_vector >= 2) {
-      alignas(64) Word pattern[L::count];
-      for (int k = 0; k < L::count; ++k) pattern[k] = k % stride == 0 && k / stride < per_vector ? Word(~Word(0)) : 0;
-      const V keep = S::load(reinterpret_cast<const char*>(pattern));
-      // Stop while a whole vector still lies inside the run: the lanes behind the last element are not ours to read.
-      for (; (columns - 1) * stride + 1 >= L::count; columns -= per_vector, p += per_vector * stride * L::width)
-        take(0, S::select(keep, S::load(p), first));
-    }
-    Range<F> rest;
-    for (; columns > 0; --columns, p += stride * L::width) rest.update(load_word<Word>(p));
-    if (!rest.empty()) {
-      lo[1] = S::template min<L::width>(lo[1], S::template fill<L::width>(rest.lo));
-      hi[1] = S::template max<L::width>(hi[1], S::template fill<L::width>(rest.hi));
-    }
+    const int64_t per_vector = L::count / stride;
+    // Stop while a whole vector still lies inside the run: what is behind its last element is not ours to read.
+    for (; (columns - 1) * stride + 1 >= L::count; columns -= per_vector, p += per_vector * stride * L::width)
+      take(0, S::select(lanes, S::load(p), first));
+    if (columns > 0)
+      take(1, S::select(lanes, S::load_partial(p, ((columns - 1) * stride + 1) * L::width, first), first));
+  }
+
+  void run_singly(const char* p, int64_t columns, int64_t stride) {
+    Range<F> range;
+    for (; columns > 0; --columns, p += stride * L::width) range.update(load_word<Word>(p));
+    lo[1] = S::template min<L::width>(lo[1], S::template fill<L::width>(range.lo));
+    hi[1] = S::template max<L::width>(hi[1], S::template fill<L::width>(range.hi));
   }
 
   void finish(RangeBits* out) const {
@@ -127,14 +134,20 @@ template <class S, Format F>
 void range_plane(const Plane& plane, RangeBits* out) {
   constexpr int width = sizeof(typename Codes<F>::Word);
   if (plane.rows == 0 || plane.columns == 0) return;
-  RangeLoop<S, F> loop;
-  const char* p = plane.data;
-  for (int64_t r = 0; r < plane.rows; ++r, p += plane.row_stride * width) {
-    if (plane.column_stride == 1) {
-      loop.run(p, plane.columns);
-    } else {
-      loop.run_strided(p, plane.columns, plane.column_stride);
-    }
+  using Loop = RangeLoop<S, F>;
+  Loop loop;
+  const int64_t stride = plane.column_stride;
+  const auto each_row = [&plane](const auto& run) {
+    const char* p = plane.data;
+    for (int64_t r = 0; r < plane.rows; ++r, p += plane.row_stride * width) run(p);
+  };
+  if (stride == 1) {
+    each_row([&](const char* p) { loop.run(p, plane.columns); });
+  } else if (Loop::vectors_pay(stride)) {
+    const typename S::V lanes = Loop::lanes_of(stride);
+    each_row([&](const char* p) { loop.run_lanes(p, plane.columns, stride, lanes); });
+  } else {
+    each_row([&](const char* p) { loop.run_singly(p, plane.columns, stride); });
   }
   loop.finish(out);
 }

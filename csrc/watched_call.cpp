@@ -203,7 +203,6 @@ void bind_recorder(py::module_& m) {
       .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("type"), py::arg("observed"),
            py::arg("allow_inf"))
       .def("frames", &CallRecorder::frames)
-      .def("clear", &CallRecorder::clear)
       .def("forget_tensors", [](CallRecorder& self) { self.observer().forget_tensors(); })
       .def("forget_weights", [](CallRecorder& self) { self.observer().forget_weights(); })
       .def_readwrite("paused", &CallRecorder::paused)

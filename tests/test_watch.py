@@ -24,19 +24,9 @@ from nanwatch.frame import Frame
 from nanwatch.record import Record
 from nanwatch.report import Report
 from nanwatch.watch import Watch, watch
+from toys import Scale
 
 INF = float("inf")
-
-
-class Scale(nn.Module):
-    """Multiplies by its factor."""
-
-    def __init__(self, factor: float = 1.0) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
 
 
 class Call(nn.Module):
