@@ -11,6 +11,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,bmi,bmi2,popcnt")
 #endif
+#include "range_kernels_fold.h"
 #include "range_kernels_impl.h"
 
 namespace nanwatch {
@@ -37,6 +38,8 @@ struct Avx2 {
     if constexpr (width == 8) return _mm256_set1_epi64x(int64_t(w));
   }
   static V bit_and(V a, V b) { return _mm256_and_si256(a, b); }
+  static V bit_xor(V a, V b) { return _mm256_xor_si256(a, b); }
+  static V min_signed8(V a, V b) { return _mm256_min_epi8(a, b); }
   static V select(V mask, V a, V b) { return _mm256_blendv_epi8(b, a, mask); }
 
   // There is no unsigned 64-bit comparison: flip the top bits and compare as signed.
@@ -91,16 +94,29 @@ struct Avx2 {
     if constexpr (width == 8) return _mm256_sub_epi64(a, b);
   }
   template <int width>
-  static V select_equal(V a, V b, V then, V otherwise) {
-    return select(equal<width>(a, b), then, otherwise);
-  }
-  template <int width>
   static V count_equal(V counts, V a, V b) {
     return subtract<width>(counts, equal<width>(a, b));
   }
   template <int width>
   static V count_less(V counts, V a, V b) {
     return subtract<width>(counts, less<width>(a, b));
+  }
+
+  static __m128i half(V v, int which) {
+    return which == 0 ? _mm256_castsi256_si128(v) : _mm256_extracti128_si256(v, 1);
+  }
+  template <int width>
+  static uint64_t least(V v) {
+    if constexpr (width == 8) return min64(least64(half(v, 0)), least64(half(v, 1)));
+    if constexpr (width != 8) return least128<width>(min128<width>(half(v, 0), half(v, 1)));
+  }
+  template <int width>
+  static uint64_t greatest(V v) {
+    return fits<width>(~least<width>(_mm256_xor_si256(v, _mm256_set1_epi32(-1))));
+  }
+  template <int width>
+  static int64_t total(V v) {
+    return total128<width>(half(v, 0)) + total128<width>(half(v, 1));
   }
 };
 

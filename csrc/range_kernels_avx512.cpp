@@ -17,6 +17,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,popcnt")
 #endif
+#include "range_kernels_fold.h"
 #include "range_kernels_impl.h"
 
 namespace nanwatch {
@@ -40,6 +41,8 @@ struct Avx512 {
     if constexpr (width == 8) return _mm512_set1_epi64(int64_t(w));
   }
   static V bit_and(V a, V b) { return _mm512_and_si512(a, b); }
+  static V bit_xor(V a, V b) { return _mm512_xor_si512(a, b); }
+  static V min_signed8(V a, V b) { return _mm512_min_epi8(a, b); }
   static V select(V mask, V a, V b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xca); }
 
   template <int width>
@@ -64,11 +67,6 @@ struct Avx512 {
     if constexpr (width == 8) return _mm512_abs_epi64(a);
   }
   template <int width>
-  static V select_equal(V a, V b, V then, V otherwise) {
-    static_assert(width == 1, "only the 8-bit fnuz formats need this");
-    return _mm512_mask_blend_epi8(_mm512_cmpeq_epi8_mask(a, b), otherwise, then);
-  }
-  template <int width>
   static V count_equal(V counts, V a, V b) {
     const V minus_one = _mm512_set1_epi32(-1);
     if constexpr (width == 1) return _mm512_mask_sub_epi8(counts, _mm512_cmpeq_epi8_mask(a, b), counts, minus_one);
@@ -83,6 +81,30 @@ struct Avx512 {
     if constexpr (width == 2) return _mm512_mask_sub_epi16(counts, _mm512_cmplt_epu16_mask(a, b), counts, minus_one);
     if constexpr (width == 4) return _mm512_mask_sub_epi32(counts, _mm512_cmplt_epu32_mask(a, b), counts, minus_one);
     if constexpr (width == 8) return _mm512_mask_sub_epi64(counts, _mm512_cmplt_epu64_mask(a, b), counts, minus_one);
+  }
+
+  template <int width>
+  static uint64_t least(V v) {
+    if constexpr (width == 8) return _mm512_reduce_min_epu64(v);
+    const __m256i low = _mm512_castsi512_si256(v), high = _mm512_extracti64x4_epi64(v, 1);
+    if constexpr (width == 1) return least256<1>(_mm256_min_epu8(low, high));
+    if constexpr (width == 2) return least256<2>(_mm256_min_epu16(low, high));
+    if constexpr (width == 4) return least256<4>(_mm256_min_epu32(low, high));
+  }
+  template <int width>
+  static uint64_t least256(__m256i v) {
+    return least128<width>(min128<width>(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
+  }
+  template <int width>
+  static uint64_t greatest(V v) {
+    return fits<width>(~least<width>(_mm512_xor_si512(v, _mm512_set1_epi32(-1))));
+  }
+  template <int width>
+  static int64_t total(V v) {
+    if constexpr (width == 1) return _mm512_reduce_add_epi64(_mm512_sad_epu8(v, _mm512_setzero_si512()));
+    if constexpr (width == 2) return _mm512_reduce_add_epi32(_mm512_madd_epi16(v, _mm512_set1_epi16(1)));
+    if constexpr (width == 4) return _mm512_reduce_add_epi32(v);
+    if constexpr (width == 8) return _mm512_reduce_add_epi64(v);
   }
 };
 

@@ -45,6 +45,8 @@ struct Baseline {
     return V(U<width>{} + w);
   }
   static V bit_and(V a, V b) { return a & b; }
+  static V bit_xor(V a, V b) { return a ^ b; }
+  static V min_signed8(V a, V b) { return select(V(I<1>(a) < I<1>(b)), a, b); }
   static V select(V mask, V a, V b) { return (a & mask) | (b & ~mask); }
   template <int width>
   static V min(V a, V b) {
@@ -60,16 +62,32 @@ struct Baseline {
     return V((U<width>(a) ^ negative) - negative);
   }
   template <int width>
-  static V select_equal(V a, V b, V then, V otherwise) {
-    return select(V(U<width>(a) == U<width>(b)), then, otherwise);
-  }
-  template <int width>
   static V count_equal(V counts, V a, V b) {
     return V(U<width>(counts) - U<width>(U<width>(a) == U<width>(b)));
   }
   template <int width>
   static V count_less(V counts, V a, V b) {
     return V(U<width>(counts) - U<width>(U<width>(a) < U<width>(b)));
+  }
+
+  template <int width>
+  static uint64_t least(V v) {
+    return fold<width>(v, [](uint64_t a, uint64_t b) { return a < b ? a : b; });
+  }
+  template <int width>
+  static uint64_t greatest(V v) {
+    return fold<width>(v, [](uint64_t a, uint64_t b) { return a > b ? a : b; });
+  }
+  template <int width>
+  static int64_t total(V v) {
+    return int64_t(fold<width>(v, [](uint64_t a, uint64_t b) { return a + b; }));
+  }
+  template <int width, typename Op>
+  static uint64_t fold(V v, const Op& op) {
+    const U<width> words = U<width>(v);
+    uint64_t result = words[0];
+    for (int k = 1; k < bytes / width; ++k) result = op(result, words[k]);
+    return result;
   }
 };
 

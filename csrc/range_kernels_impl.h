@@ -23,15 +23,16 @@ struct Lanes {
   static constexpr int count = S::bytes / width;
   static constexpr Word sign_bit = Word(Word(1) << (8 * width - 1));
 
+  // Of the fnuz formats' nan this makes a zero.
   static V magnitudes(V x) {
-    if constexpr (Codes<F>::sign == Sign::cleared) {
+    if constexpr (Codes<F>::sign == Sign::cleared || Codes<F>::sign == Sign::fnuz_nan) {
       return S::bit_and(x, S::template fill<width>(Word(~sign_bit)));
-    } else if constexpr (Codes<F>::sign == Sign::fnuz_nan) {
-      const V sign = S::template fill<width>(sign_bit);
-      return S::template select_equal<width>(x, sign, x, S::bit_and(x, S::template fill<width>(Word(~sign_bit))));
     } else if constexpr (Codes<F>::sign == Sign::twos) {
       return S::template abs<width>(x);
     } else {
+#if defined(__x86_64__)
+      __asm__("" : "+v"(x));  // else it is loaded twice, into min and into max
+#endif
       return x;
     }
   }
@@ -45,19 +46,27 @@ struct RangeLoop {
   using Word = typename L::Word;
   using V = typename S::V;
   static constexpr int kAccumulators = 4;  // min and max have 1 to 3 cycles of latency; four chains hide them
-  V lo[kAccumulators], hi[kAccumulators];
+  // The nan of the fnuz formats is the sign bit alone, the least of all words when they are signed. A third extreme
+  // finds it in one operation a vector, where telling it from zero in each word takes two.
+  static constexpr bool is_fnuz = Codes<F>::sign == Sign::fnuz_nan;
+  V lo[kAccumulators], hi[kAccumulators], least_signed[kAccumulators];
 
   RangeLoop() {
     for (int j = 0; j < kAccumulators; ++j) {
       lo[j] = S::template fill<L::width>(Word(~Word(0)));
-      hi[j] = S::template fill<L::width>(Word(0));
+      hi[j] = least_signed[j] = S::template fill<L::width>(Word(0));
     }
   }
 
-  void take(int j, V x) {
+  V take(int j, V x) { return step(x, &lo[j], &hi[j], &least_signed[j]); }
+
+  // Takes in `x` and returns its magnitudes.
+  static V step(V x, V* lo, V* hi, V* least_signed) {
+    if constexpr (is_fnuz) *least_signed = S::min_signed8(*least_signed, x);
     const V m = L::magnitudes(x);
-    lo[j] = S::template min<L::width>(lo[j], m);
-    hi[j] = S::template max<L::width>(hi[j], m);
+    *lo = S::template min<L::width>(*lo, m);
+    *hi = S::template max<L::width>(*hi, m);
+    return m;
   }
 
   void run(const char* p, int64_t columns) {
@@ -72,20 +81,15 @@ struct RangeLoop {
     const uintptr_t misaligned = reinterpret_cast<uintptr_t>(p) % S::bytes;
     p += misaligned % L::width == 0 ? S::bytes - misaligned : S::bytes;
     // The accumulators are copied to locals: held through `this`, the compiler spills them on every step.
-    V l0 = lo[0], l1 = lo[1], l2 = lo[2], l3 = lo[3], h0 = hi[0], h1 = hi[1], h2 = hi[2], h3 = hi[3];
-    for (; p + (kAccumulators - 1) * S::bytes <= last; p += kAccumulators * S::bytes) {
-      const V m0 = L::magnitudes(S::load(p)), m1 = L::magnitudes(S::load(p + S::bytes));
-      const V m2 = L::magnitudes(S::load(p + 2 * S::bytes)), m3 = L::magnitudes(S::load(p + 3 * S::bytes));
-      l0 = S::template min<L::width>(l0, m0);
-      h0 = S::template max<L::width>(h0, m0);
-      l1 = S::template min<L::width>(l1, m1);
-      h1 = S::template max<L::width>(h1, m1);
-      l2 = S::template min<L::width>(l2, m2);
-      h2 = S::template max<L::width>(h2, m2);
-      l3 = S::template min<L::width>(l3, m3);
-      h3 = S::template max<L::width>(h3, m3);
+    constexpr int64_t step = kAccumulators * S::bytes;
+    if (last - p >= step) {
+      RangeLoop fast = *this;
+      for (; p + step - S::bytes <= last; p += step) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kAccumulators; ++j) fast.take(j, S::load(p + j * S::bytes));
+      }
+      *this = fast;
     }
-    lo[0] = l0, lo[1] = l1, lo[2] = l2, lo[3] = l3, hi[0] = h0, hi[1] = h1, hi[2] = h2, hi[3] = h3;
     for (; p < last; p += S::bytes) take(1, S::load(p));
     take(2, S::load(last));
   }
@@ -119,14 +123,16 @@ struct RangeLoop {
   }
 
   void finish(RangeBits* out) const {
-    alignas(64) Word l[L::count], h[L::count];
-    S::store(
-        l, S::template min<L::width>(S::template min<L::width>(lo[0], lo[1]), S::template min<L::width>(lo[2], lo[3])));
-    S::store(
-        h, S::template max<L::width>(S::template max<L::width>(hi[0], hi[1]), S::template max<L::width>(hi[2], hi[3])));
-    RangeBits bits{l[0], h[0]};
-    for (int k = 1; k < L::count; ++k) bits.merge({l[k], h[k]});
-    out->merge(bits);
+    constexpr int w = L::width;
+    const V l = S::template min<w>(S::template min<w>(lo[0], lo[1]), S::template min<w>(lo[2], lo[3]));
+    const V h = S::template max<w>(S::template max<w>(hi[0], hi[1]), S::template max<w>(hi[2], hi[3]));
+    out->merge({S::template least<w>(l), S::template greatest<w>(h)});
+    if constexpr (is_fnuz) {
+      const V n = S::min_signed8(S::min_signed8(least_signed[0], least_signed[1]),
+                                 S::min_signed8(least_signed[2], least_signed[3]));
+      const uint64_t m = S::template least<w>(S::bit_xor(n, S::template fill<w>(L::sign_bit)));
+      if (m == 0) out->hi = L::sign_bit;  // which is nan; of lo nobody asks any more
+    }
   }
 };
 
@@ -160,8 +166,9 @@ struct HealthLoop {
   using Word = typename L::Word;
   using V = typename S::V;
   static constexpr bool counts_subnormal = Codes<F>::min_normal != 0;
-  // Vectors in a block: with four counters per kind, 8-bit lanes count at most 128 and cannot wrap.
-  static constexpr int kAccumulators = 4;
+  // Two chains: with five accumulators in each, four chains do not fit into the registers. 8-bit lanes count to 130 in
+  // a block and cannot wrap.
+  static constexpr int kAccumulators = 2;
   static constexpr int64_t kBlockVectors = 128 * kAccumulators;
   static constexpr int64_t kBlockBytes = kBlockVectors * S::bytes;
 
@@ -183,62 +190,89 @@ struct HealthLoop {
     for (; columns > 0; --columns, p += stride * L::width) one(out, load_word<Word>(p));
   }
 
-  // `vectors` is a multiple of four and at most kBlockVectors.
-  static void block(HealthBits* out, const char* p, int64_t vectors) {
-    V lo[kAccumulators], hi[kAccumulators], zero[kAccumulators], small[kAccumulators];
-    for (int j = 0; j < kAccumulators; ++j) {
-      lo[j] = S::template fill<L::width>(Word(~Word(0)));
-      hi[j] = zero[j] = small[j] = S::template fill<L::width>(Word(0));
-    }
-    const V min_normal = S::template fill<L::width>(Codes<F>::min_normal);
-    const V none = S::template fill<L::width>(Word(0));
+  RangeLoop<S, F> range;
+  V zero[kAccumulators], small[kAccumulators];
+
+  HealthLoop() {
+    for (int j = 0; j < kAccumulators; ++j) zero[j] = small[j] = S::template fill<L::width>(Word(0));
+  }
+
+  void take(int j, V x) { count(range.take(j, x), &zero[j], &small[j]); }
+
+  static void count(V m, V* zeros, V* smalls) {
+    if constexpr (Codes<F>::has_zero)
+      *zeros = S::template count_equal<L::width>(*zeros, m, S::template fill<L::width>(Word(0)));
+    if constexpr (counts_subnormal)
+      *smalls = S::template count_less<L::width>(*smalls, m, S::template fill<L::width>(Codes<F>::min_normal));
+  }
+
+  // A vector of which only the first `columns` elements are the tensor's: the rest repeat the first and are not
+  // counted.
+  int64_t take_partial(int j, const char* p, int64_t columns) {
+    take(j, S::load_partial(p, columns * L::width, S::template fill<L::width>(load_word<Word>(p))));
+    return L::count - columns;
+  }
+
+  // One block of at most kBlockVectors vectors and a ragged end.
+  static void block(HealthBits* out, const char* p, int64_t columns) {
+    HealthLoop loop;
     const char* q = p;
-    for (int64_t i = 0; i < vectors; i += kAccumulators, q += kAccumulators * S::bytes) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kAccumulators; ++j) {
-        const V m = L::magnitudes(S::load(q + j * S::bytes));
-        lo[j] = S::template min<L::width>(lo[j], m);
-        hi[j] = S::template max<L::width>(hi[j], m);
-        if constexpr (Codes<F>::has_zero) zero[j] = S::template count_equal<L::width>(zero[j], m, none);
-        if constexpr (counts_subnormal) small[j] = S::template count_less<L::width>(small[j], m, min_normal);
+    int64_t vectors = columns / L::count;
+    if (vectors >= kAccumulators) {
+      // In locals, as in RangeLoop: held through `loop`, they are spilled.
+      constexpr int n = kAccumulators;
+      V lo[n], hi[n], zero[n], small[n], least[n];
+      for (int j = 0; j < n; ++j) {
+        lo[j] = S::template fill<L::width>(Word(~Word(0)));
+        hi[j] = zero[j] = small[j] = least[j] = S::template fill<L::width>(Word(0));
+      }
+      for (; vectors >= n; vectors -= n, q += n * S::bytes) {
+#pragma GCC unroll 2
+        for (int j = 0; j < n; ++j) {
+          const V x = S::load(q + j * S::bytes);
+          const V m = RangeLoop<S, F>::step(x, &lo[j], &hi[j], &least[j]);
+          count(m, &zero[j], &small[j]);
+        }
+      }
+      for (int j = 0; j < n; ++j) {
+        loop.range.lo[j] = lo[j], loop.range.hi[j] = hi[j], loop.range.least_signed[j] = least[j];
+        loop.zero[j] = zero[j], loop.small[j] = small[j];
       }
     }
-    RangeBits range;
-    int64_t zeros = 0, smalls = 0;
-    alignas(64) Word l[L::count], h[L::count], z[L::count], s[L::count];
-    for (int j = 0; j < kAccumulators; ++j) {
-      S::store(l, lo[j]), S::store(h, hi[j]), S::store(z, zero[j]), S::store(s, small[j]);
-      for (int k = 0; k < L::count; ++k) {
-        range.merge({l[k], h[k]});
-        zeros += z[k];
-        smalls += s[k];
-      }
-    }
-    if (!is_finite<F>(Word(range.hi))) return some(out, p, vectors * L::count, 1);
-    out->range.merge(range);
-    out->finite.merge(range);
+    for (int j = 0; j < vectors; ++j, q += S::bytes) loop.take(j, S::load(q));
+    const int64_t rest = columns % L::count;
+    const int64_t padding = rest == 0 ? 0 : loop.take_partial(1, q, rest);
+    loop.finish(out, p, columns, padding == 0 ? Word(0) : load_word<Word>(q), padding);
+  }
+
+  void finish(HealthBits* out, const char* p, int64_t columns, Word pad, int64_t padding) const {
+    constexpr int w = L::width;
+    RangeBits bits;
+    range.finish(&bits);
+    if (!is_finite<F>(Word(bits.hi))) return some(out, p, columns, 1);
+    out->range.merge(bits);
+    out->finite.merge(bits);
+    const Word m = magnitude<F>(pad);
+    int64_t zeros = is_zero<F>(m) ? -padding : 0;
+    if constexpr (Codes<F>::has_zero)
+      for (int j = 0; j < kAccumulators; ++j) zeros += S::template total<w>(zero[j]);
     out->num_zero += zeros;
-    if constexpr (counts_subnormal) out->num_subnormal += smalls - zeros;
+    if constexpr (counts_subnormal) {
+      int64_t smalls = m < Codes<F>::min_normal ? -padding : 0;
+      for (int j = 0; j < kAccumulators; ++j) smalls += S::template total<w>(small[j]);
+      out->num_subnormal += smalls - zeros;
+    }
   }
 
   static void run(HealthBits* out, const char* p, int64_t columns) {
+    // As in RangeLoop, loads should not cross a line: the block that comes first ends at one.
+    constexpr int64_t whole = kBlockVectors * L::count;
     const uintptr_t misaligned = reinterpret_cast<uintptr_t>(p) % S::bytes;
-    if (misaligned != 0 && misaligned % L::width == 0) {
-      const int64_t head = int64_t(S::bytes - misaligned) / L::width;
-      const int64_t n = head < columns ? head : columns;
-      some(out, p, n, 1);
-      p += n * L::width;
-      columns -= n;
-    }
-    int64_t vectors = columns / L::count / kAccumulators * kAccumulators;
-    columns -= vectors * L::count;
-    while (vectors > 0) {
-      const int64_t n = vectors < kBlockVectors ? vectors : kBlockVectors;
+    int64_t n = misaligned % L::width == 0 && misaligned != 0 ? int64_t(S::bytes - misaligned) / L::width : whole;
+    for (; columns > 0; p += n * L::width, columns -= n, n = whole) {
+      if (n > columns) n = columns;
       block(out, p, n);
-      p += n * S::bytes;
-      vectors -= n;
     }
-    some(out, p, columns, 1);
   }
 };
 
