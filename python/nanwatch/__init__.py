@@ -10,18 +10,21 @@ The flow, one file a step (python/nanwatch/):
     -> recorder    recorder.py  the latest frames, bounded
     -> finding     finding.py   the first non-finite record, and whether its module made or received it
     -> report      report.py    frames and finding, as text and JSON (text.py)
+    -> capsule     capsule.py   a module call with all it needs, to `replay` elsewhere (replay.py)
 
 `watch(model)` starts all of it; `abs_range(x)` and `tensor_health(x)` are the reduction alone.
 """
 
 from __future__ import annotations
 
+from .capsule import Capsule, write_capsule
 from .debug import DebugUnderflowOverflow, detect_overflow
-from .errors import BatchLimitError, NonFiniteError
+from .errors import BatchLimitError, CapsuleError, NonFiniteError
 from .finding import Cure, Finding
 from .frame import Frame
 from .ranges import AbsRange, TensorHealth, abs_range, abs_ranges, tensor_health
 from .record import Record
+from .replay import replay
 from .report import Report
 from .watch import Watch, watch
 
@@ -30,6 +33,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AbsRange",
     "BatchLimitError",
+    "Capsule",
+    "CapsuleError",
     "Cure",
     "DebugUnderflowOverflow",
     "Finding",
@@ -42,6 +47,8 @@ __all__ = [
     "abs_range",
     "abs_ranges",
     "detect_overflow",
+    "replay",
     "tensor_health",
     "watch",
+    "write_capsule",
 ]

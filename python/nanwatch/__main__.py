@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import _extension, _selfcheck
+from ._commands import COMMANDS, help_text
 
 _EXAMPLES = """\
 examples:
@@ -22,6 +23,7 @@ examples:
   python -m nanwatch --selfcheck          every implementation against the reference; exit status 1 on a difference
   python -m nanwatch --json               the same for programs: one JSON document on stdout
   NANWATCH_CPU=avx2 python -m nanwatch    with the CPU part held at AVX2
+  python -m nanwatch replay --help        what a command does, and with which options
 """
 
 
@@ -150,12 +152,24 @@ def _outcome_line(outcome: _selfcheck.Outcome) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status: 0, or 1 when the self-check found a difference."""
+    """Runs the command, or without one the doctor; returns the exit status.
+
+    The doctor's is 0, or 1 when the self-check found a difference; a command's is in its own help.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in COMMANDS:
+        return COMMANDS[arguments[0]].run(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="python -m nanwatch",
         description="What is installed, which implementation serves which device, and why a part is missing.",
-        epilog=_EXAMPLES,
+        epilog=f"{help_text()}\n\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=COMMANDS,
+        help="without one: what is installed, as the options below say",
     )
     parser.add_argument(
         "--selfcheck", action="store_true", help="compare every implementation with the reference"
@@ -164,6 +178,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--json", action="store_true", help="print one JSON document on stdout and nothing else"
     )
     options = parser.parse_args(arguments)
+    if options.command:
+        parser.error(f"the command goes first: {parser.prog} {options.command} ...")
 
     found = facts()
     if not options.json:

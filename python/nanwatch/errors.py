@@ -34,3 +34,7 @@ class BatchLimitError(ValueError):
     def __str__(self) -> str:
         asked = f"{self.option}={self.batch}"
         return f"stopped after batch {self.batch}, as {asked} asks; leave the option out to run on"
+
+
+class CapsuleError(ValueError):
+    """What was opened is no whole capsule of a version that this nanwatch reads; the text names file and place."""

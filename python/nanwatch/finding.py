@@ -53,6 +53,9 @@ class Finding:
     source: str | None = None
     transient: bool | None = None
     cures: tuple[Cure, ...] = ()
+    operands: tuple[Record, ...] = ()
+    remarks: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
 
 
 def find(

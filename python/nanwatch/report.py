@@ -215,6 +215,9 @@ _FINDING: dict[str, _Reader[Any]] = {
     "source": _optional(_text),
     "transient": _optional(_flag),
     "cures": _tuple_of(lambda value, where: Cure(**_members(value, where, _CURE))),
+    "operands": _tuple_of(lambda value, where: Record(**_members(value, where, _RECORD))),
+    "remarks": _tuple_of(_text),
+    "files": _tuple_of(_text),
 }
 
 _REPORT: dict[str, _Reader[Any]] = {

@@ -1,0 +1,30 @@
+"""The sub-commands of `python -m nanwatch`: one line each in COMMANDS, one module each."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A sub-command: what `--help` says of it, and the module whose `main(arguments) -> int` runs it."""
+
+    summary: str
+    module: str
+
+    def run(self, arguments: list[str]) -> int:
+        """Run it and return the exit status. Only now is its module imported."""
+        status: int = importlib.import_module(f".{self.module}", __package__).main(arguments)
+        return status
+
+
+COMMANDS = {
+    "replay": Command("make the call in a capsule again, in one dtype or several", "_command_replay"),
+}
+
+
+def help_text() -> str:
+    """The part of `--help` that lists them."""
+    lines = [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(["commands (each has a --help of its own):", *lines])
