@@ -1,4 +1,4 @@
-"""Frames and the finding, and their forms: text and JSON."""
+"""Frames and the finding, and their forms: text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -40,6 +40,15 @@ class Report:
         """One strict JSON document; nan and the infinities are the strings "nan", "inf" and "-inf"."""
         document = {"schema": SCHEMA, "version": VERSION, **_plain(self)}
         return json.dumps(document, allow_nan=False)
+
+    def to_html(self) -> str:
+        """One page that opens offline and sends nothing: the finding, a chart, headroom by module, every record.
+
+        Write it as UTF-8. Needs `jinja2` and `plotly`: raises ImportError, naming the extra, without them.
+        """
+        from .html import report_html
+
+        return report_html(self)
 
     @classmethod
     def from_json(cls, document: str) -> Report:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import sqrt
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from .headroom import limits, shrinking
 from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, Record
 
 if TYPE_CHECKING:
@@ -24,17 +25,6 @@ _RICH_STYLES: dict[Style, str] = {
     "fault": "bold red",
 }
 
-# The largest finite value of the formats in which running out of range is the likely reason.
-_LARGEST = {
-    "float8_e4m3fn": "448",
-    "float8_e4m3fnuz": "240",
-    "float8_e5m2": "57344",
-    "float8_e5m2fnuz": "57344",
-    "float16": "65504",
-    "bfloat16": "3.39e+38",
-    "float32": "3.40e+38",
-    "float64": "1.797e+308",
-}
 # Within 8 bits of the end of its format a value may leave it by a sum or by a usual factor; from the root of the end
 # on, by its own square. For float16 the two are the same 256.
 _NEAR = 256
@@ -95,15 +85,35 @@ def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
     frame, record = _culprit(finding, frames)
     lines = [f"What:  {summary(finding)}.", f"Where: {_where(finding, record)}."]
     lines += [f"Why:   {_why(finding, frame)}"]
-    if finding.operation is not None:
-        lines.append(f"By:    {finding.operation}" + (f" at {finding.source}" if finding.source else ""))
+    if (shrunk := shrinking(frames)) is not None:
+        lines.append(f"Room:  headroom in {shrunk.dtype} fell {shrunk}.")
+    lines += _by(finding)
     lines.append(f"Next:  {_next(finding, frame, record)}")
     lines += [
         f"Cure:  {cure.what}: {'works' if cure.works else 'does not help'}"
         + ("" if cure.headroom_bits is None else f", {cure.headroom_bits:.1f} bits of room left")
         for cure in finding.cures
     ]
+    lines += [f"Note:  {remark}." for remark in finding.remarks]
+    lines += [f"File:  {path}" for path in finding.files]
     return lines
+
+
+def _by(finding: Finding) -> list[str]:
+    if finding.transient:
+        return [
+            "By:    chance: the same batch, run again from the same state, was finite. A race, a kernel that is not"
+            " deterministic, memory that was never written, or hardware."
+        ]
+    if finding.operation is None:
+        return []
+    where = f" at {finding.source}" if finding.source else ""
+    given = [
+        f"{one.label} {one.abs_min:.2e} to {one.abs_max:.2e} ({one.dtype} {list(one.shape or ())})"
+        for one in finding.operands
+        if one.abs_min is not None and one.abs_max is not None
+    ]
+    return [f"By:    {finding.operation}{where}."] + ([f"From:  {', '.join(given)}."] if given else [])
 
 
 def _culprit(finding: Finding, frames: Sequence[Frame]) -> tuple[Frame | None, Record | None]:
@@ -134,7 +144,8 @@ def _where(finding: Finding, record: Record | None) -> str:
 def _why(finding: Finding, frame: Frame | None) -> str:
     if finding.origin == "produced":
         why = "this module made it: its weights, buffers and inputs that were read are all finite"
-        given = [] if frame is None else [r.abs_max for r in frame.records if r.role == "input" and r.abs_max]
+        records = () if frame is None else frame.records
+        given = [r.abs_max for r in records if r.role == "input" and r.abs_max and r.isfinite]
         return f"{why} (largest input {max(given):.2e})." if given else f"{why}."
     if finding.origin == "weight":
         return "the weight was so before this call: the last optimizer step or checkpoint wrote it."
@@ -156,10 +167,11 @@ def _why(finding: Finding, frame: Frame | None) -> str:
 
 def _next(finding: Finding, frame: Frame | None, record: Record | None) -> str:
     if finding.origin == "produced":
-        if "inf" in finding.value and frame is not None and record is not None and record.dtype in _LARGEST:
-            dtype, end = record.dtype, _LARGEST[record.dtype]
+        ends = None if record is None else limits(record.dtype)
+        if "inf" in finding.value and frame is not None and record is not None and ends is not None:
+            dtype, end = record.dtype, f"{ends.largest:.6g}"
             largest = _largest_finite(frame, record)
-            if largest >= min(float(end) / _NEAR, sqrt(float(end))):
+            if largest >= min(ends.largest / _NEAR, sqrt(ends.largest)):
                 return f"{dtype} ends at {end}; follow the abs max column up to where it began to grow."
             return (
                 f"{dtype} ends at {end}, and nothing in this frame is above {largest:.2e}: look for a division by"

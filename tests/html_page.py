@@ -1,0 +1,146 @@
+"""A page taken apart by html.parser, and reports to make pages of."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from html.parser import HTMLParser
+from math import inf, isnan, nan
+from typing import Any
+
+from nanwatch.finding import find
+from nanwatch.frame import Frame
+from nanwatch.ranges import TensorHealth
+from nanwatch.record import Record
+from nanwatch.report import Report
+
+VOID = {"meta", "link", "input", "br"}
+
+HOSTILE = (
+    "</script><img src=x onerror=alert(1)>",
+    "<script>alert(1)</script>",
+    '"><svg onload=alert(1)>',
+    "' onmouseover='alert(1)",
+    "{{ 7 * 7 }}{% raw %}",
+    "<!--",
+    "]]><![CDATA[",
+    "&lt;b&gt;&amp;",
+    '<a href="https://example.org/">x</a>',
+    "</style><style>*{display:none}",
+    "a\u2028b\u2029c",
+    "\u202egnirts",
+    "\x00\x1b[31m\r\n",
+    "__proto__",
+    "..a..",
+    "%{y}<extra></extra>",
+)
+
+
+class Page(HTMLParser):
+    """The elements of a document: `tags` as (name, attributes), `text` of the whole, `scripts` by their id."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.unbalanced: list[str] = []
+        self.words: list[str] = []
+        self.headline: list[str] = []
+        self.scripts: dict[str, str] = {}
+        self.style = ""
+        self.feed(document)
+        self.close()
+        self.text = " ".join("".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("code", "b"):
+            self.words.append(" ")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.unbalanced.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        inside = self.open[-1] if self.open else ""
+        if inside == "script":
+            name = self.tags[-1][1].get("id") or "own"
+            self.scripts[name] = self.scripts.get(name, "") + data
+        elif inside == "style":
+            self.style += data
+        else:
+            self.words.append(data)
+            if "h1" in self.open:
+                self.headline.append(data)
+
+    @property
+    def data(self) -> Any:
+        """What the page's script draws from."""
+        return json.loads(self.scripts["data"])
+
+    @property
+    def policy(self) -> str:
+        """The content security policy."""
+        (policy,) = [a["content"] for _, a in self.tags if "Content-Security-Policy" in a.values()]
+        assert policy is not None
+        return policy
+
+    @property
+    def plotly(self) -> str:
+        """plotly's own script, unpacked."""
+        return gzip.decompress(base64.b64decode(self.scripts["packed-plotly"])).decode()
+
+
+def without_parts(document: str) -> str:
+    """The document without style, scripts and their hashes, which are tested by themselves; the data stays."""
+    document = re.sub(r"<style>.*?</style>", "<style>…</style>", document, flags=re.DOTALL)
+    document = re.sub(r"<script>.*?</script>", "<script>…</script>", document, flags=re.DOTALL)
+    document = re.sub(r'(id="packed-plotly">)[^<]*', r"\1…", document)
+    return re.sub(r"'sha256-[^']*'", "'sha256-…'", document)
+
+
+def record(label: str, role: Any, abs_max: float, abs_min: float = 0.5, dtype: str = "float16") -> Record:
+    """A record of four elements; with a health when its abs_max is not finite."""
+    if abs_max < inf:
+        return Record(label, role, (2, 2), dtype, abs_min, abs_max, True)
+    counts = (int(isnan(abs_max)), int(abs_max == inf), 0, 0, 0, 4, (1, 0))
+    health = TensorHealth(abs_min, abs_max, False, abs_min, 2.0, *counts)
+    return Record(label, role, (2, 2), dtype, nan if isnan(abs_max) else abs_min, abs_max, False, health)
+
+
+def growing(*, hostile: str = "") -> Report:
+    """Six layers whose output grows by a factor of eight until it overflows; `hostile` is put into every name."""
+    frames = [
+        Frame(0, "encoder" + hostile, "Embedding" + hostile, (record("output" + hostile, "output", 1.0),))
+    ]
+    unread = Record("input[1]", "input", (3,), "int64", None, None, None, None, "not checked: meta" + hostile)
+    absent = Record("input[2]", "input", None, "", None, None, None, None, "None")
+    for i in range(7):
+        made = 8.0**i if i < 6 else inf
+        records = (
+            record("weight" + hostile, "weight", 0.75, 1e-6),
+            record("input[0]" + hostile, "input", 8.0 ** max(i - 1, 0)),
+            *((unread, absent) if i == 0 else ()),
+            record("output" + hostile, "output", made, 0.0 if i % 2 else 0.5),
+        )
+        frames.append(Frame(1, f"encoder.block.{i}.wo{hostile}", "Linear" + hostile, records))
+    return Report(tuple(frames), find(frames), 1)
+
+
+def many(num_records: int) -> Report:
+    """A report of so many records, four a frame, that overflows at the end."""
+    frames = []
+    for f in range(num_records // 4):
+        last = inf if f == num_records // 4 - 1 else 10.0 ** (f % 5)
+        records = (
+            record("weight", "weight", 0.5 + f % 3, 1e-3),
+            record("bias", "weight", 0.25, 1e-5),
+            record("input[0]", "input", 10.0 ** ((f - 1) % 5), 0.0),
+            record("output", "output", last),
+        )
+        frames.append(Frame(f // 500, f"decoder.block.{f % 500 // 10}.layer.{f % 10}", "Linear", records))
+    return Report(tuple(frames), find(frames), len(frames) // 500)

@@ -1,0 +1,204 @@
+"""Headroom in bits against decimal logarithms and every code of the 8-bit formats; runs of it by brute force."""
+
+from __future__ import annotations
+
+from decimal import Decimal, localcontext
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanwatch.frame import Frame
+from nanwatch.headroom import Shrinking, by_module, headroom_bits, limits, shrinking
+from nanwatch.record import Record
+
+FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+FORMATS = ("float64", "float32", "float16", "bfloat16", *FLOAT8)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def record(abs_max: float | None, dtype: str = "float16", role: Any = "output", **more: Any) -> Record:
+    finite = None if abs_max is None else abs_max < inf
+    return Record(more.pop("label", role), role, (2,), dtype, abs_max, abs_max, finite, **more)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_limits_are_those_of_the_format(name: str) -> None:
+    """The ends agree with torch.finfo, and the smallest number with the lowest code above zero."""
+    dtype = getattr(torch, name)
+    info = torch.finfo(dtype)
+    code = 0 if name == "float8_e8m0fnu" else 1  # e8m0 has no zero: its code 0 is a number
+    smallest = torch.tensor([code], dtype=_WORDS[dtype.itemsize]).view(dtype).double().item()
+    assert limits(name) == (info.max, info.smallest_normal, smallest)
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+def test_limits_bound_every_code(name: str) -> None:
+    """Of all 256 codes of an 8-bit format the limits are the largest finite and the smallest positive."""
+    values = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name)).double().abs()
+    finite = values[values.isfinite() & (values > 0)]
+    ends = limits(name)
+    assert ends is not None
+    assert (ends.largest, ends.smallest_subnormal) == (finite.max(), finite.min())
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("complex64", "float32"), ("complex128", "float64"), ("complex32", "float16")]
+)
+def test_a_complex_number_ends_where_its_parts_do(name: str, part: str) -> None:
+    """The limits of a complex dtype are those of the real one it is made of."""
+    assert limits(name) == limits(part)
+
+
+@pytest.mark.parametrize("name", ["int8", "int64", "uint16", "bool", "", "quint8", "float4_e2m1fn_x2"])
+def test_what_does_not_overflow_has_no_limits(name: str) -> None:
+    """Integers, bools, packed formats and what is no tensor have neither limits nor headroom."""
+    assert limits(name) is None
+    assert headroom_bits(record(3.0, name)) is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data())
+def test_headroom_is_the_number_of_doublings_left(name: str, data: st.DataObject) -> None:
+    """It equals the logarithm of the quotient, taken with fifty digits."""
+    ends = limits(name)
+    assert ends is not None
+    abs_max = data.draw(st.floats(ends.smallest_subnormal, ends.largest))
+    bits = headroom_bits(record(abs_max, name))
+    with localcontext() as context:
+        context.prec = 50
+        exact = (Decimal(ends.largest) / Decimal(abs_max)).ln() / Decimal(2).ln()
+    assert bits is not None
+    assert bits >= 0
+    assert abs(Decimal(bits) - exact) <= Decimal("1e-12")
+
+
+@pytest.mark.parametrize(
+    ("made", "bits"),
+    [
+        (record(65504.0), 0.0),
+        (record(32752.0), 1.0),
+        (record(448.0, "float8_e4m3fn"), 0.0),
+        (record(inf), -inf),
+        (record(nan), -inf),
+        (record(0.0), inf),
+        (record(None), None),
+        (record(inf, role="input", note="mask"), None),
+        (record(65504.0, role="input", note="mask"), None),  # a mask made with the lowest finite number
+        (record(inf, note="allowed inf"), None),
+        (record(65504.0, note="local shard"), 0.0),
+    ],
+)
+def test_ends_and_exceptions(made: Record, bits: float | None) -> None:
+    """0 at the end, -inf for a nan or an inf, inf for zeros, None for what is unread or meant."""
+    assert headroom_bits(made) == bits
+
+
+def frame(name: str, *records: Record, batch: int = 0) -> Frame:
+    return Frame(batch, name, "Linear", records)
+
+
+def output(name: str, bits: float, dtype: str = "float16", batch: int = 0) -> Frame:
+    """A frame whose output has exactly this much headroom."""
+    ends = limits(dtype)
+    assert ends is not None
+    return frame(name, record(ends.largest * 2.0**-bits, dtype), batch=batch)
+
+
+FAULT = frame("bad", record(inf))
+
+
+def test_modules_are_sorted_worst_first() -> None:
+    """Each module has its least headroom over all calls; what it is given counts only as a fault."""
+    frames = [
+        frame("a", record(65504.0, role="input"), record(16376.0)),
+        frame("a", record(4094.0)),
+        frame("ids", record(7.0, "int64")),
+        frame("given", record(nan, role="input"), record(1.0)),
+        frame("b", record(32752.0, role="weight"), record(0.0)),
+    ]
+    assert list(by_module(frames).items()) == [("given", -inf), ("b", 1.0), ("a", 2.0)]
+
+
+def test_a_run_ends_at_the_fault() -> None:
+    """The run is the one that leads to the fault, whatever fell before it or falls after it."""
+    frames = [
+        output("x", 9),
+        output("y", 2),
+        output("a", 8),
+        output("b", 5),
+        output("c", 1),
+        FAULT,
+        output("z", 0),
+    ]
+    run = shrinking(frames)
+    assert run == Shrinking("a", 8.0, "c", 1.0, 3, "float16")
+    assert str(run) == "from 8.0 bits at a to 1.0 bits at c over 3 frames"
+
+
+def test_the_root_module_has_a_name_in_prose() -> None:
+    """The root's empty name is not left as a gap in the sentence."""
+    run = shrinking([output("", 8), output("a", 1), FAULT])
+    assert str(run) == "from 8.0 bits at the root module to 1.0 bits at a over 2 frames"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        [],
+        [output("a", 3)],
+        [output("a", 3), output("b", 3)],
+        [output("a", 3), output("b", 2.5)],
+        [output("a", 1), output("b", 9)],
+        [output("a", 9, batch=1), output("b", 1)],
+        [output("a", 120, "float32"), output("b", 1)],
+        [frame("a", record(0.0)), output("b", 1)],
+        [frame("a", record(None)), output("b", 1)],
+    ],
+)
+def test_no_run(before: list[Frame]) -> None:
+    """Too short, level, within a bit, rising, or across a batch, a dtype or zeros: nothing is claimed."""
+    assert shrinking([*before, FAULT]) is None
+
+
+def test_without_a_fault_there_is_no_run() -> None:
+    """Headroom that falls in a healthy run leads to nothing yet."""
+    assert shrinking([output("a", 9), output("b", 1)]) is None
+
+
+def test_frames_without_headroom_are_passed_over() -> None:
+    """Unread and integer outputs neither end the run nor count; of several outputs the tightest does."""
+    several = frame("b", record(1.0), record(32752.0), record(7.0, "int64"))
+    run = shrinking(
+        [output("a", 9), frame("ids", record(7.0, "int64")), frame("u", record(None)), several, FAULT]
+    )
+    assert run == Shrinking("a", 9.0, "b", 1.0, 2, "float16")
+
+
+def longest(bits: list[float]) -> tuple[int, int] | None:
+    """By definition: the longest tail in which nothing recovers by more than a bit, from its last highest point."""
+    starts = [
+        s
+        for s in range(len(bits))
+        if all(bits[j] - bits[i] <= 1 for i in range(s, len(bits)) for j in range(i, len(bits)))
+    ]
+    if not starts:
+        return None
+    tail = bits[min(starts) :]
+    start = max(i for i in range(len(bits)) if i >= min(starts) and bits[i] == max(tail))
+    return (start, len(bits) - 1) if bits[start] - bits[-1] > 1 else None
+
+
+@given(st.lists(st.integers(0, 12).map(lambda n: n / 2), max_size=12))
+def test_runs_agree_with_their_definition(bits: list[float]) -> None:
+    """On any sequence the one pass backwards finds what trying every start finds."""
+    run = shrinking([*(output(str(i), b) for i, b in enumerate(bits)), FAULT])
+    expected = longest(bits)
+    if expected is None:
+        assert run is None
+    else:
+        start, end = expected
+        assert run == Shrinking(str(start), bits[start], str(end), bits[end], end - start + 1, "float16")
