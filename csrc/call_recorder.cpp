@@ -103,32 +103,6 @@ bool CallRecorder::tell(const char* method, py::args arguments) {
   return bool(py::reinterpret_steal<py::object>(PyObject_CallObject(bound.ptr(), arguments.ptr())));
 }
 
-bool CallRecorder::begin_batch(Thread& thread, PyObject* args, PyObject* kwargs) {
-  thread.args = args;
-  thread.kwargs = kwargs;
-  // Called from a backward: activation checkpointing runs the forward again. That is no new batch.
-  thread.recomputed = torch::autograd::get_current_graph_task_id() != -1;
-  if (!thread.recomputed) latest_batch_ = next_batch_++;
-  thread.batch = latest_batch_;
-  thread.active = thread.batch % every_ == 0;
-  if (thread.recomputed || !thread.active || !is_traced(thread.batch)) return true;
-  return tell("batch_started", py::make_tuple(thread.batch));
-}
-
-// False with an exception set, the call's own if it has one: that matters more than what the listener raises.
-bool CallRecorder::end_batch(Thread& thread, bool completed) {
-  thread.args = thread.kwargs = nullptr;
-  observer_.end_batch();
-  if (thread.recomputed || !tells_batch_end) return completed;
-  PyObject *type, *value, *traceback;
-  PyErr_Fetch(&type, &value, &traceback);
-  const bool told = tell("batch_ended", py::make_tuple(thread.batch, completed));
-  if (completed) return told;
-  PyErr_Clear();
-  PyErr_Restore(type, value, traceback);
-  return false;
-}
-
 // While a call is looked at. Python code that runs meanwhile may call a watched module; that call is not recorded. The
 // frame is left empty in any case: it is thread-local, and Python objects in it would outlive the interpreter.
 class CallRecorder::Recording {
@@ -148,11 +122,40 @@ class CallRecorder::Recording {
   Thread* thread_;
 };
 
+bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs) {
+  thread.args = args;
+  thread.kwargs = kwargs;
+  // Called from a backward: activation checkpointing runs the forward again. That is no new batch.
+  thread.recomputed = torch::autograd::get_current_graph_task_id() != -1;
+  if (!thread.recomputed) latest_batch_ = next_batch_++;
+  thread.batch = latest_batch_;
+  thread.active = thread.batch % every_ == 0;
+  if (thread.recomputed || !thread.active || !(tells_batch_start || is_traced(thread.batch))) return true;
+  const py::handle none = Py_None;
+  return tell("batch_started", py::make_tuple(thread.batch, is_traced(thread.batch), py::handle(module),
+                                              py::handle(args), kwargs != nullptr ? py::handle(kwargs) : none));
+}
+
+// False with an exception set, the call's own if it has one: that matters more than what the listener raises.
+bool CallRecorder::end_batch(Thread& thread, bool completed) {
+  thread.args = thread.kwargs = nullptr;
+  observer_.end_batch();
+  if (thread.recomputed || !tells_batch_end) return completed;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  const Recording recording(&thread);  // the listener may run the model once more
+  const bool told = tell("batch_ended", py::make_tuple(thread.batch, completed));
+  if (completed) return told;
+  PyErr_Clear();
+  PyErr_Restore(type, value, traceback);
+  return false;
+}
+
 PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs) {
   Thread& thread = this_thread();
   const bool outermost = thread.nodes.empty();
   if (thread.recording || (outermost && paused)) return PyObject_Call(target, args, kwargs);
-  if (outermost && !begin_batch(thread, args, kwargs)) return nullptr;
+  if (outermost && !begin_batch(thread, module, args, kwargs)) return nullptr;
   thread.nodes.push_back(index);
   ++observer_.counters.calls;
   py::object output = py::reinterpret_steal<py::object>(PyObject_Call(target, args, kwargs));

@@ -32,6 +32,7 @@ class CallRecorder {
   void drop_references();
 
   bool paused = false;
+  bool tells_batch_start = false;
   bool tells_batch_end = false;
 
  private:
@@ -49,7 +50,7 @@ class CallRecorder {
   class Recording;
 
   Thread& this_thread();
-  bool begin_batch(Thread& thread, PyObject* args, PyObject* kwargs);
+  bool begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs);
   bool end_batch(Thread& thread, bool completed);
   bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
   bool tell(const char* method, pybind11::args arguments);

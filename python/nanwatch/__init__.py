@@ -22,6 +22,7 @@ from .debug import DebugUnderflowOverflow, detect_overflow
 from .errors import BatchLimitError, CapsuleError, NonFiniteError
 from .finding import Cure, Finding
 from .frame import Frame
+from .precision import fp32_modules, run_in_fp32
 from .ranges import AbsRange, TensorHealth, abs_range, abs_ranges, tensor_health
 from .record import Record
 from .replay import replay
@@ -47,7 +48,9 @@ __all__ = [
     "abs_range",
     "abs_ranges",
     "detect_overflow",
+    "fp32_modules",
     "replay",
+    "run_in_fp32",
     "tensor_health",
     "watch",
     "write_capsule",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from .walk import call_leaves
 
@@ -109,6 +110,7 @@ class BatchStart:
     rng: RngState = field(default_factory=RngState.capture)
     autocast: tuple[Autocast, ...] = field(default_factory=Autocast.capture)
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
+    grad: bool = field(default_factory=torch.is_grad_enabled)
     versions: tuple[tuple[str, Tensor, int], ...] = ()
 
     @classmethod
@@ -128,27 +130,24 @@ class BatchStart:
         """Inside, everything is as it was at the start, and the callable that is given makes the call.
 
         It runs the model's hooks and no graph is built; compiled modules run eagerly, one operation after the other.
-        What a forward draws from the modules random and numpy.random it draws anew. Afterwards random states, buffers
-        and training flags are as they were before, also when the call raises.
+        What a forward draws from the modules random and numpy.random it draws anew. Afterwards random states, buffers,
+        training flags and the tensors of the call are as they were before, also when the call raises.
         """
-        before, buffers, training = (
-            RngState.capture(others=True),
-            _Buffers(self.module),
-            _training(self.module),
-        )
-        try:
+        with ExitStack() as after:
+            after.callback(RngState.capture(others=True).restore)
+            after.callback(_set_training, [(module, module.training) for module in self.module.modules()])
+            after.enter_context(_held(self.module, self.args, self.kwargs))
             with ExitStack() as modes:
                 modes.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
                 for autocast in self.autocast:
                     modes.enter_context(autocast.context())
+                if self.grad and torch.backends.mha.get_fastpath_enabled():
+                    # Without a graph nn.TransformerEncoderLayer takes a path on which its parts are not called.
+                    modes.callback(torch.backends.mha.set_fastpath_enabled, True)
+                    torch.backends.mha.set_fastpath_enabled(False)
                 self.rng.restore()
                 yield lambda: self.module(*self.args, **self.kwargs)
-        finally:
-            for module, flag in training:
-                module.training = flag
-            buffers.restore()
-            before.restore()
 
     def doubts(self) -> list[str]:
         """In sentences, why a second call may not be the same as the first; empty when nothing speaks against it."""
@@ -168,25 +167,39 @@ class BatchStart:
         return found
 
 
-class _Buffers:
-    """The buffers of a module tree, to be put back: the same tensors, with the values they had."""
+@contextmanager
+def _held(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Afterwards the buffers of the tree and the tensors of a call are the same tensors, with the values they had.
 
-    def __init__(self, root: nn.Module) -> None:
-        self._held = [
-            (module, name, buffer, None if buffer is None else buffer.detach().clone())
-            for module in root.modules()
-            for name, buffer in module._buffers.items()
-        ]
+    Their version counters too: the user's own call may still be under way, and have saved them for its backward.
+    """
+    places = [(module, name, buffer) for module in root.modules() for name, buffer in module._buffers.items()]
+    buffers = {id(x): x for _, _, x in places if x is not None}
+    given = {id(x): x for _, x in call_leaves(args, kwargs) if isinstance(x, Tensor) and id(x) not in buffers}
+    # Elements that share their memory cannot be written to, neither by a forward nor here.
+    held = [x for x in (*buffers.values(), *given.values()) if not _overlaps_itself(x)]
+    counted = [x for x in held if not x.is_inference()]
+    values = [(x, x.detach().clone()) for x in held]
+    versions = {id(x): x._version for x in counted}
+    with ExitStack() as preserved:
+        for x in counted:
+            preserved.enter_context(_unsafe_preserve_version_counter(x))
+        try:
+            yield
+        finally:
+            for module, name, buffer in places:
+                module._buffers[name] = buffer
+            for x, value in values:
+                # Buffers whether they changed or not: BatchNorm writes its statistics past the version counter.
+                if id(x) in buffers or x.is_inference() or x._version != versions[id(x)]:
+                    with torch.inference_mode() if x.is_inference() else torch.no_grad():
+                        x.copy_(value)
 
-    def restore(self) -> None:
-        for module, name, buffer, value in self._held:
-            module._buffers[name] = buffer
-            if buffer is None or value is None:
-                continue
-            with torch.inference_mode() if buffer.is_inference() else torch.no_grad():
-                # Whether it changed or not: BatchNorm writes its statistics past the version counter.
-                buffer.copy_(value)
+
+def _overlaps_itself(x: Tensor) -> bool:
+    return x.layout is torch.strided and torch._debug_has_internal_overlap(x) == 1
 
 
-def _training(root: nn.Module) -> list[tuple[nn.Module, bool]]:
-    return [(module, module.training) for module in root.modules()]
+def _set_training(flags: list[tuple[nn.Module, bool]]) -> None:
+    for module, flag in flags:
+        module.training = flag

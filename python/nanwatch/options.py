@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -45,6 +46,8 @@ class Options:
     reread_weights: int
     trace_batches: frozenset[int]
     abort_after_batch: int | None
+    microscope: bool | None
+    output_dir: Path | None
     enabled: bool
 
     def observes(self, name: str) -> bool:
@@ -82,6 +85,8 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
         every=whole("every", given["every"], 1, MAX_BATCH),
         reread_weights=whole("reread_weights", given["reread_weights"], 1, MAX_BATCH),
         trace_batches=_batches("trace_batches", given["trace_batches"]),
+        microscope=_microscope(given["microscope"]),
+        output_dir=_folder("output_dir", given["output_dir"]),
         abort_after_batch=None if last is None else whole("abort_after_batch", last, 0, MAX_BATCH),
         enabled=_switch(given["enabled"]),
     )
@@ -135,6 +140,27 @@ def whole(option: str, value: Any, least: int, most: int) -> int:
     if number > most:
         raise ValueError(f"{option} should be at most {most}, got {_short(number)}")
     return number
+
+
+def _microscope(value: object) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"microscope should be True, False or None, got {value!r}")
+    return value
+
+
+def _folder(option: str, value: Any) -> Path | None:
+    if value is None:
+        return None
+    if (
+        not isinstance(value, str | os.PathLike)
+        or not isinstance(os.fspath(value), str)
+        or not os.fspath(value)
+    ):
+        raise TypeError(f"{option} should be the path of a folder or None, got {value!r}")
+    folder = Path(value)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{option} should be a folder, and {str(folder)!r} is none")
+    return folder
 
 
 def _short(number: int) -> str:

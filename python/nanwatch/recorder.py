@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -41,8 +42,13 @@ class Settings:
 class Listener(Protocol):
     """Who is told. What these raise, the module call raises."""
 
-    def batch_started(self, batch: int) -> None:
-        """A traced batch begins."""
+    def batch_started(
+        self, batch: int, traced: bool, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """The call `module(*args, **kwargs)` begins a batch (kwargs may be None).
+
+        Told of the batches that are looked at: of all while `tells_batch_start` is set, else of the traced ones.
+        """
 
     def frame_recorded(self, frame: FrameRows) -> None:
         """A call of a traced batch was recorded."""
@@ -54,13 +60,17 @@ class Listener(Protocol):
         """
 
     def batch_ended(self, batch: int, completed: bool) -> None:
-        """An outermost call returned (`completed`) or raised. Told only while `tells_batch_end` is set."""
+        """An outermost call returned (`completed`) or raised. Told only while `tells_batch_end` is set.
+
+        Calls of watched modules made from here, or from `fault`, are not recorded.
+        """
 
 
 class Recorder(Protocol):
     """What the two recorders have in common."""
 
     paused: bool
+    tells_batch_start: bool
     tells_batch_end: bool
 
     @property
@@ -91,7 +101,16 @@ class _Thread(threading.local):
         self.names: list[str] = []
         self.batch = 0
         self.recomputed = False
+        self.recording = False  # what is told of a call may make others: they are not recorded
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
+
+    @contextmanager
+    def is_recording(self) -> Iterator[None]:
+        self.recording = True
+        try:
+            yield
+        finally:
+            self.recording = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +125,7 @@ class PythonRecorder:
 
     def __init__(self, settings: Settings, listener: Listener) -> None:
         self.paused = False
+        self.tells_batch_start = False
         self.tells_batch_end = False
         self.latest_batch = -1
         self.counters = dict.fromkeys(
@@ -137,10 +157,10 @@ class PythonRecorder:
         """Make the call `target(*args, **kwargs)` of `module` and record it."""
         thread = self._thread
         outermost = not thread.names
+        if thread.recording or (outermost and self.paused):
+            return target(*args, **kwargs)
         if outermost:
-            if self.paused:
-                return target(*args, **kwargs)
-            self._begin_batch(thread, args, kwargs)
+            self._begin_batch(thread, module, args, kwargs)
         node = self._nodes[number]
         thread.names.append(node.name)
         self.counters["calls"] += 1
@@ -151,28 +171,28 @@ class PythonRecorder:
             finally:
                 thread.names.pop()
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
-                self._record(thread, node, module, args, kwargs, output)
+                with thread.is_recording():
+                    self._record(thread, node, module, args, kwargs, output)
             completed = True
         finally:
             if outermost:
                 thread.given = ((), None)
                 if self.tells_batch_end and not thread.recomputed:
-                    self._listener.batch_ended(thread.batch, completed)
+                    with thread.is_recording():
+                        self._listener.batch_ended(thread.batch, completed)
         return output
 
-    def _begin_batch(self, thread: _Thread, args: Any, kwargs: Any) -> None:
+    def _begin_batch(self, thread: _Thread, module: nn.Module, args: Any, kwargs: Any) -> None:
         thread.given = (args, kwargs or None)
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
         thread.recomputed = torch._C._current_graph_task_id() != -1
         if not thread.recomputed:
             self.latest_batch += 1
         thread.batch = self.latest_batch
-        if (
-            not thread.recomputed
-            and thread.batch % self._settings.every == 0
-            and thread.batch in self._traced
-        ):
-            self._listener.batch_started(thread.batch)
+        traced = thread.batch in self._traced
+        looked_at = not thread.recomputed and thread.batch % self._settings.every == 0
+        if looked_at and (traced or self.tells_batch_start):
+            self._listener.batch_started(thread.batch, traced, module, *thread.given)
 
     def _record(
         self, thread: _Thread, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any

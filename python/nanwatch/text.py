@@ -107,7 +107,8 @@ def _by(finding: Finding) -> list[str]:
         ]
     if finding.operation is None:
         return []
-    where = f" at {finding.source}" if finding.source else ""
+    # The path in the report is whole; here what a person knows the file by.
+    where = f" at {finding.source.rpartition('site-packages/')[2]}" if finding.source else ""
     given = [
         f"{one.label} {one.abs_min:.2e} to {one.abs_max:.2e} ({one.dtype} {list(one.shape or ())})"
         for one in finding.operands

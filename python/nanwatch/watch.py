@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import warnings
+import weakref
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from torch import nn
 
 from . import text
+from .batch_start import BatchStart
 from .calls import Attachment
 from .errors import BatchLimitError, NonFiniteError
 from .finding import find
@@ -41,6 +45,8 @@ def watch(
     reread_weights: int = 64,
     trace_batches: Iterable[int] = (),
     abort_after_batch: int | None = None,
+    microscope: bool | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
     enabled: bool = True,
     _measure_time: bool = False,
     _verify_hits: bool = False,
@@ -64,6 +70,11 @@ def watch(
             An optimizer's step, `load_state_dict` and writes that PyTorch sees are noticed at once.
         trace_batches: numbers of batches, from 0, whose frames are printed as they come.
         abort_after_batch: raise BatchLimitError when the batch of this number is done.
+        microscope: after a failure run the batch once more, as it was, to find the operation and the line that made
+            the first non-finite value and to try cures. Until then it costs a few microseconds a batch. None does so
+            where the failure ends the batch ("raise") or somebody asks for it (a callable); True also for "warn" and
+            "record", where a second forward can be felt by a model with a state of its own.
+        output_dir: a folder into which each failure's report (text, JSON, HTML) and capsule are written.
         enabled: False makes a Watch that watches nothing. The environment goes first: NANWATCH=0 or NANWATCH=1.
 
     Raises TypeError or ValueError, naming what was given and what is accepted, when `model` is not a module whose
@@ -74,6 +85,9 @@ def watch(
     given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
     options = check_options([name for name, _ in model.named_modules()], given)
     return Watch(model, options, measure_time=_measure_time, verify_hits=_verify_hits)
+
+
+_MAX_LOOKS = 20
 
 
 class Watch:
@@ -95,6 +109,13 @@ class Watch:
         self._faults: dict[str, int] = {}
         self._run_is_open = False
         self._told_of_lost = False
+        self._model = weakref.ref(model)
+        self._looks = 0
+        # The batch that each thread is in, to run it again; from its start to its end, as it holds the batch's tensors.
+        self._starts: dict[int, BatchStart] = {}
+        self._examines = options.microscope is not False and (
+            options.microscope is True or options.on_nonfinite not in ("warn", "record")
+        )
         settings = Settings(
             max_frames=options.max_frames,
             every=options.every,
@@ -108,6 +129,7 @@ class Watch:
             measure_time=measure_time,
         )
         self._recorder: Recorder = make_recorder(settings, self)
+        self._recorder.tells_batch_start = self._examines
         self._recorder.tells_batch_end = self._awaits_batch_end()
         self._attachment: Attachment | None = None
         if options.enabled:
@@ -174,9 +196,17 @@ class Watch:
 
     # What follows is called by the recorder; see Listener.
 
-    def batch_started(self, batch: int) -> None:
-        """Print the header of a traced batch."""
-        _print_lines(text.batch_lines(batch))
+    def batch_started(
+        self, batch: int, traced: bool, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Keep what a second run would need; print the header of a traced batch."""
+        if self._examines:
+            try:
+                self._starts[threading.get_ident()] = BatchStart.capture(module, args, kwargs)
+            except Exception:
+                self._starts.pop(threading.get_ident(), None)
+        if traced:
+            _print_lines(text.batch_lines(batch))
 
     def frame_recorded(self, frame: FrameRows) -> None:
         """Print a frame of a traced batch."""
@@ -193,6 +223,8 @@ class Watch:
                 self._failure = self._untold
                 self._run_is_open = True
             self._recorder.tells_batch_end = True
+            if not self._acts_on_reports():
+                self._untold = self._look_closer(self._untold)
         self._faults[frame.name] = self._faults.get(frame.name, 0) + 1
         if self._options.on_nonfinite == "warn":
             if self._faults[frame.name] == 1:
@@ -211,12 +243,16 @@ class Watch:
             elif completed and batch % self._options.every == 0:
                 self._run_is_open = False
         finally:
+            self._starts.pop(threading.get_ident(), None)
             self._recorder.tells_batch_end = self._awaits_batch_end()
         if completed and batch == self._options.abort_after_batch:
             raise BatchLimitError(batch, "abort_after_batch")
 
     def _awaits_batch_end(self) -> bool:
-        return self._run_is_open or self._options.abort_after_batch is not None
+        return self._examines or self._run_is_open or self._options.abort_after_batch is not None
+
+    def _acts_on_reports(self) -> bool:
+        return self._options.on_nonfinite == "raise" or callable(self._options.on_nonfinite)
 
     def _report_fault(
         self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any
@@ -230,12 +266,29 @@ class Watch:
 
     def _act(self) -> None:
         report, self._untold = self._untold, None
-        if report is None:
+        if report is None or not self._acts_on_reports():
             return
+        report = self._look_closer(report)
         if callable(self._options.on_nonfinite):
             self._options.on_nonfinite(report)
         elif self._options.on_nonfinite == "raise":
             raise NonFiniteError(report)
+
+    def _look_closer(self, report: Report) -> Report:
+        start, model = self._starts.get(threading.get_ident()), self._model()
+        if model is None or (start is None and self._options.output_dir is None):
+            return report
+        # Of faulty batches in a row the first tells most; and a disk is not filled with capsules.
+        is_news = report is self._failure or self._options.on_nonfinite == "raise"
+        if not is_news or self._looks >= _MAX_LOOKS:
+            return report
+        self._looks += 1
+        from .postmortem import post_mortem  # not before there is a failure: it brings many modules with it
+
+        closer = post_mortem(report, start, model, self._options.output_dir)
+        if self._failure is report:
+            self._failure = closer
+        return closer
 
     def _warn(self, frame: Frame) -> None:
         report = self._untold

@@ -1,0 +1,134 @@
+"""The faulty batch once more, each operation of the guilty call looked at: which one made the bad value, and where.
+
+The second run builds no graph and leaves nothing behind: `BatchStart.again` puts back what it changed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .batch_start import BatchStart
+from .damage import describe
+from .examination import Call, Examination, enrich
+from .finding import Finding
+from .lineage import Lineage
+from .observe import observe
+from .record import to_record
+from .scene import Scene, spell
+from .walk import call_leaves
+
+__all__ = ["Call", "Examination", "enrich", "examine"]
+
+
+def examine(start: BatchStart, finding: Finding, *, model: nn.Module) -> Examination:
+    """Run the batch of `finding` once more and see which operation made the bad value.
+
+    `model` is the watched root, in which the names of the finding are names. Takes one run of the batch, in which the
+    operations of the guilty module's calls are read, inputs and outputs; a value that was in a weight, a buffer or the
+    data is only described. Raises nothing of its own: what could not be done is a remark.
+    """
+    try:
+        if finding.origin in ("weight", "buffer"):
+            return _of_state(finding, model)
+        if finding.origin == "data":
+            return _of_data(start, finding, model)
+        if reason := _no_second_run():
+            return Examination(remarks=(f"the batch was not run a second time: {reason}",))
+        return _of_second_run(start, finding, model)
+    except Exception as error:
+        return Examination(remarks=(f"the finding could not be examined: {spell(error)}",))
+
+
+def _of_state(finding: Finding, model: nn.Module) -> Examination:
+    module = _module(model, finding.module)
+    own = {} if module is None else {**module._parameters, **module._buffers}
+    x = own.get(finding.label)
+    if x is None:
+        return Examination()
+    return Examination(extent=describe(x), index=_first_bad(x))
+
+
+def _of_data(start: BatchStart, finding: Finding, model: nn.Module) -> Examination:
+    bad = [
+        (label, x)
+        for label, x in call_leaves(start.args, start.kwargs)
+        if isinstance(x, Tensor) and to_record(observe(x, label, "input")).is_fault
+    ]
+    remarks = []
+    for label, x in bad:
+        words = describe(x)
+        remarks.append(f"{label} of the batch is not finite" + (f": {words}" if words else ""))
+        if any(x is given and x._version != version for _, given, version in start.versions):
+            remarks.append(f"{label} of the batch was written to, in place, since it began")
+    # Only of the outermost call is the label one of the batch's.
+    same = dict(bad).get(finding.label) if _module(model, finding.module) is start.module else None
+    if same is None:
+        return Examination(remarks=tuple(remarks))
+    return Examination(extent=describe(same), index=_first_bad(same), remarks=tuple(remarks))
+
+
+def _first_bad(x: Tensor) -> tuple[int, ...] | None:
+    health = observe(x, "", "output")[7]
+    return None if health is None else health.first_nonfinite
+
+
+def _no_second_run() -> str:
+    """Why there can be none, in words; else ""."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return f"in a job of {distributed.get_world_size()} processes it would wait for the others"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace is recording"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "it runs inside a torch.func transform"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    return ""
+
+
+def _of_second_run(start: BatchStart, finding: Finding, model: nn.Module) -> Examination:
+    suspect = _module(model, finding.module)
+    if suspect is None:
+        return Examination(remarks=(f"the model has no module {finding.module!r} any more",))
+    examined: nn.Module | None
+    name = finding.module if finding.origin == "produced" else finding.source_module
+    if name is None:
+        examined, name = start.module, _name(model, start.module)
+    else:
+        examined = _module(model, name)
+    if examined is None:
+        return Examination(remarks=(f"the model has no module {name!r} any more",))
+    scene = Scene(finding, suspect, examined, name, Lineage(_run.__code__))
+    failure = _run(scene, start)
+    if scene.found is not None:
+        return scene.found
+    if failure:
+        return Examination(remarks=(f"the second run of the batch raised {failure}", *start.doubts()))
+    if not scene.was_called:
+        scene.trouble.append(f"the second run did not call {finding.module or 'the root module'}")
+    if doubts := start.doubts():
+        doubts.insert(0, "the second run of the batch did not make the value again, which says little here")
+    return Examination(transient=None if doubts or scene.trouble else True, remarks=(*scene.trouble, *doubts))
+
+
+def _run(scene: Scene, start: BatchStart) -> str:
+    """Make the batch's outermost call again, with the scene in place; what it raised, in words, or ""."""
+    try:
+        with scene.in_place(), start.again() as call:
+            call()
+    except Exception as error:
+        return spell(error)
+    return ""
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    # By its path: a shared module has one name in named_modules, and which depends on the order of registration.
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _name(model: nn.Module, module: nn.Module) -> str:
+    return next((name for name, one in model.named_modules() if one is module), "")

@@ -1,0 +1,188 @@
+"""The calls of a second run in which a bad value is looked for, and what was seen of it there."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .batch_start import Autocast, RngState
+from .calls import _KINDS, ATTRIBUTE
+from .damage import describe
+from .examination import Call, Examination
+from .finding import Finding, value_of
+from .lineage import Lineage
+from .observe import observe
+from .record import Record, to_record
+from .walk import Leaf, call_leaves, leaves
+
+
+class _Guilty(NamedTuple):
+    """A call, and what shows whether it wrote to what it was given."""
+
+    call: Call
+    versions: list[tuple[str, Tensor, int]]
+
+    @classmethod
+    def of(cls, call: Call) -> _Guilty:
+        given = [(label, x) for label, x in call_leaves(call.args, call.kwargs) if isinstance(x, Tensor)]
+        return cls(call, [(label, x, x._version) for label, x in given if not x.is_inference()])
+
+    def remarks(self) -> list[str]:
+        """What was written to."""
+        return [
+            f"the call wrote to its {label}, in place: what it was given is no longer there"
+            for label, x, version in self.versions
+            if x._version != version
+        ]
+
+
+class _Thread(threading.local):
+    """The calls of the examined module that are under way in one thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Guilty] = []
+
+
+class Scene:
+    """The suspect, in whose record the bad value was seen, and the module whose calls are examined for what made it.
+
+    When the suspect produced the value they are one; else the examined module is the one that called the suspect.
+    """
+
+    def __init__(
+        self, finding: Finding, suspect: nn.Module, examined: nn.Module, name: str, lineage: Lineage
+    ) -> None:
+        self.found: Examination | None = None
+        self.was_called = False
+        self.trouble: list[str] = []
+        self._finding = finding
+        self._is_producer = finding.origin == "produced"
+        self._suspect = suspect
+        self._examined = examined
+        self._name = name
+        self._lineage = lineage
+        self._thread = _Thread()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the calls of both modules go through `run`."""
+        standing = []
+        try:
+            for module in {self._suspect, self._examined}:
+                before = module.__dict__.get(ATTRIBUTE)
+                module.__dict__[ATTRIBUTE] = ours = _SeenCall(self, module, before)
+                standing.append((module, before, ours))
+            yield
+        finally:
+            self._lineage.active = False
+            for module, before, ours in standing:
+                if module.__dict__.get(ATTRIBUTE) is ours:
+                    module.__dict__[ATTRIBUTE] = before
+                    if before is None:
+                        del module.__dict__[ATTRIBUTE]
+
+    def run(self, module: nn.Module, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make the call, and look at what the finding speaks of."""
+        if self.found is not None:
+            return target(*args, **kwargs)
+        under_way = self._thread.calls
+        own = None
+        if module is self._examined:
+            own = _Guilty.of(Call(self._name, module, args, kwargs, RngState.capture(), Autocast.capture()))
+        # A receiver that nobody called was called by the batch.
+        guilty = own if self._is_producer or not under_way else under_way[-1]
+        is_receiver = not self._is_producer and module is self._suspect
+        self.was_called = self.was_called or module is self._suspect
+        if is_receiver:
+            self._look(call_leaves(args, kwargs), guilty)
+        result = target(*args, **kwargs) if own is None else self._examine(own, target)
+        if self._is_producer:
+            self._look(leaves(result, "output"), guilty)
+        elif is_receiver:
+            # A record is made after the call, which may have spoilt its own input.
+            self._look(call_leaves(args, kwargs), guilty)
+        return result
+
+    def _examine(self, own: _Guilty, target: Callable[..., Any]) -> Any:
+        under_way = self._thread.calls
+        under_way.append(own)
+        try:
+            with nullcontext() if len(under_way) > 1 else self._lineage:
+                return target(*own.call.args, **own.call.kwargs)
+        finally:
+            under_way.pop()
+
+    def _look(self, given: list[Leaf], guilty: _Guilty | None) -> None:
+        """See whether the value of the finding is there; where it is, settle what made it."""
+        if self.found is not None or guilty is None:
+            return
+        try:
+            for label, x in given:
+                if label != self._finding.label or not isinstance(x, Tensor):
+                    continue
+                record = to_record(observe(x, label, "output" if self._is_producer else "input"))
+                # Where infinities are allowed, earlier calls may have had some.
+                if record.is_fault and ("nan" not in self._finding.value or "nan" in value_of(record)):
+                    self.found = self._settled(x, record, guilty)
+        except Exception as error:
+            self.trouble.append(f"{self._finding.label} could not be looked at: {spell(error)}")
+
+    def _settled(self, x: Tensor, record: Record, guilty: _Guilty) -> Examination:
+        step = self._lineage.origin(x, nan="nan" in value_of(record))
+        self._lineage.active = False
+        remarks = []
+        if step is None:
+            remarks.append("no operation that goes through PyTorch's dispatcher was seen to make the value")
+        elif step.meant:
+            remarks.append(
+                f"{step.operation} put {step.values} there, on purpose as it seems; if so, watch with"
+                f" allow_inf={self._finding.module!r}"
+            )
+        if self._lineage.trouble is not None:
+            remarks.append(self._lineage.trouble)
+        return Examination(
+            operation=None if step is None else step.operation,
+            source=None if step is None else step.source,
+            operands=() if step is None else step.operands,
+            transient=False,
+            extent=describe(x),
+            index=None if record.health is None else record.health.first_nonfinite,
+            remarks=(*remarks, *(() if step is None else step.remarks), *guilty.remarks()),
+            call=guilty.call,
+        )
+
+
+class _SeenCall:
+    """What stands in a module's `_compiled_call_impl` meanwhile: after the user's hooks, as a recorder sees a call."""
+
+    def __init__(self, scene: Scene, module: nn.Module, before: Any) -> None:
+        self._scene = scene
+        self._module = module
+        # Not through the recorders that stand there: what they count are the user's own calls.
+        while isinstance(before, _KINDS):
+            before = before.inner
+        self._target = module._call_impl if before is None else before
+
+    def __reduce__(self) -> Any:
+        """In a copy or a pickle of the module nothing stands here."""
+        return type(None), ()
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Make the call, on the scene."""
+        caller = sys._getframe(1)
+        module = caller.f_locals["self"] if caller.f_code.co_name == "_wrapped_call_impl" else self._module
+        if module is not self._module:
+            # A replica of DataParallel has a copy of the original's __dict__.
+            return module._call_impl(*args, **kwargs)
+        return self._scene.run(module, self._target, args, kwargs)
+
+
+def spell(error: Exception) -> str:
+    """The kind of an error and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -1,0 +1,49 @@
+"""Modules with a known culprit, and the examination of what goes wrong in them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanwatch.batch_start import BatchStart
+from nanwatch.finding import Finding
+from nanwatch.microscope import Examination, examine
+from nanwatch.watch import watch
+
+
+class Does(nn.Module):
+    """A module whose forward is the given function."""
+
+    def __init__(self, forward: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function = forward
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*self.parts, *args, **kwargs)
+
+
+def look(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Finding, Examination]:
+    """Watch one batch, then examine what was found."""
+    torch.manual_seed(5)
+    start = BatchStart.capture(model, args, kwargs)
+    with watch(model, on_nonfinite="record") as w:
+        model(*args, **kwargs)
+    finding = w.report().finding
+    assert finding is not None
+    return finding, examine(start, finding, model=model)
+
+
+def culprit(function: Callable[..., Any]) -> str:
+    """The line of the function that its author marked."""
+    lines, first = inspect.getsourcelines(function)
+    (line,) = [first + i for i, text in enumerate(lines) if "# culprit" in text]
+    return f"{inspect.getsourcefile(function)}:{line}"
+
+
+def exponential(x: Tensor) -> Tensor:
+    return torch.exp(x * 100)  # culprit
