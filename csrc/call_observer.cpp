@@ -10,16 +10,6 @@ constexpr int64_t kMaxLeaves = 4096;
 constexpr int kMaxDepth = 32;
 constexpr Py_ssize_t kMaxScalars = 64;
 
-const char* role_name(Role role) {
-  switch (role) {
-    case Role::weight: return "weight";
-    case Role::buffer: return "buffer";
-    case Role::input: return "input";
-    case Role::output: break;
-  }
-  return "output";
-}
-
 bool is_scalar(PyObject* value) {
   return value == Py_None || PyLong_Check(value) || PyFloat_Check(value) || PyUnicode_Check(value) ||
          PyBytes_Check(value);
@@ -120,6 +110,7 @@ RangeRow CallObserver::range_of(PyObject* object, const View& view, int64_t batc
 }
 
 bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame) {
+  const OutsideCompiler outside;
   const py::object text = string(labels_.text(label)), role_text = string(role_name(role));
   PyObject* row = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
                                                node.allow_inf ? Py_True : Py_False, nullptr);
@@ -211,6 +202,7 @@ struct CallObserver::Walk {
 
   // Python's own walk over a value: for limits, cycles and types that are not known here.
   bool slowly(PyObject* value, Labels::Id label) {
+    const OutsideCompiler outside;
     const py::object text = string(self.labels_.text(label));
     const py::object found = py::reinterpret_steal<py::object>(
         PyObject_CallFunctionObjArgs(self.helpers_.leaves.ptr(), value, text.ptr(), nullptr));
@@ -283,6 +275,7 @@ struct CallObserver::Walk {
 
   Labels::Id named(Labels::Id parent, PyObject* key) {
     return self.labels_.item(parent, key, [this](PyObject* k) -> std::string {
+      const OutsideCompiler outside;
       const py::object text = py::reinterpret_steal<py::object>(PyObject_CallOneArg(self.helpers_.spell_key.ptr(), k));
       const char* spelt = text ? PyUnicode_AsUTF8(text.ptr()) : nullptr;
       if (spelt != nullptr) return spelt;
@@ -310,14 +303,7 @@ struct CallObserver::Walk {
   // Adds the row of a part that is not entered; false.
   bool unwalked(Labels::Id label, const char* reason) {
     ++leaves;
-    const std::string note = std::string("not checked: ") + reason;
-    PyObject* row = Py_BuildValue("(sszszzzzs)", self.labels_.text(label).c_str(), role_name(role), nullptr, "",
-                                  nullptr, nullptr, nullptr, nullptr, note.c_str());
-    if (row != nullptr) {
-      frame->rows.push_back({label, role, Note::none, -1, 0, 0, {}, row});
-    } else {
-      PyErr_Clear();
-    }
+    self.unread(label, role, reason, frame);
     return false;
   }
 
@@ -335,6 +321,7 @@ struct CallObserver::Walk {
 CallObserver::Kind CallObserver::kind_of(PyTypeObject* type) {
   const auto found = kinds_.find(type);
   if (found != kinds_.end()) return found->second;
+  const OutsideCompiler outside;
   Kind kind = Kind::container;
   const py::handle handle(reinterpret_cast<PyObject*>(type));
   try {

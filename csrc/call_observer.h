@@ -6,8 +6,10 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <deque>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -17,6 +19,16 @@
 #include "seen.h"
 
 namespace nanwatch {
+
+inline const char* role_name(Role role) {
+  switch (role) {
+    case Role::weight: return "weight";
+    case Role::buffer: return "buffer";
+    case Role::input: return "input";
+    case Role::output: break;
+  }
+  return "output";
+}
 
 // Counts that do not depend on the machine.
 struct Counters {
@@ -70,10 +82,35 @@ struct Node {
     std::shared_ptr<WeightReading> seen;
     uint64_t key = 0;  // under which `seen` was found
   };
+  // One way this module is called in compiled code; see compiled_call.cpp.
+  struct Plan {
+    struct Value {
+      Slot slot;  // with the label
+      Role role;
+      char kind;
+      std::string reason;
+    };
+    std::string text, class_name;
+    std::vector<Value> values;
+  };
   std::string name, class_name;
   PyTypeObject* type = nullptr;  // borrowed and only compared: FSDP gives a module another class
   bool observed = true, allow_inf = false;
   std::vector<Slot> weights, buffers;
+  std::deque<std::shared_ptr<Plan>> plans;
+};
+
+// While Python code runs for the recorder. A call may be watched from inside torch.compile, and the compiler would
+// follow any Python code into its own traces.
+class OutsideCompiler {
+ public:
+  OutsideCompiler();
+  OutsideCompiler(const OutsideCompiler&) = delete;
+  OutsideCompiler& operator=(const OutsideCompiler&) = delete;
+  ~OutsideCompiler();
+
+ private:
+  PyObject* before_;  // owned
 };
 
 class CallObserver {
@@ -87,6 +124,10 @@ class CallObserver {
   // KeyboardInterrupt. `outermost`: of a call that watched code did not make, whose outputs are always read.
   bool observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
                FrameData* frame);
+
+  // The same for a call in compiled code, whose values come as `plan` says.
+  bool observe_compiled(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame);
+  std::shared_ptr<Node::Plan> plan_of(Node& node, std::string_view text);
 
   void forget_weights() { ++epoch_; }
   // Nothing is remembered of activations from batch to batch.
@@ -113,6 +154,8 @@ class CallObserver {
               FrameData* frame);
   bool rows(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
             FrameData* frame);
+  bool compiled_rows(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame);
+  void unread(Labels::Id label, Role role, const std::string& reason, FrameData* frame);
   bool row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame);
   RangeRow read(const at::Tensor& x, const View& view);
   RangeRow range_of(PyObject* object, const View& view, int64_t batch, Memory memory, Node::Slot* slot);

@@ -58,6 +58,7 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object l
 }
 
 CallRecorder::~CallRecorder() {
+  set_watch(-1);
   living().erase(id_);
 }
 
@@ -98,29 +99,11 @@ bool CallRecorder::is_traced(int64_t batch) const {
 
 // Calls the listener. False with the exception set if it raised: what the listener raises, the module call raises.
 bool CallRecorder::tell(const char* method, py::args arguments) {
+  const OutsideCompiler outside;
   const py::object bound = py::reinterpret_steal<py::object>(PyObject_GetAttrString(listener_.ptr(), method));
   if (!bound) return false;
   return bool(py::reinterpret_steal<py::object>(PyObject_CallObject(bound.ptr(), arguments.ptr())));
 }
-
-// While a call is looked at. Python code that runs meanwhile may call a watched module; that call is not recorded. The
-// frame is left empty in any case: it is thread-local, and Python objects in it would outlive the interpreter.
-class CallRecorder::Recording {
- public:
-  explicit Recording(Thread* thread) : thread_(thread) {
-    thread_->frame.clear();
-    thread_->recording = true;
-  }
-  Recording(const Recording&) = delete;
-  Recording& operator=(const Recording&) = delete;
-  ~Recording() {
-    thread_->recording = false;
-    thread_->frame.clear();
-  }
-
- private:
-  Thread* thread_;
-};
 
 bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs) {
   thread.args = args;
@@ -131,9 +114,10 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
   thread.batch = latest_batch_;
   thread.active = thread.batch % every_ == 0;
   if (thread.recomputed || !thread.active || !(tells_batch_start || is_traced(thread.batch))) return true;
-  const py::handle none = Py_None;
-  return tell("batch_started", py::make_tuple(thread.batch, is_traced(thread.batch), py::handle(module),
-                                              py::handle(args), kwargs != nullptr ? py::handle(kwargs) : none));
+  const auto or_none = [](PyObject* object) { return py::handle(object != nullptr ? object : Py_None); };
+  const py::object given = args != nullptr ? py::reinterpret_borrow<py::object>(args) : py::object(py::tuple());
+  return tell("batch_started",
+              py::make_tuple(thread.batch, is_traced(thread.batch), or_none(module), given, or_none(kwargs)));
 }
 
 // False with an exception set, the call's own if it has one: that matters more than what the listener raises.
@@ -153,6 +137,7 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
 
 PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs) {
   Thread& thread = this_thread();
+  if (thread.compiled && !thread.recording) abandon(thread);
   const bool outermost = thread.nodes.empty();
   if (thread.recording || (outermost && paused)) return PyObject_Call(target, args, kwargs);
   if (outermost && !begin_batch(thread, module, args, kwargs)) return nullptr;
@@ -181,6 +166,13 @@ bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObj
   frame.node = index;
   frame.recomputed = thread.recomputed;
   if (!observer_.observe(node, module, args, kwargs, output, thread.nodes.empty(), &frame)) return false;
+  return thread.nodes.empty() ? finish(thread, int32_t(kNoCaller), args)
+                              : finish(thread, thread.nodes.back(), thread.args);
+}
+
+// Keeps the frame that was made and tells of it. `args` are the outermost call's.
+bool CallRecorder::finish(Thread& thread, int32_t caller_node, PyObject* args) {
+  FrameData& frame = thread.frame;
   ++observer_.counters.frames;
   const bool has_fault = frame.has_fault;
   ring_.push(frame);
@@ -191,10 +183,10 @@ bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObj
   if (is_traced(thread.batch) && !tell("frame_recorded", py::make_tuple(seen))) return false;
   if (!has_fault) return true;
   const py::object caller =
-      thread.nodes.empty() ? py::object(py::none()) : py::object(py::str(nodes_[size_t(thread.nodes.back())]->name));
+      caller_node == kNoCaller ? py::object(py::none()) : py::object(py::str(nodes_[size_t(caller_node)]->name));
   const py::handle none = Py_None;
   // The outermost call's arguments are still on the stack of whoever made it.
-  return tell("fault", py::make_tuple(seen, caller, thread.nodes.empty() ? py::handle(args) : py::handle(thread.args),
+  return tell("fault", py::make_tuple(seen, caller, py::handle(args),
                                       thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
 }
 

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "call_observer.h"
@@ -23,6 +24,18 @@ class CallRecorder {
   // set, as in the C API.
   PyObject* run(int32_t node, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs);
 
+  // The same for a call in compiled code, which is told of from inside the graph; see compiled_call.cpp. These throw
+  // error_already_set. `begin` is for a call that no watched call of the same graph has made, and whose caller is then
+  // kNoCaller.
+  static constexpr int64_t kNoCaller = -1;
+  void begin_compiled(int64_t node, at::TensorList tensors);
+  void adopt_compiled(int64_t node);  // as `begin`, of a call whose end nothing will tell
+  void record_compiled(int64_t node, int64_t caller, std::string_view plan, at::TensorList tensors);
+
+  // By which compiled code finds this recorder; below 0 it does not.
+  int64_t watch() const { return watch_; }
+  void set_watch(int64_t watch);
+
   pybind11::list frames() const;
   CallObserver& observer() { return observer_; }
   int64_t latest_batch() const { return latest_batch_; }
@@ -42,8 +55,11 @@ class CallRecorder {
     std::vector<int32_t> nodes = {};
     int64_t batch = 0;
     bool recomputed = false, active = false;
+    bool compiled = false;   // the outermost call runs in compiled code, whose end an exception leaves out
+    bool adopted = false;    // and a normal return too
     bool recording = false;  // Python code called from here may call a watched module: that call is not recorded
     PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call, which keeps them alive
+    PyObject* given = nullptr;                    // owned; weak references to what a compiled outermost call was given
     FrameData frame = {};
   };
 
@@ -53,6 +69,9 @@ class CallRecorder {
   bool begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs);
   bool end_batch(Thread& thread, bool completed);
   bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
+  bool finish(Thread& thread, int32_t caller, PyObject* args);
+  void abandon(Thread& thread);
+  bool end_compiled(Thread& thread, bool completed);
   bool tell(const char* method, pybind11::args arguments);
   bool is_traced(int64_t batch) const;
   pybind11::object to_python(const FrameData& frame) const;
@@ -64,8 +83,27 @@ class CallRecorder {
   std::vector<int64_t> traced_;  // sorted
   bool measures_time_;
   std::vector<std::unique_ptr<Node>> nodes_;
-  int64_t next_batch_ = 0, latest_batch_ = -1;
+  int64_t next_batch_ = 0, latest_batch_ = -1, watch_ = -1;
   const uint64_t id_;  // never reused, unlike an address
+};
+
+// While a call is looked at. Python code that runs meanwhile may call a watched module; that call is not recorded. The
+// frame is left empty in any case: it is thread-local, and Python objects in it would outlive the interpreter.
+class CallRecorder::Recording {
+ public:
+  explicit Recording(Thread* thread) : thread_(thread) {
+    thread_->frame.clear();
+    thread_->recording = true;
+  }
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+  ~Recording() {
+    thread_->recording = false;
+    thread_->frame.clear();
+  }
+
+ private:
+  Thread* thread_;
 };
 
 // Adds CallRecorder and WatchedCall to the module.

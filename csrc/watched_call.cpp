@@ -211,6 +211,13 @@ void bind_recorder(py::module_& m) {
       .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("type"), py::arg("observed"),
            py::arg("allow_inf"))
       .def("frames", &CallRecorder::frames)
+      .def("begin_compiled", [](CallRecorder& self, int64_t node,
+                                const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, tensors); })
+      .def("adopt_compiled", &CallRecorder::adopt_compiled)
+      .def("record_compiled",
+           [](CallRecorder& self, int64_t node, int64_t caller, const std::string& plan,
+              const std::vector<at::Tensor>& tensors) { self.record_compiled(node, caller, plan, tensors); })
+      .def_property("watch", &CallRecorder::watch, &CallRecorder::set_watch)
       .def("forget_tensors", [](CallRecorder& self) { self.observer().forget_tensors(); })
       .def("forget_weights", [](CallRecorder& self) { self.observer().forget_weights(); })
       .def_readwrite("paused", &CallRecorder::paused)

@@ -9,19 +9,17 @@ A row is a measurement, not a function to differentiate: the autograd keys fall 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _reference
+from . import _live, _reference
 
 _library = torch.library.Library("nanwatch", "DEF")
 
 
-def _define(
-    schema: str, fallback: Callable[..., Tensor], fake: Callable[..., Tensor]
-) -> Callable[..., Tensor]:
+def _define(schema: str, fallback: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Registers one operator and returns its overload: resolving `torch.ops.nanwatch.name` costs as much again."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -30,7 +28,8 @@ def _define(
     for key in ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA"):
         _library.impl(name, fallback, key)
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    return cast("Callable[..., Tensor]", getattr(torch.ops.nanwatch, name).default)
+    overload: Callable[..., Any] = getattr(torch.ops.nanwatch, name).default
+    return overload
 
 
 def _row(x: Tensor, *shape: int) -> Tensor:
@@ -60,16 +59,35 @@ def _fake_health(x: Tensor) -> Tensor:
 _health = _define("health(Tensor x) -> Tensor", _reference.health, _fake_health)
 
 
+def _fake_nothing(*_: object) -> None:
+    """Of what these two write, the number of calls so far, nobody reads the value."""
+
+
+# No argument is called `node` or `self`: Inductor hands an operator's arguments on by name, among names of its own.
+begin_ = _define(
+    "begin_(Tensor(a!) sequence, int watch, int callee, Tensor[] tensors) -> ()", _live.begin, _fake_nothing
+)
+
+record_ = _define(
+    "record_(Tensor(a!) sequence, int watch, int callee, int caller, str plan, Tensor[] tensors) -> ()",
+    _live.record,
+    _fake_nothing,
+)
+
+
 def abs_range(x: Tensor) -> Tensor:
     """`(abs_min, abs_max, isfinite)` of `x`: shape (3,), float64 (float32 on mps), on x's device, no sync."""
-    return _abs_range(x)
+    row: Tensor = _abs_range(x)
+    return row
 
 
 def abs_ranges(xs: Sequence[Tensor]) -> Tensor:
     """One `abs_range` row per tensor: shape (n, 3), float64, on the one device all of `xs` are on, no sync."""
-    return _abs_ranges(list(xs))
+    rows: Tensor = _abs_ranges(list(xs))
+    return rows
 
 
 def health(x: Tensor) -> Tensor:
     """The range and the counts of `x`: shape (11,), columns as in `_reference.health`, on x's device, no sync."""
-    return _health(x)
+    row: Tensor = _health(x)
+    return row

@@ -13,12 +13,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import _extension
+from . import _extension, _live, compiled
 from .recorder import PythonRecorder
 
 ATTRIBUTE = "_compiled_call_impl"
@@ -49,7 +50,7 @@ class PythonWatchedCall:
         # A replica for DataParallel has a copy of the original's __dict__, and with it this very object: only the
         # frame of nn.Module.__call__ knows which of them calls.
         caller = sys._getframe(1)
-        own = self.module
+        own = self._module()  # not the property: torch.compile would follow it
         module = caller.f_locals["self"] if caller.f_code.co_name == "_wrapped_call_impl" else own
         if module is None:
             raise ReferenceError("nanwatch: the watched module of this call no longer exists")
@@ -86,12 +87,22 @@ def _watched_call(recorder: Any, module: nn.Module, inner: Any, node: int) -> An
     return NativeWatchedCall(recorder, module, inner, node)
 
 
+def chain(module: nn.Module) -> list[Any]:
+    """The watched calls in the module's place, the outermost first."""
+    found = []
+    current: Any = module.__dict__.get(ATTRIBUTE)
+    while isinstance(current, _KINDS):
+        found.append(current)
+        current = current.inner
+    return found
+
+
 class Attachment:
     """A recorder on the modules of one model, until `remove`.
 
     `observed(name)` says whether the calls of a module are recorded; the calls of the others only mark where a batch
-    begins. `allow_inf(name)` says whether infinities in them are meant. Modules registered later in one of the
-    watched modules are watched too.
+    begins. `allow_inf(name)` says whether infinities in them are meant. `parts` are the letters of what is looked at:
+    weights, buffers, inputs, outputs. Modules registered later in one of the watched modules are watched too.
     """
 
     def __init__(
@@ -100,12 +111,20 @@ class Attachment:
         recorder: Any,
         observed: Callable[[str], bool],
         allow_inf: Callable[[str], bool],
+        parts: str = "wbio",
     ) -> None:
         self._recorder = recorder
+        self._parts = parts
+        self._watch = _live.enter(model, recorder)
+        # What the operators in compiled code are said to write; see _ops.record_.
+        with torch.inference_mode(False):
+            self._sequence = torch.zeros(1, dtype=torch.int64, device="cpu")
+        compiled.install(model)
         self._observed = observed
         self._allow_inf = allow_inf
         # Not the calls themselves: a second reference to one is how it knows that its module's __dict__ was copied.
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._nodes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         for name, module in model.named_modules():
             self._add(name, module)
         # torch's registries are global and outlive this: what they hold must not keep it, or the model, alive.
@@ -129,12 +148,22 @@ class Attachment:
     def _add(self, name: str, module: nn.Module) -> None:
         if module in self._names:
             return
-        node = self._recorder.add_node(name, type(module), self._observed(name), self._allow_inf(name))
-        # Not by setattr: a ScriptModule, or a class with a __setattr__ of its own, would make an attribute of it.
-        module.__dict__[ATTRIBUTE] = _watched_call(
-            self._recorder, module, module.__dict__.get(ATTRIBUTE), node
-        )
         self._names[module] = name
+        self._nodes[module] = self._recorder.add_node(
+            name, type(module), self._observed(name), self._allow_inf(name)
+        )
+        self._link(module)
+
+    def _link(self, module: nn.Module) -> None:
+        node = self._nodes[module]
+        call = _watched_call(self._recorder, module, module.__dict__.get(ATTRIBUTE), node)
+        # For compiled code; `site` is the same as a word, by which Dynamo knows that the place is as it was.
+        call.attachment = weakref.ref(self)
+        call.place = (self._watch, node, self._parts if self._observed(self._names[module]) else "")
+        call.site = f"{self._watch}.{node}.{call.place[2]}"
+        call.sequence = self._sequence
+        # Not by setattr: a ScriptModule, or a class with a __setattr__ of its own, would make an attribute of it.
+        module.__dict__[ATTRIBUTE] = call
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         prefix = self._names.get(parent)
@@ -147,9 +176,19 @@ class Attachment:
         """The names of modules whose place somebody else has taken, as `module.compile()` does."""
         return [name for module, name in self._names.items() if not _is_linked(module, self._recorder)]
 
+    def relink(self) -> None:
+        """Stand before what `module.compile()` has put in the place since. Called while such a module is compiled."""
+        for module, name in list(self._names.items()):
+            if ATTRIBUTE in module.__dict__ and not _is_linked(module, self._recorder):
+                self._link(module)
+                if name == "":
+                    # Its call is under way, and went past its place.
+                    self._recorder.adopt_compiled(self._nodes[module])
+
     def remove(self) -> None:
         """Leave every module as it was found. A second time does nothing."""
         self._recorder.paused = True
+        _live.leave(self._recorder)
         self._recorder.forget_tensors()
         _remove_all(self._handles)
         for module in list(self._names):

@@ -98,7 +98,8 @@ class _Search:
         module = self.modules[self.guilty]
         alone = self._run(lambda: run_in_fp32(module))
         if not self.seen.calls:
-            self.seen = alone
+            # A trial that raised has not seen the guilty call to its end.
+            self.seen = alone if alone.error is None else self._run()
             if not self._is_narrow():
                 return
         works = self._judge(self._in_float32(self.guilty), alone, expected=True)

@@ -25,11 +25,11 @@ _T = TypeVar("_T")
 
 
 def post_mortem(
-    report: Report, start: BatchStart | None, model: nn.Module, output_dir: Path | None
+    report: Report, start: BatchStart | None, model: nn.Module, output_dir: Path | None, *, examines: bool
 ) -> Report:
-    """The report with what a second run of the batch shows, and written to `output_dir` if there is one.
+    """The report with what a second run of the batch shows, if it `examines`, and written to `output_dir` if any.
 
-    `start` is None where the batch cannot be run again; then it is only written.
+    `start` is None where the batch cannot be run again.
     """
     first = report.finding
     if first is None:
@@ -37,6 +37,10 @@ def post_mortem(
     finding = first
     remarks: list[str] = []
     examination: Examination | None = None
+    if not examines:
+        start = None
+    elif start is None:
+        remarks.append("the batch was not run a second time: its outermost call lies in compiled code")
     if start is not None:
         examination = _attempt("the closer look", lambda: examine(start, first, model=model), remarks)
         if examination is not None:

@@ -7,8 +7,9 @@ was last read, and PythonRecorder, the plain one, which reads everything. Tests 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from . import _extension
 from .frame import FrameRows
 from .observe import observe
-from .record import Row, is_fault
-from .walk import call_leaves, is_container, leaves, spell_key
+from .record import Role, Row, is_fault
+from .walk import Unwalked, call_leaves, is_container, leaves, spell_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,9 @@ class Listener(Protocol):
     """Who is told. What these raise, the module call raises."""
 
     def batch_started(
-        self, batch: int, traced: bool, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+        self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> None:
-        """The call `module(*args, **kwargs)` begins a batch (kwargs may be None).
+        """The call `module(*args, **kwargs)` begins a batch (kwargs may be None; all are unknown in compiled code).
 
         Told of the batches that are looked at: of all while `tells_batch_start` is set, else of the traced ones.
         """
@@ -72,6 +73,7 @@ class Recorder(Protocol):
     paused: bool
     tells_batch_start: bool
     tells_batch_end: bool
+    watch: int  # by which compiled code finds it; see _live
 
     @property
     def latest_batch(self) -> int:
@@ -93,6 +95,20 @@ class Recorder(Protocol):
     def forget_tensors(self) -> None:
         """Let go of all that is remembered of tensors."""
 
+    def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
+        """A call in compiled code begins that no watched call of the same graph made; see `_ops.begin_`."""
+
+    def adopt_compiled(self, callee: int) -> None:
+        """As begin_compiled, of a call whose end nothing will tell: the next batch ends it."""
+
+    def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
+        """A call in compiled code has ended; see `_ops.record_`."""
+
+
+# A call may be watched from inside torch.compile, which follows every Python frame, so also those of the recorder. With
+# None it follows nothing; what it was comes back.
+_set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+
 
 class _Thread(threading.local):
     """The calls under way in one thread, outermost first."""
@@ -103,6 +119,9 @@ class _Thread(threading.local):
         self.recomputed = False
         self.recording = False  # what is told of a call may make others: they are not recorded
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
+        # Of an outermost call in compiled code, whose end an exception leaves out: what it was given.
+        self.compiled: list[weakref.ref[Tensor]] | None = None
+        self.adopted = False  # and a normal return too
 
     @contextmanager
     def is_recording(self) -> Iterator[None]:
@@ -127,6 +146,7 @@ class PythonRecorder:
         self.paused = False
         self.tells_batch_start = False
         self.tells_batch_end = False
+        self.watch = -1
         self.latest_batch = -1
         self.counters = dict.fromkeys(
             ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits"), 0
@@ -156,33 +176,102 @@ class PythonRecorder:
     def run(self, number: int, module: nn.Module, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make the call `target(*args, **kwargs)` of `module` and record it."""
         thread = self._thread
+        if thread.compiled is not None and not thread.recording:
+            self._end_compiled(thread, thread.adopted)
         outermost = not thread.names
         if thread.recording or (outermost and self.paused):
             return target(*args, **kwargs)
         if outermost:
-            self._begin_batch(thread, module, args, kwargs)
+            compiler = _set_compiler(None)
+            try:
+                self._begin_batch(thread, module, args, kwargs)
+            finally:
+                _set_compiler(compiler)
         node = self._nodes[number]
         thread.names.append(node.name)
         self.counters["calls"] += 1
         completed = False
+        compiler = None
         try:
             try:
                 output = target(*args, **kwargs)
             finally:
+                compiler = _set_compiler(None)
                 thread.names.pop()
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
                 with thread.is_recording():
-                    self._record(thread, node, module, args, kwargs, output)
+                    rows = self._rows(node, module, args, kwargs, output)
+                    caller = thread.names[-1] if thread.names else None
+                    self._keep(thread, node.name, type(module).__name__, rows, caller)
             completed = True
         finally:
-            if outermost:
-                thread.given = ((), None)
-                if self.tells_batch_end and not thread.recomputed:
-                    with thread.is_recording():
-                        self._listener.batch_ended(thread.batch, completed)
+            try:
+                if outermost:
+                    thread.given = ((), None)
+                    self._end_batch(thread, completed)
+            finally:
+                _set_compiler(compiler)
         return output
 
-    def _begin_batch(self, thread: _Thread, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
+        """See Recorder."""
+        thread = self._thread
+        if thread.adopted or thread.recording:
+            return
+        if thread.compiled is not None:
+            self._end_compiled(thread, completed=False)
+        if thread.names or self.paused or not 0 <= callee < len(self._nodes):
+            return
+        self._begin_batch(thread, None, (), None)
+        thread.names.append(self._nodes[callee].name)
+        thread.compiled = [weakref.ref(x) for x in tensors]
+
+    def adopt_compiled(self, callee: int) -> None:
+        """See Recorder."""
+        self.begin_compiled(callee, ())
+        self._thread.adopted = self._thread.compiled is not None
+
+    def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
+        """See Recorder."""
+        thread = self._thread
+        if not thread.names or thread.recording or not 0 <= callee < len(self._nodes):
+            return
+        ends = thread.compiled is not None and not thread.adopted and caller < 0
+        if ends:
+            thread.names.pop()
+        self.counters["calls"] += 1
+        node = self._nodes[callee]
+        completed = False
+        try:
+            if node.observed and not self.paused and thread.batch % self._settings.every == 0:
+                class_name, rows = planned_rows(plan, tensors, node.allow_inf)
+                self._count(rows)
+                if thread.compiled is not None:
+                    thread.given = (tuple(x for one in thread.compiled if (x := one()) is not None), None)
+                outer = (
+                    self._nodes[caller].name if caller >= 0 else thread.names[-1] if thread.names else None
+                )
+                with thread.is_recording():
+                    self._keep(thread, node.name, class_name, rows, outer)
+            completed = True
+        finally:
+            if thread.compiled is not None:
+                thread.given = ((), None)
+                if ends or not completed:
+                    self._end_compiled(thread, completed)
+
+    def _end_compiled(self, thread: _Thread, completed: bool) -> None:
+        thread.names.clear()
+        thread.compiled = None
+        thread.adopted = False
+        self._end_batch(thread, completed)
+
+    def _end_batch(self, thread: _Thread, completed: bool) -> None:
+        if self.tells_batch_end and not thread.recomputed:
+            with thread.is_recording():
+                self._listener.batch_ended(thread.batch, completed)
+
+    def _begin_batch(self, thread: _Thread, module: nn.Module | None, args: Any, kwargs: Any) -> None:
         thread.given = (args, kwargs or None)
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
         thread.recomputed = torch._C._current_graph_task_id() != -1
@@ -194,17 +283,13 @@ class PythonRecorder:
         if looked_at and (traced or self.tells_batch_start):
             self._listener.batch_started(thread.batch, traced, module, *thread.given)
 
-    def _record(
-        self, thread: _Thread, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
-        rows = self._rows(node, module, args, kwargs, output)
-        frame = FrameRows(thread.batch, node.name, type(module).__name__, rows, thread.recomputed)
+    def _keep(self, thread: _Thread, name: str, class_name: str, rows: list[Row], caller: str | None) -> None:
+        frame = FrameRows(thread.batch, name, class_name, rows, thread.recomputed)
         self._frames.append(frame)
         self.counters["frames"] += 1
         if thread.batch in self._traced:
             self._listener.frame_recorded(frame)
         if any(map(is_fault, rows)):
-            caller = thread.names[-1] if thread.names else None
             self._listener.fault(frame, caller, *thread.given)
 
     def _rows(self, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any) -> list[Row]:
@@ -220,10 +305,34 @@ class PythonRecorder:
             found += [observe(x, label, "input", allow_inf) for label, x in call_leaves(args, kwargs)]
         if settings.outputs:
             found += [observe(x, label, "output", allow_inf) for label, x in leaves(output, "output")]
-        read = sum(row[6] is not None for row in found)
+        self._count(found)
+        return found
+
+    def _count(self, rows: list[Row]) -> None:
+        read = sum(row[6] is not None for row in rows)
         self.counters["tensors"] += read
         self.counters["tensors_read"] += read
-        return found
+
+
+_ROLES: dict[str, Role] = {"w": "weight", "b": "buffer", "i": "input", "o": "output"}
+_VALUES: dict[str, Any] = {"n": None, "x": 0}
+
+
+def planned_rows(plan: str, tensors: Sequence[Tensor], allow_inf: bool) -> tuple[str, list[Row]]:
+    """The class and the rows of a call in compiled code; csrc/compiled_call.cpp says what a plan is."""
+    class_name, *lines = plan.split("\n")
+    left, own = iter(tensors), set()
+    rows: list[Row] = []
+    for line in lines:
+        role, kind = _ROLES[line[0]], line[1]
+        label, _, reason = line[3:].partition("\t")
+        value = next(left) if kind == "t" else Unwalked(reason) if kind == "u" else _VALUES[kind]
+        if kind == "t" and role in ("weight", "buffer"):
+            if id(value) in own:
+                continue
+            own.add(id(value))
+        rows.append(observe(value, label, role, allow_inf))
+    return class_name, rows
 
 
 def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:

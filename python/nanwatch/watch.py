@@ -17,6 +17,7 @@ from torch import nn
 from . import text
 from .batch_start import BatchStart
 from .calls import Attachment
+from .compiled import original_module
 from .errors import BatchLimitError, NonFiniteError
 from .finding import find
 from .frame import Frame, FrameRows
@@ -55,7 +56,7 @@ def watch(
     """Start to watch `model` and return the Watch, which is also a context manager.
 
     Args:
-        model: any nn.Module; modules registered in it later are watched too.
+        model: any nn.Module, also one that torch.compile made; modules registered in it later are watched too.
         max_frames: how many of the latest frames to keep.
         on_nonfinite: "raise" a NonFiniteError, "warn" once a batch for every module that holds a non-finite value,
             only "record", or a callable that gets the Report of each faulty batch.
@@ -82,6 +83,7 @@ def watch(
     """
     check_names(unknown)
     check_model(model)
+    model = original_module(model)
     given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
     options = check_options([name for name, _ in model.named_modules()], given)
     return Watch(model, options, measure_time=_measure_time, verify_hits=_verify_hits)
@@ -133,7 +135,14 @@ class Watch:
         self._recorder.tells_batch_end = self._awaits_batch_end()
         self._attachment: Attachment | None = None
         if options.enabled:
-            self._attachment = Attachment(model, self._recorder, options.observes, options.allows_inf)
+            parts = {"w": options.weights, "b": options.buffers, "i": options.inputs, "o": options.outputs}
+            self._attachment = Attachment(
+                model,
+                self._recorder,
+                options.observes,
+                options.allows_inf,
+                "".join(letter for letter, wanted in parts.items() if wanted),
+            )
 
     def __enter__(self) -> Watch:
         return self
@@ -197,10 +206,10 @@ class Watch:
     # What follows is called by the recorder; see Listener.
 
     def batch_started(
-        self, batch: int, traced: bool, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+        self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> None:
         """Keep what a second run would need; print the header of a traced batch."""
-        if self._examines:
+        if self._examines and module is not None:
             try:
                 self._starts[threading.get_ident()] = BatchStart.capture(module, args, kwargs)
             except Exception:
@@ -276,16 +285,22 @@ class Watch:
 
     def _look_closer(self, report: Report) -> Report:
         start, model = self._starts.get(threading.get_ident()), self._model()
-        if model is None or (start is None and self._options.output_dir is None):
+        if model is None or not (self._examines or self._options.output_dir is not None):
             return report
         # Of faulty batches in a row the first tells most; and a disk is not filled with capsules.
         is_news = report is self._failure or self._options.on_nonfinite == "raise"
         if not is_news or self._looks >= _MAX_LOOKS:
             return report
         self._looks += 1
-        from .postmortem import post_mortem  # not before there is a failure: it brings many modules with it
+        try:
+            from .postmortem import (
+                post_mortem,
+            )  # not before there is a failure: it brings many modules with it
 
-        closer = post_mortem(report, start, model, self._options.output_dir)
+            closer = post_mortem(report, start, model, self._options.output_dir, examines=self._examines)
+        except Exception as error:  # the first report is not lost for the second
+            _warn_of_trouble(error)
+            return report
         if self._failure is report:
             self._failure = closer
         return closer
@@ -304,6 +319,14 @@ class Watch:
             listed = ", ".join(f"{name or 'the model'} {count} more" for name, count in repeats.items())
             warnings.warn(f"batch {batch}, further faulty calls: {listed}", RuntimeWarning, stacklevel=2)
         self._faults = {}
+
+
+def _warn_of_trouble(error: Exception) -> None:
+    warnings.warn(
+        f"nanwatch could not look closer at a failure: {type(error).__name__}: {error}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _rank() -> int:

@@ -1,0 +1,210 @@
+"""How torch.compile is made to see that a module is watched.
+
+Dynamo, the part of torch.compile that reads Python code, goes from a module straight to its `forward`: to watch a
+module does not change what it reads. `install` makes it put operators into the graph where watched modules are called
+(dynamo_values.py). They run in the order of the calls; each finds its recorder by number (_live.py), looks, makes its
+frame and raises as a call in the interpreter does (csrc/compiled_call.cpp).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import warnings
+import weakref
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._live import NOBODY
+from .dynamo_values import Site, given_leaves, output_leaves, own_leaves, put_begin, put_record
+
+_DYNAMO = "torch._dynamo"
+
+_installed = False
+_warned = False
+# What Dynamo had followed before. Nothing in such a graph tells it that its modules are watched now.
+_unexpecting: weakref.WeakSet[CodeType] = weakref.WeakSet()
+
+
+def install(model: nn.Module) -> None:
+    """Make Dynamo see watched modules: at once, or when it is imported, which takes a second and may never happen.
+
+    What was compiled of `model` before that is compiled again.
+    """
+    global _installed
+    if not _installed:
+        _installed = True
+        if _DYNAMO in sys.modules:
+            _change_dynamo()
+        else:
+            sys.meta_path.insert(0, _WhenImported())
+    if _unexpecting:
+        _forget_traces(model)
+
+
+def original_module(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` stands for; any other one itself."""
+    kind = type(model)
+    if (kind.__module__, kind.__name__) == ("torch._dynamo.eval_frame", "OptimizedModule"):
+        inner = model._modules["_orig_mod"]
+        return model if inner is None else inner
+    return model
+
+
+class _WhenImported:
+    """Changes Dynamo as soon as it is imported, and is gone."""
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
+        if name != _DYNAMO:
+            return None
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _change_dynamo()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _change_dynamo() -> None:
+    try:
+        _follow_watched_calls()
+    except Exception as error:
+        _warn(f"nothing inside torch.compile is seen with torch {torch.__version__}", error)
+
+
+def _warn(what: str, error: Exception) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(f"nanwatch: {what} ({type(error).__name__}: {error})", RuntimeWarning, stacklevel=3)
+
+
+def _follow_watched_calls() -> None:
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.eval_frame import skip_code
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+    from . import calls, recorder
+
+    _unexpecting.update(code for reference in input_codes.seen if (code := reference()) is not None)
+    # The interpreter's own way through a watched module, where there is no compiled part, is not to be compiled itself.
+    for function in (calls.PythonWatchedCall.__call__, recorder.PythonRecorder.run):
+        skip_code(function.__code__)
+    original: Any = UnspecializedNNModuleVariable.call_function
+
+    @functools.wraps(original)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        sites: list[Site] = []
+        with _Doubtful(self.value):
+            sites = _sites(self, tx)
+            for site in reversed(sites):
+                put_begin(tx, site, given_leaves(args, kwargs))
+        under_way = _under_way(tx)
+        if sites:
+            under_way.append(self.value)
+        try:
+            output = original(self, tx, args, kwargs)
+        finally:
+            if sites:
+                under_way.pop()
+        with _Doubtful(self.value):
+            for site in sites:
+                found = own_leaves(tx, self) + given_leaves(args, kwargs) + output_leaves(output)
+                put_record(tx, site, found)
+        return output
+
+    UnspecializedNNModuleVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+class _Doubtful:
+    """Where Dynamo is not as expected: a module that is not seen does less harm than a model that does not compile."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._class_name = type(module).__name__
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        from torch._dynamo.exc import TorchDynamoException
+
+        if not isinstance(error, Exception) or isinstance(error, TorchDynamoException):
+            return False  # which is how Dynamo itself starts anew, or leaves code to the interpreter
+        _warn(f"the calls of {self._class_name} inside torch.compile are not seen", error)
+        return True
+
+
+def _under_way(tx: Any) -> list[nn.Module]:
+    """The watched calls that this trace is inside of, outermost first."""
+    under_way: list[nn.Module] = tx.output.__dict__.setdefault("_nanwatch_under_way", [])
+    return under_way
+
+
+def _sites(variable: Any, tx: Any) -> list[Site]:
+    """A Site for every recorder that watches the module, the innermost first."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+
+    from .calls import ATTRIBUTE, chain
+
+    module: nn.Module = variable.value
+    if tx.output.export or torch.compiler.is_exporting():
+        return []
+    calls = chain(module)
+    if not calls:
+        if variable.source is not None and ATTRIBUTE not in module.__dict__:
+            # So that a watch that begins later is noticed.
+            absent = functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=ATTRIBUTE)
+            install_guard(variable.source.make_guard(absent))
+        return []
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return []  # values inside vmap and grad cannot be looked at
+    if not _under_way(tx):
+        for call in calls:
+            if (attachment := call.attachment()) is not None:
+                attachment.relink()
+        calls = chain(module)
+    sites: list[Site] = []
+    place = variable.var_getattr(tx, ATTRIBUTE)
+    for call in calls:
+        # `site` says which recorder, module and options this is. It is guarded on; what is in it are constants.
+        place.var_getattr(tx, "site").as_python_constant()
+        watch, node, parts = call.place
+        caller = _caller(_under_way(tx), call)
+        sites.append(
+            Site(place.var_getattr(tx, "sequence"), watch, node, caller, type(module).__name__, parts)
+        )
+        place = place.var_getattr(tx, "inner")
+    return sites[::-1]
+
+
+def _caller(under_way: list[nn.Module], call: Any) -> int:
+    from .calls import chain
+
+    for module in reversed(under_way):
+        for other in chain(module):
+            if other.recorder is call.recorder:
+                return int(other.place[1])
+    return NOBODY
+
+
+def _forget_traces(model: nn.Module) -> None:
+    """Drop what was compiled of the model before Dynamo expected a watch: it is traced anew."""
+    from torch._dynamo import external_utils
+    from torch._dynamo.eval_frame import remove_from_cache
+
+    codes: set[Any] = {getattr(type(module).forward, "__code__", None) for module in model.modules()}
+    # Modules of torch.nn are compiled behind a function of Dynamo's, one for all of them.
+    codes.add(getattr(external_utils.wrap_inline(_forget_traces), "__code__", None))
+    for code in codes & set(_unexpecting):
+        _unexpecting.discard(code)
+        remove_from_cache(code)
