@@ -15,26 +15,29 @@ OFFLINE ?= 0
 ARGS ?=
 
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
-FORMATTED := $(CXX_SOURCES) $(wildcard benchmarks/*.cpp tests/*/*.cpp tests/*/*.h)
+FORMATTED := $(CXX_SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*.cu tests/*/*.cpp tests/*/*.h tests/*/*.cu)
 MARKS := not cuda$(if $(filter 1,$(SLOW)),, and not slow)
 
 ifeq ($(OFFLINE),1)
-  PY := PYTHONPATH=$(CURDIR)/python $(PYTHON)
+  PYTHON_ENVIRONMENT := PYTHONPATH=$(CURDIR)/python
+  PY_ONLY := $(PYTHON)
   STAMPS := build/stamps-offline
   READY := $(STAMPS)/native
   BUILD_NEEDS := $(STAMPS)/checked
   TOOL := $(PYTHON) -m
   CLANG_FORMAT := clang-format
 else
-  PY := $(VENV)/bin/python
+  PYTHON_ENVIRONMENT :=
+  PY_ONLY := $(VENV)/bin/python
   STAMPS := $(VENV)/.stamps
   READY := $(STAMPS)/package
   BUILD_NEEDS := $(STAMPS)/torch
   TOOL := $(VENV)/bin/python -m
   CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
+PY := $(PYTHON_ENVIRONMENT) $(PY_ONLY)
 
-.PHONY: all demo test test-gpu lint format bench selfcheck clean distclean
+.PHONY: all demo test test-gpu sanitize lint format bench bench-gpu selfcheck clean distclean
 all: $(READY)
 
 demo: $(READY)
@@ -47,6 +50,17 @@ test: lint
 test-gpu: $(READY)
 	$(PY) -m nanwatch --selfcheck
 	$(PY) -m pytest -m "cuda" $(ARGS)
+
+# Over the small tests, because the tools slow every access down. initcheck must see what every kernel
+# writes, torch's too; the others look at ours alone.
+SANITIZER ?= $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
+SANITIZE = $(SANITIZER) --target-processes all --error-exitcode 9 --tool
+SMALL = -m pytest -p no:cacheprovider -m cuda tests/test_cuda_small.py $(ARGS)
+sanitize: $(READY)
+	$(PYTHON_ENVIRONMENT) $(SANITIZE) memcheck --kernel-name kns=nanwatch $(PY_ONLY) $(SMALL)
+	$(PYTHON_ENVIRONMENT) $(SANITIZE) racecheck --kernel-name kns=nanwatch $(PY_ONLY) $(SMALL)
+	$(PYTHON_ENVIRONMENT) $(SANITIZE) synccheck --kernel-name kns=nanwatch $(PY_ONLY) $(SMALL)
+	$(PYTHON_ENVIRONMENT) PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) initcheck $(PY_ONLY) $(SMALL)
 
 lint: $(READY)
 	$(TOOL) ruff check .
@@ -61,6 +75,9 @@ format: $(READY)
 
 bench: $(READY)
 	$(PY) benchmarks/bench_range.py $(ARGS)
+
+bench-gpu: $(READY)
+	$(PY) benchmarks/bench_range.py --device cuda $(ARGS)
 
 selfcheck: $(READY)
 	$(PY) -m nanwatch --selfcheck $(ARGS)

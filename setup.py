@@ -182,7 +182,8 @@ def build_cuda(folder: Path, jobs: int) -> CudaPart:
     targets += [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ptx]
     out = folder / "range_cuda.o"
     command = [nvcc, "-c", str(CUDA_SOURCE), "-o", str(out), "-O3", "-std=c++17", f"--threads={jobs}"]
-    command += ["-Xcompiler=-fPIC,-Wall,-Wextra,-fvisibility=hidden", *targets]
+    # Compressed, eight architectures are 3 MB in place of 9.
+    command += ["-Xcompiler=-fPIC,-Wall,-Wextra,-fvisibility=hidden", "-Xfatbin=-compress-all", *targets]
     inputs = [ROOT / CUDA_SOURCE, *ROOT.glob("csrc/*.h")]
     recipe = out.with_suffix(".command")
     # Eight architectures take half a minute on two cores: not again for a change in a C++ file.

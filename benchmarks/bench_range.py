@@ -2,6 +2,7 @@
 
     python benchmarks/bench_range.py --json range.json
     python benchmarks/bench_range.py --quick
+    python benchmarks/bench_range.py --device cuda --json range_cuda.json
     python benchmarks/bench_range.py --dtype bfloat16 --sizes 1e4 1e6 --threads 1 --only floor compile
 
 Every time is of a whole call from Python, in one process, interleaved; every ratio is time(other) /
@@ -302,6 +303,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="few rows and rounds: a smoke test, not a result"
     )
     parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: sizes are bytes, threads do not matter",
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write machine, rows and targets to this file"
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, metavar="DTYPE", help="default: all nine")
@@ -318,8 +325,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
     options = parser.parse_args(arguments)
-    options.dtype = options.dtype or (QUICK_DTYPES if options.quick else tuple(DTYPES))
-    options.sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
+    if options.device == "cpu":
+        options.dtype = options.dtype or (QUICK_DTYPES if options.quick else tuple(DTYPES))
+        options.sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
     # torch.compile compiles for each row: a second or more each.
     options.only = options.only or [part for part in PARTS if part != "compile" or not options.quick]
     return options
@@ -329,6 +337,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     # Each shape is one more entry in the cache of the same function.
     torch._dynamo.config.recompile_limit = 1000
+    if options.device == "cuda":
+        import _range_cuda
+
+        _range_cuda.run(options, rivals)
+        return
     floor = load_floor() if "floor" in options.only else None
     native = nanwatch._extension.C
     about = machine(

@@ -9,6 +9,7 @@
 #include "call_recorder.h"
 #include "plain_view.h"
 #include "range_cpu.h"
+#include "range_now.h"
 
 namespace py = pybind11;
 
@@ -16,7 +17,7 @@ namespace nanwatch {
 namespace {
 
 // Set by `bind`: the named tuples that are returned, and the same functions through the dispatcher, for everything but
-// a plain CPU tensor.
+// a plain tensor.
 struct Result {
   PyTypeObject* type = nullptr;
   PyObject* fallback = nullptr;
@@ -45,13 +46,25 @@ PyObject* range_tuple() {
 #endif
 }
 
+// What a tensor that is not plain memory of the CPU gives: 1 with the row, 0 where the dispatcher has to be asked, -1
+// with an exception set.
+int range_elsewhere(PyObject* object, RangeRow* row) {
+  HANDLE_TH_ERRORS
+  return range_now(object, row) ? 1 : 0;
+  END_HANDLE_TH_ERRORS_RET(-1)
+}
+
 PyObject* abs_range(PyObject*, PyObject* object) {
   // Not HANDLE_TH_ERRORS: its buffer for warnings, of which there are none here, takes 10 ns.
   try {
     View view;
-    if (!plain_view(object, &view)) return PyObject_CallOneArg(range_result.fallback, object);
-    const RangeRow row = read_released(THPVariable_Unpack(object), view, bytes_of(view),
-                                       [](const View& held) { return range_cpu(held); });
+    RangeRow row;
+    if (plain_view(object, &view)) {
+      row = read_released(THPVariable_Unpack(object), view, bytes_of(view),
+                          [](const View& held) { return range_cpu(held); });
+    } else if (const int found = range_elsewhere(object, &row); found <= 0) {
+      return found < 0 ? nullptr : PyObject_CallOneArg(range_result.fallback, object);
+    }
     PyObject* result = range_tuple();
     if (result == nullptr) return nullptr;
     PyTuple_SET_ITEM(result, 0, PyFloat_FromDouble(row.abs_min));

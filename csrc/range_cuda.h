@@ -1,9 +1,9 @@
 // The range and health of tensors in CUDA memory, behind a C ABI: raw pointers, a device number and a stream. Neither
 // torch nor CUDA is needed to include this.
 //
-// Every function returns 0 or a cudaError_t as an int, or kNanwatchTooManyDims. Work is enqueued on `stream` (a
-// cudaStream_t, null for the legacy default stream) and nothing waits for it; nothing is allocated; all of it may be
-// captured in a CUDA graph. The calling thread's current device becomes `device`.
+// Every function that returns an int returns 0, a cudaError_t, or one of the negative codes below. Work is enqueued on
+// `stream` (a cudaStream_t, null for the legacy default stream), waits for nothing, allocates nothing and may be
+// captured in a CUDA graph; the exceptions say so. The calling thread's current device becomes `device`.
 #pragma once
 
 #include <stddef.h>
@@ -16,7 +16,7 @@ extern "C" {
 // Dimensions that may remain after those that continue each other in memory were merged, and before.
 enum { kNanwatchMaxWalkDims = 25, kNanwatchMaxDims = 64 };
 
-enum { kNanwatchTooManyDims = -1 };
+enum { kNanwatchTooManyDims = -1, kNanwatchTooManyChunks = -2 };
 
 // The arrays and this struct itself may be freed as soon as the call returns.
 typedef struct NanwatchTensor {
@@ -27,18 +27,32 @@ typedef struct NanwatchTensor {
   int32_t format;  // nanwatch::Format
 } NanwatchTensor;
 
-// Bytes of device memory, aligned to 8 and with any contents, for `count` ranges or for one health. It may be given
-// back to a stream-ordered allocator as soon as the call returns.
-size_t nanwatch_cuda_ranges_workspace(int64_t count);
-size_t nanwatch_cuda_health_workspace(void);
+// Bytes of device memory, aligned to 8, where the blocks of a launch meet. It must be zero when work begins and is left
+// zero, so that one serves all calls on one stream, one after the other; two streams must not share one.
+size_t nanwatch_cuda_workspace(void);
 
-// rows[i][0..2] = abs_min, abs_max, isfinite of tensors[i]. Tensors that are one run in memory share a launch, whatever
-// their formats; a strided one has a launch of its own.
+// Makes a workspace zero, in stream order.
+int nanwatch_cuda_clear(void* workspace, int device, void* stream);
+
+// rows[i][0..2] = abs_min, abs_max, isfinite of tensors[i]; device memory or mapped host memory. One launch for up to a
+// thousand tensors, whatever their formats; a strided one of more than four dimensions after merging has its own.
 int nanwatch_cuda_ranges(const NanwatchTensor* tensors, int64_t count, double* rows, void* workspace, int device,
                          void* stream);
 
 // row[0..10] = the columns of nanwatch::Health::write.
 int nanwatch_cuda_health(const NanwatchTensor* tensor, double* row, void* workspace, int device, void* stream);
+
+// A number that no other stream of this process ever has (0: this toolkit knows none), and whether the stream is being
+// captured.
+int nanwatch_cuda_stream(int device, void* stream, uint64_t* id, int* capturing);
+
+// Device memory, and host memory that kernels of every device write at `*address`. For good: there is no way to give
+// it back. May wait for the device; disturbs no capture, not even another thread's.
+int nanwatch_cuda_allocate(int device, size_t bytes, void** memory);
+int nanwatch_cuda_allocate_mapped(int device, size_t bytes, void** memory, void** address);
+
+// Waits for the stream. Not for a stream that is being captured.
+int nanwatch_cuda_wait(int device, void* stream);
 
 // A code of the functions above in words; never null.
 const char* nanwatch_cuda_error(int code);

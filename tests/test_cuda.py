@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+import nanwatch
 from nanwatch import _extension, _ops, _reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,6 +103,118 @@ def test_views(cuda: torch.device, view: Callable[[torch.Tensor], torch.Tensor])
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("row_bytes", [24, 32, 512, 1040, 8192, 20_000, 70_000])
+@pytest.mark.parametrize("start", [0, 1])
+def test_rows(cuda: torch.device, row_bytes: int, start: int) -> None:
+    """Rows of any length, on and off 16-byte boundaries: each element counts once, and their ends are seen."""
+    columns = row_bytes // 2
+    x = any_bits(torch.bfloat16, (4_000_000 // row_bytes) * (columns + 24)).view(-1, columns + 24)
+    view, on_gpu = x[:, start : start + columns], x.to(cuda)[:, start : start + columns]
+    assert same(_ops.abs_range(on_gpu), _reference.abs_range(view))
+    assert same(_ops.health(on_gpu), _reference.health(view))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_all_blocks_meet_every_time(cuda: torch.device, dtype: torch.dtype) -> None:
+    """The last of many blocks writes the row and leaves the workspace zero, a thousand times in a row."""
+    x = torch.full((3_000_001,), 2.0, device=cuda).to(dtype)
+    bits = x.view(torch.uint8 if dtype.itemsize == 1 else dtype)
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randint(0, x.numel(), (1000,), generator=generator).tolist()
+    one, two = torch.ones((), device=cuda).to(dtype), x[0].clone()
+    rows = []
+    for position in positions:
+        bits[position] = one.view(bits.dtype)
+        rows.append(_ops.abs_range(x))
+        bits[position] = two.view(bits.dtype)
+    assert torch.stack(rows).tolist() == [[1.0, 2.0, 1.0]] * len(positions)
+
+
+@pytest.mark.cuda
+def test_streams_do_not_meet(cuda: torch.device) -> None:
+    """Calls that run at the same time on many streams, more than there are kept workspaces, give each its own row."""
+    streams = [torch.cuda.Stream(cuda, priority=priority) for priority in (0, -1) for _ in range(40)]
+    xs = [torch.full((500_000,), float(i + 1), device=cuda) for i in range(len(streams))]
+    torch.cuda.synchronize(cuda)
+    for _ in range(5):
+        rows = []
+        for stream, x in zip(streams, xs, strict=True):
+            with torch.cuda.stream(stream):
+                rows.append(_ops.abs_range(x))
+        torch.cuda.synchronize(cuda)
+        assert [row.tolist() for row in rows] == [[i + 1.0, i + 1.0, 1.0] for i in range(len(streams))]
+
+
+@pytest.mark.cuda
+def test_three_numbers_at_once(cuda: torch.device) -> None:
+    """The synchronous abs_range sees what was enqueued before it, for any strides, and is one kernel and no copy."""
+    x = torch.zeros(1 << 22, device=cuda)
+    assert nanwatch.abs_range(x) == (0.0, 0.0, True)
+    for value in range(1, 200):
+        x.fill_(value)
+        assert nanwatch.abs_range(x) == (value, value, True)
+        assert nanwatch.abs_range(x.view(2048, 2048)[:, 1::2]) == (value, value, True)
+    x[-1] = float("-inf")
+    assert nanwatch.abs_range(x) == (199.0, float("inf"), False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        nanwatch.abs_range(x)
+    on_device = [
+        event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    assert len(on_device) == 1, on_device
+    assert "fast_kernel" in on_device[0]
+
+
+@pytest.mark.cuda
+def test_threads_wait_for_their_own_rows(cuda: torch.device) -> None:
+    """Threads that ask at the same time get the numbers of their own tensors."""
+
+    def ask(i: int) -> list[nanwatch.AbsRange]:
+        with torch.cuda.stream(torch.cuda.Stream(cuda)):
+            x = torch.full((100_000,), float(i), device=cuda)
+            return [nanwatch.abs_range(x) for _ in range(200)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for i, answers in enumerate(pool.map(ask, range(1, 9)), start=1):
+            assert answers == [(i, i, True)] * 200
+
+
+@pytest.mark.cuda
+def test_waiting_inside_a_capture_is_refused_and_harms_nothing(cuda: torch.device) -> None:
+    """The synchronous call says what to use in place of it, and the capture goes on."""
+    x = torch.ones(1000, device=cuda)
+    nanwatch.abs_range(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match=r"torch\.ops\.nanwatch\.abs_range"):
+            nanwatch.abs_range(x)
+        row = _ops.abs_range(x)
+    x.fill_(3)
+    graph.replay()
+    assert row.tolist() == [3, 3, 1]
+
+
+@pytest.mark.cuda
+def test_a_replay_beside_other_calls(cuda: torch.device) -> None:
+    """A graph's launches have workspaces of their own: eager calls on other streams meanwhile change no row."""
+    x, y = torch.full((5_000_000,), 4.0, device=cuda), torch.full((5_000_000,), 9.0, device=cuda)
+    side = torch.cuda.Stream(cuda)
+    _ops.abs_range(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = [_ops.abs_range(x) for _ in range(5)]
+    torch.cuda.synchronize(cuda)
+    for _ in range(50):
+        graph.replay()
+        with torch.cuda.stream(side):
+            others = [_ops.abs_range(y) for _ in range(5)]
+        torch.cuda.synchronize(cuda)
+        assert [row.tolist() for row in rows] == [[4, 4, 1]] * 5
+        assert [row.tolist() for row in others] == [[9, 9, 1]] * 5
+
+
+@pytest.mark.cuda
 def test_the_current_stream_is_used(cuda: torch.device) -> None:
     """A range asked for on a side stream sees what that stream wrote before, with no synchronisation between."""
     stream = torch.cuda.Stream(cuda)
@@ -172,6 +286,10 @@ def test_more_than_two_to_the_31_elements(cuda: torch.device) -> None:
     assert _ops.health(x)[10].item() == count - 1
     # 0x3c is 1.0: every second element, the last of them the inf.
     assert _ops.health(x[(count - 1) % 2 :: 2])[10].item() == (count - 1) // 2
+    # Overlapping pairs: 2^32 elements, which only the plain kernel numbers.
+    pairs = x.as_strided((count - 1, 2), (1, 1))
+    assert _ops.abs_range(pairs).tolist() == [1, float("inf"), 0]
+    assert _ops.health(pairs)[10].item() == 2 * (count - 1) - 1
 
 
 def test_import_does_not_touch_cuda() -> None:

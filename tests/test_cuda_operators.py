@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,24 @@ def message(error, call, *arguments):
         return str(caught)
     raise AssertionError(f"no {error.__name__}")
 
+clears, waits = library.cuda_host_clears, library.cuda_host_waits
 x = torch.randn(100, requires_grad=True)
 launches()
 check(_ops.abs_range(x), _reference.abs_range(x))
-assert launches() == 2 and not _ops.abs_range(x).requires_grad
+assert launches() == 1 and not _ops.abs_range(x).requires_grad
+assert clears() == 1  # the stream's workspace, once
+check(_ops.health(x), _reference.health(x))
+assert clears() == 0 and waits() == 0
+
+# In a capture each call has a workspace, and a memset, of its own.
+library.cuda_host_set_capturing(1)
+large = torch.randn(100_000)
+check(_ops.abs_range(large), _reference.abs_range(large))
+check(_ops.abs_ranges([large, x]), torch.stack([_reference.abs_range(large), _reference.abs_range(x)]))
+assert clears() == 2
+library.cuda_host_set_capturing(0)
+check(_ops.abs_range(large), _reference.abs_range(large))
+assert clears() == 0
 
 # Complex goes to the reference, alone and in a list, and disturbs no neighbour.
 c = torch.randn(5, dtype=torch.complex64)
@@ -44,7 +59,7 @@ check(_ops.abs_range(c), _reference.abs_range(c))
 assert launches() == 0
 xs = [x, c, torch.empty(0, dtype=torch.int8), torch.tensor(float("nan")), x[::2]]
 check(_ops.abs_ranges(xs), torch.stack([_reference.abs_range(each) for each in xs]))
-assert launches() == 3
+assert launches() == 1
 
 # The lazy negative bit: the sign of an inf counts in a health.
 n = torch._neg_view(torch.tensor([float("inf"), 1.0]))
@@ -61,9 +76,35 @@ for code in (35, 209, 222, 223):
 library.cuda_host_fail_next(700)
 assert "CUDA error 700" in message(RuntimeError, _ops.abs_range, x)
 
+# Three numbers at once: one launch, one wait; what it does not take goes the way above.
+now = ctypes.PyDLL(sys.argv[1]).ops_host_range_now
+row = torch.empty(3, dtype=torch.float64)
+
+def range_now(tensor):
+    return now(ctypes.py_object(tensor), ctypes.c_void_p(row.data_ptr()))
+
+launches(), waits()
+for each in (x, torch.nn.Parameter(large), large.view(100, 1000).t()[::3], torch.tensor([float("inf")]), x[:0]):
+    assert range_now(each) == 1
+    check(row, _reference.abs_range(each))
+assert (launches(), waits(), clears()) == (5, 5, 0)
+assert [range_now(each) for each in (c, 3, torch.ones(2).to_sparse(), torch.ones(2, device="meta"))] == [0] * 4
+for code in (35, 209):
+    library.cuda_host_fail_next(code)
+    assert range_now(x) == 0
+launches(), waits()
+library.cuda_host_fail_next(700)
+assert range_now(x) == -1  # and says so on stdout
+library.cuda_host_set_capturing(1)
+assert range_now(x) == -1
+library.cuda_host_set_capturing(0)
+assert (launches(), waits()) == (1, 0)
+assert range_now(x) == 1
+
 freed = torch.ones(100)
 freed.untyped_storage().resize_(0)
 assert "freed or resized" in message(ValueError, _ops.abs_range, freed)
+assert range_now(freed) == 0
 packed = torch.zeros(4, dtype=torch.float4_e2m1fn_x2)
 assert "float4_e2m1fn_x2" in message(TypeError, _ops.abs_range, packed)
 """
@@ -81,8 +122,9 @@ def test_operators_choose_between_kernel_and_reference(tmp_path: Path) -> None:
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     flags += [f"-I{ROOT / 'tests/cuda_host'}", f"-I{ROOT / 'csrc'}"]
     flags += [f"-isystem{home / 'include'}", f"-isystem{home / 'include/torch/csrc/api/include'}"]
+    flags += [f"-isystem{sysconfig.get_path('include')}"]
     source = str(ROOT / "tests/cuda_host/ops_host.cpp")
-    link = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(library)]
+    link = [f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch_python", "-lc10", "-o", str(library)]
     done = subprocess.run([compiler, *flags, source, *link], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     # Without the compiled part the CPU key is free, and a process of its own keeps it that way for other tests.
@@ -91,3 +133,5 @@ def test_operators_choose_between_kernel_and_reference(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("CUDA kernels cannot run here") == 1
+    assert "CUDA error 700" in done.stdout
+    assert "torch.ops.nanwatch.abs_range(x), which does not wait" in done.stdout

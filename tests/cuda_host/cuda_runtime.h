@@ -1,25 +1,32 @@
-// A stand-in for CUDA's header that runs range_cuda.cu on the host, so that its index arithmetic can be tested where
-// there is no GPU: every thread of a block is a fibre on the one thread of the process, and __syncthreads hands on to
-// the next. Blocks run one after the other, which lets __shared__ be a static.
+// A stand-in for CUDA's header that runs range_cuda.cu on the host, so that its index arithmetic and the order of its
+// meetings can be tested where there is no GPU: every thread of a block is a fibre on the one thread of the process.
+// __syncthreads waits for the block, a warp's collectives for the warp; who waits for somebody that has returned ends
+// the process. Blocks run one after the other, in any order that a test asks for, which lets __shared__ be a static.
 //
-// What it cannot show: races, memory ordering, warp behaviour, what nvcc makes of the code. Those need a GPU.
+// What it cannot show: races, memory ordering, what nvcc makes of the code. Those need a GPU.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <numeric>
+#include <random>
 #include <utility>
+#include <vector>
 
 #define CUDART_VERSION 13000
 #define __global__
 #define __device__
 #define __grid_constant__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __noinline__
+#define __launch_bounds__(...)
 #define __shared__ static
 
 struct dim3 {
@@ -28,27 +35,38 @@ struct dim3 {
 };
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+enum { cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
 using cudaStream_t = void*;
 
 namespace cuda_host {
 
-constexpr unsigned kMaxThreads = 1024;
+constexpr unsigned kMaxThreads = 1024, kWarp = 32;
 constexpr size_t kStackBytes = 64 << 10;
 
 struct Index {
   unsigned x;
 };
 
+enum class Wait { nothing, block, warp, returned };
+
 struct State {
   Index thread{0}, block{0}, block_dim{0}, grid_dim{0};
-  ucontext_t scheduler, fibre[kMaxThreads];
-  bool finished[kMaxThreads];
+  ucontext_t first_entry;
+  // Only a fibre's start goes through ucontext, which makes a system call at every switch.
+  jmp_buf scheduler, fibre[kMaxThreads];
+  bool started[kMaxThreads];
+  Wait wait[kMaxThreads];
+  unsigned long long exchanged[kMaxThreads];
   std::unique_ptr<char[]> stacks{new char[kMaxThreads * kStackBytes]};
   void (*body)(void*) = nullptr;
   void* argument = nullptr;
-  int fail_next = 0;   // the launch after next fails with this
-  int last_error = 0;  // what cudaGetLastError gives
-  int64_t launches = 0;
+  int fail_next = 0;     // the next launch fails with this
+  int last_error = 0;    // what cudaGetLastError gives
+  int capturing = 0;     // what cudaStreamIsCapturing says
+  unsigned shuffle = 0;  // not 0: blocks run in an order drawn from this seed
+  int64_t launches = 0, blocks = 0, waits = 0, clears = 0;
 };
 
 inline State& state() {
@@ -56,37 +74,75 @@ inline State& state() {
   return instance;
 }
 
+inline void pause(Wait wait) {
+  State& s = state();
+  const unsigned me = s.thread.x;
+  s.wait[me] = wait;
+  if (_setjmp(s.fibre[me]) == 0) _longjmp(s.scheduler, 1);
+}
+
 inline void run_fibre() {
   State& s = state();
   s.body(s.argument);
-  s.finished[s.thread.x] = true;
-  swapcontext(&s.fibre[s.thread.x], &s.scheduler);
+  pause(Wait::returned);
+}
+
+// Lets threads [first, last) go on if all of them wait for the same thing.
+inline bool release(unsigned first, unsigned last, Wait reason) {
+  State& s = state();
+  for (unsigned t = first; t < last; ++t)
+    if (s.wait[t] != reason) return false;
+  std::fill(s.wait + first, s.wait + last, Wait::nothing);
+  return true;
+}
+
+// Runs a thread until it pauses.
+inline void resume(unsigned t) {
+  State& s = state();
+  s.thread.x = t;
+  if (_setjmp(s.scheduler) != 0) return;
+  if (s.started[t]) _longjmp(s.fibre[t], 1);
+  s.started[t] = true;
+  getcontext(&s.first_entry);
+  s.first_entry.uc_stack.ss_sp = s.stacks.get() + t * kStackBytes;
+  s.first_entry.uc_stack.ss_size = kStackBytes;
+  s.first_entry.uc_link = nullptr;
+  makecontext(&s.first_entry, run_fibre, 0);
+  setcontext(&s.first_entry);
 }
 
 inline void run_block(unsigned threads) {
   State& s = state();
-  for (unsigned t = 0; t < threads; ++t) {
-    getcontext(&s.fibre[t]);
-    s.fibre[t].uc_stack.ss_sp = s.stacks.get() + t * kStackBytes;
-    s.fibre[t].uc_stack.ss_size = kStackBytes;
-    s.fibre[t].uc_link = nullptr;
-    makecontext(&s.fibre[t], run_fibre, 0);
-    s.finished[t] = false;
-  }
-  for (unsigned running = threads; running > 0;) {
-    const unsigned before = running;
+  std::fill(s.started, s.started + threads, false);
+  std::fill(s.wait, s.wait + threads, Wait::nothing);
+  while (true) {
+    bool progress = false;
     for (unsigned t = 0; t < threads; ++t) {
-      if (s.finished[t]) continue;
-      s.thread.x = t;
-      swapcontext(&s.scheduler, &s.fibre[t]);
-      running -= s.finished[t];
+      if (s.wait[t] != Wait::nothing) continue;
+      resume(t);
+      progress = true;
     }
-    if (running != 0 && running != before) {
-      std::fprintf(stderr, "cuda_host: %u of %u threads left while the rest wait at __syncthreads\n", before - running,
-                   before);
-      std::abort();
-    }
+    for (unsigned first = 0; first < threads; first += kWarp)
+      progress |= release(first, std::min(first + kWarp, threads), Wait::warp);
+    progress |= release(0, threads, Wait::block);
+    if (progress) continue;
+    if (std::all_of(s.wait, s.wait + threads, [](Wait wait) { return wait == Wait::returned; })) return;
+    std::fprintf(stderr, "cuda_host: threads wait for others that have returned or wait elsewhere\n");
+    std::abort();
   }
+}
+
+// What the lane whose number is this one's xor `mask` brings; mask 0: `combine` over the whole warp.
+template <class Combine>
+unsigned long long exchange(unsigned long long value, unsigned mask, const Combine& combine) {
+  State& s = state();
+  const unsigned me = s.thread.x, first = me / kWarp * kWarp;
+  s.exchanged[me] = value;
+  pause(Wait::warp);
+  unsigned long long result = s.exchanged[first + (me % kWarp ^ mask)];
+  if (mask == 0) result = std::accumulate(s.exchanged + first, s.exchanged + first + kWarp, 0ull, combine);
+  pause(Wait::warp);  // nobody writes anew before all have read
+  return result;
 }
 
 template <class... Parameters, size_t... I>
@@ -102,8 +158,27 @@ void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<I
 #define blockDim (cuda_host::state().block_dim)
 
 inline void __syncthreads() {
-  cuda_host::State& s = cuda_host::state();
-  swapcontext(&s.fibre[s.thread.x], &s.scheduler);
+  cuda_host::pause(cuda_host::Wait::block);
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return T(cuda_host::exchange(value, unsigned(mask), [](auto a, auto) { return a; }));
+}
+
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  return unsigned(cuda_host::exchange(value, 0, [](auto a, auto b) { return std::max(a, b); }));
+}
+
+inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+  return unsigned(cuda_host::exchange(value, 0, [](auto a, auto b) { return a + b; }));
+}
+
+inline void __threadfence() {}
+
+template <class T>
+T __ldcg(const T* address) {
+  return *address;
 }
 
 template <class T>
@@ -128,12 +203,16 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 bloc
   if (s.fail_next != 0) return cudaError_t(s.last_error = std::exchange(s.fail_next, 0));
   if (grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 || block.x > cuda_host::kMaxThreads)
     return cudaError_t(s.last_error = cudaErrorInvalidConfiguration);
+  s.blocks += grid.x;
   s.grid_dim.x = grid.x;
   s.block_dim.x = block.x;
   auto body = [&] { cuda_host::call(kernel, arguments, std::index_sequence_for<Parameters...>()); };
   s.argument = &body;
   s.body = [](void* argument) { (*static_cast<decltype(body)*>(argument))(); };
-  for (unsigned b = 0; b < grid.x; ++b) {
+  std::vector<unsigned> order(grid.x);
+  std::iota(order.begin(), order.end(), 0u);
+  if (s.shuffle != 0) std::shuffle(order.begin(), order.end(), std::mt19937(s.shuffle));
+  for (const unsigned b : order) {
     s.block.x = b;
     cuda_host::run_block(block.x);
   }
@@ -141,6 +220,7 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 bloc
 }
 
 inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
+  ++cuda_host::state().clears;
   std::memset(p, value, bytes);
   return cudaSuccess;
 }
@@ -153,4 +233,33 @@ inline cudaError_t cudaGetLastError() {
 }
 inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "an error";
+}
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatus(cuda_host::state().capturing);
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  *id = reinterpret_cast<uintptr_t>(stream) + 1;
+  return cudaSuccess;
+}
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  static cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
+  std::swap(current, *mode);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  *memory = std::malloc(bytes);
+  std::memset(*memory, 0xA5, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  return cudaMalloc(memory, bytes);
+}
+inline cudaError_t cudaHostGetDevicePointer(void** address, void* pinned, unsigned) {
+  *address = pinned;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  ++cuda_host::state().waits;
+  return cudaSuccess;
 }
