@@ -9,7 +9,8 @@ The flow, one file a step (python/nanwatch/):
     -> frame       frame.py     one call: its records
     -> recorder    recorder.py  the latest frames, bounded
     -> finding     finding.py   the first non-finite record, and whether its module made or received it
-    -> report      report.py    frames and finding, as text and JSON (text.py)
+    -> report      report.py    frames and finding, as text, JSON and HTML (text.py, html.py)
+    -> postmortem  postmortem.py the failed batch once more: the operation, the line, the cures that work
     -> capsule     capsule.py   a module call with all it needs, to `replay` elsewhere (replay.py)
 
 `watch(model)` starts all of it; `abs_range(x)` and `tensor_health(x)` are the reduction alone.
