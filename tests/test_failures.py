@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from overflows import is_finite
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +20,7 @@ from nanwatch import _extension
 from nanwatch.errors import NonFiniteError
 from nanwatch.finding import Finding
 from nanwatch.watch import watch
+from overflows import is_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:(var|std)\\(\\):UserWarning")
 
