@@ -43,14 +43,16 @@ except ImportError as error:
     ) from error
 
 VOCABULARY = 4096
-BATCH, SOURCE, TARGET = 4, 48, 32  # sentences, words read, words written
+# Sentences, words read, words written: for a CPU that multiplies fp16 matrices, and for one that only pretends to,
+# where the large batch takes 20 s a step instead of half a one. The overflow comes in either.
+FAST_BATCH, SLOW_BATCH = (4, 48, 32), (1, 12, 8)
 LEARNING_RATE = 0.1
 
 
 class Training:
     """mT5-small, its optimizer and its data; the same seed gives the same training."""
 
-    def __init__(self, seed: int, *, learning_rate: float, warmup: int) -> None:
+    def __init__(self, seed: int, batch: tuple[int, int, int], *, learning_rate: float, warmup: int) -> None:
         torch.manual_seed(seed)
         config = MT5Config(
             vocab_size=VOCABULARY,
@@ -64,6 +66,7 @@ class Training:
             dropout_rate=0.1,
         )
         self.model = MT5ForConditionalGeneration(config).train()
+        self._batch = batch
         self._words = torch.Generator().manual_seed(seed)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -73,9 +76,10 @@ class Training:
 
     def step(self) -> float:
         """One batch forward, backward and through the optimizer; returns the loss."""
-        words = torch.randint(2, VOCABULARY, (BATCH, SOURCE), generator=self._words)
+        sentences, source, target = self._batch
+        words = torch.randint(2, VOCABULARY, (sentences, source), generator=self._words)
         with torch.autocast("cpu", torch.float16):
-            loss = self.model(input_ids=words, labels=words[:, :TARGET].contiguous()).loss
+            loss = self.model(input_ids=words, labels=words[:, :target].contiguous()).loss
         self._scaler.scale(loss).backward()
         self._scaler.step(self._optimizer)
         self._scaler.update()
@@ -84,9 +88,20 @@ class Training:
         return float(loss.detach())
 
 
-def train_until_overflow(seed: int, warmup: int, steps: int, progress: Progress) -> nanwatch.NonFiniteError:
+def affordable_batch() -> tuple[int, int, int]:
+    """The large batch where this CPU multiplies fp16 matrices at 20 billion operations a second or more."""
+    a, b = torch.ones(128, 512, dtype=torch.float16), torch.ones(512, 1024, dtype=torch.float16)
+    a @ b
+    start = time.perf_counter()
+    a @ b
+    return FAST_BATCH if 2 * 128 * 512 * 1024 / (time.perf_counter() - start) > 20e9 else SLOW_BATCH
+
+
+def train_until_overflow(
+    seed: int, batch: tuple[int, int, int], warmup: int, steps: int, progress: Progress
+) -> nanwatch.NonFiniteError:
     """Train under watch until a value is not finite, and return what nanwatch raised."""
-    training = Training(seed, learning_rate=LEARNING_RATE, warmup=warmup)
+    training = Training(seed, batch, learning_rate=LEARNING_RATE, warmup=warmup)
     task = progress.add_task("training, watched", total=steps)
     with nanwatch.watch(training.model):
         for _ in range(steps):
@@ -124,12 +139,14 @@ WATCHERS = {
 }
 
 
-def measure_cost(seed: int, rounds: int, progress: Progress) -> dict[str, dict[str, float]]:
+def measure_cost(
+    seed: int, batch: tuple[int, int, int], rounds: int, progress: Progress
+) -> dict[str, dict[str, float]]:
     """Median seconds of a step, and the median over rounds of its ratio to an unwatched step of that round.
 
     The learning rate is 0: the optimizer does all its work and the model stays as it is, so every step is alike.
     """
-    training = Training(seed, learning_rate=0.0, warmup=1)
+    training = Training(seed, batch, learning_rate=0.0, warmup=1)
     seconds: dict[str, list[float]] = {name: [] for name in WATCHERS}
     task = progress.add_task("what watching costs", total=rounds * len(WATCHERS))
     training.step()
@@ -153,11 +170,14 @@ def measure_cost(seed: int, rounds: int, progress: Progress) -> dict[str, dict[s
     }
 
 
-def print_results(report: nanwatch.Report, cost: dict[str, dict[str, float]]) -> None:
+def print_results(
+    report: nanwatch.Report, batch: tuple[int, int, int], cost: dict[str, dict[str, float]]
+) -> None:
     print(report.to_text(color=sys.stdout.isatty()))
     threads = torch.get_num_threads()
     print(
-        f"\nWhat watching costs, a training step of {BATCH} sentences, {threads} thread{'s' * (threads > 1)}:"
+        f"\nWhat watching costs, a training step of {batch[0]} x {batch[1]} words,"
+        f" {threads} thread{'s' * (threads > 1)}:"
     )
     for name, values in cost.items():
         print(f"  {name:13} {values['seconds']:6.3f} s   {values['ratio']:5.2f} times")
@@ -179,14 +199,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     options = parser.parse_args(arguments)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    batch = affordable_batch()
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        error = train_until_overflow(options.seed, 10 if options.quick else 20, options.steps, progress)
-        cost = measure_cost(options.seed, 2 if options.quick else 7, progress)
+        error = train_until_overflow(
+            options.seed, batch, 10 if options.quick else 20, options.steps, progress
+        )
+        cost = measure_cost(options.seed, batch, 2 if options.quick else 7, progress)
     if options.json:
         document: dict[str, Any] = {"report": json.loads(error.report.to_json()), "cost": cost}
         print(json.dumps(document, allow_nan=False))
     else:
-        print_results(error.report, cost)
+        print_results(error.report, batch, cost)
 
 
 if __name__ == "__main__":

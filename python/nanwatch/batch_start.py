@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from .calls import unwatched
 from .walk import call_leaves
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -120,10 +121,15 @@ class BatchStart:
         """The start of a batch, now."""
         kwargs = kwargs or _NOTHING
         given = [(f"args[{i}]", x) for i, x in enumerate(args)] + list(kwargs.items())
-        versions = tuple(
+        with torch._C.DisableTorchFunction():  # looking is no business of the user's function modes
+            versions = cls._versions(given)
+        return cls(module, args, kwargs, versions=versions)
+
+    @staticmethod
+    def _versions(given: list[tuple[str, Any]]) -> tuple[tuple[str, Tensor, int], ...]:
+        return tuple(
             (name, x, x._version) for name, x in given if isinstance(x, Tensor) and not x.is_inference()
         )
-        return cls(module, args, kwargs, versions=versions)
 
     @contextmanager
     def again(self) -> Iterator[Callable[[], Any]]:
@@ -137,6 +143,7 @@ class BatchStart:
             after.callback(RngState.capture(others=True).restore)
             after.callback(_set_training, [(module, module.training) for module in self.module.modules()])
             after.enter_context(_held(self.module, self.args, self.kwargs))
+            after.enter_context(unwatched(self.module))
             with ExitStack() as modes:
                 modes.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
                 modes.enter_context(torch.compiler.set_stance("force_eager"))

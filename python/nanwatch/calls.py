@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -194,6 +195,34 @@ class Attachment:
         for module in list(self._names):
             _unlink(module, self._recorder)
         self._names.clear()
+
+
+@contextmanager
+def unwatched(root: nn.Module) -> Iterator[None]:
+    """Inside, no call of a module in the tree is recorded, by any watch."""
+    taken = []
+    try:
+        for module in root.modules():
+            before: Any = module.__dict__.get(ATTRIBUTE)
+            below = before
+            while isinstance(below, _KINDS):
+                below = below.inner
+            if below is before:
+                continue
+            taken.append((module, before, below))
+            _put(module, below)
+        yield
+    finally:
+        for module, before, below in taken:
+            if module.__dict__.get(ATTRIBUTE) is below:
+                _put(module, before)
+
+
+def _put(module: nn.Module, call: Any) -> None:
+    if call is None:
+        module.__dict__.pop(ATTRIBUTE, None)
+    else:
+        module.__dict__[ATTRIBUTE] = call
 
 
 def _remove_all(handles: Iterable[Any]) -> None:

@@ -18,7 +18,7 @@ from .record import to_record
 from .scene import Scene, spell
 from .walk import call_leaves
 
-__all__ = ["Call", "Examination", "enrich", "examine"]
+__all__ = ["Call", "Examination", "enrich", "examine", "no_second_run"]
 
 
 def examine(start: BatchStart, finding: Finding, *, model: nn.Module) -> Examination:
@@ -33,7 +33,7 @@ def examine(start: BatchStart, finding: Finding, *, model: nn.Module) -> Examina
             return _of_state(finding, model)
         if finding.origin == "data":
             return _of_data(start, finding, model)
-        if reason := _no_second_run():
+        if reason := no_second_run():
             return Examination(remarks=(f"the batch was not run a second time: {reason}",))
         return _of_second_run(start, finding, model)
     except Exception as error:
@@ -73,7 +73,7 @@ def _first_bad(x: Tensor) -> tuple[int, ...] | None:
     return None if health is None else health.first_nonfinite
 
 
-def _no_second_run() -> str:
+def no_second_run() -> str:
     """Why there can be none, in words; else ""."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:

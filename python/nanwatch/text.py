@@ -102,8 +102,9 @@ def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
 def _by(finding: Finding) -> list[str]:
     if finding.transient:
         return [
-            "By:    chance: the same batch, run again from the same state, was finite. A race, a kernel that is not"
-            " deterministic, memory that was never written, or hardware."
+            "By:    something that did not come again: the batch, run once more with the same inputs and random"
+            " numbers, was finite. A race, a kernel that is not deterministic, memory that was never written, hardware,"
+            " or a state that the model keeps in attributes or buffers."
         ]
     if finding.operation is None:
         return []

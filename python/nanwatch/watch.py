@@ -73,8 +73,8 @@ def watch(
         abort_after_batch: raise BatchLimitError when the batch of this number is done.
         microscope: after a failure run the batch once more, as it was, to find the operation and the line that made
             the first non-finite value and to try cures. Until then it costs a few microseconds a batch. None does so
-            where the failure ends the batch ("raise") or somebody asks for it (a callable); True also for "warn" and
-            "record", where a second forward can be felt by a model with a state of its own.
+            where the failure ends the batch ("raise"); True also where the run goes on, and where a second forward can
+            be felt by a model with a state of its own.
         output_dir: a folder into which each failure's report (text, JSON, HTML) and capsule are written.
         enabled: False makes a Watch that watches nothing. The environment goes first: NANWATCH=0 or NANWATCH=1.
 
@@ -115,9 +115,15 @@ class Watch:
         self._looks = 0
         # The batch that each thread is in, to run it again; from its start to its end, as it holds the batch's tensors.
         self._starts: dict[int, BatchStart] = {}
-        self._examines = options.microscope is not False and (
-            options.microscope is True or options.on_nonfinite not in ("warn", "record")
+        # A second forward can be felt by a run that goes on, as it does after all but "raise".
+        self._examines = options.microscope is True or (
+            options.microscope is None and options.on_nonfinite == "raise"
         )
+        # What was raised inside a forward: it is looked at more closely once the forward has been left, and with it
+        # any lock that it holds.
+        self._raised: dict[int, NonFiniteError] = {}
+        self._first_thread: int | None = None
+        self._several_threads = False
         settings = Settings(
             max_frames=options.max_frames,
             every=options.every,
@@ -210,6 +216,9 @@ class Watch:
     ) -> None:
         """Keep what a second run would need; print the header of a traced batch."""
         if self._examines and module is not None:
+            here = threading.get_ident()
+            self._first_thread = here if self._first_thread is None else self._first_thread
+            self._several_threads = self._several_threads or here != self._first_thread
             try:
                 self._starts[threading.get_ident()] = BatchStart.capture(module, args, kwargs)
             except Exception:
@@ -238,12 +247,15 @@ class Watch:
         if self._options.on_nonfinite == "warn":
             if self._faults[frame.name] == 1:
                 self._warn(frame.to_frame())
-        elif self._options.check != "batch":
-            self._act()
+        elif self._options.check != "batch" or frame.recomputed:
+            self._act(inside=True)  # the end of a recomputation is told to nobody
 
     def batch_ended(self, batch: int, completed: bool) -> None:
         """Act on the batch's fault where that was put off; end the run when asked to."""
+        raised = self._raised.pop(threading.get_ident(), None)
         try:
+            if raised is not None and not completed:
+                raised.report = self._look_closer(raised.report)
             if batch == self._faulty:
                 self._warn_of_repeats(batch)
                 if completed:
@@ -273,15 +285,17 @@ class Watch:
         finding = find(current, batch_inputs=given, caller=caller, rank=rank)
         return Report(frames, finding, frame.batch, rank)
 
-    def _act(self) -> None:
+    def _act(self, *, inside: bool = False) -> None:
         report, self._untold = self._untold, None
         if report is None or not self._acts_on_reports():
             return
-        report = self._look_closer(report)
         if callable(self._options.on_nonfinite):
-            self._options.on_nonfinite(report)
-        elif self._options.on_nonfinite == "raise":
-            raise NonFiniteError(report)
+            self._options.on_nonfinite(self._look_closer(report))
+        elif inside:
+            error = self._raised[threading.get_ident()] = NonFiniteError(report)
+            raise error
+        else:
+            raise NonFiniteError(self._look_closer(report))
 
     def _look_closer(self, report: Report) -> Report:
         start, model = self._starts.get(threading.get_ident()), self._model()
@@ -297,7 +311,10 @@ class Watch:
                 post_mortem,
             )  # not before there is a failure: it brings many modules with it
 
-            closer = post_mortem(report, start, model, self._options.output_dir, examines=self._examines)
+            reason = "the model is called from several threads" if self._several_threads else ""
+            closer = post_mortem(
+                report, start, model, self._options.output_dir, examines=self._examines, reason=reason
+            )
         except Exception as error:  # the first report is not lost for the second
             _warn_of_trouble(error)
             return report

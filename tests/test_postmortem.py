@@ -1,0 +1,159 @@
+"""The closer look as a watch takes it: when, when not, and what it leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nanwatch import NonFiniteError, Report, watch
+
+
+class Log(nn.Module):
+    """The log of what it is given; counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The log."""
+        self.calls += 1
+        return x.log()
+
+
+class Locked(nn.Module):
+    """A forward that holds a lock that can be taken once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = Log()
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The log, under the lock."""
+        assert self.lock.acquire(timeout=5), "the second run waits for the first"
+        try:
+            return self.log(x)
+        finally:
+            self.lock.release()
+
+
+class InfLater(nn.Module):
+    """Finite at its first call only."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What it is given, or inf."""
+        self.calls += 1
+        return x * (float("inf") if self.calls > 1 else 1.0)
+
+
+def failed(model: nn.Module, **options: Any) -> Report:
+    """The report of the error that the model's call with zeros raises."""
+    with watch(model, **options), pytest.raises(NonFiniteError) as error:
+        model(torch.zeros(2))
+    return error.value.report
+
+
+@pytest.mark.parametrize("check", ["module", "batch"])
+def test_the_second_run_comes_after_the_forward_has_been_left(check: Any) -> None:
+    """A lock that the forward holds is free again, and the error that was raised has the whole report."""
+    finding = failed(Locked(), check=check).finding
+    assert finding is not None
+    assert finding.operation == "aten.log.default"
+    assert finding.transient is False
+
+
+def test_the_report_of_the_watch_is_that_of_the_error() -> None:
+    """Watch.report() has what the closer look found too."""
+    model = Log()
+    with watch(model) as w, pytest.raises(NonFiniteError) as error:
+        model(torch.zeros(2))
+    assert w.report() == error.value.report
+
+
+@pytest.mark.parametrize("how", ["record", "warn", "call"])
+def test_where_the_run_goes_on_there_is_no_second_run_unasked(how: Any) -> None:
+    """Only microscope=True runs a model again whose run goes on."""
+    with pytest.warns(RuntimeWarning) if how == "warn" else threading.Lock():
+        for asked in (None, True):
+            model, seen = Log(), []
+            with watch(model, on_nonfinite=seen.append if how == "call" else how, microscope=asked) as w:
+                model(torch.zeros(2))
+            finding = w.report().finding
+            assert finding is not None
+            assert (finding.operation is not None) == (model.calls > 1) == bool(asked)
+
+
+def test_another_watch_sees_nothing_of_the_second_run() -> None:
+    """Two watches of one model: the second one's error is not lost in the first one's second run."""
+    model = Log()
+    with watch(model, on_nonfinite="record", microscope=True), watch(model) as second:
+        with pytest.raises(NonFiniteError):
+            model(torch.zeros(2))
+        assert len(second.frames) == 1
+        assert second.batch == 0
+
+
+@pytest.mark.parametrize("check", ["module", "batch"])
+def test_a_fault_in_a_recomputation_is_raised_where_it_is_seen(check: Any) -> None:
+    """The end of a recomputed forward is told to nobody: waiting for it would lose the error."""
+    model = nn.Sequential(InfLater(), nn.Tanh())  # the backward needs what the second of them saved
+    x = torch.ones(2, requires_grad=True)
+    with watch(model, check=check):
+        y = checkpoint(model, x, use_reentrant=False)
+        with pytest.raises(NonFiniteError):
+            (y * y).sum().backward()
+
+
+def test_what_could_not_be_written_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk: the files that are there are named, the rest is a remark, and the report itself is whole."""
+    write = Path.write_text
+
+    def full(self: Path, *args: Any, **kwargs: Any) -> int:
+        if self.name == "report.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    finding = failed(Log(), output_dir=tmp_path).finding
+    assert finding is not None
+    names = [Path(path).name for path in finding.files]
+    assert "report.json" not in names
+    assert "report.txt" in names
+    assert all(Path(path).exists() for path in finding.files)
+    assert any("report.json" in remark and "No space" in remark for remark in finding.remarks)
+
+
+def test_everything_is_written_and_named_in_the_error(tmp_path: Path) -> None:
+    """The folder holds text, JSON, page and capsule, and the JSON is the error's report."""
+    pytest.importorskip("plotly")
+    pytest.importorskip("safetensors")
+    with watch(model := Log(), output_dir=tmp_path), pytest.raises(NonFiniteError) as error:
+        model(torch.zeros(2))
+    folder = tmp_path / "batch-0"
+    assert {path.name for path in folder.iterdir()} == {"capsule", "report.html", "report.json", "report.txt"}
+    assert Report.from_json((folder / "report.json").read_text()) == error.value.report
+    for path in folder.iterdir():
+        assert str(path) in str(error.value)
+
+
+def test_a_model_that_several_threads_call_is_not_run_again() -> None:
+    """The second run would change states that another thread is using: a remark says so."""
+    model = Log()
+    with watch(model):
+        thread = threading.Thread(target=lambda: model(torch.ones(2)))
+        thread.start()
+        thread.join()
+        with pytest.raises(NonFiniteError) as error:
+            model(torch.zeros(2))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.operation is None
+    assert "several threads" in finding.remarks[0]
