@@ -145,6 +145,14 @@ def _vit() -> nn.Module:
     )
 
 
+def _resnet() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(
+        ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", num_labels=3)
+    )
+
+
 def _image() -> dict[str, Any]:
     return {"pixel_values": torch.randn(BATCH, 3, 8, 8)}
 
@@ -216,6 +224,7 @@ ARCHITECTURES = {
         Architecture("llama", _llama, _text),
         Architecture("bert", _bert, _encoder_text),
         Architecture("vit", _vit, _image),
+        Architecture("resnet", _resnet, lambda: {"pixel_values": torch.randn(BATCH, 3, 32, 32)}),
         Architecture("whisper", _whisper, _speech),
         Architecture("mamba", _mamba, _text),
         Architecture("clip", _clip, lambda: {**_encoder_text(), **_image()}),

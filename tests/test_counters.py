@@ -15,7 +15,7 @@ from nanwatch.walk import call_leaves, leaves
 from nanwatch.watch import Watch, watch
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder reads everything")
-NAMES = ["gpt2", "mt5", "llama", "vit"]
+NAMES = ["gpt2", "mt5", "llama", "vit", "resnet"]
 
 
 def watched(name: str) -> tuple[nn.Module, Watch]:
