@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.batch_start import BatchStart
+from nanwatch.examination import Examination
 from nanwatch.finding import Finding
-from nanwatch.microscope import Examination, examine
+from nanwatch.microscope import examine
 from nanwatch.watch import watch
 
 

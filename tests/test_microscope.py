@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from examined import Does, culprit, exponential, look
 from nanwatch.batch_start import BatchStart
-from nanwatch.microscope import enrich, examine
+from nanwatch.examination import enrich
+from nanwatch.microscope import examine
 from nanwatch.watch import watch
 
 INF, NAN = math.inf, math.nan

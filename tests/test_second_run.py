@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from examined import Does, culprit, exponential, look
 from nanwatch.batch_start import BatchStart
-from nanwatch.microscope import Examination, examine
+from nanwatch.examination import Examination
+from nanwatch.microscope import examine
 from nanwatch.watch import watch
 
 INF, NAN = math.inf, math.nan

@@ -174,6 +174,20 @@ class BatchStart:
         return found
 
 
+def no_second_run() -> str:
+    """Why no batch can be run a second time here and now, in words; else ""."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return f"in a job of {distributed.get_world_size()} processes it would wait for the others"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace is recording"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "it runs inside a torch.func transform"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    return ""
+
+
 @contextmanager
 def _held(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Afterwards the buffers of the tree and the tensors of a call are the same tensors, with the values they had.

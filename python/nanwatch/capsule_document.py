@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import tensor_file, tree
+from . import reading, tensor_file, tree
 from .batch_start import Autocast, RngState
 from .errors import CapsuleError
 from .finding import Finding
 from .report import SCHEMA as REPORT_SCHEMA
 from .report import VERSION as REPORT_VERSION
-from .report import Report, _count, _flag, _members, _one_of, _optional, _refuse_constant, _text
+from .report import Report
 from .tensor_file import Entry
 from .tree import Json, LeftOut
 
@@ -60,10 +60,12 @@ def _load(path: Path) -> Json:
     if path.stat().st_size > MAX_DOCUMENT:
         raise ValueError(f"has {path.stat().st_size:,} bytes, a capsule's at most {MAX_DOCUMENT:,}")
     document = json.loads(
-        path.read_bytes().decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_no_doubles
+        path.read_bytes().decode("utf-8"),
+        parse_constant=reading.refuse_constant,
+        object_pairs_hook=_no_doubles,
     )
     if isinstance(document, dict) and document.get("schema") == SCHEMA and document.get("version") != VERSION:
-        version = tree.shorten(document.get("version"))
+        version = reading.shorten(document.get("version"))
         raise ValueError(f"its version is {version}, this nanwatch reads version {VERSION}")
     return document
 
@@ -75,35 +77,28 @@ def _no_doubles(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return found
 
 
-def _mapping_of(read: Callable[[Json, str], _T]) -> Callable[[Json, str], dict[str, _T]]:
-    def read_all(value: Json, where: str) -> dict[str, _T]:
-        if not isinstance(value, dict):
-            raise tree.fail(where, "an object", value)
-        return {key: read(item, f"{where}[{tree.shorten(key)}]") for key, item in value.items()}
-
-    return read_all
-
-
-def _list_of(read: Callable[[Json, str], _T]) -> Callable[[Json, str], list[_T]]:
-    def read_all(value: Json, where: str) -> list[_T]:
-        if not isinstance(value, list):
-            raise tree.fail(where, "a list", value)
-        return [read(item, f"{where}[{i}]") for i, item in enumerate(value)]
-
-    return read_all
-
-
 def _later(value: Json, where: str) -> Json:
     return value
 
 
 def _left_out(value: Json, where: str) -> LeftOut:
-    found = _members(value, where, {"what": _text, "type": _text, "bytes": _optional(_count), "why": _text})
+    found = reading.members(
+        value,
+        where,
+        {
+            "what": reading.text,
+            "type": reading.text,
+            "bytes": reading.optional(reading.count),
+            "why": reading.text,
+        },
+    )
     return LeftOut(found["what"], found["type"], found["bytes"], found["why"])
 
 
 def _autocast(value: Json, where: str) -> Autocast:
-    found = _members(value, where, {"device_type": tree.device, "dtype": tree.dtype, "enabled": _flag})
+    found = reading.members(
+        value, where, {"device_type": tree.device, "dtype": tree.dtype, "enabled": reading.flag}
+    )
     return Autocast(found["device_type"].type, found["dtype"], found["enabled"])
 
 
@@ -120,25 +115,29 @@ def to_json(finding: Finding | None) -> Json:
     return json.loads(Report((), finding, None).to_json())["finding"]
 
 
-_MODULE = {"name": _text, "class": _text, "device": lambda value, where: str(tree.device(value, where))}
+_MODULE = {
+    "name": reading.text,
+    "class": reading.text,
+    "device": lambda value, where: str(tree.device(value, where)),
+}
 
 _MEMBERS: dict[str, Callable[[Json, str], Any]] = {
-    "schema": _one_of((SCHEMA,)),
-    "version": _one_of((VERSION,)),
-    "label": _text,
-    "versions": _mapping_of(_optional(_text)),
-    "module": lambda value, where: _members(value, where, _MODULE),
+    "schema": reading.one_of((SCHEMA,)),
+    "version": reading.one_of((VERSION,)),
+    "label": reading.text,
+    "versions": reading.mapping_of(reading.optional(reading.text)),
+    "module": lambda value, where: reading.members(value, where, _MODULE),
     # Three that need the tensors.
-    "args": _list_of(_later),
-    "kwargs": _mapping_of(_later),
-    "state": _mapping_of(_text),
-    "training": _mapping_of(_flag),
-    "rng": _mapping_of(_text),
-    "autocast": _list_of(_autocast),
+    "args": reading.list_of(_later),
+    "kwargs": reading.mapping_of(_later),
+    "state": reading.mapping_of(reading.text),
+    "training": reading.mapping_of(reading.flag),
+    "rng": reading.mapping_of(reading.text),
+    "autocast": reading.list_of(_autocast),
     "finding": _finding,
-    "rank": _count,
-    "tensors": _mapping_of(tensor_file.read_entry),
-    "left_out": _mapping_of(_left_out),
+    "rank": reading.count,
+    "tensors": reading.mapping_of(tensor_file.read_entry),
+    "left_out": reading.mapping_of(_left_out),
 }
 
 
@@ -146,13 +145,15 @@ class Document:
     """The document, read as far as that goes without the tensors. Raises ValueError or OSError."""
 
     def __init__(self, path: Path) -> None:
-        self._found = _members(_load(path), "capsule", _MEMBERS)
+        self._found = reading.members(_load(path), "capsule", _MEMBERS)
         self.label: str = self._found["label"]
         self.entries: dict[str, Entry] = self._found["tensors"]
         if "" not in self._found["training"]:
             raise ValueError('capsule.training has no "", the flag of the module itself')
         if doubled := sorted(self.entries.keys() & self._found["left_out"].keys()):
-            raise ValueError(f"{tree.shorten(doubled[0])} is among both capsule.tensors and capsule.left_out")
+            raise ValueError(
+                f"{reading.shorten(doubled[0])} is among both capsule.tensors and capsule.left_out"
+            )
 
     def fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """The fields of a Capsule but for its folder, with the tensors of the other file in their places."""
@@ -186,7 +187,7 @@ def _rng(states: Mapping[str, Any]) -> RngState:
     cuda = [f"cuda:{i}" for i in range(len(states) - 1)]
     if set(states) != {"cpu", *cuda}:
         raise ValueError(
-            f"capsule.rng should have cpu and cuda:0 and so on, got {tree.shorten(list(states))}"
+            f"capsule.rng should have cpu and cuda:0 and so on, got {reading.shorten(list(states))}"
         )
     for kind, state in states.items():
         if not isinstance(state, Tensor) or state.dtype is not torch.uint8 or state.dim() != 1:

@@ -10,16 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .walk import MAX_DEPTH
+
 NARROW = (torch.float16, torch.bfloat16)
-_MAX_DEPTH = 32
+# Of the kinds of device that autocast knows, those that need no package of their own to be asked about.
+_KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla")
 _SCALARS = (int, float, str, bytes, type(None))
+
+
+def autocast_kinds() -> tuple[str, ...]:
+    """The kinds of device for which autocast can be on."""
+    own = torch._C._get_privateuse1_backend_name()
+    names = _KINDS if own == "privateuseone" else (*_KINDS, own)
+    return tuple(name for name in names if torch.amp.is_autocast_available(name))
 
 
 def first_float(value: Any, depth: int = 0) -> torch.dtype | None:
     """The dtype of the first floating-point tensor in tuples, lists, mappings and dataclasses, or None."""
     if isinstance(value, Tensor):
         return value.dtype if value.dtype.is_floating_point else None
-    if depth == _MAX_DEPTH or isinstance(value, _SCALARS):
+    if depth == MAX_DEPTH or isinstance(value, _SCALARS):
         return None
     if isinstance(value, tuple | list):
         children = list(value)
@@ -61,7 +71,7 @@ def _replaced(value: Any, change: Callable[[Tensor], Tensor | None], depth: int)
     if isinstance(value, Tensor):
         changed_tensor = change(value)
         return (value, False) if changed_tensor is None else (changed_tensor, True)
-    if depth == _MAX_DEPTH or isinstance(value, _SCALARS):
+    if depth == MAX_DEPTH or isinstance(value, _SCALARS):
         return value, False
     if isinstance(value, tuple | list):
         items = [_replaced(item, change, depth + 1) for item in value]

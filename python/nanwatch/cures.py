@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from math import floor, log2, sqrt
+from math import floor, isfinite, log2, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .batch_start import BatchStart
+from .batch_start import BatchStart, no_second_run
 from .casting import NARROW
+from .errors import spell
 from .finding import Cure, Finding
+from .headroom import NEAR_FACTOR, headroom_bits, is_near_end, limits
 from .precision import in_dtype, in_dtype_throughout, run_in_fp32
-from .record import Row, is_fault
+from .record import Row, is_fault, to_record
 from .trial import Change, Trial, run
 from .walk import call_leaves
 
@@ -24,8 +26,6 @@ MAX_RUNS = 5
 ENOUGH = 2
 # What comes within 2 % of the end in one format may be past it after the roundings of another.
 _MARGIN = 1.02
-# As in text.py: 8 bits from the end a value may leave it by a usual factor.
-_NEAR = 256
 _LOSS_SCALE_STEP = 256
 _NOT_BACK = "no cure was tried: the failure did not come back when the batch ran again"
 
@@ -48,8 +48,8 @@ def try_cures(
         return (), ()
     if finding.transient:
         return (), (_NOT_BACK,)
-    if _world_size() > 1:
-        return (), ("no cure was tried: a second run on one rank would wait for the others",)
+    if reason := no_second_run():
+        return (), (f"no cure was tried: {reason}",)
     cures: list[Cure] = []
     remarks: list[str] = []
     try:
@@ -57,7 +57,7 @@ def try_cures(
     except _Done:
         pass
     except Exception as error:
-        remarks.append(f"the search for cures ended early: {_spelled(error)}")
+        remarks.append(f"the search for cures ended early: {spell(error)}")
     return tuple(cures), tuple(remarks)
 
 
@@ -155,12 +155,14 @@ class _Search:
     def _clamp(self, wide: Trial) -> None:
         """A limit on what the guilty module is given, where that is near the end of the format."""
         rows = [row for call in self.seen.calls if call.name == self.guilty for row in call.rows]
-        end = min((_end(row[3]) for row in rows if _is_narrow(row[3])), default=0.0)
+        end = min(
+            (ends.largest for row in rows if _is_narrow(row[3]) and (ends := limits(row[3]))), default=0.0
+        )
         given = next((row for row in rows if row[1] == "input" and "float" in row[3]), None)
         if not end or given is None or not given[6] or not given[5]:
             return
         largest = max(row[5] or 0.0 for row in rows if row[0] == given[0] and row[6])
-        if largest < min(end / _NEAR, sqrt(end)):
+        if not is_near_end(largest, end):
             return
         made = [
             row[5] or 0.0
@@ -174,7 +176,7 @@ class _Search:
         limit = largest * end / (2 * max(made)) if made and max(made) > end else sqrt(end)
         limit = 2.0 ** floor(log2(limit))
         # A tighter one would make another model of it.
-        if largest / _NEAR <= limit < largest:
+        if largest / NEAR_FACTOR <= limit < largest:
             trial = self._run(change=Change(clamp=(self.modules[self.guilty], limit)))
             self._judge(f"clamp the input of {_module(self.guilty)} to ±{limit:g}", trial)
 
@@ -208,7 +210,7 @@ class _Search:
         """Keep it as a cure if it works, or if a user would expect it to; whether it works."""
         works = self._is_cured(trial)
         if trial.error is not None:
-            self.remarks.append(f"could not try to {what}: {_spelled(trial.error)}")
+            self.remarks.append(f"could not try to {what}: {spell(trial.error)}")
         elif works or expected:
             self.cures.append(Cure(what, works, _headroom(self._records(trial)) if works else None))
         return works
@@ -299,18 +301,14 @@ class _Search:
 
 def _headroom(rows: list[Row]) -> float | None:
     """Bits between the largest of these values and the end of its format."""
-    bits = [log2(_end(row[3]) / row[5]) for row in rows if row[5] and row[6] and "float" in row[3]]
+    finite = [row for row in rows if row[6]]
+    bits = [bits for row in finite if (bits := headroom_bits(to_record(row))) is not None and isfinite(bits)]
     return min(bits, default=None)
 
 
 def _is_narrow(dtype: str) -> bool:
     name = dtype.removeprefix("torch.")
     return name in ("float16", "bfloat16") or name.startswith("float8")
-
-
-def _end(dtype: str) -> float:
-    """The largest finite value of a floating-point format."""
-    return torch.finfo(getattr(torch, dtype)).max
 
 
 def _scaled(x: Any, scale: float, smaller: float) -> Any:
@@ -323,13 +321,3 @@ def _scaled(x: Any, scale: float, smaller: float) -> Any:
 
 def _module(name: str) -> str:
     return f"`{name}`" if name else "the model"
-
-
-def _spelled(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from .report import Report
 
 
+def spell(error: BaseException) -> str:
+    """The kind of an error and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
 class NonFiniteError(ValueError):
     """A watched module call held a nan or an inf. `.report` has the frames that led to it and the finding."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, log2
+from math import inf, isfinite, log2, sqrt
 from typing import NamedTuple
 
 from .frame import Frame
@@ -45,9 +45,17 @@ _LIMITS = {
 _PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 
 
+# 8 bits. From the root of the end on a value may leave it by its own square; for float16 the two are the same.
+NEAR_FACTOR = 256
+
 _RECOVERY = (
     1.0  # bits: less than a factor of two is what GELU, dropout and a residual sum do in healthy models
 )
+
+
+def is_near_end(largest: float, end: float) -> bool:
+    """Whether a value may leave a format that ends at `end` by a sum, a usual factor or its own square."""
+    return largest >= min(end / NEAR_FACTOR, sqrt(end))
 
 
 def limits(dtype_name: str) -> Limits | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _reference
+from .errors import spell
 from .observe import read
 from .operation import Operands, Operation, operation_of
 from .ranges import _is_plain, only_our_dispatch, tensor_health
@@ -105,7 +106,7 @@ class Lineage(TorchDispatchMode):
             with only_our_dispatch(), torch.no_grad():
                 return look(operation, *given)
         except Exception as error:
-            self.trouble = f"{operation.name} could not be followed: {type(error).__name__}: {error}"
+            self.trouble = f"{operation.name} could not be followed: {spell(error)}"
             return None
 
     def _given(self, operation: Operation, args: Any, kwargs: Any) -> Operands:

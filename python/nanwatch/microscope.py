@@ -5,20 +5,18 @@ The second run builds no graph and leaves nothing behind: `BatchStart.again` put
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from .batch_start import BatchStart
+from .batch_start import BatchStart, no_second_run
 from .damage import describe
-from .examination import Call, Examination, enrich
+from .errors import spell
+from .examination import Examination
 from .finding import Finding
 from .lineage import Lineage
 from .observe import observe
 from .record import to_record
-from .scene import Scene, spell
+from .scene import Scene
 from .walk import call_leaves
-
-__all__ = ["Call", "Examination", "enrich", "examine", "no_second_run"]
 
 
 def examine(start: BatchStart, finding: Finding, *, model: nn.Module) -> Examination:
@@ -71,20 +69,6 @@ def _of_data(start: BatchStart, finding: Finding, model: nn.Module) -> Examinati
 def _first_bad(x: Tensor) -> tuple[int, ...] | None:
     health = observe(x, "", "output")[7]
     return None if health is None else health.first_nonfinite
-
-
-def no_second_run() -> str:
-    """Why there can be none, in words; else ""."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return f"in a job of {distributed.get_world_size()} processes it would wait for the others"
-    if torch._C._get_tracing_state() is not None:
-        return "torch.jit.trace is recording"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "it runs inside a torch.func transform"
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is being captured"
-    return ""
 
 
 def _of_second_run(start: BatchStart, finding: Finding, model: nn.Module) -> Examination:

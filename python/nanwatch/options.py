@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import nn
 
+from .text import close_names
+
 if TYPE_CHECKING:
     from .report import Report
 
@@ -188,9 +190,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def _check_matches(option: str, patterns: Iterable[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            close = difflib.get_close_matches(pattern, names, n=3)
-            hint = f"close names: {', '.join(close)}" if close else "see model.named_modules() for the names"
-            raise ValueError(f"{option} pattern {pattern!r} matches no module; {hint}")
+            raise ValueError(f"{option} pattern {pattern!r} matches no module; {close_names(pattern, names)}")
 
 
 def _switch(enabled: bool) -> bool:

@@ -6,7 +6,7 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -18,10 +18,15 @@ from .capsule import write_capsule
 from .cures import try_cures
 from .examination import Call, Examination, enrich
 from .finding import Finding
-from .microscope import examine, no_second_run
+from .microscope import examine
 from .report import Report
 
 _T = TypeVar("_T")
+_FORMS: dict[str, Callable[[Report], str]] = {
+    "report.html": lambda report: report.to_html(),
+    "report.json": lambda report: report.to_json(),
+    "report.txt": lambda report: report.to_text(),
+}
 
 
 def post_mortem(
@@ -37,36 +42,38 @@ def post_mortem(
 
     `start` is None where the batch cannot be run again; a `reason` says in words why it must not be.
     """
-    first = report.finding
-    if first is None:
+    finding = report.finding
+    if finding is None:
         return report
-    finding = first
     remarks: list[str] = []
     examination: Examination | None = None
-    if not examines:
-        start = None
-    elif start is None:
-        remarks.append(
-            "the batch was not run a second time: its outermost call lies in compiled code or in a backward,"
-            " or what it was given could not be kept"
+    if examines and (start is None or reason):
+        why = reason or (
+            "its outermost call lies in compiled code or in a backward, or what it was given could not be kept"
         )
-    elif reason := reason or no_second_run():
-        remarks.append(f"the batch was not run a second time: {reason}")
-        start = None
-    if start is not None:
-        examination = _attempt("the closer look", lambda: examine(start, first, model=model), remarks)
-        if examination is not None:
-            finding = enrich(finding, examination)
+        remarks.append(f"the batch was not run a second time: {why}")
+    elif examines and start is not None:
+        finding, examination = _look(finding, start, model, remarks)
+    finding = replace(finding, remarks=(*finding.remarks, *remarks))
+    if output_dir is None:
+        return replace(report, finding=finding)
+    return _write(report, finding, examination, start, output_dir)
+
+
+def _look(
+    finding: Finding, start: BatchStart, model: nn.Module, remarks: list[str]
+) -> tuple[Finding, Examination | None]:
+    """The finding with what a second run of the batch shows, and with the cures where it failed again."""
+    examination = _attempt("the closer look", lambda: examine(start, finding, model=model), remarks)
+    if examination is None:
+        return finding, None
+    closer = enrich(finding, examination)
+    if examination.transient is False:
         if doubts := start.doubts():
             remarks.append(f"no cure was tried, as {doubts[0]}")
-        elif examination is not None and examination.transient is not True:
-            known = finding
-            tried = _attempt("trying cures", lambda: try_cures(start, known, model), remarks)
-            if tried is not None:
-                finding = replace(finding, cures=tried[0], remarks=(*finding.remarks, *tried[1]))
-    finding = replace(finding, remarks=(*finding.remarks, *remarks))
-    report = replace(report, finding=finding)
-    return report if output_dir is None else _write(report, finding, examination, start, output_dir)
+        elif tried := _attempt("trying cures", lambda: try_cures(start, closer, model), remarks):
+            closer = replace(closer, cures=tried[0], remarks=(*closer.remarks, *tried[1]))
+    return closer, examination
 
 
 def _attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None:
@@ -85,58 +92,60 @@ def _write(
     output_dir: Path,
 ) -> Report:
     remarks: list[str] = []
-    files: list[str] = []
-    failed: set[str] = set()
     folder = _attempt("making the folder", lambda: _new_folder(output_dir, finding), remarks)
     if folder is None:
-        return replace(report, finding=replace(finding, remarks=(*finding.remarks, *remarks)))
-
+        return _told(report, finding, remarks)
+    files: list[str] = []
     call = None if examination is None else examination.call
-    if call is not None and start is not None:
-
-        def capsule(call: Call = call, start: BatchStart = start) -> None:
-            folder_made = write_capsule(
-                folder / "capsule",
-                call.module,
-                call.name,
-                call.args,
-                call.kwargs,
-                finding=finding,
-                rank=report.rank,
-                rng=call.rng or start.rng,
-                autocast=call.autocast or start.autocast,
-            )
-            files.append(str(folder_made))
-
-        _attempt("writing the capsule", capsule, remarks)
-    else:
+    if call is None or start is None:
         remarks.append("no capsule was written: no call was seen to make the value a second time")
-    if _written(folder / "report.html", report.to_html, remarks):
-        files.append(str(folder / "report.html"))
-    # These two name the files that are there, themselves too: written twice where the second could not be.
-    for _ in range(2):
-        names = [name for name in ("report.json", "report.txt") if name not in failed]
-        told = replace(
-            finding,
-            files=(*files, *(str(folder / name) for name in names)),
-            remarks=(*finding.remarks, *remarks),
-        )
-        report = replace(report, finding=told)
-        before = len(remarks)
-        for name, form in (("report.json", report.to_json), ("report.txt", report.to_text)):
-            if name in names and not _written(folder / name, form, remarks):
-                failed.add(name)
-        if len(remarks) == before:
-            break
-    else:
-        report = replace(
-            report, finding=replace(told, files=tuple(files), remarks=(*finding.remarks, *remarks))
-        )
-    return report
+    elif made := _attempt(
+        "writing the capsule", lambda: _write_capsule(folder, call, start, finding, report.rank), remarks
+    ):
+        files.append(str(made))
+    return _write_forms(report, finding, folder, _FORMS, files, remarks)
 
 
-def _written(path: Path, form: Callable[[], str], remarks: list[str]) -> bool:
-    done = _attempt(f"writing {path.name}", lambda: path.write_text(form(), encoding="utf-8"), remarks)
+def _write_capsule(folder: Path, call: Call, start: BatchStart, finding: Finding, rank: int) -> Path:
+    return write_capsule(
+        folder / "capsule",
+        call.module,
+        call.name,
+        call.args,
+        call.kwargs,
+        finding=finding,
+        rank=rank,
+        rng=call.rng or start.rng,
+        autocast=call.autocast or start.autocast,
+    )
+
+
+def _write_forms(
+    report: Report,
+    finding: Finding,
+    folder: Path,
+    names: Iterable[str],
+    files: list[str],
+    remarks: list[str],
+) -> Report:
+    """Write the forms of the report, each naming all files; again, should one of them not be written after all."""
+    paths = [folder / name for name in names]
+    told = _told(report, finding, remarks, [*files, *map(str, paths)])
+    troubles = list(remarks)
+    written = [path.name for path in paths if _written(path, told, troubles)]
+    if len(written) == len(paths):
+        return told
+    return _write_forms(report, finding, folder, written, files, troubles)
+
+
+def _told(report: Report, finding: Finding, remarks: list[str], files: Iterable[str] = ()) -> Report:
+    told = replace(finding, files=tuple(files), remarks=(*finding.remarks, *remarks))
+    return replace(report, finding=told)
+
+
+def _written(path: Path, report: Report, remarks: list[str]) -> bool:
+    form = _FORMS[path.name]
+    done = _attempt(f"writing {path.name}", lambda: path.write_text(form(report), encoding="utf-8"), remarks)
     return done is not None
 
 

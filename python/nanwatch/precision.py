@@ -7,7 +7,6 @@ pickles take it with them, and the stand-in pickles by its class.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from types import MethodType, TracebackType
@@ -16,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .casting import NARROW, cast, first_float
+from .casting import NARROW, autocast_kinds, cast, first_float
+from .text import close_names
 
 _PLACE = "forward"
-# Of the kinds of device that autocast knows, those that need no package of their own to be asked about.
-_KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla")
 
 
 def run_in_fp32(
@@ -64,7 +62,7 @@ def fp32_modules(model: nn.Module, patterns: str | Iterable[str], *, cast_output
     for pattern in wanted:
         if not any(fnmatchcase(name, pattern) for name, _ in named):
             raise ValueError(
-                f"pattern {pattern!r} matches no module that is called; {_hint(pattern, [n for n, _ in named])}"
+                f"pattern {pattern!r} matches no module that is called; {close_names(pattern, [n for n, _ in named])}"
             )
     chosen = {id(one): one for name, one in named if any(fnmatchcase(name, pattern) for pattern in wanted)}
     for one in chosen.values():
@@ -116,7 +114,7 @@ class _StandIn:
         self.module = module
         self.found = found
         self.claims: list[_Claim] = []
-        self.kinds = _autocast_kinds()
+        self.kinds = autocast_kinds()
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -288,12 +286,6 @@ def _without_autocast(kinds: list[str], behind: Callable[..., Any], args: Any, k
         return _without_autocast(kinds[1:], behind, args, kwargs)
 
 
-def _autocast_kinds() -> tuple[str, ...]:
-    own = torch._C._get_privateuse1_backend_name()
-    names = _KINDS if own == "privateuseone" else (*_KINDS, own)
-    return tuple(name for name in names if torch.amp.is_autocast_available(name))
-
-
 def _resolve(given: nn.Module | str, model: nn.Module | None) -> nn.Module:
     module: object = given
     if isinstance(given, str):
@@ -301,7 +293,7 @@ def _resolve(given: nn.Module | str, model: nn.Module | None) -> nn.Module:
             raise TypeError(f"run_in_fp32({given!r}) needs the model too: run_in_fp32({given!r}, model)")
         named = dict(_check(model, "run_in_fp32").named_modules(remove_duplicate=False))
         if given not in named:
-            raise ValueError(f"{type(model).__name__} has no module {given!r}; {_hint(given, list(named))}")
+            raise ValueError(f"{type(model).__name__} has no module {given!r}; {close_names(given, named)}")
         module = named[given]
     checked = _check(module, "run_in_fp32")
     if not is_called(checked):
@@ -310,11 +302,6 @@ def _resolve(given: nn.Module | str, model: nn.Module | None) -> nn.Module:
             " pass the modules in it, or use fp32_modules(model, 'its.name.*')"
         )
     return checked
-
-
-def _hint(wanted: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(wanted, names, n=3)
-    return f"close names: {', '.join(close)}" if close else "see model.named_modules() for the names"
 
 
 def _check(module: object, caller: str) -> nn.Module:

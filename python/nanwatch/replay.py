@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from inspect import Parameter, signature
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -21,6 +20,7 @@ from .batch_start import RngState
 from .capsule import Capsule
 from .options import SWITCH
 from .report import Report
+from .text import close_names
 from .tree import LeftOut, Structure
 from .watch import watch
 
@@ -162,11 +162,9 @@ def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
         raise ValueError(
             f"the capsule is of a {capsule.class_name}, {name!r}; in this model {name!r} is a {type(found).__name__}"
         )
-    close = get_close_matches(capsule.module, modules, n=3)
-    hint = f"close names: {', '.join(close)}" if close else "see model.named_modules() for the names"
     raise ValueError(
         f"the capsule is of {name!r}, a {capsule.class_name}; this model ({type(model).__name__}) has no such"
-        f" module and is none; {hint}"
+        f" module and is none; {close_names(capsule.module, modules)}"
     )
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from math import inf, isfinite, nan
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import text
+from . import reading, text
 from .finding import ORIGINS, VALUES, Cure, Finding
 from .frame import PHASES, Frame
 from .record import ROLES, Record
@@ -54,7 +53,7 @@ class Report:
     def from_json(cls, document: str) -> Report:
         """The report that `to_json` wrote. Raises ValueError, saying where, for anything else."""
         try:
-            return _report(json.loads(document, parse_constant=_refuse_constant))
+            return _report(json.loads(document, parse_constant=reading.refuse_constant))
         except RecursionError:
             raise ValueError(
                 "not a nanwatch report: nested too deeply; pass what Report.to_json() wrote"
@@ -80,100 +79,21 @@ def _field_names(kind: type) -> tuple[str, ...]:
     return tuple(getattr(kind, "_fields", ()))
 
 
-# Reading back. Every function takes the value and the path of it, so that an error names the place.
-_Reader = Callable[[Any, str], _T]
+# Reading back.
 
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f'{name} is no JSON number; "{name}" in quotes was expected')
-
-
-def _fail(where: str, expected: str, value: Any) -> ValueError:
-    shown = repr(value)
-    return ValueError(
-        f"{where} should be {expected}, got {shown if len(shown) <= 60 else shown[:57] + '...'}"
-    )
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise _fail(where, "a string", value)
-    return value
-
-
-def _count(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise _fail(where, "an integer", value)
-    return value
-
-
-def _flag(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise _fail(where, "true or false", value)
-    return value
-
-
-def _number(value: Any, where: str) -> float:
-    special = {"nan": nan, "inf": inf, "-inf": -inf}
-    if isinstance(value, str) and value in special:
-        return special[value]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:  # an integer of more than 308 digits
-            number = inf
-        if isfinite(number):
-            return number
-    raise _fail(where, 'a number, "nan", "inf" or "-inf"', value)
-
-
-def _one_of(choices: tuple[_T, ...]) -> _Reader[_T]:
-    def read(value: Any, where: str) -> _T:
-        if value not in choices:
-            raise _fail(where, f"one of {', '.join(map(repr, choices))}", value)
-        return choices[choices.index(value)]
-
-    return read
-
-
-def _optional(read: _Reader[_T]) -> _Reader[_T | None]:
-    return lambda value, where: None if value is None else read(value, where)
-
-
-def _tuple_of(read: _Reader[_T]) -> _Reader[tuple[_T, ...]]:
-    def read_all(value: Any, where: str) -> tuple[_T, ...]:
-        if not isinstance(value, list):
-            raise _fail(where, "a list", value)
-        return tuple(read(item, f"{where}[{i}]") for i, item in enumerate(value))
-
-    return read_all
-
-
-def _members(value: Any, where: str, readers: Mapping[str, _Reader[Any]]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _fail(where, "an object", value)
-    for name in readers:
-        if name not in value:
-            raise ValueError(f"{where} has no {name!r}")
-    for name in value:
-        if name not in readers:
-            raise ValueError(f"{where} has {name!r}, which version {VERSION} does not know")
-    return {name: read(value[name], f"{where}.{name}") for name, read in readers.items()}
-
-
-_HEALTH: dict[str, _Reader[Any]] = {
-    "abs_min": _number,
-    "abs_max": _number,
-    "isfinite": _flag,
-    "finite_abs_min": _number,
-    "finite_abs_max": _number,
-    "num_nan": _count,
-    "num_posinf": _count,
-    "num_neginf": _count,
-    "num_zero": _count,
-    "num_subnormal": _count,
-    "numel": _count,
-    "first_nonfinite": _optional(_tuple_of(_count)),
+_HEALTH: dict[str, reading.Reader[Any]] = {
+    "abs_min": reading.number,
+    "abs_max": reading.number,
+    "isfinite": reading.flag,
+    "finite_abs_min": reading.number,
+    "finite_abs_max": reading.number,
+    "num_nan": reading.count,
+    "num_posinf": reading.count,
+    "num_neginf": reading.count,
+    "num_zero": reading.count,
+    "num_subnormal": reading.count,
+    "numel": reading.count,
+    "first_nonfinite": reading.optional(reading.tuple_of(reading.count)),
 }
 
 
@@ -181,66 +101,70 @@ def _health(value: Any, where: str) -> TensorHealth:
     # Here and not above: ranges brings torch with it, and a report of finite frames is read without.
     from .ranges import TensorHealth
 
-    return TensorHealth(**_members(value, where, _HEALTH))
+    return TensorHealth(**reading.members(value, where, _HEALTH))
 
 
-_RECORD: dict[str, _Reader[Any]] = {
-    "label": _text,
-    "role": _one_of(ROLES),
-    "shape": _optional(_tuple_of(_count)),
-    "dtype": _text,
-    "abs_min": _optional(_number),
-    "abs_max": _optional(_number),
-    "isfinite": _optional(_flag),
-    "health": _optional(_health),
-    "note": _text,
+_RECORD: dict[str, reading.Reader[Any]] = {
+    "label": reading.text,
+    "role": reading.one_of(ROLES),
+    "shape": reading.optional(reading.tuple_of(reading.count)),
+    "dtype": reading.text,
+    "abs_min": reading.optional(reading.number),
+    "abs_max": reading.optional(reading.number),
+    "isfinite": reading.optional(reading.flag),
+    "health": reading.optional(_health),
+    "note": reading.text,
 }
 
-_FRAME: dict[str, _Reader[Any]] = {
-    "batch": _count,
-    "name": _text,
-    "class_name": _text,
-    "records": _tuple_of(lambda value, where: Record(**_members(value, where, _RECORD))),
-    "phase": _one_of(PHASES),
-    "recomputed": _flag,
+_FRAME: dict[str, reading.Reader[Any]] = {
+    "batch": reading.count,
+    "name": reading.text,
+    "class_name": reading.text,
+    "records": reading.tuple_of(lambda value, where: Record(**reading.members(value, where, _RECORD))),
+    "phase": reading.one_of(PHASES),
+    "recomputed": reading.flag,
 }
 
-_CURE: dict[str, _Reader[Any]] = {"what": _text, "works": _flag, "headroom_bits": _optional(_number)}
-
-_FINDING: dict[str, _Reader[Any]] = {
-    "module": _text,
-    "class_name": _text,
-    "label": _text,
-    "batch": _count,
-    "rank": _count,
-    "value": _one_of(VALUES),
-    "origin": _one_of(ORIGINS),
-    "source_module": _optional(_text),
-    "num_nonfinite": _optional(_count),
-    "numel": _count,
-    "index": _optional(_tuple_of(_count)),
-    "extent": _text,
-    "operation": _optional(_text),
-    "source": _optional(_text),
-    "transient": _optional(_flag),
-    "cures": _tuple_of(lambda value, where: Cure(**_members(value, where, _CURE))),
-    "operands": _tuple_of(lambda value, where: Record(**_members(value, where, _RECORD))),
-    "remarks": _tuple_of(_text),
-    "files": _tuple_of(_text),
+_CURE: dict[str, reading.Reader[Any]] = {
+    "what": reading.text,
+    "works": reading.flag,
+    "headroom_bits": reading.optional(reading.number),
 }
 
-_REPORT: dict[str, _Reader[Any]] = {
-    "schema": _one_of((SCHEMA,)),
-    "version": _one_of((VERSION,)),
-    "frames": _tuple_of(lambda value, where: Frame(**_members(value, where, _FRAME))),
-    "finding": _optional(lambda value, where: Finding(**_members(value, where, _FINDING))),
-    "batch": _optional(_count),
-    "rank": _count,
+_FINDING: dict[str, reading.Reader[Any]] = {
+    "module": reading.text,
+    "class_name": reading.text,
+    "label": reading.text,
+    "batch": reading.count,
+    "rank": reading.count,
+    "value": reading.one_of(VALUES),
+    "origin": reading.one_of(ORIGINS),
+    "source_module": reading.optional(reading.text),
+    "num_nonfinite": reading.optional(reading.count),
+    "numel": reading.count,
+    "index": reading.optional(reading.tuple_of(reading.count)),
+    "extent": reading.text,
+    "operation": reading.optional(reading.text),
+    "source": reading.optional(reading.text),
+    "transient": reading.optional(reading.flag),
+    "cures": reading.tuple_of(lambda value, where: Cure(**reading.members(value, where, _CURE))),
+    "operands": reading.tuple_of(lambda value, where: Record(**reading.members(value, where, _RECORD))),
+    "remarks": reading.tuple_of(reading.text),
+    "files": reading.tuple_of(reading.text),
+}
+
+_REPORT: dict[str, reading.Reader[Any]] = {
+    "schema": reading.one_of((SCHEMA,)),
+    "version": reading.one_of((VERSION,)),
+    "frames": reading.tuple_of(lambda value, where: Frame(**reading.members(value, where, _FRAME))),
+    "finding": reading.optional(lambda value, where: Finding(**reading.members(value, where, _FINDING))),
+    "batch": reading.optional(reading.count),
+    "rank": reading.count,
 }
 
 
 def _report(document: Any) -> Report:
     if isinstance(document, dict) and document.get("schema") == SCHEMA and document.get("version") != VERSION:
         raise ValueError(f"its version is {document.get('version')!r}, this nanwatch reads version {VERSION}")
-    members = _members(document, "report", _REPORT)
-    return Report(members["frames"], members["finding"], members["batch"], members["rank"])
+    found = reading.members(document, "report", _REPORT)
+    return Report(found["frames"], found["finding"], found["batch"], found["rank"])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .batch_start import Autocast, RngState
 from .calls import _KINDS, ATTRIBUTE
 from .damage import describe
+from .errors import spell
 from .examination import Call, Examination
 from .finding import Finding, value_of
 from .lineage import Lineage
@@ -180,9 +181,3 @@ class _SeenCall:
             # A replica of DataParallel has a copy of the original's __dict__.
             return module._call_impl(*args, **kwargs)
         return self._scene.run(module, self._target, args, kwargs)
-
-
-def spell(error: Exception) -> str:
-    """The kind of an error and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .ranges import only_our_dispatch, unreadable
-from .tree import DTYPES, Json, device, dtype, fail, shorten, sizes
+from .reading import fail, shorten
+from .tree import DTYPES, Json, device, dtype, sizes
 
 # Those that every safetensors of the last years reads and writes; the rest goes as bytes.
 _NATIVE = {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import sqrt
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from .headroom import limits, shrinking
+from .headroom import is_near_end, limits, shrinking
 from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, Record
 
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ _RICH_STYLES: dict[Style, str] = {
     "quiet": "dim",
     "fault": "bold red",
 }
-
-# Within 8 bits of the end of its format a value may leave it by a sum or by a usual factor; from the root of the end
-# on, by its own square. For float16 the two are the same 256.
-_NEAR = 256
 
 
 def range_line(abs_min: float, abs_max: float, label: str) -> str:
@@ -64,6 +60,12 @@ def frame_lines(frame: Frame) -> list[str]:
 def batch_lines(batch: int) -> list[str]:
     """The header above the first frame of a batch."""
     return [f"\n\n{PREFIX} *** Starting batch number={batch} ***", COLUMNS]
+
+
+def close_names(wanted: str, names: Iterable[str]) -> str:
+    """Where to look for the module that was meant."""
+    close = difflib.get_close_matches(wanted, list(names), n=3)
+    return f"close names: {', '.join(close)}" if close else "see model.named_modules() for the names"
 
 
 def module_name(name: str) -> str:
@@ -173,7 +175,7 @@ def _next(finding: Finding, frame: Frame | None, record: Record | None) -> str:
         if "inf" in finding.value and frame is not None and record is not None and ends is not None:
             dtype, end = record.dtype, f"{ends.largest:.6g}"
             largest = _largest_finite(frame, record)
-            if largest >= min(ends.largest / _NEAR, sqrt(ends.largest)):
+            if is_near_end(largest, ends.largest):
                 return f"{dtype} ends at {end}; follow the abs max column up to where it began to grow."
             return (
                 f"{dtype} ends at {end}, and nothing in this frame is above {largest:.2e}: look for a division by"

@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from .reading import fail, shorten
 from .walk import spell_key
 
 Json: TypeAlias = Any
@@ -335,19 +336,3 @@ def sizes(value: Json, where: str) -> tuple[int, ...]:
         if type(size) is not int or not 0 <= size < 2**63:
             raise fail(where, "a list of whole numbers from 0", value)
     return tuple(value)
-
-
-def shorten(value: object) -> str:
-    """`repr(value)`, at most 60 characters of it."""
-    # Only the beginning is made: a hostile value may be a gigabyte.
-    if isinstance(value, str):
-        return repr(value) if len(value) <= 58 else f"{value[:54]!r}..."
-    if isinstance(value, list | dict):
-        return f"{type(value).__name__} of {len(value)}"
-    shown = repr(value) if not isinstance(value, int) or value.bit_length() < 200 else "a huge number"
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-def fail(where: str, expected: str, value: object) -> ValueError:
-    """The error that names a place, what belongs there and what came."""
-    return ValueError(f"{where} should be {expected}, got {shorten(value)}")

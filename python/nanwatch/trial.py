@@ -12,13 +12,10 @@ from torch import Tensor, nn
 
 from .batch_start import BatchStart
 from .calls import ATTRIBUTE
-from .casting import NARROW, first_float, replaced
+from .casting import NARROW, autocast_kinds, first_float, replaced
 from .observe import observe
 from .record import Row, is_fault
 from .walk import call_leaves, leaves
-
-# Asked at every call of a trial; others are left to the trial itself.
-_KINDS = ("cpu", "cuda", "xpu", "mps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,11 @@ class _Observer:
         return type(None), ()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        kinds = {kind: torch.get_autocast_dtype(kind) for kind in _KINDS if torch.is_autocast_enabled(kind)}
+        kinds = {
+            kind: torch.get_autocast_dtype(kind)
+            for kind in autocast_kinds()
+            if torch.is_autocast_enabled(kind)
+        }
         given = first_float((args, kwargs))
         clamp = self.change.clamp
         if clamp is not None and clamp[0] is self.module:

@@ -1,0 +1,126 @@
+"""Values out of a JSON document that may be anybody's, each checked.
+
+A reader takes a value and the place of it in the document, so that an error names the place. It raises ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import inf, isfinite, nan
+from typing import Any, TypeAlias, TypeVar
+
+_T = TypeVar("_T")
+Reader: TypeAlias = Callable[[Any, str], _T]
+
+
+def refuse_constant(name: str) -> float:
+    """For json.loads(parse_constant=…): NaN and Infinity are no JSON."""
+    raise ValueError(f'{name} is no JSON number; "{name}" in quotes was expected')
+
+
+def text(value: Any, where: str) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise fail(where, "a string", value)
+    return value
+
+
+def count(value: Any, where: str) -> int:
+    """A whole number."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise fail(where, "an integer", value)
+    return value
+
+
+def flag(value: Any, where: str) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise fail(where, "true or false", value)
+    return value
+
+
+def number(value: Any, where: str) -> float:
+    """A number; nan and the infinities are spelt as strings."""
+    special = {"nan": nan, "inf": inf, "-inf": -inf}
+    if isinstance(value, str) and value in special:
+        return special[value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of more than 308 digits
+            number = inf
+        if isfinite(number):
+            return number
+    raise fail(where, 'a number, "nan", "inf" or "-inf"', value)
+
+
+def one_of(choices: tuple[_T, ...]) -> Reader[_T]:
+    """One of the choices."""
+
+    def read(value: Any, where: str) -> _T:
+        if value not in choices:
+            raise fail(where, f"one of {', '.join(map(repr, choices))}", value)
+        return choices[choices.index(value)]
+
+    return read
+
+
+def optional(read: Reader[_T]) -> Reader[_T | None]:
+    """What `read` reads, or None."""
+    return lambda value, where: None if value is None else read(value, where)
+
+
+def list_of(read: Reader[_T]) -> Reader[list[_T]]:
+    """A list of what `read` reads."""
+
+    def read_all(value: Any, where: str) -> list[_T]:
+        if not isinstance(value, list):
+            raise fail(where, "a list", value)
+        return [read(item, f"{where}[{i}]") for i, item in enumerate(value)]
+
+    return read_all
+
+
+def tuple_of(read: Reader[_T]) -> Reader[tuple[_T, ...]]:
+    """The same as a tuple."""
+    return lambda value, where: tuple(list_of(read)(value, where))
+
+
+def mapping_of(read: Reader[_T]) -> Reader[dict[str, _T]]:
+    """An object with any members, each of what `read` reads."""
+
+    def read_all(value: Any, where: str) -> dict[str, _T]:
+        if not isinstance(value, dict):
+            raise fail(where, "an object", value)
+        return {key: read(item, f"{where}[{shorten(key)}]") for key, item in value.items()}
+
+    return read_all
+
+
+def members(value: Any, where: str, readers: Mapping[str, Reader[Any]]) -> dict[str, Any]:
+    """An object that has exactly these members, each read by its reader."""
+    if not isinstance(value, dict):
+        raise fail(where, "an object", value)
+    for name in readers:
+        if name not in value:
+            raise ValueError(f"{where} has no {name!r}")
+    for name in value:
+        if name not in readers:
+            raise ValueError(f"{where} has {name!r}, which this version does not know")
+    return {name: read(value[name], f"{where}.{name}") for name, read in readers.items()}
+
+
+def shorten(value: object) -> str:
+    """`repr(value)`, at most 60 characters of it."""
+    # Only the beginning is made: a hostile value may be a gigabyte.
+    if isinstance(value, str):
+        return repr(value) if len(value) <= 58 else f"{value[:54]!r}..."
+    if isinstance(value, list | dict):
+        return f"{type(value).__name__} of {len(value)}"
+    shown = repr(value) if not isinstance(value, int) or value.bit_length() < 200 else "a huge number"
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def fail(where: str, expected: str, value: object) -> ValueError:
+    """The error that names a place, what belongs there and what came."""
+    return ValueError(f"{where} should be {expected}, got {shorten(value)}")
