@@ -48,10 +48,10 @@ class PythonWatchedCall:
         """Make the call that this stands before, and record it."""
         if is_compiling():
             return self.module._call_impl(*args, **kwargs)  # type: ignore[union-attr]
-        # A replica for DataParallel has a copy of the original's __dict__, and with it this very object: only the
-        # frame of nn.Module.__call__ knows which of them calls.
+        # As stand_in.calling_module, but in this frame: torch.compile, which skips this one, would follow a call of it.
+        # So it would that of the property.
         caller = sys._getframe(1)
-        own = self._module()  # not the property: torch.compile would follow it
+        own = self._module()
         module = caller.f_locals["self"] if caller.f_code.co_name == "_wrapped_call_impl" else own
         if module is None:
             raise ReferenceError("nanwatch: the watched module of this call no longer exists")
@@ -203,22 +203,19 @@ def unwatched(root: nn.Module) -> Iterator[None]:
     taken = []
     try:
         for module in root.modules():
-            before: Any = module.__dict__.get(ATTRIBUTE)
-            below = before
-            while isinstance(below, _KINDS):
-                below = below.inner
-            if below is before:
-                continue
-            taken.append((module, before, below))
-            _put(module, below)
+            if watched := chain(module):
+                below = watched[-1].inner
+                taken.append((module, watched[0], below))
+                put(module, below)
         yield
     finally:
         for module, before, below in taken:
             if module.__dict__.get(ATTRIBUTE) is below:
-                _put(module, before)
+                put(module, before)
 
 
-def _put(module: nn.Module, call: Any) -> None:
+def put(module: nn.Module, call: Any) -> None:
+    """Make this what stands before the module's call; None for nothing."""
     if call is None:
         module.__dict__.pop(ATTRIBUTE, None)
     else:
@@ -231,26 +228,18 @@ def _remove_all(handles: Iterable[Any]) -> None:
 
 
 def _is_linked(module: nn.Module, recorder: Any) -> bool:
-    current: Any = module.__dict__.get(ATTRIBUTE)
-    while isinstance(current, _KINDS):
-        if current.recorder is recorder:
-            return True
-        current = current.inner
-    return False
+    return any(call.recorder is recorder for call in chain(module))
 
 
 def _unlink(module: nn.Module, recorder: Any) -> None:
     """Take the recorder's call out of the module's place, also from behind those that others put there since."""
-    before, current = None, module.__dict__.get(ATTRIBUTE)
-    while isinstance(current, _KINDS):
-        if current.recorder is not recorder:
-            before, current = current, current.inner
-        elif before is not None:
-            before.inner = current.inner
-            return
-        elif current.inner is not None:
-            module.__dict__[ATTRIBUTE] = current.inner
+    outer: Any = None
+    for call in chain(module):
+        if call.recorder is not recorder:
+            outer = call
+        elif outer is None:
+            put(module, call.inner)
             return
         else:
-            del module.__dict__[ATTRIBUTE]
+            outer.inner = call.inner
             return

@@ -99,7 +99,7 @@ def _of_second_run(start: BatchStart, finding: Finding, model: nn.Module) -> Exa
 def _run(scene: Scene, start: BatchStart) -> str:
     """Make the batch's outermost call again, with the scene in place; what it raised, in words, or ""."""
     try:
-        with scene.in_place(), start.again() as call:
+        with start.again() as call, scene.in_place():
             call()
     except Exception as error:
         return spell(error)

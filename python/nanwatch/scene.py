@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from .batch_start import Autocast, RngState
-from .calls import _KINDS, ATTRIBUTE
 from .damage import describe
 from .errors import spell
 from .examination import Call, Examination
@@ -19,6 +17,7 @@ from .finding import Finding, value_of
 from .lineage import Lineage
 from .observe import observe
 from .record import Record, to_record
+from .stand_in import stand_in
 from .walk import Leaf, call_leaves, leaves
 
 
@@ -71,26 +70,17 @@ class Scene:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the calls of both modules go through `run`."""
-        standing = []
+        """Inside, the calls of both modules are looked at."""
         try:
-            for module in {self._suspect, self._examined}:
-                before = module.__dict__.get(ATTRIBUTE)
-                module.__dict__[ATTRIBUTE] = ours = _SeenCall(self, module, before)
-                standing.append((module, before, ours))
-            yield
+            with stand_in({self._suspect, self._examined}, self._run):
+                yield
         finally:
             self._lineage.active = False
-            for module, before, ours in standing:
-                if module.__dict__.get(ATTRIBUTE) is ours:
-                    module.__dict__[ATTRIBUTE] = before
-                    if before is None:
-                        del module.__dict__[ATTRIBUTE]
 
-    def run(self, module: nn.Module, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call, and look at what the finding speaks of."""
         if self.found is not None:
-            return target(*args, **kwargs)
+            return module._call_impl(*args, **kwargs)
         under_way = self._thread.calls
         own = None
         if module is self._examined:
@@ -101,7 +91,7 @@ class Scene:
         self.was_called = self.was_called or module is self._suspect
         if is_receiver:
             self._look(call_leaves(args, kwargs), guilty)
-        result = target(*args, **kwargs) if own is None else self._examine(own, target)
+        result = module._call_impl(*args, **kwargs) if own is None else self._examine(own)
         if self._is_producer:
             self._look(leaves(result, "output"), guilty)
         elif is_receiver:
@@ -109,12 +99,12 @@ class Scene:
             self._look(call_leaves(args, kwargs), guilty)
         return result
 
-    def _examine(self, own: _Guilty, target: Callable[..., Any]) -> Any:
+    def _examine(self, own: _Guilty) -> Any:
         under_way = self._thread.calls
         under_way.append(own)
         try:
             with nullcontext() if len(under_way) > 1 else self._lineage:
-                return target(*own.call.args, **own.call.kwargs)
+                return own.call.module._call_impl(*own.call.args, **own.call.kwargs)
         finally:
             under_way.pop()
 
@@ -156,28 +146,3 @@ class Scene:
             remarks=(*remarks, *(() if step is None else step.remarks), *guilty.remarks()),
             call=guilty.call,
         )
-
-
-class _SeenCall:
-    """What stands in a module's `_compiled_call_impl` meanwhile: after the user's hooks, as a recorder sees a call."""
-
-    def __init__(self, scene: Scene, module: nn.Module, before: Any) -> None:
-        self._scene = scene
-        self._module = module
-        # Not through the recorders that stand there: what they count are the user's own calls.
-        while isinstance(before, _KINDS):
-            before = before.inner
-        self._target = module._call_impl if before is None else before
-
-    def __reduce__(self) -> Any:
-        """In a copy or a pickle of the module nothing stands here."""
-        return type(None), ()
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Make the call, on the scene."""
-        caller = sys._getframe(1)
-        module = caller.f_locals["self"] if caller.f_code.co_name == "_wrapped_call_impl" else self._module
-        if module is not self._module:
-            # A replica of DataParallel has a copy of the original's __dict__.
-            return module._call_impl(*args, **kwargs)
-        return self._scene.run(module, self._target, args, kwargs)

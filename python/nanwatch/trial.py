@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .batch_start import BatchStart
-from .calls import ATTRIBUTE
 from .casting import NARROW, autocast_kinds, first_float, replaced
 from .observe import observe
 from .record import Row, is_fault
+from .stand_in import stand_in
 from .walk import call_leaves, leaves
 
 
@@ -59,54 +59,42 @@ class Change:
 def run(start: BatchStart, names: Mapping[nn.Module, str], change: Change | None = None) -> Trial:
     """Run the batch of `start` once more. What its forward raises is the trial's error; KeyboardInterrupt passes.
 
-    A watch of the model sees nothing of it: for the time of the trial its place before each call is taken.
+    A watch of the model sees nothing of it.
     """
     trial = Trial()
-    modules = list(start.module.modules())
-    with _placed(trial, modules, names, change or Change()):
-        try:
-            with start.again() as call:
-                call()
-        except Exception as error:
-            # Without its traceback, whose frames hold the activations of the run.
-            trial.error = error.with_traceback(None)
+    change = change or Change()
+
+    def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output, call = _changed_call(module, args, kwargs, change, names.get(module, "?"))
+        trial.calls.append(call)
+        return output
+
+    try:
+        with start.again() as call, stand_in(start.module.modules(), seen):
+            call()
+    except Exception as error:
+        # Without its traceback, whose frames hold the activations of the run.
+        trial.error = error.with_traceback(None)
     return trial
 
 
-class _Observer:
-    """Stands before a module's call, where `calls.py` puts a WatchedCall, after the hooks of the user's."""
-
-    def __init__(self, trial: Trial, module: nn.Module, name: str, change: Change) -> None:
-        self.trial = trial
-        self.module = module
-        self.name = name
-        self.change = change
-
-    def __reduce__(self) -> Any:
-        """In a copy or a pickle of the module nothing stands here."""
-        return type(None), ()
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        kinds = {
-            kind: torch.get_autocast_dtype(kind)
-            for kind in autocast_kinds()
-            if torch.is_autocast_enabled(kind)
-        }
-        given = first_float((args, kwargs))
-        clamp = self.change.clamp
-        if clamp is not None and clamp[0] is self.module:
-            args, kwargs = _clamped((args, kwargs), clamp[1])
-        with ExitStack() as modes:
-            for kind, dtype in kinds.items():
-                if self.change.bfloat16_autocast and dtype is torch.float16:
-                    # Here and not around the whole: a model may enter autocast in its own forward.
-                    modes.enter_context(torch.autocast(kind, torch.bfloat16, cache_enabled=False))
-            output = self.module._call_impl(*args, **kwargs)
-        rows = [observe(x, label, "input") for label, x in call_leaves(args, kwargs)]
-        rows += [observe(x, label, "output") for label, x in leaves(output, "output")]
-        autocast = next((dtype for dtype in kinds.values() if dtype in NARROW), None)
-        self.trial.calls.append(Call(self.name, tuple(rows), given, autocast))
-        return output
+def _changed_call(module: nn.Module, args: Any, kwargs: Any, change: Change, name: str) -> tuple[Any, Call]:
+    kinds = {
+        kind: torch.get_autocast_dtype(kind) for kind in autocast_kinds() if torch.is_autocast_enabled(kind)
+    }
+    given = first_float((args, kwargs))
+    if change.clamp is not None and change.clamp[0] is module:
+        args, kwargs = _clamped((args, kwargs), change.clamp[1])
+    with ExitStack() as modes:
+        for kind, dtype in kinds.items():
+            if change.bfloat16_autocast and dtype is torch.float16:
+                # Here and not around the whole: a model may enter autocast in its own forward.
+                modes.enter_context(torch.autocast(kind, torch.bfloat16, cache_enabled=False))
+        output = module._call_impl(*args, **kwargs)
+    rows = [observe(x, label, "input") for label, x in call_leaves(args, kwargs)]
+    rows += [observe(x, label, "output") for label, x in leaves(output, "output")]
+    autocast = next((dtype for dtype in kinds.values() if dtype in NARROW), None)
+    return output, Call(name, tuple(rows), given, autocast)
 
 
 def _clamped(value: Any, limit: float) -> Any:
@@ -120,20 +108,3 @@ def _clamped(value: Any, limit: float) -> Any:
         return x.clamp(-limit, limit)
 
     return replaced(value, change)
-
-
-@contextmanager
-def _placed(
-    trial: Trial, modules: Iterable[nn.Module], names: Mapping[nn.Module, str], change: Change
-) -> Iterator[None]:
-    before = [(module, ATTRIBUTE in module.__dict__, module.__dict__.get(ATTRIBUTE)) for module in modules]
-    try:
-        for module, _, _ in before:
-            module.__dict__[ATTRIBUTE] = _Observer(trial, module, names.get(module, "?"), change)
-        yield
-    finally:
-        for module, was_there, value in before:
-            if was_there:
-                module.__dict__[ATTRIBUTE] = value
-            else:
-                module.__dict__.pop(ATTRIBUTE, None)

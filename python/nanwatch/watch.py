@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 from torch import nn
 
 from . import text
-from .batch_start import BatchStart
 from .calls import Attachment
+from .closer_look import CloserLook
 from .compiled import original_module
 from .errors import BatchLimitError, NonFiniteError
 from .finding import find
@@ -89,9 +88,6 @@ def watch(
     return Watch(model, options, measure_time=_measure_time, verify_hits=_verify_hits)
 
 
-_MAX_LOOKS = 20
-
-
 class Watch:
     """A model being watched, from its construction by `watch` to `stop()`.
 
@@ -111,19 +107,10 @@ class Watch:
         self._faults: dict[str, int] = {}
         self._run_is_open = False
         self._told_of_lost = False
-        self._model = weakref.ref(model)
-        self._looks = 0
-        # The batch that each thread is in, to run it again; from its start to its end, as it holds the batch's tensors.
-        self._starts: dict[int, BatchStart] = {}
-        # A second forward can be felt by a run that goes on, as it does after all but "raise".
-        self._examines = options.microscope is True or (
-            options.microscope is None and options.on_nonfinite == "raise"
-        )
+        self._closer_look = CloserLook(model, options)
         # What was raised inside a forward: it is looked at more closely once the forward has been left, and with it
         # any lock that it holds.
         self._raised: dict[int, NonFiniteError] = {}
-        self._first_thread: int | None = None
-        self._several_threads = False
         settings = Settings(
             max_frames=options.max_frames,
             every=options.every,
@@ -137,7 +124,7 @@ class Watch:
             measure_time=measure_time,
         )
         self._recorder: Recorder = make_recorder(settings, self)
-        self._recorder.tells_batch_start = self._examines
+        self._recorder.tells_batch_start = self._closer_look.keeps_start
         self._recorder.tells_batch_end = self._awaits_batch_end()
         self._attachment: Attachment | None = None
         if options.enabled:
@@ -215,14 +202,8 @@ class Watch:
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> None:
         """Keep what a second run would need; print the header of a traced batch."""
-        if self._examines and module is not None:
-            here = threading.get_ident()
-            self._first_thread = here if self._first_thread is None else self._first_thread
-            self._several_threads = self._several_threads or here != self._first_thread
-            try:
-                self._starts[threading.get_ident()] = BatchStart.capture(module, args, kwargs)
-            except Exception:
-                self._starts.pop(threading.get_ident(), None)
+        if self._closer_look.keeps_start and module is not None:
+            self._closer_look.batch_started(module, args, kwargs)
         if traced:
             _print_lines(text.batch_lines(batch))
 
@@ -264,13 +245,15 @@ class Watch:
             elif completed and batch % self._options.every == 0:
                 self._run_is_open = False
         finally:
-            self._starts.pop(threading.get_ident(), None)
+            self._closer_look.batch_ended()
             self._recorder.tells_batch_end = self._awaits_batch_end()
         if completed and batch == self._options.abort_after_batch:
             raise BatchLimitError(batch, "abort_after_batch")
 
     def _awaits_batch_end(self) -> bool:
-        return self._examines or self._run_is_open or self._options.abort_after_batch is not None
+        return (
+            self._closer_look.keeps_start or self._run_is_open or self._options.abort_after_batch is not None
+        )
 
     def _acts_on_reports(self) -> bool:
         return self._options.on_nonfinite == "raise" or callable(self._options.on_nonfinite)
@@ -298,26 +281,10 @@ class Watch:
             raise NonFiniteError(self._look_closer(report))
 
     def _look_closer(self, report: Report) -> Report:
-        start, model = self._starts.get(threading.get_ident()), self._model()
-        if model is None or not (self._examines or self._options.output_dir is not None):
+        # Of faulty batches in a row the first tells most.
+        if report is not self._failure and self._options.on_nonfinite != "raise":
             return report
-        # Of faulty batches in a row the first tells most; and a disk is not filled with capsules.
-        is_news = report is self._failure or self._options.on_nonfinite == "raise"
-        if not is_news or self._looks >= _MAX_LOOKS:
-            return report
-        self._looks += 1
-        try:
-            from .postmortem import (
-                post_mortem,
-            )  # not before there is a failure: it brings many modules with it
-
-            reason = "the model is called from several threads" if self._several_threads else ""
-            closer = post_mortem(
-                report, start, model, self._options.output_dir, examines=self._examines, reason=reason
-            )
-        except Exception as error:  # the first report is not lost for the second
-            _warn_of_trouble(error)
-            return report
+        closer = self._closer_look.at(report)
         if self._failure is report:
             self._failure = closer
         return closer
@@ -336,14 +303,6 @@ class Watch:
             listed = ", ".join(f"{name or 'the model'} {count} more" for name, count in repeats.items())
             warnings.warn(f"batch {batch}, further faulty calls: {listed}", RuntimeWarning, stacklevel=2)
         self._faults = {}
-
-
-def _warn_of_trouble(error: Exception) -> None:
-    warnings.warn(
-        f"nanwatch could not look closer at a failure: {type(error).__name__}: {error}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def _rank() -> int:

@@ -1,0 +1,81 @@
+"""The closer look at a failed batch: what it needs is kept from the batch's start to its end, in each thread."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from .batch_start import BatchStart
+from .options import Options
+from .report import Report
+
+# A run that goes on may fail for ever, and a disk is not filled with capsules.
+_MAX_LOOKS = 20
+
+
+class CloserLook:
+    """Runs a failed batch of `model` again and writes what it found, as the options say; see `watch`.
+
+    `keeps_start` says whether it wants to be told of the starts and ends of batches.
+    """
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        # A second forward can be felt by a run that goes on, as it does after all but "raise".
+        raises = options.on_nonfinite == "raise"
+        self.keeps_start = options.microscope is True or (options.microscope is None and raises)
+        self._output_dir = options.output_dir
+        self._model = weakref.ref(model)
+        self._looks = 0
+        # References to the batch's tensors: from its start to its end.
+        self._starts: dict[int, BatchStart] = {}
+        self._threads: set[int] = set()
+
+    def batch_started(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> None:
+        """Keep what a second run of this thread's batch would need."""
+        here = threading.get_ident()
+        self._threads.add(here)
+        try:
+            self._starts[here] = BatchStart.capture(module, args, kwargs)
+        except Exception:
+            self._starts.pop(here, None)
+
+    def batch_ended(self) -> None:
+        """Let go of it."""
+        self._starts.pop(threading.get_ident(), None)
+
+    def at(self, report: Report) -> Report:
+        """The report with what a second run of this thread's batch shows; itself where there is to be none."""
+        model = self._model()
+        if (
+            model is None
+            or not (self.keeps_start or self._output_dir is not None)
+            or self._looks >= _MAX_LOOKS
+        ):
+            return report
+        self._looks += 1
+        try:
+            # Not before there is a failure: it brings many modules with it.
+            from .postmortem import post_mortem
+
+            return post_mortem(
+                report,
+                self._starts.get(threading.get_ident()),
+                model,
+                self._output_dir,
+                examines=self.keeps_start,
+                reason="the model is called from several threads" if len(self._threads) > 1 else "",
+            )
+        except Exception as error:  # the first report is not lost for the second
+            warnings.warn(
+                f"nanwatch could not look closer at a failure: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return report
