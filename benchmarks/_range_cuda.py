@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from _targets import Target
-from _timing import Candidate, Plan, duration, interleave, machine, table, write_json
+from _timing import Candidate, Plan, duration, interleave, machine, table, write_results
 from torch import Tensor
 
 import nanwatch
@@ -309,8 +309,4 @@ def run(options: argparse.Namespace, rivals: Callable[[Tensor, set[str]], dict[s
         done.append(row)
         print(f"[{len(done)}] {row.where}: {duration(row.kernels['nanwatch'])}", file=sys.stderr, flush=True)
     print_results(done)
-    if options.json is not None:
-        settings = {key: value for key, value in vars(options).items() if key != "json"}
-        targets = [target.to_json() for target in judge(done)]
-        document = {"version": 1, "machine": about, "settings": settings, "targets": targets}
-        write_json(options.json, {**document, "rows": [row.to_json() for row in done]})
+    write_results(options, about, done, judge(done))

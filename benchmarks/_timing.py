@@ -6,6 +6,7 @@ other compare minutes; ratios taken within a round, and their median over rounds
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -170,3 +171,13 @@ def duration(seconds: float) -> str:
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_results(
+    options: argparse.Namespace, about: Mapping[str, Any], rows: Sequence[Any], targets: Sequence[Any]
+) -> None:
+    """Write rows and targets, with what they depend on, to `options.json`, if that is a path."""
+    if options.json is not None:
+        settings = {key: value for key, value in vars(options).items() if key != "json"}
+        found = {"rows": [row.to_json() for row in rows], "targets": [target.to_json() for target in targets]}
+        write_json(options.json, {"version": 1, "machine": about, "settings": settings, **found})

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from _targets import Row, judge
-from _timing import Candidate, Plan, available_bytes, duration, interleave, machine, table, write_json
+from _timing import Candidate, Plan, available_bytes, duration, interleave, machine, table, write_results
 from torch import Tensor
 
 import nanwatch
@@ -356,18 +356,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append(row)
         print(f"[{len(rows)}] {row.where}: {duration(row.seconds['nanwatch'])}", file=sys.stderr, flush=True)
     print_results(rows)
-    if options.json is not None:
-        settings = {key: value for key, value in vars(options).items() if key != "json"}
-        write_json(
-            options.json,
-            {
-                "version": 1,
-                "machine": about,
-                "settings": settings,
-                "rows": [row.to_json() for row in rows],
-                "targets": [target.to_json() for target in judge(rows)],
-            },
-        )
+    write_results(options, about, rows, judge(rows))
 
 
 if __name__ == "__main__":

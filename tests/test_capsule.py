@@ -250,11 +250,11 @@ def test_the_largest_weights_are_left_out_first_and_inputs_last(tmp_path):
 def test_an_existing_folder_is_never_touched(tmp_path):
     """A number is appended, whatever is there: a folder, an empty one, a file, a link to nowhere."""
     (tmp_path / "c").mkdir()
-    (tmp_path / "c-2").write_text("mine")
-    (tmp_path / "c-3").symlink_to(tmp_path / "nowhere")
-    assert write_capsule(tmp_path / "c", nn.Identity(), "", ()) == tmp_path / "c-4"
+    (tmp_path / "c.2").write_text("mine")
+    (tmp_path / "c.3").symlink_to(tmp_path / "nowhere")
+    assert write_capsule(tmp_path / "c", nn.Identity(), "", ()) == tmp_path / "c.4"
     assert list((tmp_path / "c").iterdir()) == []
-    assert (tmp_path / "c-2").read_text() == "mine"
+    assert (tmp_path / "c.2").read_text() == "mine"
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):

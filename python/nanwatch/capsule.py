@@ -36,11 +36,11 @@ from .capsule_document import (
     to_json,
 )
 from .finding import Finding
+from .numbered import make_numbered
 from .tensor_file import Entry
 from .tree import Json, LeftOut
 
 MAX_BYTES = 1 << 30
-_MAX_FOLDERS = 10_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +102,7 @@ def write_capsule(
     """Write the call `module(*args, **kwargs)` as a capsule and return its folder, which appears whole or not at all.
 
     Args:
-        folder: the folder to make; when there is one of this name, a number is appended: `folder-2`.
+        folder: the folder to make; when there is one of this name, a number is appended: `folder.2`.
         module: the module, with its weights, buffers and training flags as they are now.
         name: its qualified name in the watched model.
         args, kwargs: what it was called with, as it is now: inputs that were changed in place are written changed.
@@ -269,21 +269,7 @@ def _write_folder(folder: Path, document: Json, tensors: Mapping[str, Tensor]) -
         tensor_file.save(unfinished / TENSORS, tensors, document["label"])
         # safetensors lets nobody else read what it writes.
         (unfinished / TENSORS).chmod(stat.S_IMODE(text.stat().st_mode))
-        return _put_in_place(unfinished, folder)
+        return make_numbered(folder, unfinished.rename)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-
-
-def _put_in_place(unfinished: Path, folder: Path) -> Path:
-    for number in range(1, _MAX_FOLDERS):
-        place = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        if os.path.lexists(place):
-            continue
-        try:
-            return unfinished.rename(place)
-        except OSError:
-            # Another process made one of this name in the meantime; any other error comes again.
-            if not os.path.lexists(place):
-                raise
-    raise FileExistsError(f"{folder} and {_MAX_FOLDERS} more folders of this name exist; delete some")

@@ -19,6 +19,7 @@ from .cures import try_cures
 from .examination import Call, Examination, enrich
 from .finding import Finding
 from .microscope import examine
+from .numbered import make_numbered
 from .report import Report
 
 _T = TypeVar("_T")
@@ -150,12 +151,5 @@ def _written(path: Path, report: Report, remarks: list[str]) -> bool:
 
 
 def _new_folder(output_dir: Path, finding: Finding) -> Path:
-    base = f"batch-{finding.batch}" + (f"-rank-{finding.rank}" if finding.rank else "")
-    for number in range(1, 10_000):
-        folder = output_dir / (base if number == 1 else f"{base}.{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
-    raise FileExistsError(f"{output_dir / base} and 9,998 more like it exist; clear {output_dir}")
+    name = f"batch-{finding.batch}" + (f"-rank-{finding.rank}" if finding.rank else "")
+    return make_numbered(output_dir / name, lambda folder: folder.mkdir(parents=True))

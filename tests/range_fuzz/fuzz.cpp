@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "range_dispatch.h"
 #include "range_kernels.h"
 
 using namespace nanwatch;
@@ -84,18 +85,6 @@ bool agree(const KernelTable& table) {
   return equal;
 }
 
-std::vector<const KernelTable*> tables() {
-  std::vector<const KernelTable*> found{&baseline_kernels()};
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2")) found.push_back(&avx2_kernels());
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
-    found.push_back(&avx512_kernels());
-#endif
-  return found;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -104,8 +93,9 @@ int main(int argc, char** argv) {
   random_bits.seed(seed);
   long bad = 0;
   for (long i = 0; i < cases; ++i)
-    for (const KernelTable* table : tables())
+    for (const KernelTable* table : available_kernels())
       with_format(Format(below(kNumFormats)), [&](auto tag) { bad += !agree<decltype(tag)::format>(*table); });
-  printf("%ld cases on %zu instruction sets, seed %" PRIu64 ": %ld differ\n", cases, tables().size(), seed, bad);
+  printf("%ld cases on %zu instruction sets, seed %" PRIu64 ": %ld differ\n", cases, available_kernels().size(), seed,
+         bad);
   return bad != 0;
 }
