@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal, localcontext
 from math import inf, nan
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch.frame import Frame
-from nanwatch.headroom import Shrinking, by_module, headroom_bits, limits, shrinking
+from nanwatch.headroom import Shrinking, by_module, has_vanished, headroom_bits, limits, shrinking
 from nanwatch.record import Record
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
@@ -202,3 +203,19 @@ def test_runs_agree_with_their_definition(bits: list[float]) -> None:
     else:
         start, end = expected
         assert run == Shrinking(str(start), bits[start], str(end), bits[end], end - start + 1, "float16")
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_only_what_is_zero_or_subnormal_has_vanished(name: str) -> None:
+    """The smallest normal number, by torch, is where it begins."""
+    normal = torch.finfo(getattr(torch, name)).smallest_normal
+    assert not has_vanished(record(normal, name))
+    assert has_vanished(record(normal / 2, name))
+    assert has_vanished(record(0.0, name))
+    assert not has_vanished(replace(record(0.0, name), shape=(0, 3)))
+    assert not has_vanished(record(nan, name))
+
+
+def test_an_integer_never_vanishes() -> None:
+    """Zeros of a dtype without fractions are numbers as any other."""
+    assert not has_vanished(record(0.0, "int64"))

@@ -16,6 +16,7 @@ from examined import Does, culprit, exponential, look
 from nanwatch.batch_start import BatchStart
 from nanwatch.examination import enrich
 from nanwatch.microscope import examine
+from nanwatch.report import Report
 from nanwatch.watch import watch
 
 INF, NAN = math.inf, math.nan
@@ -206,6 +207,36 @@ def test_operands_are_what_the_operation_was_given() -> None:
     assert (given.label, given.role, given.shape, given.dtype) == ("operand[0]", "input", (1, 3), "float32")
     assert given.abs_max == pytest.approx(3e20)
     assert "aten.mul_.Tensor was given the number other = 1e+20" in seen.remarks
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_zeros_and_subnormals_of_the_operands_are_counted(dtype: torch.dtype) -> None:
+    """A divisor tells how many of its elements are zero and how many subnormal, and the text says so."""
+    tiny = torch.finfo(dtype).smallest_normal
+
+    def forward(x: Tensor) -> Tensor:
+        return x / torch.tensor([0.0, 0.0, 1.0, tiny / 4], dtype=dtype)
+
+    finding, seen = look(Does(forward), torch.ones(4, dtype=dtype))
+    above, below = (one.health for one in seen.operands)
+    assert above is None
+    assert below is not None
+    assert (below.num_zero, below.num_subnormal) == (2, 1)
+    assert "2 zero, 1 subnormal)" in Report((), enrich(finding, seen), 0).to_text()
+
+
+def test_what_was_overwritten_is_not_counted() -> None:
+    """Of a division in place the dividend is gone; its divisor is not."""
+
+    def forward(x: Tensor) -> Tensor:
+        return (x * 0).div_(x - x)
+
+    _, seen = look(Does(forward), torch.ones(4))
+    assert seen.operation == "aten.div_.Tensor"
+    dividend, divisor = seen.operands
+    assert (dividend.abs_max, dividend.health) == (0.0, None)
+    assert divisor.health is not None
+    assert divisor.health.num_zero == 4
 
 
 def test_operands_in_lists() -> None:

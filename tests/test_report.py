@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import pickle
 import sys
@@ -384,3 +385,50 @@ def test_the_error_says_it_all() -> None:
     error = NonFiniteError(REPORT)
     assert str(error) == f"inf first seen in `output` of drop (Dropout) in batch 3\n\n{TEXT}"
     assert error.report is REPORT
+
+
+@pytest.mark.parametrize(
+    ("abs_max", "words"),
+    [
+        (0.0, "Under: all of `input[0]` is zero."),
+        (3e-5, "Under: all of `input[0]` is below 6.10e-05, the smallest normal number of float16."),
+        (6.2e-5, ""),
+    ],
+)
+def test_an_input_that_had_vanished(abs_max: float, words: str) -> None:
+    """What the guilty call was given and is zero or subnormal throughout is said."""
+    frames = (
+        frame("norm", record("input[0]", "input", abs_max, abs_min=0.0), record("output", "output", nan)),
+    )
+    lines = Report(frames, find(frames), 0).to_text().splitlines()
+    assert [line for line in lines if line.startswith("Under:")] == ([words] if words else [])
+
+
+class Terminal(io.StringIO):
+    """Text in memory that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_print_colours_only_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a file goes the plain text; onto a terminal the coloured one, unless NO_COLOR asks for none."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    plain, terminal, quiet = io.StringIO(), Terminal(), Terminal()
+    REPORT.print(plain)
+    assert plain.getvalue() == f"{REPORT.to_text()}\n" == f"{REPORT}\n"
+    REPORT.print(terminal)
+    assert terminal.getvalue() == REPORT.to_text(color=True) + "\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    REPORT.print(quiet)
+    assert quiet.getvalue() == plain.getvalue()
+
+
+def test_print_without_rich_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing package takes the colour, not the report."""
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    terminal = Terminal()
+    REPORT.print(terminal)
+    assert terminal.getvalue() == REPORT.to_text() + "\n"

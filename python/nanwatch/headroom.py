@@ -58,6 +58,19 @@ def is_near_end(largest: float, end: float) -> bool:
     return largest >= min(end / NEAR_FACTOR, sqrt(end))
 
 
+def is_normal(smallest: float | None, ends: Limits) -> bool:
+    """Whether no element is zero or subnormal, where `smallest` is the abs_min."""
+    return smallest is None or smallest >= ends.smallest_normal
+
+
+def has_vanished(record: Record) -> bool:
+    """Whether every element is zero or subnormal: what was left of the value is lost, or soon will be."""
+    ends = limits(record.dtype)
+    if ends is None or record.abs_max is None or not record.isfinite or 0 in (record.shape or ()):
+        return False
+    return record.abs_max < ends.smallest_normal
+
+
 def limits(dtype_name: str) -> Limits | None:
     """The limits of a format ("float16"; of its parts for "complex64"); None for a dtype that cannot overflow."""
     return _LIMITS.get(_PARTS.get(dtype_name, dtype_name))

@@ -25,7 +25,7 @@ from .errors import spell
 from .observe import read
 from .operation import Operands, Operation, operation_of
 from .ranges import _is_plain, only_our_dispatch, tensor_health
-from .record import MASK, Record, to_record
+from .record import MASK, Record
 from .writes import Writes
 
 _SKIPPED = (
@@ -158,7 +158,7 @@ class Lineage(TorchDispatchMode):
             step.origin = _origin(sources, step.nan)
             return False
         step.source = self._source()
-        step.operands = tuple(map(to_record, given.rows))
+        step.operands = given.records(written=bad if operation.written else ())
         step.remarks = (
             *(f"{operation.name} was given the number {name} = {value!r}" for name, value in given.numbers),
             *(

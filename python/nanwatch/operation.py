@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .headroom import is_normal, limits
 from .observe import observe, read
-from .record import Row
+from .ranges import _is_plain, tensor_health
+from .record import Record, Row, to_record
 from .walk import leaves
 
 # In-place operations that do not look at what was there before.
@@ -121,6 +124,20 @@ class Operands(NamedTuple):
         ]
         zero_one = operation.is_logarithm and all(bool(((x == 0) | (x == 1)).all()) for x in tensors)
         return cls(tensors, rows, numbers, zero_one)
+
+    def records(self, *, written: Sequence[Tensor] = ()) -> tuple[Record, ...]:
+        """The records of the tensors. With a health where some elements are zero or subnormal, which a division or a
+        logarithm does not forgive; but not of those that share memory with what was `written` since."""
+        gone = {x.untyped_storage()._cdata for x in written if _is_plain(x)}
+        found = []
+        for x, row in zip(self.tensors, self.rows, strict=True):
+            record = to_record(row)
+            ends = limits(record.dtype)
+            is_small = ends is not None and record.isfinite is True and not is_normal(record.abs_min, ends)
+            if is_small and _is_plain(x) and x.untyped_storage()._cdata not in gone:
+                record = replace(record, health=tensor_health(x))
+            found.append(record)
+        return tuple(found)
 
 
 def _is_value(kind: str) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, fields
 from math import isfinite
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from . import reading, text
 from .finding import ORIGINS, VALUES, Cure, Finding
@@ -34,6 +35,14 @@ class Report:
     def to_text(self, color: bool = False) -> str:
         """The frames in columns and the finding in words; ANSI colours with `color`, which needs `rich`."""
         return text.report_text(self.frames, self.finding, self.batch, color=color)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def print(self, file: TextIO | None = None) -> None:
+        """Write the text to `file` (sys.stdout), in colour where that is a terminal and `rich` is installed."""
+        out = sys.stdout if file is None else file
+        out.write(f"{self.to_text(color=text.wants_color(out))}\n")
 
     def to_json(self) -> str:
         """One strict JSON document; nan and the infinities are the strings "nan", "inf" and "-inf"."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
-from .headroom import is_near_end, limits, shrinking
+from .headroom import has_vanished, is_near_end, limits, shrinking
 from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, Record
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
     lines += [f"Why:   {_why(finding, frame)}"]
     if (shrunk := shrinking(frames)) is not None:
         lines.append(f"Room:  headroom in {shrunk.dtype} fell {shrunk}.")
+    lines += [] if frame is None else _vanished(frame)
     lines += _by(finding)
     lines.append(f"Next:  {_next(finding, frame, record)}")
     lines += [
@@ -113,11 +114,31 @@ def _by(finding: Finding) -> list[str]:
     # The path in the report is whole; here what a person knows the file by.
     where = f" at {finding.source.rpartition('site-packages/')[2]}" if finding.source else ""
     given = [
-        f"{one.label} {one.abs_min:.2e} to {one.abs_max:.2e} ({one.dtype} {list(one.shape or ())})"
+        f"{one.label} {one.abs_min:.2e} to {one.abs_max:.2e} ({one.dtype} {list(one.shape or ())}{_small(one)})"
         for one in finding.operands
         if one.abs_min is not None and one.abs_max is not None
     ]
     return [f"By:    {finding.operation}{where}."] + ([f"From:  {', '.join(given)}."] if given else [])
+
+
+def _small(record: Record) -> str:
+    """How many elements are zero or subnormal, where that was counted."""
+    health = record.health
+    counts = () if health is None else ((health.num_zero, "zero"), (health.num_subnormal, "subnormal"))
+    return "".join(f", {count:,} {word}" for count, word in counts if count)
+
+
+def _vanished(frame: Frame) -> list[str]:
+    return [
+        f"Under: all of `{record.label}` is "
+        + (
+            f"below {ends.smallest_normal:.2e}, the smallest normal number of {record.dtype}."
+            if record.abs_max
+            else "zero."
+        )
+        for record in frame.records
+        if record.role in ("input", "gradient") and has_vanished(record) and (ends := limits(record.dtype))
+    ]
 
 
 def _culprit(finding: Finding, frames: Sequence[Frame]) -> tuple[Frame | None, Record | None]:
@@ -248,6 +269,16 @@ def report_text(
     """The whole report as text, without a newline at its end; with ANSI colours when `color`."""
     lines = list(styled_lines(frames, finding, batch))
     return _colored(lines) if color else "\n".join(line for _, line in lines)
+
+
+def wants_color(file: TextIO) -> bool:
+    """Whether `file` is a terminal that shows colours, as rich judges it; never without rich."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return False
+    console = Console(file=file)
+    return console.is_terminal and not console.no_color and console.color_system is not None
 
 
 def _colored(lines: Sequence[tuple[Style, str]]) -> str:
