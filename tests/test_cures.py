@@ -114,6 +114,22 @@ def test_no_run_for_what_was_bad_before(origin: Any) -> None:
     assert not run.called
 
 
+def test_a_second_run_that_raises_is_said() -> None:
+    """What cannot be run again is not told as a failure that did not come back."""
+    calls = iter([True])
+
+    def once(x: Tensor) -> Tensor:
+        if not next(calls, False):
+            raise RuntimeError("no second time")
+        return x * float("inf")
+
+    model = half(nn.Sequential(linear(1), Op(once)))
+    start, finding = failed(model, big(1.0).half())
+    cures, (remark,) = try_cures(start, replace(finding, transient=None), model)
+    assert cures == ()
+    assert "RuntimeError: no second time" in remark
+
+
 def test_what_does_not_come_back_is_not_cured() -> None:
     """A failure that a second run does not show gets a remark and no cure, known before or not."""
     bad = iter([True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,6 +121,22 @@ def test_an_input_that_was_changed_in_place() -> None:
     assert x.tolist() == [0, 0]
     assert seen.transient is None
     assert any("written to, in place" in one for one in seen.remarks)
+
+
+@pytest.mark.parametrize("container", [lambda x: [x], lambda x: (x,), lambda x: {"x": x}])
+def test_a_nested_input_that_was_changed_in_place(container: Callable[[Tensor], Any]) -> None:
+    """What was written to is noticed in a list, a tuple and a dict too."""
+
+    def forward(nested: Any) -> Tensor:
+        x = nested["x"] if isinstance(nested, dict) else nested[0]
+        x.sub_(1)
+        return 1 / x
+
+    x = torch.ones(2)
+    _, seen = look(Does(forward), container(x))
+    assert x.tolist() == [0, 0]
+    assert seen.transient is None
+    assert any("] was written to, in place" in one for one in seen.remarks)
 
 
 def test_a_call_that_writes_to_what_it_is_given() -> None:

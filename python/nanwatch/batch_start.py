@@ -127,6 +127,12 @@ class BatchStart:
 
     @staticmethod
     def _versions(given: list[tuple[str, Any]]) -> tuple[tuple[str, Tensor, int], ...]:
+        for name, value in given.copy():
+            # One level deep: a walk to the end would cost more than all else that is kept.
+            if isinstance(value, tuple | list):
+                given += [(f"{name}[{i}]", x) for i, x in enumerate(value)]
+            elif isinstance(value, dict):
+                given += [(f"{name}[{key}]", x) for key, x in value.items()]
         return tuple(
             (name, x, x._version) for name, x in given if isinstance(x, Tensor) and not x.is_inference()
         )

@@ -91,7 +91,10 @@ class _Search:
         if self.finding.transient is None or not self._may_be_narrow():
             self.seen = self._run()
             if not any(map(is_fault, self._records(self.seen))):
-                self.remarks.append(_NOT_BACK)
+                error = self.seen.error
+                self.remarks.append(
+                    f"no cure was tried: the batch, run again, raised {spell(error)}" if error else _NOT_BACK
+                )
                 return
             if not self._is_narrow():
                 return
