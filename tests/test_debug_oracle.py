@@ -16,8 +16,7 @@ from architectures import ARCHITECTURES, built, inputs_of
 from nanwatch import debug
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Not resnet: the running statistics of its BatchNorm carry one test's overflow into the next.
-NAMES = [name for name in ARCHITECTURES if name != "resnet"]
+NAMES = list(ARCHITECTURES)
 BATCHES = 3
 
 
@@ -57,14 +56,23 @@ def transcript(
 @contextlib.contextmanager
 def overflowing(model: nn.Module, where: str, dtype: torch.dtype | None) -> Iterator[None]:
     """Weights of one module grown until a number leaves the format in which it is held or computed."""
-    if where == "none":
+    # Buffers too: running statistics would carry one test's overflow into the next.
+    saved = [(x, x.detach().clone()) for x in (*model.parameters(), *model.buffers())]
+    try:
+        _grow(model, where, dtype)
         yield
+    finally:
+        for x, value in saved:
+            x.data.copy_(value)
+
+
+def _grow(model: nn.Module, where: str, dtype: torch.dtype | None) -> None:
+    if where == "none":
         return
     weighted = [module for module in model.modules() if getattr(module, "weight", None) is not None]
     # An embedding's output is normalized before it is multiplied: there only the weight itself can overflow.
     products = [module for module in weighted if isinstance(module, nn.Linear | nn.Conv2d)]
     module = {"first": weighted[0], "middle": products[len(products) // 2], "last": products[-1]}[where]
-    saved = {name: weight.detach().clone() for name, weight in module.named_parameters(recurse=False)}
     with torch.no_grad():
         if where == "first":
             module.weight.mul_(1e30).mul_(1e30)
@@ -73,11 +81,6 @@ def overflowing(model: nn.Module, where: str, dtype: torch.dtype | None) -> Iter
             for weight in module.parameters():
                 weight.fill_(1e6 if dtype is torch.float16 else 3e38)
             module.weight[::2] *= -1
-    try:
-        yield
-    finally:
-        for name, weight in saved.items():
-            getattr(module, name).data.copy_(weight)
 
 
 @pytest.mark.parametrize("mode", ["detect", "trace"])
