@@ -72,10 +72,7 @@ RangeRow CallObserver::hit(const Reading& reading, const View& view) {
 RangeRow CallObserver::weight_range(const at::Tensor& x, const View& view, int64_t batch, int64_t lifetime,
                                     Node::Slot* slot) {
   const uint64_t key = key_of(x);
-  if (!slot->seen || slot->key != key) {
-    slot->seen = weight_cache_.entry(key);
-    slot->key = key;
-  }
+  find_entry(key, slot);
   WeightReading& seen = *slot->seen;
   const bool unchanged = seen.reading.is_of(x, key);
   if (unchanged && seen.reading.epoch == epoch_ && batch - seen.reading.batch < lifetime)
@@ -83,7 +80,7 @@ RangeRow CallObserver::weight_range(const at::Tensor& x, const View& view, int64
   const RangeRow row = read(x, view);
   if (row.isfinite) {
     // Each weight starts at another age, so that no batch comes in which all are read again.
-    const int64_t age = unchanged ? 0 : int64_t(weight_cache_.size()) % lifetime;
+    const int64_t age = unchanged ? 0 : first_readings_++ % lifetime;
     seen.take(x, key, row, batch - age, epoch_);
   } else {
     seen.reading.forget();  // what is not finite is looked at closely each time
@@ -149,8 +146,12 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
 
 // ---- what the module owns -------------------------------------------------------------------------------------------
 
-bool CallObserver::own_tensors(Node& node, PyObject* module, PyObject* attribute, Role role, FrameData* frame) {
-  const py::object named = py::reinterpret_steal<py::object>(PyObject_GetAttr(module, attribute));
+template <typename Action>
+bool CallObserver::each_own(Node& node, PyObject* module, Role role, const Action& action) {
+  static PyObject* const parameters = PyUnicode_InternFromString("_parameters");
+  static PyObject* const buffers = PyUnicode_InternFromString("_buffers");
+  const py::object named =
+      py::reinterpret_steal<py::object>(PyObject_GetAttr(module, role == Role::weight ? parameters : buffers));
   if (!named) return survive();
   if (!PyDict_Check(named.ptr()) || PyDict_GET_SIZE(named.ptr()) == 0) return true;
   std::vector<Node::Slot>& slots = role == Role::weight ? node.weights : node.buffers;
@@ -160,12 +161,9 @@ bool CallObserver::own_tensors(Node& node, PyObject* module, PyObject* attribute
   own_.clear();
   while (PyDict_Next(named.ptr(), &position, &name, &value)) {
     if (!THPVariable_Check(value)) continue;
-    Memory memory = Memory::weight;
     if (role == Role::buffer) {
       const at::Tensor& x = THPVariable_Unpack(value);
       if (!x.is_floating_point() && !x.is_complex()) continue;
-      // BatchNorm's kernels move the running statistics past the version counter.
-      if (is_training(module)) memory = Memory::none;
     }
     if (!own_.add(value)) continue;  // a tensor under two names counts once
     if (count == slots.size()) slots.emplace_back();
@@ -177,9 +175,35 @@ bool CallObserver::own_tensors(Node& node, PyObject* module, PyObject* attribute
       slot.label = labels_.of_text(text != nullptr ? text : "?");
     }
     const py::object held = py::reinterpret_borrow<py::object>(value);
-    if (!tensor(value, slot.label, role, node, memory, &slot, frame)) return false;
+    if (!action(value, slot)) return false;
   }
   return true;
+}
+
+bool CallObserver::own_tensors(Node& node, PyObject* module, Role role, FrameData* frame) {
+  return each_own(node, module, role, [&](PyObject* value, Node::Slot& slot) {
+    // BatchNorm's kernels move the running statistics past the version counter.
+    const bool moves = role == Role::buffer && is_training(module);
+    return tensor(value, slot.label, role, node, moves ? Memory::none : Memory::weight, &slot, frame);
+  });
+}
+
+void CallObserver::prepare(Node& node, PyObject* module) {
+  for (const Role role : {Role::weight, Role::buffer}) {
+    if (role == Role::weight ? !options_.weights : !options_.buffers) continue;
+    const bool done = each_own(node, module, role, [&](PyObject* value, Node::Slot& slot) {
+      View view;
+      if (plain_view(value, &view)) find_entry(key_of(THPVariable_Unpack(value)), &slot);
+      return true;
+    });
+    if (!done) PyErr_Clear();
+  }
+}
+
+void CallObserver::find_entry(uint64_t key, Node::Slot* slot) {
+  if (slot->seen && slot->key == key) return;
+  slot->seen = weight_cache_.entry(key);
+  slot->key = key;
 }
 
 // ---- what goes in and out -------------------------------------------------------------------------------------------
@@ -357,10 +381,8 @@ bool CallObserver::observe(Node& node, PyObject* module, PyObject* args, PyObjec
 
 bool CallObserver::rows(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
                         bool outermost, FrameData* frame) {
-  static PyObject* const parameters = PyUnicode_InternFromString("_parameters");
-  static PyObject* const buffers = PyUnicode_InternFromString("_buffers");
-  if (options_.weights && !own_tensors(node, module, parameters, Role::weight, frame)) return false;
-  if (options_.buffers && !own_tensors(node, module, buffers, Role::buffer, frame)) return false;
+  if (options_.weights && !own_tensors(node, module, Role::weight, frame)) return false;
+  if (options_.buffers && !own_tensors(node, module, Role::buffer, frame)) return false;
   if (options_.inputs) {
     Walk walk{*this, node, frame, Role::input};
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i)

@@ -120,6 +120,11 @@ class CallObserver {
   CallObserver(const CallObserver&) = delete;
   CallObserver& operator=(const CallObserver&) = delete;
 
+  // Makes the places of what a module owns before its first call. Made in a forward, the small blocks would lie between
+  // its activations for good, and what the allocator cannot join there is missing later: 6 % more at the peak of a
+  // training of GPT-2.
+  void prepare(Node& node, PyObject* module);
+
   // Appends the rows of a call to `frame`. False with a Python exception set only for what must end the call, such as
   // KeyboardInterrupt. `outermost`: of a call that watched code did not make, whose outputs are always read.
   bool observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
@@ -149,7 +154,10 @@ class CallObserver {
   // Where a range may come from: for a batch, for many batches, or nowhere.
   enum class Memory : uint8_t { activation, weight, none };
 
-  bool own_tensors(Node& node, PyObject* module, PyObject* attribute, Role role, FrameData* frame);
+  template <typename Action>  // (PyObject* tensor, Node::Slot&) -> bool: go on
+  bool each_own(Node& node, PyObject* module, Role role, const Action& action);
+  bool own_tensors(Node& node, PyObject* module, Role role, FrameData* frame);
+  void find_entry(uint64_t key, Node::Slot* slot);
   bool tensor(PyObject* object, Labels::Id label, Role role, const Node& node, Memory memory, Node::Slot* slot,
               FrameData* frame);
   bool rows(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
@@ -170,6 +178,7 @@ class CallObserver {
   WeightCache weight_cache_;
   std::unordered_map<PyTypeObject*, Kind> kinds_;  // keys owned
   int64_t epoch_ = 0;
+  int64_t first_readings_ = 0;  // of weights
   ObjectSet own_;
   bool remembers_ = true;  // false while a faulty call is looked at again
 };

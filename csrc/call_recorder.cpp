@@ -62,13 +62,14 @@ CallRecorder::~CallRecorder() {
   living().erase(id_);
 }
 
-int32_t CallRecorder::add_node(const std::string& name, py::handle type, bool observed, bool allow_inf) {
+int32_t CallRecorder::add_node(const std::string& name, py::handle module, bool observed, bool allow_inf) {
   auto node = std::make_unique<Node>();
   node->name = name;
   node->observed = observed;
   node->allow_inf = allow_inf;
-  node->type = reinterpret_cast<PyTypeObject*>(type.ptr());
-  node->class_name = py::cast<std::string>(type.attr("__name__"));
+  node->type = Py_TYPE(module.ptr());
+  node->class_name = py::cast<std::string>(py::type::handle_of(module).attr("__name__"));
+  if (observed) observer_.prepare(*node, module.ptr());
   nodes_.push_back(std::move(node));
   return int32_t(nodes_.size() - 1);
 }

@@ -4,6 +4,7 @@
 
 #include <Python.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -42,6 +43,11 @@ struct FrameData {
   FrameData(FrameData&& other) noexcept { swap(other); }
   ~FrameData() { clear(); }
 
+  void reserve() {
+    rows.reserve(16);
+    shapes.reserve(48);
+  }
+
   void clear() {
     for (const RowData& row : rows) Py_XDECREF(row.python);
     rows.clear();
@@ -73,7 +79,10 @@ struct FrameData {
 // The latest frames, oldest overwritten.
 class FrameRing {
  public:
-  explicit FrameRing(size_t capacity) : frames_(capacity) {}
+  // Room for a usual frame before the first forward; see CallObserver::prepare.
+  explicit FrameRing(size_t capacity) : frames_(capacity) {
+    for (size_t i = 0; i < std::min(capacity, size_t(64)); ++i) frames_[i].reserve();
+  }
 
   // Takes the frame's content and leaves it the overwritten frame's memory.
   void push(FrameData& frame) {

@@ -208,7 +208,7 @@ void bind_recorder(py::module_& m) {
            py::kw_only(), py::arg("listener"), py::arg("frame_type"), py::arg("helpers"), py::arg("max_frames"),
            py::arg("every"), py::arg("traced"), py::arg("weights"), py::arg("buffers"), py::arg("inputs"),
            py::arg("outputs"), py::arg("reread_weights"), py::arg("verify_hits"), py::arg("measure_time"))
-      .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("type"), py::arg("observed"),
+      .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("module"), py::arg("observed"),
            py::arg("allow_inf"))
       .def("frames", &CallRecorder::frames)
       .def("begin_compiled", [](CallRecorder& self, int64_t node,

@@ -151,7 +151,7 @@ class Attachment:
             return
         self._names[module] = name
         self._nodes[module] = self._recorder.add_node(
-            name, type(module), self._observed(name), self._allow_inf(name)
+            name, module, self._observed(name), self._allow_inf(name)
         )
         self._link(module)
 

@@ -83,7 +83,7 @@ class Recorder(Protocol):
     def counters(self) -> dict[str, int]:
         """How many calls, frames, tensors, reads, bytes and cache hits there were."""
 
-    def add_node(self, name: str, type: type, observed: bool, allow_inf: bool) -> int:
+    def add_node(self, name: str, module: nn.Module, observed: bool, allow_inf: bool) -> int:
         """A number for a module, for its WatchedCall."""
 
     def frames(self) -> list[FrameRows]:
@@ -158,7 +158,7 @@ class PythonRecorder:
         self._frames: deque[FrameRows] = deque(maxlen=settings.max_frames)
         self._thread = _Thread()
 
-    def add_node(self, name: str, type: type, observed: bool, allow_inf: bool) -> int:
+    def add_node(self, name: str, module: nn.Module, observed: bool, allow_inf: bool) -> int:
         """See Recorder."""
         self._nodes.append(_Node(name, observed, allow_inf))
         return len(self._nodes) - 1

@@ -1,0 +1,110 @@
+"""What watching costs in memory: the peak of training steps of the models of bench_step.py, watched and not.
+
+    python benchmarks/bench_memory.py [--only gpt2] [--rounds 3] [--json FILE]
+
+Each run is a process of its own, plain and watched in turn: a process that had both would keep the larger peak. The
+peak is what the system counts (resident size); the heap is what is in use of it after the last step, by mallinfo2.
+The difference of medians counts. Times do not matter here, so the machine may be busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import resource
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from _timing import machine, table, write_json
+from bench_step import cases
+
+import nanwatch
+
+STEPS = 3
+
+
+class _Mallinfo(ctypes.Structure):
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
+    _fields_ = [(name, ctypes.c_size_t) for name in (*_names, "keepcost")]
+
+
+def _training(name: str) -> None:
+    """The process of one run: prints its peak and its heap in bytes."""
+    model_name, watched = name.rsplit(":", 1)
+    case = next(case for case in cases() if case.name == model_name)
+    step_name = next(name for name in case.steps if name.startswith("training"))
+    torch.manual_seed(0)
+    # One thread: with more, what each of them keeps for itself varies from run to run.
+    torch.set_num_threads(1)
+    model = case.build()
+    step = case.steps[step_name](model)
+    watch = nanwatch.watch(model) if watched == "watched" else None
+    for _ in range(STEPS):
+        step()
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo
+    info = mallinfo2()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    frames = len(watch.frames) if watch is not None else 0
+    print(json.dumps({"peak": peak, "heap": info.uordblks + info.hblkhd, "frames": frames}))
+
+
+def _run(model: str, how: str) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, __file__, "--run", f"{model}:{how}"], check=True, capture_output=True, text=True
+    )
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind (default 3)")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        _training(options.run)
+        return
+    rows = []
+    for case in cases():
+        if options.only.lower() not in case.name.lower():
+            continue
+        runs: dict[str, list[dict[str, int]]] = {"plain": [], "watched": []}
+        for _ in range(options.rounds):
+            for how, found in runs.items():
+                found.append(_run(case.name, how))
+        row = {"model": case.name}
+        for key in ("peak", "heap"):
+            plain, watched = (statistics.median(one[key] for one in runs[how]) for how in runs)
+            row |= {key: plain, f"{key}_added": watched - plain, f"{key}_growth": watched / plain - 1}
+        row["peak_scatter"] = max(one["peak"] for one in runs["plain"]) / row["peak"] - 1
+        rows.append(row)
+        print(f"{case.name}: peak {row['peak_growth']:+.2%}, heap {row['heap_growth']:+.2%}", flush=True)
+    cells = [
+        [
+            row["model"],
+            f"{row['peak'] / 2**20:,.0f}",
+            f"{row['peak_growth']:+.2%}",
+            f"{row['peak_scatter']:.2%}",
+            f"{row['heap'] / 2**20:,.0f}",
+            f"{row['heap_added'] / 2**20:+.2f}",
+            f"{row['heap_growth']:+.2%}",
+        ]
+        for row in rows
+    ]
+    headings = ("model", "peak MiB", "watched", "scatter", "heap MiB", "added MiB", "watched")
+    print(table(headings, cells))
+    if options.json:
+        write_json(options.json, {"machine": machine(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
