@@ -20,6 +20,8 @@ class Command:
 
 
 COMMANDS = {
+    "merge": Command("the reports of all ranks of a job as one", "_command_merge"),
+    "netcheck": Command("can the ranks of a job reach each other? Start it with torchrun", "netcheck"),
     "replay": Command("make the call in a capsule again, in one dtype or several", "_command_replay"),
 }
 

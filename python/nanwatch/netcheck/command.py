@@ -1,0 +1,327 @@
+"""The options of netcheck, its steps in their order, and its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from . import links, steps, words
+from .guard import GRACE, Guard, StepError, Trouble
+from .links import Listener
+from .meeting import Arrival, Meeting, Verdict, reach
+from .place import Place, PlaceError
+from .steps import Transfer
+
+_STDOUT, _STDERR = 1, 2
+_LOOK_AROUND = 1.5  # seconds; less than GRACE, in which the others are still there to answer
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_EXAMPLES = """\
+Every rank prints one line, `[host-localrank] is OK (global rank: r/w)`, or `is broken` with the step that failed, why,
+and what to try; rank 0 prints versions, devices and the all-reduce table besides.
+
+exit status, of every rank: 0 when all ranks are well, 1 when one is not, 2 when it could not be started
+
+examples:
+  torchrun --nproc_per_node 8 -m nanwatch.netcheck                    one node
+  torchrun --nproc_per_node 8 --nnodes 4 --rdzv_backend c10d \\
+      --rdzv_endpoint node1:29500 -m nanwatch.netcheck                 four, the same on each
+  torchrun --nproc_per_node 8 -m nanwatch.netcheck --sizes 8 1MiB 1GiB --rounds 100
+  torchrun --nproc_per_node 2 -m nanwatch.netcheck --backend gloo --json > network.json
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the check; returns the exit status. A rank that fails or hangs ends the process itself, with status 1."""
+    options = _parser().parse_args(arguments)
+    try:
+        place = Place.of(os.environ)
+    except PlaceError as error:
+        sys.stderr.write(f"python -m nanwatch.netcheck: {error}\n")
+        return 2
+    return _Check(place, options).run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nanwatch.netcheck",
+        description="Check that the ranks of a job can talk to each other: the store, a TCP connection to each"
+        " neighbour, and through the backend a barrier, an all-reduce, point-to-point messages.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--timeout", type=_seconds, default=30.0, metavar="SECONDS", help="for each step (default: 30)"
+    )
+    parser.add_argument(
+        "--backend", choices=steps.BACKENDS, help="default: nccl where torch sees a GPU, gloo otherwise"
+    )
+    parser.add_argument(
+        "--memory", type=_size, default=64 << 20, metavar="SIZE", help="taken on each device (default: 64MiB)"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=_size,
+        nargs="*",
+        default=[8, 64 << 10, 1 << 20, 16 << 20],
+        metavar="SIZE",
+        help="of the all-reduces that are timed (default: 8 64KiB 1MiB 16MiB); none leaves them out",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="how often to check, for a fault that comes and goes",
+    )
+    parser.add_argument(
+        "--all-pairs",
+        action="store_true",
+        help=f"connect every pair of ranks; by default so up to {links.ALL_PAIRS} ranks, and beyond at the distances"
+        " 1, 2, 4, ...",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="rank 0 prints one JSON document on stdout, all else goes to stderr",
+    )
+    return parser
+
+
+def _size(given: str) -> int:
+    found = re.fullmatch(r"(\d{1,15})\s*([kmg]?)(?:i?b)?", given.strip().lower())
+    if not found or not (size := int(found[1]) * _UNITS[found[2]]):
+        raise argparse.ArgumentTypeError(
+            f"a size is a number of bytes such as 8, 64KiB or 1GiB, got {given!r}"
+        )
+    return size
+
+
+def _seconds(given: str) -> float:
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"seconds should be from 1 to 86400, got {given!r}")
+    return seconds
+
+
+def _count(given: str) -> int:
+    if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given)):
+        raise argparse.ArgumentTypeError(f"a number from 1 on was expected, got {given!r}")
+    return int(given)
+
+
+class _Check:
+    """One rank's check."""
+
+    def __init__(self, place: Place, options: argparse.Namespace) -> None:
+        self._place = place
+        self._options = options
+        self._backend = options.backend or "gloo"
+        self._lines_to = _STDERR if options.json else _STDOUT
+        self._meeting = Meeting(place)
+        self._transfers: list[Transfer] = []
+        self._peers: list[Arrival] = []
+        self._told = False
+        self._guard = Guard(options.timeout, self._end_badly)
+
+    def run(self) -> int:
+        """All steps; 0 when all ranks are well. Does not return when this rank is not, or another one."""
+        guard, meeting, place, options = self._guard, self._meeting, self._place, self._options
+        if not place.hosts_store:
+            with guard.step("master"):
+                reach(place, lambda: guard.remaining)
+        with guard.step("store"):
+            meeting.open(guard.remaining)
+            meeting.listen(guard.hear)
+        with guard.step("backend"):
+            self._backend = steps.choose_backend(options.backend)
+        with guard.step("device"):
+            device = steps.choose_device(self._backend, place.local_rank)
+            steps.allocate(device, options.memory)
+        with guard.step("arrival"):
+            token = secrets.token_hex(8)
+            listener = Listener(token)
+            meeting.arrive(
+                Arrival(
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    host=place.host,
+                    local_rank=place.local_rank,
+                    address=links.own_address(reach(place, lambda: guard.remaining)),
+                    port=listener.port,
+                    token=token,
+                    backend=self._backend,
+                    device=steps.device_name(device),
+                    versions=steps.versions(self._backend),
+                )
+            )
+            self._await_arrivals()
+        if place.rank == 0:
+            words.say(words.header_lines(meeting.arrivals(), self._backend, options.timeout), self._lines_to)
+        world_size = place.world_size
+        all_pairs = options.all_pairs or world_size <= links.ALL_PAIRS
+        shifts = links.shifts(world_size, all_pairs=all_pairs)
+        with guard.step("links"):
+            peers = [meeting.arrival((place.rank + shift) % world_size) for shift in shifts]
+            links.connect(peers, place.master_addr, min(links.PATIENCE, guard.remaining / 2))
+            self._peers = peers
+            meeting.count_linked()
+            if not self._await(meeting.have_linked):
+                raise StepError("a rank has not yet reached its neighbours")
+        with guard.step("process group"):
+            # A little less than the clock: the error of the backend tells more than "no answer".
+            steps.begin(meeting, self._backend, device, max(1.0, options.timeout - 1))
+        for number in range(options.rounds):
+            suffix = f", round {number + 1} of {options.rounds}" if options.rounds > 1 else ""
+            with guard.step(f"barrier{suffix}"):
+                steps.barrier(device, max(1.0, options.timeout - 1))
+            with guard.step(f"all-reduce{suffix}"):
+                steps.all_reduce(device)
+            with guard.step(f"point-to-point{suffix}"):
+                steps.point_to_point(device, shifts, guard.tick)
+        with guard.step("bandwidth"):
+            self._transfers = steps.transfers(device, options.sizes, guard.tick)
+        self._told = True
+        words.say([words.ok_line(place)], self._lines_to)
+        with guard.step("the other ranks"):
+            meeting.end(None)
+            self._await(meeting.have_ended)
+            verdicts = meeting.verdicts()
+            if len(verdicts) < world_size or any(one.trouble is not None for one in verdicts.values()):
+                raise StepError("another rank is broken")
+            steps.end()
+        if place.rank == 0:
+            self._conclude()
+        meeting.leave(GRACE)
+        listener.close()
+        guard.stop()
+        return 0
+
+    def _await_arrivals(self) -> None:
+        meeting, world_size = self._meeting, self._place.world_size
+        if not self._await(meeting.have_arrived):
+            missing = meeting.missing()
+            came = world_size - len(missing)
+            raise StepError(f"{came} of {world_size} ranks came; missing: {words.spans(missing)}")
+        first = meeting.arrival(0)
+        if first.world_size != world_size:
+            raise StepError(
+                f"this rank was told that there are {world_size} ranks, rank 0 that {first.world_size}"
+            )
+        if first.backend != self._backend:
+            raise StepError(
+                f"this rank would use {self._backend} and rank 0 {first.backend}: only one of them sees a GPU"
+                " (--backend gloo does without)"
+            )
+
+    def _await(self, happened: Callable[[], bool]) -> bool:
+        """Ask the store until it has happened, less and less often; False when the step's time is nearly over."""
+        pause = 0.02
+        while not happened():
+            if self._guard.remaining < 0.5:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, self._meeting.interval)
+        return True
+
+    def _conclude(self) -> None:
+        """The table and the summary; the document when one was asked for."""
+        verdicts, world_size = self._meeting.verdicts(), self._place.world_size
+        lines = (
+            words.transfer_lines(self._transfers, world_size) if self._transfers and world_size > 1 else []
+        )
+        words.say([*lines, words.summary_line(verdicts, world_size)], self._lines_to)
+        if self._options.json:
+            words.say([json.dumps(self._document(verdicts), indent=2)], _STDOUT)
+
+    # Of the thread that saw the trouble; the process ends when it is done.
+
+    def _end_badly(self, trouble: Trouble) -> None:
+        if not self._told:
+            self._told = True
+            if not trouble.follows:
+                trouble = self._look_around(trouble)
+            words.say(words.broken_lines(self._place, trouble, self._backend), self._lines_to)
+        # The store may hang as anything else here: it gets a thread, and its time.
+        waits = 2 * self._meeting.interval + GRACE + 1
+        rest = threading.Thread(target=self._tell_others, args=(trouble, waits), daemon=True)
+        rest.start()
+        rest.join(waits + 1)
+
+    def _look_around(self, trouble: Trouble) -> Trouble:
+        """With the neighbours that cannot be reached any more: a backend seldom says which rank it waited for."""
+        try:
+            links.connect(self._peers, self._place.master_addr, _LOOK_AROUND)
+        except StepError as error:
+            return replace(trouble, why=f"{trouble.why}; {error}")
+        return trouble
+
+    def _tell_others(self, trouble: Trouble, waits: float) -> None:
+        """Tell how it ended and stay until all have: torchrun ends the ranks of a node as soon as one has gone."""
+        meeting, rank = self._meeting, self._place.rank
+        is_first = False
+        verdicts = {rank: Verdict(rank, trouble)}
+        with contextlib.suppress(Exception):  # without a store there is nobody to tell
+            is_first = meeting.end(trouble)
+            until = time.monotonic() + waits
+            while not meeting.have_ended() and time.monotonic() < until:
+                time.sleep(0.05)
+            verdicts = meeting.verdicts()
+        if is_first:
+            words.say([words.summary_line(verdicts, self._place.world_size)], self._lines_to)
+        if rank == 0 and self._options.json:
+            words.say([json.dumps(self._document(verdicts), indent=2)], _STDOUT)
+        if len(verdicts) > 1:
+            meeting.leave(GRACE)
+
+    def _document(self, verdicts: dict[int, Verdict]) -> dict[str, Any]:
+        place, arrivals, first = self._place, [], None
+        with contextlib.suppress(Exception):
+            arrivals, first = self._meeting.arrivals(), self._meeting.first()
+        known = {one.rank: one for one in arrivals}
+        return {
+            "ok": len(verdicts) == place.world_size and all(v.trouble is None for v in verdicts.values()),
+            "world_size": place.world_size,
+            "backend": self._backend,
+            "timeout_s": self._options.timeout,
+            "versions": sorted({one.versions for one in arrivals}),
+            "first_failure": None if first is None else first.rank,
+            "ranks": [
+                _rank_entry(rank, known.get(rank), verdicts.get(rank)) for rank in range(place.world_size)
+            ],
+            "all_reduce": [
+                {
+                    "bytes": one.num_bytes,
+                    "iterations": one.iterations,
+                    "microseconds": one.seconds * 1e6,
+                    "algorithm_gb_per_s": one.algorithm_rate() / 1e9,
+                    "bus_gb_per_s": one.bus_rate(place.world_size) / 1e9,
+                }
+                for one in self._transfers
+            ],
+        }
+
+
+def _rank_entry(rank: int, arrival: Arrival | None, verdict: Verdict | None) -> dict[str, Any]:
+    trouble = None if verdict is None else verdict.trouble
+    return {
+        "rank": rank,
+        "host": None if arrival is None else arrival.host,
+        "local_rank": None if arrival is None else arrival.local_rank,
+        "device": None if arrival is None else arrival.device,
+        "verdict": "silent" if verdict is None else "OK" if trouble is None else "broken",
+        "step": None if trouble is None else trouble.step,
+        "why": None if trouble is None else trouble.why,
+    }

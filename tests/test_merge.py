@@ -1,0 +1,135 @@
+"""`python -m nanwatch merge`: reports of several ranks, made by real watches, as one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import nanwatch
+from nanwatch import Report, headroom
+from nanwatch import __main__ as doctor
+from nanwatch.merge import merge
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 2))
+
+
+def ran(rank: int, batches: int = 1, spoilt: str = "", at: int = 0, factor: float = 1.0) -> Report:
+    """The report of a rank that ran so many batches; in batch `at` a nan in the "data" or in a "weight"."""
+    net, x = model(), torch.linspace(-1, 1, 8).reshape(2, 4)
+    with torch.no_grad():
+        net[2].weight *= factor
+    with nanwatch.watch(net, on_nonfinite="record", microscope=False, max_frames=100) as watch:
+        for batch in range(batches):
+            given = x.clone()
+            if spoilt and batch == at:
+                with torch.no_grad():
+                    (given if spoilt == "data" else net[2].weight)[0, 0] = float("nan")
+            net(given)
+        return replace(watch.report(), rank=rank)
+
+
+def written(folder: Path, *reports: Report) -> Path:
+    """As `watch(output_dir=...)` writes them."""
+    for report in reports:
+        place = folder / (f"batch-{report.batch}" + (f"-rank-{report.rank}" if report.rank else ""))
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "report.json").write_text(report.to_json())
+    return folder
+
+
+def test_the_earliest_batch_is_the_origin(tmp_path, capsys):
+    """Rank 2 was first, though rank 0 comes first in the folder; the others are named as later ones."""
+    written(tmp_path, ran(0, 4, "data", 3), ran(1, 3), ran(2, 3, "weight", 1))
+    assert doctor.main(["merge", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "3 ranks: 0, 1, 2"
+    assert lines[1] == "First: nan first seen in `weight` of 2 (Linear) in batch 1, rank 2"
+    assert lines[2] == "Later: nan first seen in `input[0]` of 0 (Linear) in batch 3, rank 0"
+
+
+def test_within_a_batch_the_earlier_frame_is_the_origin(tmp_path):
+    """Bad data is seen by the first layer, a bad weight by the last."""
+    merged = merge(written(tmp_path, ran(0, 2, "weight", 1), ran(1, 2, "data", 1)))
+    assert [report.rank for report in merged.origins] == [1]
+
+
+def test_what_two_ranks_saw_at_one_place_is_of_both(tmp_path):
+    """As after an all-reduce: neither is accused alone."""
+    merged = merge(written(tmp_path, ran(0, 2, "weight", 1), ran(1, 2, "weight", 1), ran(2, 2)))
+    assert [report.rank for report in merged.origins] == [0, 1]
+
+
+def test_headroom_is_that_of_each_rank(tmp_path):
+    """One column a rank, the worst module of any rank first."""
+    reports = [ran(0), ran(1, factor=1024.0)]
+    table = merge(written(tmp_path, *reports)).headroom()
+    for rank, report in enumerate(reports):
+        assert {name: row[rank] for name, row in table.items()} == headroom.by_module(report.frames)
+    worst = [min(bits for bits in row if bits is not None) for row in table.values()]
+    assert worst == sorted(worst)
+
+
+def test_a_replica_that_has_come_apart_is_named_with_its_weight(tmp_path, capsys):
+    """Rank 1 holds another weight in layer 2, by one part in a million; nothing else differs."""
+    written(tmp_path, *(ran(rank, factor=1.000001 if rank == 1 else 1.0) for rank in range(4)))
+    (found,) = merge(tmp_path).differences()
+    assert (found.batch, found.module, found.label) == (0, "2", "weight")
+    assert [ranks for _, _, ranks in found.ranges] == [(0, 2, 3), (1,)]
+    assert doctor.main(["merge", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "All finite" in out
+    assert "the replicas have come apart" in out
+
+
+def test_equal_replicas_have_no_differences(tmp_path):
+    """Also where a weight is nan on all of them."""
+    assert merge(written(tmp_path, ran(0, 2, "weight", 1), ran(1, 2, "weight", 1))).differences() == []
+
+
+def test_json_is_one_document(tmp_path, capsys):
+    """With every finding whole, and numbers that JSON has."""
+    written(tmp_path, ran(0, 2, "data", 1), ran(1, 2))
+    assert doctor.main(["merge", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert [one["rank"] for one in found["origins"]] == [0]
+    assert found["origins"][0]["origin"] == "data"
+    assert found["ranks"] == [0, 1]
+    assert found["headroom_bits"]["0"][0] == "-inf"
+
+
+def test_of_several_failures_of_a_rank_the_first_counts(tmp_path):
+    """A run that goes on writes a folder for each."""
+    merged = merge(written(tmp_path, ran(0, 5, "data", 4), ran(0, 3, "data", 2)))
+    assert [report.batch for report in merged.reports] == [2]
+
+
+def test_a_file_that_is_no_report_is_left_out_and_named(tmp_path, capsys):
+    """The others are still merged."""
+    written(tmp_path, ran(0))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "report.json").write_text("{}")
+    assert doctor.main(["merge", str(tmp_path)]) == 0
+    assert f"Left out: {tmp_path}/other/report.json: not a nanwatch report" in capsys.readouterr().out
+
+
+def test_nothing_to_read_is_an_error(tmp_path, capsys):
+    """Status 2, with what to pass."""
+    assert doctor.main(["merge", str(tmp_path)]) == 2
+    assert "pass the folder that watch(output_dir=...) was given" in capsys.readouterr().err
+
+
+def test_the_folders_that_a_watch_writes_are_read(tmp_path):
+    """From the failing call to the merged report, with nothing written by hand."""
+    net = model()
+    with nanwatch.watch(net, output_dir=tmp_path), pytest.raises(nanwatch.NonFiniteError):
+        net(torch.full((2, 4), float("inf")))
+    (origin,) = merge(tmp_path).origins
+    assert origin.finding is not None
+    assert origin.finding.origin == "data"
