@@ -12,15 +12,20 @@ The flow, one file a step (python/nanwatch/):
     -> report      report.py    frames and finding, as text, JSON and HTML (text.py, html.py)
     -> postmortem  postmortem.py the failed batch once more: the operation, the line, the cures that work
     -> capsule     capsule.py   a module call with all it needs, to `replay` elsewhere (replay.py)
+    -> trace       tracer.py    every frame of a run as rows of a file (trace.py, trace_writer.py)
+    -> difference  comparison.py where two such files part (trace_file.py reads them, align.py aligns them)
 
 `watch(model)` starts all of it; `abs_range(x)` and `tensor_health(x)` are the reduction alone.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from .capsule import Capsule, write_capsule
 from .debug import DebugUnderflowOverflow, detect_overflow
-from .errors import BatchLimitError, CapsuleError, NonFiniteError
+from .errors import BatchLimitError, CapsuleError, NonFiniteError, TraceError
 from .finding import Cure, Finding
 from .frame import Frame
 from .precision import fp32_modules, run_in_fp32
@@ -29,6 +34,21 @@ from .record import Record
 from .replay import replay
 from .report import Report
 from .watch import Watch, watch
+
+if TYPE_CHECKING:
+    from .comparison import diff
+    from .difference import Difference
+    from .trace_file import Trace
+else:
+    # What reads traces is for after a run, and is imported when it is asked for.
+    _LATER = {"Difference": "difference", "Trace": "trace_file", "diff": "comparison"}
+
+    def __getattr__(name: str) -> object:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found = getattr(import_module(f".{_LATER[name]}", __name__), name)
+        return found
+
 
 __version__ = "0.1.0"
 
@@ -39,16 +59,20 @@ __all__ = [
     "CapsuleError",
     "Cure",
     "DebugUnderflowOverflow",
+    "Difference",
     "Finding",
     "Frame",
     "NonFiniteError",
     "Record",
     "Report",
     "TensorHealth",
+    "Trace",
+    "TraceError",
     "Watch",
     "abs_range",
     "abs_ranges",
     "detect_overflow",
+    "diff",
     "fp32_modules",
     "replay",
     "run_in_fp32",

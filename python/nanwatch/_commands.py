@@ -20,9 +20,14 @@ class Command:
 
 
 COMMANDS = {
+    "diff": Command("where two traces, or two batches of one, part", "_command_diff"),
+    "formats": Command(
+        "the narrowest format that holds what each module makes, by a trace", "_command_formats"
+    ),
     "merge": Command("the reports of all ranks of a job as one", "_command_merge"),
     "netcheck": Command("can the ranks of a job reach each other? Start it with torchrun", "netcheck"),
     "replay": Command("make the call in a capsule again, in one dtype or several", "_command_replay"),
+    "show": Command("the frames of a trace, or a saved report", "_command_show"),
 }
 
 

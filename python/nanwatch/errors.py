@@ -44,3 +44,7 @@ class BatchLimitError(ValueError):
 
 class CapsuleError(ValueError):
     """What was opened is no whole capsule of a version that this nanwatch reads; the text names file and place."""
+
+
+class TraceError(ValueError):
+    """What was opened is no trace of a version that this nanwatch reads; the text names file and place."""

@@ -46,14 +46,10 @@ _ADVICE = ("Where", "Why", "Next")  # of text.finding_lines; the rest of a findi
 
 def report_html(report: Report) -> str:
     """The report as one HTML document, to be written as UTF-8. Raises ImportError without jinja2 and plotly."""
-    jinja2 = _needed("jinja2")
-    loader = jinja2.PackageLoader("nanwatch", "templates")
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    script, style = (loader.get_source(environment, f"report.{kind}")[0] for kind in ("js", "css"))
-    packed, plotly_hash = _packed_plotly()
-    page = environment.get_template("report.html.jinja").render(
+    return page(
+        "report",
+        "Report.to_html()",
+        _data(report),
         report=report,
         finding=report.finding,
         advice=_advice(report),
@@ -65,23 +61,41 @@ def report_html(report: Report) -> str:
         tree=_tree(report),
         num_records=sum(len(frame.records) for frame in report.frames),
         low_bits=LOW_BITS,
-        data=_json(_data(report)),
+        module_name=text.module_name,
+    )
+
+
+def page(name: str, who: str, data: Any, **values: Any) -> str:
+    """The template of this name with its script, the report's style and plotly; `data` is what the script draws from.
+
+    `who` is named by the ImportError that is raised without jinja2 and plotly.
+    """
+    jinja2 = _needed("jinja2", who)
+    loader = jinja2.PackageLoader("nanwatch", "templates")
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    script, style = (loader.get_source(environment, source)[0] for source in (f"{name}.js", "report.css"))
+    _needed("plotly.offline", who)
+    packed, plotly_hash = _packed_plotly()
+    made = environment.get_template(f"{name}.html.jinja").render(
+        data=_json(data),
         script=script,
         style=style,
         packed_plotly=packed,
         script_hashes=[_hash(script), plotly_hash],
-        module_name=text.module_name,
+        **values,
     )
     # A lone surrogate has no UTF-8, and a file that cannot be written helps nobody.
-    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", str(page))
+    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", str(made))
 
 
-def _needed(name: str) -> Any:
+def _needed(name: str, who: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"Report.to_html() needs the package `{name.partition('.')[0]}`, which is not installed;"
+            f"{who} needs the package `{name.partition('.')[0]}`, which is not installed;"
             " pip install 'nanwatch[report]', or use to_text() or to_json()"
         ) from error
 
@@ -89,7 +103,7 @@ def _needed(name: str) -> Any:
 @lru_cache(maxsize=1)
 def _packed_plotly() -> tuple[str, str]:
     """plotly.js as base64 of gzip, and its hash: 4.8 MB become 1.9, and the page is unpacked in 0.1 s."""
-    source: str = _needed("plotly.offline").get_plotlyjs()
+    source: str = import_module("plotly.offline").get_plotlyjs()
     packed = gzip.compress(source.encode(), compresslevel=6, mtime=0)
     return base64.b64encode(packed).decode(), _hash(source)
 

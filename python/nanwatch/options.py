@@ -47,6 +47,7 @@ class Options:
     every: int
     reread_weights: int
     trace_batches: frozenset[int]
+    trace: Path | None
     abort_after_batch: int | None
     microscope: bool | None
     output_dir: Path | None
@@ -87,6 +88,7 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
         every=whole("every", given["every"], 1, MAX_BATCH),
         reread_weights=whole("reread_weights", given["reread_weights"], 1, MAX_BATCH),
         trace_batches=_batches("trace_batches", given["trace_batches"]),
+        trace=_file("trace", given["trace"]),
         microscope=_microscope(given["microscope"]),
         output_dir=_folder("output_dir", given["output_dir"]),
         abort_after_batch=None if last is None else whole("abort_after_batch", last, 0, MAX_BATCH),
@@ -150,7 +152,14 @@ def _microscope(value: object) -> bool | None:
     return value
 
 
-def _folder(option: str, value: Any) -> Path | None:
+def _file(option: str, value: Any) -> Path | None:
+    path = _path(option, value, "file such as 'run.parquet', or of a folder,")
+    if path is not None and not path.name:
+        raise ValueError(f"{option} should be the path of a file or a folder with a name, got {value!r}")
+    return path
+
+
+def _path(option: str, value: Any, kind: str) -> Path | None:
     if value is None:
         return None
     if (
@@ -158,8 +167,14 @@ def _folder(option: str, value: Any) -> Path | None:
         or not isinstance(os.fspath(value), str)
         or not os.fspath(value)
     ):
-        raise TypeError(f"{option} should be the path of a folder or None, got {value!r}")
-    folder = Path(value)
+        raise TypeError(f"{option} should be the path of a {kind} or None, got {value!r}")
+    return Path(value)
+
+
+def _folder(option: str, value: Any) -> Path | None:
+    folder = _path(option, value, "folder")
+    if folder is None:
+        return None
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{option} should be a folder, and {str(folder)!r} is none")
     return folder

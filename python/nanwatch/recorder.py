@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from operator import methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -157,6 +159,7 @@ class PythonRecorder:
         self._nodes: list[_Node] = []
         self._frames: deque[FrameRows] = deque(maxlen=settings.max_frames)
         self._thread = _Thread()
+        self.lock = threading.Lock()  # held while a frame is kept and counted
 
     def add_node(self, name: str, module: nn.Module, observed: bool, allow_inf: bool) -> int:
         """See Recorder."""
@@ -285,8 +288,9 @@ class PythonRecorder:
 
     def _keep(self, thread: _Thread, name: str, class_name: str, rows: list[Row], caller: str | None) -> None:
         frame = FrameRows(thread.batch, name, class_name, rows, thread.recomputed)
-        self._frames.append(frame)
-        self.counters["frames"] += 1
+        with self.lock:
+            self._frames.append(frame)
+            self.counters["frames"] += 1
         if thread.batch in self._traced:
             self._listener.frame_recorded(frame)
         if any(map(is_fault, rows)):
@@ -342,6 +346,18 @@ def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
         if x is not None:
             found.setdefault(id(x), (name, x))
     return list(found.values())
+
+
+def snapshot(recorder: Recorder) -> tuple[int, list[FrameRows]]:
+    """How many frames there have been and the latest of them, both at one moment, whatever other threads record."""
+    if isinstance(recorder, PythonRecorder):
+        with recorder.lock:
+            return recorder.counters["frames"], recorder.frames()
+    # Nothing but C from the one to the other, so no other thread runs in between.
+    counters, frames = map(
+        methodcaller("__call__"), (partial(getattr, recorder, "counters"), recorder.frames)
+    )
+    return counters["frames"], frames
 
 
 def make_recorder(settings: Settings, listener: Listener) -> Any:

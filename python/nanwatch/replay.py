@@ -20,14 +20,11 @@ from .batch_start import RngState
 from .capsule import Capsule
 from .options import SWITCH
 from .report import Report
-from .text import close_names
+from .text import close_names, without_wrappers
 from .tree import LeftOut, Structure
 from .watch import watch
 
 Model: TypeAlias = "nn.Module | Callable[[], nn.Module]"
-
-# What wrappers put before the names of the modules that they hold.
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +149,8 @@ def _own_module(capsule: Capsule, model: Model) -> nn.Module:
 
 def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
     modules = dict(model.named_modules(remove_duplicate=False))
-    plain = {_without_wrappers(name): module for name, module in modules.items()}
-    found = modules.get(capsule.module) or plain.get(_without_wrappers(capsule.module))
+    plain = {without_wrappers(name): module for name, module in modules.items()}
+    found = modules.get(capsule.module) or plain.get(without_wrappers(capsule.module))
     for candidate in (found, model):
         if candidate is not None and type(candidate).__name__ == capsule.class_name:
             return candidate
@@ -166,10 +163,6 @@ def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
         f"the capsule is of {name!r}, a {capsule.class_name}; this model ({type(model).__name__}) has no such"
         f" module and is none; {close_names(capsule.module, modules)}"
     )
-
-
-def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class _Moving:

@@ -68,6 +68,15 @@ def close_names(wanted: str, names: Iterable[str]) -> str:
     return f"close names: {', '.join(close)}" if close else "see model.named_modules() for the names"
 
 
+# What wrappers put before the names of the modules that they hold.
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def without_wrappers(name: str) -> str:
+    """The name that a module has in the model itself, where a wrapper such as DistributedDataParallel holds it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def module_name(name: str) -> str:
     """The name as prose has it: the root has none of its own."""
     return name or "the root module"

@@ -7,8 +7,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +28,9 @@ from .recorder import Recorder, Settings, make_recorder
 from .report import Report
 from .walk import call_leaves
 
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
 
 def watch(
     model: nn.Module,
@@ -44,6 +48,7 @@ def watch(
     every: int = 1,
     reread_weights: int = 64,
     trace_batches: Iterable[int] = (),
+    trace: str | os.PathLike[str] | None = None,
     abort_after_batch: int | None = None,
     microscope: bool | None = None,
     output_dir: str | os.PathLike[str] | None = None,
@@ -69,6 +74,9 @@ def watch(
         reread_weights: read a weight again after so many batches though nothing says that it changed; 1 is always.
             An optimizer's step, `load_state_dict` and writes that PyTorch sees are noticed at once.
         trace_batches: numbers of batches, from 0, whose frames are printed as they come.
+        trace: a file (`run.parquet`) or a folder to write every frame into, a row a record, while the run lasts; with
+            `trace_batches` only the frames of these batches, which are then not printed. A path that is taken gets a
+            number, and with several processes the rank: `Watch.trace_path` has it. Needs `pyarrow` (docs/traces.md).
         abort_after_batch: raise BatchLimitError when the batch of this number is done.
         microscope: after a failure run the batch once more, as it was, to find the operation and the line that made
             the first non-finite value and to try cures. Until then it costs a few microseconds a batch. None does so
@@ -111,8 +119,14 @@ class Watch:
         # What was raised inside a forward: it is looked at more closely once the forward has been left, and with it
         # any lock that it holds.
         self._raised: dict[int, NonFiniteError] = {}
+        ring, fetches = options.max_frames, options.trace is not None and not options.trace_batches
+        if fetches:
+            # Frames of chosen batches come one by one; all others are fetched from a recorder that holds enough.
+            from .tracer import ring_size
+
+            ring = max(ring, ring_size(model))
         settings = Settings(
-            max_frames=options.max_frames,
+            max_frames=ring,
             every=options.every,
             traced=tuple(options.trace_batches),
             weights=options.weights,
@@ -124,6 +138,11 @@ class Watch:
             measure_time=measure_time,
         )
         self._recorder: Recorder = make_recorder(settings, self)
+        self._tracer: Tracer | None = None
+        if options.trace is not None and options.enabled:
+            from .tracer import start_tracer
+
+            self._tracer = start_tracer(options.trace, self._recorder, ring if fetches else 0, options.every)
         self._recorder.tells_batch_start = self._closer_look.keeps_start
         self._recorder.tells_batch_end = self._awaits_batch_end()
         self._attachment: Attachment | None = None
@@ -146,9 +165,14 @@ class Watch:
         self.stop()
 
     def stop(self) -> None:
-        """Leave the model as it was found; the frames stay. A second time does nothing."""
+        """Leave the model as it was found; the frames stay. A second time does nothing.
+
+        A trace is whole on disk when this returns, or, with a slow disk, after a warning 10 s later.
+        """
         if self._attachment is not None:
             self._attachment.remove()
+        if self._tracer is not None:
+            self._tracer.close()
 
     def pause(self) -> None:
         """Record nothing until `resume()`; batches meanwhile are not counted."""
@@ -167,7 +191,13 @@ class Watch:
     @property
     def frames(self) -> tuple[Frame, ...]:
         """The latest frames, oldest first, at most `max_frames`."""
-        return tuple(frame.to_frame() for frame in self._recorder.frames())
+        latest = self._recorder.frames()[-self._options.max_frames :]
+        return tuple(frame.to_frame() for frame in latest)
+
+    @property
+    def trace_path(self) -> Path | None:
+        """Where the trace is written: a folder of parts until `stop()`. None without `trace`."""
+        return None if self._tracer is None else self._tracer.writer.path
 
     @property
     def counters(self) -> dict[str, int]:
@@ -204,12 +234,15 @@ class Watch:
         """Keep what a second run would need; print the header of a traced batch."""
         if self._closer_look.keeps_start and module is not None:
             self._closer_look.batch_started(module, args, kwargs)
-        if traced:
+        if traced and self._options.trace is None:
             _print_lines(text.batch_lines(batch))
 
     def frame_recorded(self, frame: FrameRows) -> None:
-        """Print a frame of a traced batch."""
-        _print_lines(text.frame_lines(frame.to_frame()))
+        """Print a frame of a traced batch, or write it where `trace` says so."""
+        if self._options.trace is None:
+            _print_lines(text.frame_lines(frame.to_frame()))
+        elif self._tracer is not None:
+            self._tracer.add(frame)
 
     def fault(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """Report the first fault of a batch; when acting on it is due here, act."""
@@ -234,6 +267,8 @@ class Watch:
     def batch_ended(self, batch: int, completed: bool) -> None:
         """Act on the batch's fault where that was put off; end the run when asked to."""
         raised = self._raised.pop(threading.get_ident(), None)
+        if self._tracer is not None:
+            self._tracer.batch_ended()
         try:
             if raised is not None and not completed:
                 raised.report = self._look_closer(raised.report)
@@ -252,7 +287,10 @@ class Watch:
 
     def _awaits_batch_end(self) -> bool:
         return (
-            self._closer_look.keeps_start or self._run_is_open or self._options.abort_after_batch is not None
+            self._closer_look.keeps_start
+            or self._run_is_open
+            or self._tracer is not None
+            or self._options.abort_after_batch is not None
         )
 
     def _acts_on_reports(self) -> bool:

@@ -1,0 +1,71 @@
+"""`python -m nanwatch diff A B`: where two traces, or two batches of one, part."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .comparison import RTOL, diff
+from .difference import KINDS
+
+_DIFFER, _FAILED = 1, 2
+_EXAMPLES = """\
+exit status: 1 when they differ, 0 when they do not, 2 when they cannot be compared
+
+examples:
+  python -m nanwatch diff before.parquet after.parquet
+  python -m nanwatch diff run.parquet --batches 149 150
+  python -m nanwatch diff fp32.parquet fp16.parquet --ignore dtype --rtol 0.05
+  python -m nanwatch diff before.parquet after.parquet --html diff.html --json
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        batches = None if options.batches is None else (options.batches[0], options.batches[1])
+        found = diff(options.a, options.b, batches=batches, rtol=options.rtol, ignore=options.ignore)
+        if options.html is not None:
+            options.html.write_text(found.to_html(), encoding="utf-8")
+    except (ValueError, OSError, ImportError) as error:
+        print(f"python -m nanwatch diff: {error}", file=sys.stderr)
+        return _FAILED
+    print(found.to_json() if options.json else found.to_text())
+    return _DIFFER if found.differs else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nanwatch diff",
+        description="Name the first record in which two traces part, and what grew most from the one to the other.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("a", metavar="A", help="a trace: what watch(trace=...) was given")
+    parser.add_argument(
+        "b", metavar="B", nargs="?", help="another; without it --batches compares two batches of A"
+    )
+    parser.add_argument(
+        "--batches", nargs=2, type=int, metavar=("N", "M"), help="batch N of A against batch M of B"
+    )
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        default=RTOL,
+        help="relative difference of ranges that is equal (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--ignore",
+        nargs="+",
+        action="extend",
+        default=[],
+        choices=KINDS,
+        help="kinds of difference to pass over",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts too")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document on stdout and nothing else"
+    )
+    return parser

@@ -1,0 +1,75 @@
+"""`python -m nanwatch show FILE`: the frames of a trace, or a report that was saved as JSON, to read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .report import Report
+from .trace_file import Trace, batch_words
+
+_FAILED = 2
+_EXAMPLES = """\
+exit status: 0, or 2 when there is nothing to show
+
+examples:
+  python -m nanwatch show run.parquet                      the latest batch
+  python -m nanwatch show run.parquet --batch 149 --html batch.html
+  python -m nanwatch show out/report.json
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        report, heading = _report(options.file, options.batch)
+        if options.html is not None:
+            options.html.write_text(report.to_html(), encoding="utf-8")
+    except (ValueError, OSError, ImportError) as error:
+        print(f"python -m nanwatch show: {error}", file=sys.stderr)
+        return _FAILED
+    if options.json:
+        print(report.to_json())
+    else:
+        print("\n".join([*heading, report.to_text()]))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nanwatch show",
+        description="Print the frames of one batch of a trace, or a report that was saved as JSON.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="a trace, or a report.json")
+    parser.add_argument("--batch", type=int, metavar="N", help="of a trace: this batch (default: the latest)")
+    parser.add_argument("--html", type=Path, metavar="PAGE", help="write the report as a page too")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document on stdout and nothing else"
+    )
+    return parser
+
+
+def _report(file: Path, batch: int | None) -> tuple[Report, list[str]]:
+    """The report, and what stands above it."""
+    if _is_json(file):
+        if batch is not None:
+            raise ValueError(f"--batch is for a trace, and {file} is a report; leave it out")
+        return Report.from_json(file.read_text(encoding="utf-8")), []
+    trace = Trace.open(file)
+    if not trace.batches:
+        raise ValueError(f"{trace.path} has no batch")
+    heading = [f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}"]
+    if trace.lost_frames:
+        heading[0] += f", {trace.lost_frames:,} frames lost"
+    return trace.report(trace.batches[-1] if batch is None else batch), [*heading, ""]
+
+
+def _is_json(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return opened.read(64).lstrip()[:1] == b"{"

@@ -1,0 +1,145 @@
+"""A trace that was written, to read: which batches it has, their frames, and its columns as arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import trace
+from .errors import TraceError, spell
+from .finding import find
+from .frame import Frame
+from .report import Report
+from .trace import SUFFIX, parts_beside
+
+
+@dataclass(frozen=True)
+class Strings:
+    """A column of strings: of each row its place in `values`, -1 where it has none."""
+
+    codes: np.ndarray[Any, np.dtype[np.int32]]
+    values: tuple[str, ...]
+
+
+class Trace:
+    """A file that `watch(model, trace=...)` wrote, or the folder of parts that it is until the watch ends.
+
+    Needs `pyarrow`. What is no trace of a version that is read here is a TraceError, a ValueError.
+    """
+
+    def __init__(self, path: Path, dataset: Any, facts: dict[str, Any]) -> None:
+        self.path = path
+        self._dataset = dataset
+        self._facts = facts
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Trace:
+        """The trace at `path`. Raises TraceError for what is none, FileNotFoundError for nothing."""
+        place = Path(path)
+        datasets = trace.needed("pyarrow.dataset", "reading a trace")
+        # Killed in the moment when the file took the place of the parts.
+        if not place.exists() and (beside := parts_beside(place)).is_dir():
+            place = beside
+        if not place.exists():
+            raise FileNotFoundError(f"there is no trace at {place}; pass what watch(trace=...) was given")
+        parts = sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
+        if not parts:
+            raise TraceError(f"{place} is a folder without parts (*{SUFFIX}); nothing was written to it yet")
+        try:
+            options = datasets.ParquetReadOptions(dictionary_columns=trace.STRINGS)
+            how = datasets.ParquetFileFormat(read_options=options)
+            # The latest part knows best what was lost.
+            found = datasets.dataset(str(parts[-1]), format=how).schema
+            facts = trace.facts_of(_plain(found), str(place))
+            dataset = datasets.dataset([str(part) for part in parts], format=how, schema=found)
+        except (OSError, ValueError) as error:
+            if isinstance(error, TraceError):
+                raise
+            raise TraceError(f"{parts[-1]} is no Parquet file that can be read: {spell(error)}") from error
+        return cls(place, dataset, facts)
+
+    @property
+    def rank(self) -> int:
+        """The rank of the process that wrote it."""
+        rank: int = self._facts["rank"]
+        return rank
+
+    @property
+    def lost_frames(self) -> int:
+        """How many frames are not in it, as they came faster than they could be taken or written."""
+        lost: int = self._facts["lost_frames"]
+        return lost
+
+    @cached_property
+    def batches(self) -> tuple[int, ...]:
+        """The numbers of the batches in it, in order."""
+        return tuple(np.unique(self.table(["batch"])["batch"].to_numpy()).tolist())
+
+    def table(self, columns: Sequence[str] | None = None, batches: Sequence[int] | None = None) -> Any:
+        """A pyarrow.Table of these columns (all without) of these batches (all without), in the order written.
+
+        Columns of strings are dictionary-encoded.
+        """
+        pa = trace.needed("pyarrow", "reading a trace")
+        compute = trace.needed("pyarrow.compute", "reading a trace")
+        wanted = None if batches is None else compute.field("batch").isin(pa.array(batches, pa.int64()))
+        names = [name for name, _, _ in trace.COLUMNS] if columns is None else list(columns)
+        try:
+            table = self._dataset.to_table(columns=names, filter=wanted)
+            # A file is anybody's, and pyarrow itself would read beyond the end of a list of strings.
+            table.validate(full=True)
+        except (OSError, ValueError, IndexError) as error:
+            raise TraceError(f"{self.path} cannot be read: {spell(error)}") from error
+        for name, _, may_be_null in trace.COLUMNS:
+            if name in names and not may_be_null and table[name].null_count:
+                raise TraceError(f"{self.path}: column {name!r} has a row without a value")
+        return table
+
+    def frames(self, batch: int) -> tuple[Frame, ...]:
+        """The frames of a batch in the order of their calls. ValueError, naming those there are, without the batch."""
+        table = self.table(batches=[batch])
+        if table.num_rows == 0:
+            raise ValueError(f"{self.path} has no batch {batch}; it has {batch_words(self.batches)}")
+        # Calls of several threads may stand in turns.
+        return trace.frames_of(table.sort_by([("rank", "ascending"), ("call", "ascending")]))
+
+    def report(self, batch: int) -> Report:
+        """The frames of a batch as a report. What it finds knows nothing of what the batch was called with."""
+        frames = self.frames(batch)
+        return Report(frames, find(frames, rank=self.rank), batch, self.rank)
+
+
+def strings(column: Any) -> Strings:
+    """A dictionary-encoded column of a table."""
+    pa = trace.needed("pyarrow", "reading a trace")
+    if column.num_chunks == 0:
+        return Strings(np.empty(0, np.int32), ())
+    whole = pa.table({"column": column}).unify_dictionaries()["column"]
+    values = whole.chunk(0).dictionary.to_pylist()
+    codes = [chunk.indices.fill_null(-1).to_numpy() for chunk in whole.chunks]
+    return Strings(np.concatenate(codes).astype(np.int32, copy=False), tuple(values))
+
+
+def batch_words(batches: Sequence[int]) -> str:
+    """`batches 0 to 199 (200 of them)`, for messages."""
+    if not batches:
+        return "no batch at all"
+    if len(batches) == 1:
+        return f"batch {batches[0]}"
+    return f"batches {batches[0]} to {batches[-1]} ({len(batches):,} of them)"
+
+
+def _plain(found: Any) -> Any:
+    """The schema with strings for dictionaries of strings."""
+    pa = trace.needed("pyarrow", "reading a trace")
+    fields = [
+        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+        for field in found
+    ]
+    return pa.schema(fields, metadata=found.metadata)

@@ -1,0 +1,168 @@
+"""What takes the frames out of a recorder and hands them to the trace."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import warnings
+import weakref
+from errno import EDQUOT, ENOSPC
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from . import trace
+from .recorder import Recorder, snapshot
+from .trace import SUFFIX
+from .trace_writer import TraceWriter, claim
+
+if TYPE_CHECKING:
+    from .frame import FrameRows
+
+# A recorder gives all frames that it holds or none, at 3.4 µs a frame. So it holds several batches, and is asked when
+# it is nearly full, or once a second: 1024 frames then cost 3.5 ms a second.
+_LEAST_RING = 1024
+_RING_PER_MODULE = 3
+_GATHER_SECONDS = 1.0
+# Batches that are larger than was thought, as the loops of a model may make them, are watched more closely.
+_HURRIED_SECONDS = 0.02
+
+
+def ring_size(model: nn.Module) -> int:
+    """How many frames the recorder should hold while every batch of this model is traced."""
+    return max(_LEAST_RING, _RING_PER_MODULE * sum(1 for _ in model.modules()))
+
+
+class Tracer:
+    """From a recorder to a trace file: the step's side, which hands over and does not wait.
+
+    `ring` is how many frames the recorder holds. With 0 the frames are not fetched but given, one by one, to `add`.
+    """
+
+    def __init__(self, path: Path, recorder: Recorder, ring: int, rank: int, every: int) -> None:
+        self._recorder = recorder
+        self._ring = ring
+        self._given: list[FrameRows] = []
+        self._taken = 0  # how many frames there had been when they were last fetched
+        self._ended = 0  # and when the latest batch had ended
+        self._largest = 0  # batch, in frames
+        self._fetched = monotonic()
+        # Not a plain lock: the garbage collector may run anybody's code within, and that may call the model.
+        self._lock = threading.RLock()
+        trace.needed("pyarrow.parquet", "trace=")
+        facts = {
+            "version": trace.VERSION,
+            "nanwatch": _version(),
+            "torch": str(torch.__version__),
+            "rank": rank,
+            "every": every,
+            "lost_frames": 0,
+        }
+        becomes_file = path.suffix == SUFFIX
+        # Weakly: the thread must not keep the watch.
+        tick = partial(_tick, weakref.ref(self))
+        self.writer = TraceWriter(claim(path), facts, tick, becomes_file=becomes_file)
+        self._at_exit = partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    def add(self, frame: FrameRows) -> None:
+        """Take a frame, where frames are given."""
+        self._given.append(frame)
+
+    def batch_ended(self) -> None:
+        """Take the frames of the batch if the recorder has no room for those of another one."""
+        if self._ring == 0 or not self.writer.is_open:
+            self.gather()
+            return
+        made = self._recorder.counters["frames"]
+        self._largest = max(self._largest, made - self._ended)
+        self._ended = made
+        if made - self._taken + self._largest > self._ring:
+            self.gather()
+
+    def tick(self) -> float:
+        """Take the frames if it is time, and say in how many seconds to ask again. Called by the writing thread."""
+        hurries = self._ring > 0 and (self._largest == 0 or 2 * self._largest > self._ring)
+        waiting = self._recorder.counters["frames"] - self._taken if self._ring else len(self._given)
+        is_late = monotonic() - self._fetched >= _GATHER_SECONDS
+        if waiting and (is_late or (hurries and 2 * waiting > self._ring)):
+            self.gather()
+        return _HURRIED_SECONDS if hurries else _GATHER_SECONDS
+
+    def gather(self) -> None:
+        """Hand over all frames that there are."""
+        if not self.writer.is_open:
+            self._given.clear()
+            return
+        with self._lock:
+            self._fetched = monotonic()
+            if self._ring == 0:
+                given, self._given = self._given, []
+                self.writer.put(given)
+                return
+            made, held = snapshot(self._recorder)
+            new = made - self._taken
+            self._taken = made
+            self.writer.lose(new - len(held))
+            self.writer.put(held[-new:] if new else ())
+
+    def close(self) -> None:
+        """Hand over the last frames and wait, not for long, until they are on disk. A second time does nothing."""
+        atexit.unregister(self._at_exit)
+        self.gather()
+        self.writer.close()
+
+    def __del__(self) -> None:
+        # The watch went away with its model, without stop(). The thread goes on until all is written.
+        if hasattr(self, "_at_exit"):
+            atexit.unregister(self._at_exit)
+            self.gather()
+            self.writer.close(waits=False)
+
+
+def start_tracer(path: Path, recorder: Recorder, ring: int, every: int) -> Tracer | None:
+    """A Tracer; None, with a warning, where the disk is full. What else keeps a file from being made is raised."""
+    rank, world_size = _place()
+    if world_size > 1:
+        path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
+    try:
+        return Tracer(path.absolute(), recorder, ring, rank, every)  # the run may change its folder
+    except OSError as error:
+        if error.errno not in (ENOSPC, EDQUOT):
+            raise
+        warnings.warn(
+            f"nanwatch: there is no trace, as {error}; the run goes on", RuntimeWarning, stacklevel=2
+        )
+        return None
+
+
+def _place() -> tuple[int, int]:
+    """The rank and the number of processes, also before they know each other."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun's
+    except (KeyError, ValueError):
+        return 0, 1
+
+
+def _version() -> str:
+    from . import __version__  # not above: the package is still being imported
+
+    return __version__
+
+
+def _tick(tracer: weakref.ref[Tracer]) -> float:
+    this = tracer()
+    return _GATHER_SECONDS if this is None else this.tick()
+
+
+def _close(tracer: weakref.ref[Tracer]) -> None:
+    if (this := tracer()) is not None:
+        this.close()
