@@ -42,7 +42,6 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-CUDA_SOURCE = Path("csrc/range_cuda.cu")
 # From Turing to Blackwell: one binary for every generation PyTorch still builds for, and PTX for what comes after.
 DEFAULT_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 # PyTorch's names, those with a suffix before those without: the first that fits is taken.
@@ -167,24 +166,13 @@ class CudaPart:
     archs: str
 
 
-def build_cuda(folder: Path, jobs: int) -> CudaPart:
-    """Compiles the torch-free CUDA source with nvcc alone, also where torch has no CUDA; BuildError if it cannot."""
-    if not sys.platform.startswith("linux"):
-        raise BuildError(f"the CUDA part is built on Linux only, this is {sys.platform}")
-    if not (ROOT / CUDA_SOURCE).exists():
-        raise BuildError(f"{CUDA_SOURCE} is missing from the source tree")
-    nvcc = find_nvcc()
-    if nvcc is None:
-        raise BuildError("nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)")
-    toolkit = read_toolkit(nvcc)
-    binaries, ptx = wanted_archs(toolkit.archs)
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in binaries]
-    targets += [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ptx]
-    out = folder / "range_cuda.o"
-    command = [nvcc, "-c", str(CUDA_SOURCE), "-o", str(out), "-O3", "-std=c++17", f"--threads={jobs}"]
+def compile_cuda(source: Path, folder: Path, toolkit: Toolkit, targets: list[str], jobs: int) -> str:
+    """The object file of one CUDA source; BuildError if nvcc cannot make it."""
+    out = folder / f"{source.stem}.o"
+    command = [toolkit.nvcc, "-c", str(source), "-o", str(out), "-O3", "-std=c++17", f"--threads={jobs}"]
     # Compressed, eight architectures are 3 MB in place of 9.
     command += ["-Xcompiler=-fPIC,-Wall,-Wextra,-fvisibility=hidden", "-Xfatbin=-compress-all", *targets]
-    inputs = [ROOT / CUDA_SOURCE, *ROOT.glob("csrc/*.h")]
+    inputs = [ROOT / source, *ROOT.glob("csrc/*.h")]
     recipe = out.with_suffix(".command")
     # Eight architectures take half a minute on two cores: not again for a change in a C++ file.
     if not (
@@ -196,12 +184,30 @@ def build_cuda(folder: Path, jobs: int) -> CudaPart:
         folder.mkdir(parents=True, exist_ok=True)
         print(shlex.join(command), flush=True)
         if subprocess.run(command, cwd=ROOT).returncode != 0:
-            raise BuildError(f"nvcc {toolkit.version} could not compile {CUDA_SOURCE}; its message is above")
+            raise BuildError(f"nvcc {toolkit.version} could not compile {source}; its message is above")
         recipe.write_text(shlex.join(command))
+    return str(out)
+
+
+def build_cuda(folder: Path, jobs: int) -> CudaPart:
+    """Compiles the torch-free CUDA sources with nvcc alone, also where torch has no CUDA; BuildError if it cannot."""
+    if not sys.platform.startswith("linux"):
+        raise BuildError(f"the CUDA part is built on Linux only, this is {sys.platform}")
+    sources = sorted(path.relative_to(ROOT) for path in ROOT.glob("csrc/*.cu"))
+    if not sources:
+        raise BuildError("csrc/*.cu is missing from the source tree")
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise BuildError("nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)")
+    toolkit = read_toolkit(nvcc)
+    binaries, ptx = wanted_archs(toolkit.archs)
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in binaries]
+    targets += [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ptx]
+    objects = [compile_cuda(source, folder, toolkit, targets, jobs) for source in sources]
     # Hidden, or a libcudart of another version that torch brings would be bound in place of this one.
     link = [str(toolkit.runtime), f"-Wl,--exclude-libs,{toolkit.runtime.name}", "-ldl", "-lrt", "-lpthread"]
     archs = " ".join([f"sm_{arch}" for arch in binaries] + [f"compute_{arch}" for arch in ptx])
-    return CudaPart([str(out)], link, toolkit.version, archs)
+    return CudaPart(objects, link, toolkit.version, archs)
 
 
 # C++ -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <vector>
 
+#include "exponents_cpu.h"
 #include "readable.h"
 
 namespace nanwatch {
@@ -42,12 +44,31 @@ at::Tensor health(const at::Tensor& x) {
   return row;
 }
 
+at::Tensor exponent_histogram(const at::Tensor& x) {
+  const Readable readable(x, "exponent_histogram", true);
+  if (!readable.native) return reference("nanwatch::exponent_histogram", x);
+  at::Tensor counts = at::empty({exponent_columns(readable.format)}, at::kLong);
+  exponents_cpu(readable.view(), counts.mutable_data_ptr<int64_t>());
+  return counts;
+}
+
+at::Tensor count_from(const at::Tensor& x, at::IntArrayRef codes) {
+  const Readable readable(x, "count_from", false);
+  if (!readable.native || codes.size() > size_t(kMaxEdges)) return edges_by_reference(x, codes);
+  at::Tensor counts = at::empty({int64_t(codes.size())}, at::kLong);
+  const std::vector<uint64_t> unsigned_codes(codes.begin(), codes.end());
+  edges_cpu(readable.view(), unsigned_codes.data(), int64_t(codes.size()), counts.mutable_data_ptr<int64_t>());
+  return counts;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("abs_range", abs_range);
   m.impl("abs_ranges", abs_ranges);
   m.impl("health", health);
+  m.impl("exponent_histogram", exponent_histogram);
+  m.impl("count_from", count_from);
 }
 
 // The conjugate and negative bits do not change a magnitude: without these the dispatcher would copy the tensor.
@@ -55,12 +76,16 @@ TORCH_LIBRARY_IMPL(nanwatch, Conjugate, m) {
   m.impl("abs_range", torch::CppFunction::makeFallthrough());
   m.impl("abs_ranges", torch::CppFunction::makeFallthrough());
   m.impl("health", torch::CppFunction::makeFallthrough());
+  m.impl("exponent_histogram", torch::CppFunction::makeFallthrough());
+  m.impl("count_from", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(nanwatch, Negative, m) {
   m.impl("abs_range", torch::CppFunction::makeFallthrough());
   m.impl("abs_ranges", torch::CppFunction::makeFallthrough());
   m.impl("health", torch::CppFunction::makeFallthrough());
+  m.impl("exponent_histogram", torch::CppFunction::makeFallthrough());
+  m.impl("count_from", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace nanwatch

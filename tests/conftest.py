@@ -72,6 +72,8 @@ def active(name: str) -> Iterator[Implementation]:
                 abs_range=_reference.abs_range,
                 abs_ranges=_reference.abs_ranges,
                 health=_reference.health,
+                exponent_histogram=_reference.exponent_histogram,
+                count_from=_reference.count_from,
             ),
             mock.patch.object(_extension, "C", None),
         ):

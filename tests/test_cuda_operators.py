@@ -65,6 +65,20 @@ assert launches() == 1
 n = torch._neg_view(torch.tensor([float("inf"), 1.0]))
 check(_ops.health(n), _reference.health(n))
 
+# The counts: one launch each over any strides, no workspace; more codes than a launch takes go to the reference.
+launches(), clears(), waits()
+counting = ((_ops.exponent_histogram, ()), (_ops.count_from, ([1, 1 << 30, -1],)))
+for op, more in counting:
+    for each in (x, large.view(100, 1000).t()[::3], n, x[:0]):
+        check(op(each, *more), getattr(_reference, op.__name__)(each, *more))
+assert (launches(), clears(), waits()) == (6, 0, 0)
+check(_ops.count_from(x, [1] * 6), _reference.count_from(x, [1] * 6))
+assert launches() == 0
+for op, more in counting:
+    library.cuda_host_fail_next(209)
+    check(op(x, *more), getattr(_reference, op.__name__)(x, *more))
+    assert "view_as_real" in message(TypeError, op, c, *more)
+
 # What cannot be walked or run here is served by the reference; what went wrong is an error.
 launches()
 many = torch.as_strided(torch.ones(1000), (1, 2) * 9, (1, 3) * 9)

@@ -5,36 +5,15 @@ from __future__ import annotations
 from math import inf
 from pathlib import Path
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 from torch import nn
 
-from nanwatch.fitting import FORMATS, NONE, fits, narrowest
+from nanwatch.fitting import fits
 from nanwatch.watch import watch
 from toys import Scale
 
 pytest.importorskip("pyarrow")
-
-magnitudes = st.floats(1e-50, 1e45)
-
-
-@given(magnitudes, magnitudes, st.integers(0, 30))
-def test_the_narrowest_format_is_the_first_that_torch_says_holds_both(
-    low: float, high: float, bits: int
-) -> None:
-    """By torch.finfo, in the order of FORMATS, with the margin at both ends."""
-    low, high = min(low, high), max(low, high)
-    holds = [
-        name
-        for name in FORMATS
-        if high * 2.0**bits <= torch.finfo(getattr(torch, name)).max
-        and low / 2.0**bits >= torch.finfo(getattr(torch, name)).smallest_normal
-    ]
-    assert narrowest(low, high, bits) == (holds[0] if holds else NONE)
-    if NONE not in (wide := narrowest(None, high, bits)) and holds:
-        assert FORMATS.index(wide) <= FORMATS.index(holds[0])
 
 
 def test_values_cast_to_the_format_come_back(tmp_path: Path) -> None:
@@ -52,7 +31,7 @@ def test_values_cast_to_the_format_come_back(tmp_path: Path) -> None:
     }
     assert len({one.holds_all for one in found.values()}) > 1
     for name, outputs in kept.items():
-        dtype = getattr(torch, found[name].holds_all)
+        dtype = getattr(torch, found[name].holds_all or "")
         for out in outputs:
             torch.testing.assert_close(out.to(dtype).float(), out, rtol=torch.finfo(dtype).eps, atol=0)
 
@@ -79,7 +58,7 @@ def test_parts_zeros_and_faults(tmp_path: Path) -> None:
     assert weights.holds_all == "float8_e4m3fn"
     relu = found["1", "outputs"]
     assert (relu.has_zero, relu.abs_min, relu.abs_max) == (True, None, 7.0)
-    assert found["2", "outputs"].holds_largest == NONE
+    assert found["2", "outputs"].holds_largest is None
     assert not found["2", "outputs"].isfinite
     assert [one.module for one in fits(tmp_path / "run.parquet")] == ["0", "0", "1", "2", ""]
 
@@ -87,5 +66,5 @@ def test_parts_zeros_and_faults(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [-1, 2000, float("nan")])
 def test_a_margin_that_means_nothing_is_refused(tmp_path: Path, bits: float) -> None:
     """The error has the value and what is accepted."""
-    with pytest.raises(ValueError, match="margin_bits should be from 0 to 1000"):
+    with pytest.raises(ValueError, match="accepted are 0 to 1000"):
         fits(tmp_path / "run.parquet", bits)

@@ -15,7 +15,9 @@ The flow, one file a step (python/nanwatch/):
     -> trace       tracer.py    every frame of a run as rows of a file (trace.py, trace_writer.py)
     -> difference  comparison.py where two such files part (trace_file.py reads them, align.py aligns them)
 
-`watch(model)` starts all of it; `abs_range(x)` and `tensor_health(x)` are the reduction alone.
+`watch(model)` starts all of it; `abs_range(x)` and `tensor_health(x)` are the reduction alone. Beside it stand
+`exponent_histogram(x)` (exponents.py), the elements by power of two, and `would_fit(x, dtype)` (fit.py), what a format
+would make of them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from typing import TYPE_CHECKING
 from .capsule import Capsule, write_capsule
 from .debug import DebugUnderflowOverflow, detect_overflow
 from .errors import BatchLimitError, CapsuleError, NonFiniteError, TraceError
+from .exponents import ExponentHistogram, exponent_histogram
 from .finding import Cure, Finding
+from .fit import Fit, narrowest, would_fit
 from .frame import Frame
 from .precision import fp32_modules, run_in_fp32
 from .ranges import AbsRange, TensorHealth, abs_range, abs_ranges, tensor_health
@@ -60,7 +64,9 @@ __all__ = [
     "Cure",
     "DebugUnderflowOverflow",
     "Difference",
+    "ExponentHistogram",
     "Finding",
+    "Fit",
     "Frame",
     "NonFiniteError",
     "Record",
@@ -73,10 +79,13 @@ __all__ = [
     "abs_ranges",
     "detect_overflow",
     "diff",
+    "exponent_histogram",
     "fp32_modules",
+    "narrowest",
     "replay",
     "run_in_fp32",
     "tensor_health",
     "watch",
+    "would_fit",
     "write_capsule",
 ]

@@ -8,13 +8,14 @@ import sys
 from math import isfinite
 from typing import Any
 
-from .fitting import FORMATS, NONE, Fit, fits
+from .fitting import FORMATS, Need, fits
 from .text import module_name
 
 _FAILED = 2
 _EXAMPLES = """\
-A format "holds all" when its normal numbers, less the margin at both ends, span the largest magnitude and the smallest
-above zero. It "holds largest" when only the largest fits: what is small loses precision there or becomes zero.
+A format "holds all" when, with the margin at both ends, the largest magnitude does not overflow in it and the smallest
+above zero is a normal number of it. It "holds largest" when only the largest fits: what is small loses precision there
+or becomes zero.
 What a trace cannot say: the smallest magnitude above zero of a tensor that has a zero, marked ~.
 
 exit status: 0, or 2 when there is no trace to read
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _lines(found: tuple[Fit, ...], margin_bits: float) -> list[str]:
+def _lines(found: tuple[Need, ...], margin_bits: float) -> list[str]:
     if not found:
         return ["No output or weight of floating point was read in this trace."]
     wide = max(map(len, FORMATS))
@@ -70,11 +71,11 @@ def _lines(found: tuple[Fit, ...], margin_bits: float) -> list[str]:
         least = "-" if one.abs_min is None else f"{one.abs_min:.2e}"
         lines.append(
             f"{'~' if one.has_zero else ''}{least:>{8 if one.has_zero else 9}} {one.abs_max:8.2e}"
-            f"  {one.holds_all:<{wide}}  {one.holds_largest:<{wide}}"
+            f"  {one.holds_all or 'none':<{wide}}  {one.holds_largest or 'none':<{wide}}"
             f"  {one.part} of {module_name(one.module)} ({', '.join(one.dtypes)})"
         )
-    counts = {name: sum(one.holds_all == name for one in found) for name in (*FORMATS, NONE)}
-    shown = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+    counts = {name: sum(one.holds_all == name for one in found) for name in (*FORMATS, None)}
+    shown = ", ".join(f"{name or 'none'} {count}" for name, count in counts.items() if count)
     return [
         *lines,
         "",
@@ -82,7 +83,7 @@ def _lines(found: tuple[Fit, ...], margin_bits: float) -> list[str]:
     ]
 
 
-def _document(found: tuple[Fit, ...], margin_bits: float) -> dict[str, Any]:
+def _document(found: tuple[Need, ...], margin_bits: float) -> dict[str, Any]:
     return {
         "margin_bits": margin_bits,
         "modules": [

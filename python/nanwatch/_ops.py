@@ -59,6 +59,23 @@ def _fake_health(x: Tensor) -> Tensor:
 _health = _define("health(Tensor x) -> Tensor", _reference.health, _fake_health)
 
 
+def _fake_exponent_histogram(x: Tensor) -> Tensor:
+    columns = _reference.EXPONENT_HEAD + len(_reference.exponents_of(x.dtype))
+    return torch.empty((columns,), dtype=torch.int64, device=x.device)
+
+
+_exponent_histogram = _define(
+    "exponent_histogram(Tensor x) -> Tensor", _reference.exponent_histogram, _fake_exponent_histogram
+)
+
+
+def _fake_count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
+    return torch.empty((len(codes),), dtype=torch.int64, device=x.device)
+
+
+_count_from = _define("count_from(Tensor x, int[] codes) -> Tensor", _reference.count_from, _fake_count_from)
+
+
 def _fake_nothing(*_: object) -> None:
     """Of what these two write, the number of calls so far, nobody reads the value."""
 
@@ -91,3 +108,15 @@ def health(x: Tensor) -> Tensor:
     """The range and the counts of `x`: shape (11,), columns as in `_reference.health`, on x's device, no sync."""
     row: Tensor = _health(x)
     return row
+
+
+def exponent_histogram(x: Tensor) -> Tensor:
+    """How many elements lie in each power of two: int64, columns as in `_reference`, on x's device, no sync."""
+    counts: Tensor = _exponent_histogram(x)
+    return counts
+
+
+def count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
+    """How many elements reach each magnitude: int64, one for each of `codes`, on x's device, no sync."""
+    counts: Tensor = _count_from(x, list(codes))
+    return counts

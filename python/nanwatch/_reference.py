@@ -225,3 +225,110 @@ def _health_row(chunk: Tensor, positions: Tensor, device: torch.device) -> Tenso
 
 def _is_floating(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
+
+
+# Columns of an exponent histogram: num_nan, num_posinf, num_neginf, num_zero, then one for each of `exponents_of`.
+EXPONENT_HEAD = 4
+
+# First and last: of the smallest number above zero, subnormals included, and of the largest finite one.
+_EXPONENTS = {
+    "float64": (-1074, 1023),
+    "float32": (-149, 127),
+    "float16": (-24, 15),
+    "bfloat16": (-133, 127),
+    "float8_e4m3fn": (-9, 8),
+    "float8_e5m2": (-16, 15),
+    "float8_e4m3fnuz": (-10, 7),
+    "float8_e5m2fnuz": (-17, 15),
+    "float8_e8m0fnu": (-127, 127),
+    "bool": (0, 0),
+}
+
+_SIGN_64 = -(1 << 63)
+
+
+def exponents_of(dtype: torch.dtype) -> range:
+    """Every e with numbers of 2^e <= |x| < 2^(e+1) in `dtype`. Raises TypeError for complex and unreadable dtypes."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype.is_complex:
+        raise TypeError(
+            f"an exponent histogram takes no {name}: what a format holds of it are its two parts. "
+            "Pass torch.view_as_real(x.resolve_conj()) for those, or x.abs() for the modulus."
+        )
+    if dtype not in READABLE_DTYPES:
+        raise TypeError(
+            f"there are no exponents of dtype {name}; accepted: {READABLE_NAMES}, but no complex one"
+        )
+    first, last = _EXPONENTS.get(name, (0, 8 * dtype.itemsize - 1))
+    return range(first, last + 1)
+
+
+def exponent_histogram(x: Tensor) -> Tensor:
+    """How many elements of `x` lie in each power of two, int64, on its device.
+
+    Columns: num_nan, num_posinf, num_neginf, num_zero, then one for each exponent of `exponents_of(x.dtype)`, upwards.
+    """
+    with torch.no_grad():
+        exponents = exponents_of(torch.float32 if x.is_quantized else x.dtype)
+        part = _stored(x)
+        counts = torch.zeros(EXPONENT_HEAD + len(exponents), dtype=torch.int64, device=x.device)
+        for chunk in _chunks(part.values):
+            columns = _exponent_columns(_on_wide_device(chunk), exponents.start).to(x.device)
+            counts.scatter_add_(0, columns, torch.ones_like(columns))
+        counts[EXPONENT_HEAD - 1] += part.implicit_zeros
+        return counts
+
+
+def count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
+    """How many elements of `x` have a magnitude word of at least each of `codes`, shape (len(codes),), int64.
+
+    A magnitude word is the element's bits without the sign, or the magnitude of an integer, as an unsigned number:
+    it grows with |x|, through inf to nan. A code above 2^63 - 1 is given as the int64 of the same bits.
+    """
+    with torch.no_grad():
+        exponents_of(torch.float32 if x.is_quantized else x.dtype)  # refuses what has no such words
+        part = _stored(x)
+        counts = torch.zeros(len(codes), dtype=torch.int64, device=x.device)
+        for chunk in _chunks(part.values.resolve_neg()):
+            # With the top bit turned over the order of signed numbers is that of unsigned ones.
+            words = _magnitude_words(chunk) ^ _SIGN_64
+            for i, code in enumerate(codes):
+                counts[i] += (words >= (code ^ _SIGN_64)).sum()
+        for i, code in enumerate(codes):
+            counts[i] += part.implicit_zeros if code == 0 else 0
+        return counts
+
+
+def _on_wide_device(chunk: Tensor) -> Tensor:
+    """`chunk` where float64 is: a device without has no frexp for it either."""
+    return chunk.cpu() if chunk.device.type in _DEVICES_WITHOUT_FLOAT64 else chunk
+
+
+def _exponent_columns(chunk: Tensor, first: int) -> Tensor:
+    if not chunk.is_floating_point():
+        words = _magnitude_words(chunk)
+        high, low = (words >> 32) & 0xFFFFFFFF, words & 0xFFFFFFFF  # each exactly a float64
+        exponent = torch.where(high != 0, _floor_log2(high) + 32, _floor_log2(low))
+        return torch.where(words == 0, EXPONENT_HEAD - 1, exponent - first + EXPONENT_HEAD)
+    values = chunk.to(torch.float64)
+    special = torch.where(values.isnan(), 0, torch.where(values.isinf(), 1, EXPONENT_HEAD - 1))
+    special = torch.where(values == -_INF, 2, special)
+    ordinary = values.isfinite() & (values != 0)
+    exponent = _floor_log2(torch.where(ordinary, values, 1.0))
+    return torch.where(ordinary, exponent - first + EXPONENT_HEAD, special)
+
+
+def _floor_log2(values: Tensor) -> Tensor:
+    return torch.frexp(values.to(torch.float64)).exponent.to(torch.int64) - 1
+
+
+def _magnitude_words(chunk: Tensor) -> Tensor:
+    if not chunk.is_floating_point():
+        return chunk.view(torch.int64) if chunk.dtype == torch.uint64 else chunk.to(torch.int64).abs()
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[chunk.dtype.itemsize]
+    bits = chunk.view(word).to(torch.int64)
+    if chunk.dtype == torch.float8_e8m0fnu:
+        return bits
+    unsigned = bits & ((1 << (8 * chunk.dtype.itemsize - 1)) - 1)
+    is_fnuz = chunk.dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+    return torch.where(bits == 0x80, bits, unsigned) if is_fnuz else unsigned

@@ -42,6 +42,7 @@ class _Case:
     tensor: Tensor  # on the CPU
     range_row: Tensor  # (3,) float64
     health_row: Tensor  # (11,) float64
+    exponents: Tensor | None  # int64; None for a complex tensor, which has none
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def _tensors(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 
 def _cases(dtype: torch.dtype) -> Iterator[_Case]:
     for what, tensor in _tensors(dtype):
-        yield _Case(what, tensor, _reference.abs_range(tensor), _reference.health(tensor))
+        exponents = None if dtype.is_complex else _reference.exponent_histogram(tensor)
+        yield _Case(what, tensor, _reference.abs_range(tensor), _reference.health(tensor), exponents)
 
 
 def _same(got: Tensor, expected: Tensor) -> bool:
@@ -114,6 +116,8 @@ def _difference(case: _Case, tensor: Tensor, public: Callable[[Tensor], tuple[fl
             case.range_row,
         ),
     }
+    if case.exponents is not None:
+        answers["exponent_histogram"] = (_ops.exponent_histogram(tensor).cpu(), case.exponents)
     for name, (got, expected) in answers.items():
         if not _same(got, expected):
             return f"{case.what}: {name} gives {got.tolist()}, the reference {expected.tolist()}"

@@ -9,27 +9,25 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from .fit import check_margin, narrowest
 from .headroom import limits
 from .text import without_wrappers
 from .trace_file import Trace, strings
 
 # The narrowest first; of those of one width the more precise one.
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
-NONE = "none"
-# Beyond 2^1000 every format is left, and a factor of 2^1024 is no float.
-MAX_MARGIN_BITS = 1000
 Part: TypeAlias = Literal["outputs", "weights"]
 _PARTS: dict[str, Part] = {"output": "outputs", "weight": "weights", "buffer": "weights"}
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class Need:
     """The outputs, or the weights and buffers, of one module over a trace.
 
     `abs_max` is the largest magnitude; `abs_min` the smallest that is not zero among the smallest magnitudes of the
     records, None when each was zero: then what is smallest above zero is not known. `holds_all` is the narrowest of
-    FORMATS whose normal numbers span both, `holds_largest` the narrowest that spans `abs_max`, so that what is small
-    may lose precision or become zero; "none" where none does, as with a nan or an inf. `has_zero`: a record had a zero.
+    FORMATS in which neither overflows or falls below the normal numbers, `holds_largest` the narrowest in which
+    `abs_max` does not overflow; None where there is none, as with a nan or an inf. `has_zero`: a record had a zero.
     """
 
     module: str
@@ -39,18 +37,17 @@ class Fit:
     abs_max: float
     isfinite: bool
     has_zero: bool
-    holds_all: str
-    holds_largest: str
+    holds_all: str | None
+    holds_largest: str | None
 
 
-def fits(trace: Trace | str | os.PathLike[str], margin_bits: float = 1.0) -> tuple[Fit, ...]:
-    """A Fit for the outputs and one for the weights of each module, in the order in which they were first seen.
+def fits(trace: Trace | str | os.PathLike[str], margin_bits: float = 1.0) -> tuple[Need, ...]:
+    """A Need for the outputs and one for the weights of each module, in the order in which they were first seen.
 
     `margin_bits` are left free at both ends of a format: with 1 the values may still double. Integers and bools, masks,
     and infinities that are allowed do not count. ValueError for a margin below 0 or above 1000.
     """
-    if not 0 <= margin_bits <= MAX_MARGIN_BITS:
-        raise ValueError(f"margin_bits should be from 0 to {MAX_MARGIN_BITS}, got {margin_bits!r}")
+    check_margin(margin_bits)
     source = trace if isinstance(trace, Trace) else Trace.open(trace)
     table = source.table(["module", "role", "dtype", "abs_min", "abs_max", "isfinite", "note"])
     role, dtype, note = (strings(table[name]) for name in ("role", "dtype", "note"))
@@ -86,7 +83,7 @@ def fits(trace: Trace | str | os.PathLike[str], margin_bits: float = 1.0) -> tup
         least = None if smallest[i] == inf else float(smallest[i])
         most, good = float(largest[i]), not bad[i]
         found.append(
-            Fit(
+            Need(
                 module=without_wrappers(module.values[int(names[i]) // 2]),
                 part=("outputs", "weights")[int(names[i]) % 2],
                 dtypes=tuple(sorted(dtypes[i])),
@@ -94,23 +91,15 @@ def fits(trace: Trace | str | os.PathLike[str], margin_bits: float = 1.0) -> tup
                 abs_max=most,
                 isfinite=good,
                 has_zero=bool(zero[i]),
-                holds_all=narrowest(least, most, margin_bits) if good else NONE,
-                holds_largest=narrowest(None, most, margin_bits) if good else NONE,
+                holds_all=_narrowest(least, most, margin_bits) if good else None,
+                holds_largest=_narrowest(None, most, margin_bits) if good else None,
             )
         )
     return tuple(found)
 
 
-def narrowest(abs_min: float | None, abs_max: float, margin_bits: float) -> str:
-    """The narrowest of FORMATS that holds both with the margin; "none" where none does."""
-    factor = 2.0**margin_bits
-    for name in FORMATS:
-        ends = limits(name)
-        if ends is None or abs_max > ends.largest / factor:
-            continue
-        if abs_min is None or abs_min >= ends.smallest_normal * factor:
-            return name
-    return NONE
+def _narrowest(abs_min: float | None, abs_max: float, margin_bits: float) -> str | None:
+    return narrowest((abs_min or 0.0, abs_max), margin_bits=margin_bits, subnormals=False, formats=FORMATS)
 
 
 def _coded(values: tuple[str, ...], of: Any) -> np.ndarray[Any, np.dtype[np.int64]]:

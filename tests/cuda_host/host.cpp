@@ -1,7 +1,8 @@
-// range_cuda.cu as a library of host code, with what a test may ask of the stand-in.
+// The CUDA sources as a library of host code, with what a test may ask of the stand-in.
 // clang-format off
 #include "cuda_runtime.h"
 #include "../../csrc/range_cuda.cu"
+#include "../../csrc/exponents_cuda.cu"
 // clang-format on
 
 extern "C" {

@@ -1,0 +1,322 @@
+"""What a format would make of a tensor's numbers: how many would overflow, become zero or become subnormal.
+
+A cast rounds to the nearest number of the format, ties to even. So each of the three is decided by one magnitude: from
+half a step above the largest finite number on a value overflows; up to half the smallest number it becomes zero; half
+a step below the smallest normal number it is normal. And as the bits of a float without its sign grow with |x|, each
+of these magnitudes is one word of the tensor's own dtype, found here in exact arithmetic, and counting the elements
+that reach it is a comparison of integers. Nothing is cast, scaled or rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache, partial
+from math import ceil, floor, inf, isfinite
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _extension, _ops, _reference
+from .exponents import ExponentHistogram, counted_dtype
+from .headroom import limits
+from .ranges import _dtype_name, _is_plain, _readable, _through_public, _type_name, only_our_dispatch
+
+FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
+"""What `narrowest` chooses from: by width, of one width the finer before the wider."""
+
+# A format of scales: no zero, no sign and no fraction, so that no element of a tensor would come through a cast.
+_NO_TARGETS = ("float8_e8m0fnu",)
+_TARGETS = (*FORMATS, "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+_MAX_MARGIN = 1000.0  # bits; 2^±1000 is still a normal float64
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What becomes of a tensor's elements in `dtype`, each multiplied by `scale` before.
+
+    The counts, and the shares made of them, are of the elements that are finite and not zero. Of a tensor they are
+    exact; of a histogram alone they are the most that can be, and the `certain_` counts the least.
+    """
+
+    dtype: torch.dtype
+    scale: float
+    num_elements: int
+    """Finite and not zero: what the shares are shares of."""
+    num_overflow: int
+    """Rounded beyond the largest finite number: inf, nan or saturated, as the format and the cast have it."""
+    num_underflow: int
+    """Rounded to zero."""
+    num_subnormal: int
+    """Not zero, below the smallest normal number: stored with fewer significant bits."""
+    certain_overflow: int
+    certain_underflow: int
+    certain_subnormal: int
+
+    @property
+    def overflow(self) -> float:
+        """The share of elements that overflow, 0.0 to 1.0."""
+        return self._share(self.num_overflow)
+
+    @property
+    def underflow(self) -> float:
+        """The share of elements that become zero, 0.0 to 1.0."""
+        return self._share(self.num_underflow)
+
+    @property
+    def subnormal(self) -> float:
+        """The share of elements that become subnormal, 0.0 to 1.0."""
+        return self._share(self.num_subnormal)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no element overflows and none becomes zero."""
+        return self.num_overflow == self.num_underflow == 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the counts are exact, as those of a tensor always are."""
+        return (self.num_overflow, self.num_underflow, self.num_subnormal) == (
+            self.certain_overflow,
+            self.certain_underflow,
+            self.certain_subnormal,
+        )
+
+    def __str__(self) -> str:
+        most = "" if self.is_exact else "at most "
+        scaled = "" if self.scale == 1.0 else f" scaled by {self.scale:g}"
+        return (
+            f"{_dtype_name(self.dtype)}{scaled}: {most}{self.overflow:.3%} overflow, {self.underflow:.3%} become zero, "
+            f"{self.subnormal:.3%} become subnormal"
+        )
+
+    def _share(self, num: int) -> float:
+        return num / self.num_elements if self.num_elements else 0.0
+
+
+def would_fit(x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale: float = 1.0) -> Fit:
+    """What would become of the elements of `x` as `(x * scale).to(dtype)`, without making it.
+
+    `x`: a tensor of any real dtype, shape and layout, in one pass over it and with one sync; or a histogram, for
+    which the counts are bounds wherever an end of the format lies inside one of its powers of two. `dtype`: a
+    floating-point format, or its name. `scale`: above zero.
+
+    The product is taken as exact and rounded once, to nearest and ties to even. torch rounds a product to its own
+    dtype, and a float64 to float32 on its way to a narrower format: an element within such a rounding of an end
+    (2^-24 of it, for float32) may be counted otherwise there.
+
+    Raises TypeError for what has no values to read, for a complex tensor and for what is no floating-point format,
+    ValueError for a scale that is not above zero and finite.
+    """
+    target = _target(dtype)
+    if not isfinite(scale) or scale <= 0:
+        raise ValueError(f"would_fit got scale={scale!r}; a finite number above 0 is accepted, 1.0 for none")
+    if isinstance(x, ExponentHistogram):
+        return _fit_of_histogram(x, target, float(scale))
+    _extension.explain_once()
+    with only_our_dispatch():
+        x = _readable(x, "would_fit")
+        marks = _marks(_dtype_name(counted_dtype(x)), target, float(scale))
+        # The marks ascend, and only uint64 has some beyond its words, which no element reaches.
+        codes = [_as_int64(word) for word in marks if word < 1 << 64]
+        read, public = (partial(f, codes=codes) for f in (_ops.count_from, _reference.count_from))
+        row = read(x) if _is_plain(x) else _through_public(read, public, x)
+        nonzero, kept, normal, overflow, nonfinite = row.tolist() + [0] * (len(marks) - len(codes))
+    found = (overflow - nonfinite, nonzero - kept, kept - normal)
+    return Fit(getattr(torch, target), float(scale), nonzero - nonfinite, *found, *found)
+
+
+def narrowest(
+    values: ExponentHistogram | tuple[float, float],
+    *,
+    margin_bits: float = 1.0,
+    lost: float = 0.0,
+    subnormals: bool = True,
+    formats: Sequence[str] = FORMATS,
+) -> str | None:
+    """The name of the first of `formats` that holds the values; None when none does, or when one is nan or inf.
+
+    `values`: a histogram, or `(abs_min, abs_max)` of a tensor as a record has them; an `abs_min` of 0.0 says nothing
+    about the other elements, and then the upper end alone decides. A format holds them when none would overflow at
+    2^margin_bits times its size, and none become zero at 2^-margin_bits of it: the room is for the batches to come.
+    Of a histogram the share `lost` may become zero, and where it leaves a count open the larger one decides. Without
+    `subnormals` what becomes subnormal, and so keeps fewer bits than the format has, counts as what becomes zero.
+
+    Raises ValueError for ends that are none, a margin outside 0 to 1000, a share outside 0 to 1, an unknown format.
+    """
+    check_margin(margin_bits)
+    if not 0 <= lost <= 1:
+        raise ValueError(f"narrowest got lost={lost!r}; accepted is a share of 0.0 to 1.0")
+    for name in formats:
+        if name not in _TARGETS:
+            raise ValueError(f"narrowest got the format {name!r}; accepted are {', '.join(_TARGETS)}")
+    if isinstance(values, ExponentHistogram):
+        if values.num_nan or values.num_inf:
+            return None
+    else:
+        values = (0.0, 0.0) if values == (inf, 0.0) else values  # the range of an empty tensor
+        if not all(map(isfinite, values)):
+            return None
+        if not 0 <= values[0] <= values[1]:
+            raise ValueError(
+                f"narrowest got {values!r}; accepted is (abs_min, abs_max) with 0 <= abs_min <= abs_max"
+            )
+    return next((name for name in formats if _holds(name, values, 2.0**margin_bits, lost, subnormals)), None)
+
+
+def check_margin(margin_bits: float) -> None:
+    """Raises ValueError for what is no margin."""
+    if not 0 <= margin_bits <= _MAX_MARGIN:
+        raise ValueError(f"margin_bits is {margin_bits!r}; accepted are 0 to {_MAX_MARGIN:g} bits")
+
+
+def _holds(
+    name: str, values: ExponentHistogram | tuple[float, float], room: float, lost: float, subnormals: bool
+) -> bool:
+    if isinstance(values, ExponentHistogram):
+        at_top, at_bottom = (_fit_of_histogram(values, name, scale) for scale in (room, 1 / room))
+        gone = at_bottom.underflow if subnormals else at_bottom.underflow + at_bottom.subnormal
+        return at_top.num_overflow == 0 and gone <= lost
+    ends, exact_room = _ends(name), Fraction(room)
+    smallest, largest = Fraction(values[0]) / exact_room, Fraction(values[1]) * exact_room
+    is_held = smallest > ends.kept_above if subnormals else smallest >= ends.normal_from
+    return not ends.overflows(largest) and (smallest == 0 or is_held)
+
+
+# The ends of a format.
+
+
+class _Ends(NamedTuple):
+    """The magnitudes at which a cast to a format changes what it does."""
+
+    halfway_up: Fraction  # between the largest finite number and the next that there would be
+    overflows_halfway: bool  # whether that tie goes up
+    kept_above: Fraction  # half the smallest number, a tie that goes to zero
+    normal_from: Fraction  # half a step below the smallest normal number, a tie that goes up
+
+    def overflows(self, value: Fraction) -> bool:
+        return value > self.halfway_up or (value == self.halfway_up and self.overflows_halfway)
+
+
+@lru_cache(maxsize=32)
+def _ends(name: str) -> _Ends:
+    ladder = _ladder(name)
+    units, step = ladder.units(ladder.last), ladder.units(ladder.last) - ladder.units(ladder.last - 1)
+    half = ladder.unit / 2
+    return _Ends(
+        units * ladder.unit + step * half,
+        (units // step) % 2 == 1,
+        half,
+        (1 << ladder.fraction_bits) * ladder.unit - half,
+    )
+
+
+def _target(dtype: torch.dtype | str) -> str:
+    if not isinstance(dtype, torch.dtype | str):
+        raise TypeError(
+            f"would_fit got a {_type_name(dtype)} as dtype; a torch.dtype or its name is accepted"
+        )
+    name = str(dtype).removeprefix("torch.")
+    if name not in _TARGETS:
+        why = (
+            "holds no zero, no sign and no fraction" if name in _NO_TARGETS else "is no floating-point format"
+        )
+        raise TypeError(f"would_fit got dtype {name}, which {why}; accepted are {', '.join(_TARGETS)}")
+    return name
+
+
+# The words of a dtype.
+
+
+class _Ladder(NamedTuple):
+    """The magnitudes of a dtype in the order of their words, in units of the smallest above zero.
+
+    Of integers all are "subnormal": as far apart as the smallest is from zero.
+    """
+
+    fraction_bits: int
+    unit: Fraction
+    first: int  # the word of one unit
+    last: int  # the word of the largest finite magnitude
+
+    def units(self, word: int) -> int:
+        """What a word is worth."""
+        word += 1 - self.first
+        field = word >> self.fraction_bits
+        if field == 0:
+            return word
+        return (word - ((field - 1) << self.fraction_bits)) << (field - 1)
+
+    def first_reaching(self, units: int) -> int:
+        """The lowest word worth at least `units` (1 and more); last + 1, where inf or nan begin, if no number is."""
+        shift = max(0, units.bit_length() - (self.fraction_bits + 1))
+        significant = -(-units >> shift)  # rounded up; one bit more than it had is the next field's first
+        word = (shift << self.fraction_bits) + significant - 1 + self.first
+        return min(word, self.last + 1)
+
+
+@lru_cache(maxsize=32)
+def _ladder(name: str) -> _Ladder:
+    ends = limits(name)
+    if ends is None:
+        exponents = _reference.exponents_of(getattr(torch, name))
+        is_signed = name.startswith("int")
+        largest = 1 << (exponents.stop - 1) if is_signed else (1 << exponents.stop) - 1
+        return _Ladder(exponents.stop, Fraction(1), 1, largest)
+    unit = Fraction(ends.smallest_subnormal)
+    fraction_bits = (Fraction(ends.smallest_normal) / unit).numerator.bit_length() - 1
+    # A format without a zero begins one word lower.
+    first = 0 if name == "float8_e8m0fnu" else 1
+    largest = int(Fraction(ends.largest) / unit)
+    endless = _Ladder(fraction_bits, unit, first, 1 << 64)
+    return endless._replace(last=endless.first_reaching(largest))
+
+
+class _Marks(NamedTuple):
+    """The words of a dtype from which on an element ..."""
+
+    nonzero: int  # is not zero
+    kept: int  # does not become zero
+    normal: int  # becomes normal
+    overflow: int  # overflows
+    nonfinite: int  # is inf or nan
+
+
+@lru_cache(maxsize=1024)
+def _marks(source: str, target: str, scale: float) -> _Marks:
+    words, ends = _ladder(source), _ends(target)
+    unit = words.unit * Fraction(scale)
+    top = ends.halfway_up / unit
+    return _Marks(
+        words.first,
+        words.first_reaching(floor(ends.kept_above / unit) + 1),
+        words.first_reaching(ceil(ends.normal_from / unit)),
+        words.first_reaching(ceil(top) if ends.overflows_halfway else floor(top) + 1),
+        words.last + 1,
+    )
+
+
+def _as_int64(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+# A histogram alone.
+
+
+def _fit_of_histogram(histogram: ExponentHistogram, target: str, scale: float) -> Fit:
+    """The bounds: a power of two counts as certain when all its numbers agree, as possible when one of them does."""
+    source = _dtype_name(histogram.dtype)
+    words, marks = _ladder(source), _marks(source, target, scale)
+    lowest = _reference.exponents_of(histogram.dtype).start
+    most, least = [0, 0, 0], [0, 0, 0]
+    spans = ((marks.overflow, marks.nonfinite), (marks.nonzero, marks.kept), (marks.kept, marks.normal))
+    for exponent, num in histogram.counts.items():
+        begin = words.first_reaching(1 << (exponent - lowest))
+        end = words.first_reaching(2 << (exponent - lowest))
+        for i, (start, stop) in enumerate(spans):
+            most[i] += num if max(begin, start) < min(end, stop) else 0
+            least[i] += num if start <= begin and end <= stop else 0
+    return Fit(getattr(torch, target), scale, histogram.num_finite_nonzero, *most, *least)
