@@ -32,6 +32,7 @@ from .exponents import ExponentHistogram, exponent_histogram
 from .finding import Cure, Finding
 from .fit import Fit, narrowest, would_fit
 from .frame import Frame
+from .integrations.debug_option import follow_environment, patch_transformers, unpatch_transformers
 from .precision import fp32_modules, run_in_fp32
 from .ranges import AbsRange, TensorHealth, abs_range, abs_ranges, tensor_health
 from .record import Record
@@ -82,10 +83,14 @@ __all__ = [
     "exponent_histogram",
     "fp32_modules",
     "narrowest",
+    "patch_transformers",
     "replay",
     "run_in_fp32",
     "tensor_health",
+    "unpatch_transformers",
     "watch",
     "would_fit",
     "write_capsule",
 ]
+
+follow_environment()

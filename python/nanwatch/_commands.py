@@ -27,6 +27,7 @@ COMMANDS = {
     "merge": Command("the reports of all ranks of a job as one", "_command_merge"),
     "netcheck": Command("can the ranks of a job reach each other? Start it with torchrun", "netcheck"),
     "replay": Command("make the call in a capsule again, in one dtype or several", "_command_replay"),
+    "run": Command("watch the model of an unchanged training script", "_command_run"),
     "show": Command("the frames of a trace, or a saved report", "_command_show"),
 }
 

@@ -9,17 +9,16 @@ frame and raises as a call in the interpreter does (csrc/compiled_call.cpp).
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
 import warnings
 import weakref
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ._live import NOBODY
+from ._when_imported import when_imported
 from .dynamo_values import Site, given_leaves, output_leaves, own_leaves, put_begin, put_record
 
 _DYNAMO = "torch._dynamo"
@@ -38,10 +37,7 @@ def install(model: nn.Module) -> None:
     global _installed
     if not _installed:
         _installed = True
-        if _DYNAMO in sys.modules:
-            _change_dynamo()
-        else:
-            sys.meta_path.insert(0, _WhenImported())
+        when_imported(_DYNAMO, _change_dynamo)
     if _unexpecting:
         _forget_traces(model)
 
@@ -53,26 +49,6 @@ def original_module(model: nn.Module) -> nn.Module:
         inner = model._modules["_orig_mod"]
         return model if inner is None else inner
     return model
-
-
-class _WhenImported:
-    """Changes Dynamo as soon as it is imported, and is gone."""
-
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        if name != _DYNAMO:
-            return None
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _change_dynamo()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 def _change_dynamo() -> None:

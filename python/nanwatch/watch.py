@@ -55,6 +55,7 @@ def watch(
     enabled: bool = True,
     _measure_time: bool = False,
     _verify_hits: bool = False,
+    _room: int = 0,
     **unknown: object,
 ) -> Watch:
     """Start to watch `model` and return the Watch, which is also a context manager.
@@ -93,7 +94,7 @@ def watch(
     model = original_module(model)
     given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
     options = check_options([name for name, _ in model.named_modules()], given)
-    return Watch(model, options, measure_time=_measure_time, verify_hits=_verify_hits)
+    return Watch(model, options, measure_time=_measure_time, verify_hits=_verify_hits, room=_room)
 
 
 class Watch:
@@ -104,7 +105,13 @@ class Watch:
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, *, measure_time: bool = False, verify_hits: bool = False
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        measure_time: bool = False,
+        verify_hits: bool = False,
+        room: int = 0,
     ) -> None:
         self._options = options
         # The report of the first of the latest run of faulty batches, the latest faulty batch, its report as long as
@@ -119,7 +126,9 @@ class Watch:
         # What was raised inside a forward: it is looked at more closely once the forward has been left, and with it
         # any lock that it holds.
         self._raised: dict[int, NonFiniteError] = {}
-        ring, fetches = options.max_frames, options.trace is not None and not options.trace_batches
+        # The recorder may hold more frames than are shown: `room` for those who read them batch by batch.
+        ring = max(options.max_frames, room)
+        fetches = options.trace is not None and not options.trace_batches
         if fetches:
             # Frames of chosen batches come one by one; all others are fetched from a recorder that holds enough.
             from .tracer import ring_size

@@ -1,0 +1,42 @@
+"""A watch whose model comes later: its options are checked now, and it keeps room for whole batches if asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .options import MAX_FRAMES
+from .watch import Watch, watch
+
+# Frames that a batch may have for every module: two calls, and both once more when they are recomputed.
+_CALLS = 4
+_CONFIRMED_LATER = ("include", "exclude", "allow_inf", "trace")
+
+
+class DeferredWatch:
+    """The options of `watch`, and the Watch once `start` was given the model.
+
+    `roomy`: its recorder holds a whole batch, though `frames` and reports show no more than was asked for. Raises
+    TypeError or ValueError for options as `watch` does, but for those that only `start` can confirm: patterns that
+    match no module, and where a trace is to lie.
+    """
+
+    def __init__(self, options: dict[str, Any], *, roomy: bool = False) -> None:
+        self._options = dict(options)
+        self._roomy = roomy
+        self.watch: Watch | None = None
+        general = {name: value for name, value in self._options.items() if name not in _CONFIRMED_LATER}
+        watch(nn.Identity(), **general).stop()
+
+    def start(self, model: nn.Module) -> Watch:
+        """Watch `model`, and what was watched before no longer. Raises as `watch` does."""
+        self.stop()
+        room = min(_CALLS * sum(1 for _ in model.modules()), MAX_FRAMES) if self._roomy else 0
+        self.watch = watch(model, **self._options, _room=room)
+        return self.watch
+
+    def stop(self) -> None:
+        """Leave the model as it was found; the Watch and its frames stay."""
+        if self.watch is not None:
+            self.watch.stop()

@@ -1,0 +1,61 @@
+"""Something to do when a module is imported: now, later, or never."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from nanwatch._when_imported import when_imported
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The name of a module that is not imported yet."""
+    (tmp_path / "nanwatch_test_late.py").write_text("value = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield "nanwatch_test_late"
+    sys.modules.pop("nanwatch_test_late", None)
+
+
+def test_it_waits_for_the_import(module):
+    """The action comes once, after the module's own code, and the way it was found stays its own."""
+    seen = []
+    assert when_imported(module, lambda: seen.append(sys.modules[module].value)) is not None
+    finders = list(sys.meta_path)
+    assert seen == []
+    imported = importlib.import_module(module)
+    assert seen == [3]
+    assert imported.__spec__.loader is not None
+    assert len(sys.meta_path) == len(finders) - 1
+    importlib.reload(imported)
+    assert seen == [3]
+
+
+def test_it_is_done_at_once_when_imported(module):
+    """A module that is there needs no waiting."""
+    importlib.import_module(module)
+    seen = []
+    assert when_imported(module, lambda: seen.append(1)) is None
+    assert seen == [1]
+
+
+def test_it_can_be_called_off(module):
+    """After `cancel` the import does nothing; to cancel twice is to cancel once."""
+    seen = []
+    waiting = when_imported(module, lambda: seen.append(1))
+    assert waiting is not None
+    waiting.cancel()
+    waiting.cancel()
+    importlib.import_module(module)
+    assert seen == []
+
+
+def test_a_module_that_there_is_not_stays_missing():
+    """The import fails as it would have."""
+    waiting = when_imported("nanwatch_test_none", lambda: None)
+    with pytest.raises(ModuleNotFoundError, match="nanwatch_test_none"):
+        importlib.import_module("nanwatch_test_none")
+    assert waiting not in sys.meta_path
