@@ -177,11 +177,12 @@ bool CallRecorder::finish(Thread& thread, int32_t caller_node, PyObject* args) {
   ++observer_.counters.frames;
   const bool has_fault = frame.has_fault;
   ring_.push(frame);
-  if (!has_fault && !is_traced(thread.batch)) return true;
+  const bool is_told = tells_frames || is_traced(thread.batch);
+  if (!has_fault && !is_told) return true;
   FrameData copy;
   copy.copy(ring_.latest());
   const py::object seen = to_python(copy);
-  if (is_traced(thread.batch) && !tell("frame_recorded", py::make_tuple(seen))) return false;
+  if (is_told && !tell("frame_recorded", py::make_tuple(seen))) return false;
   if (!has_fault) return true;
   const py::object caller =
       caller_node == kNoCaller ? py::object(py::none()) : py::object(py::str(nodes_[size_t(caller_node)]->name));

@@ -47,6 +47,7 @@ class CallRecorder {
   bool paused = false;
   bool tells_batch_start = false;
   bool tells_batch_end = false;
+  bool tells_frames = false;
 
  private:
   // The calls under way on one thread, outermost first.

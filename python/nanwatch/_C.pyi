@@ -25,6 +25,7 @@ def take_call(type: type[WatchedCall]) -> None: ...
 class CallRecorder:
     paused: bool
     tells_batch_end: bool
+    tells_frames: bool
     watch: int
     def __init__(
         self, *, listener: object, frame_type: object, helpers: dict[str, object], **settings: Any

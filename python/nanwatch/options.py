@@ -48,6 +48,7 @@ class Options:
     reread_weights: int
     trace_batches: frozenset[int]
     trace: Path | None
+    forecast: bool
     abort_after_batch: int | None
     microscope: bool | None
     output_dir: Path | None
@@ -65,7 +66,7 @@ class Options:
 def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
     """The options for a model whose modules have these names. TypeError or ValueError for what means nothing."""
     flags = {option: given[option] for option in ("weights", "buffers", "inputs", "outputs")}
-    for option, flag in {**flags, "enabled": given["enabled"]}.items():
+    for option, flag in {**flags, **{name: given[name] for name in ("forecast", "enabled")}}.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{option} should be True or False, got {flag!r}")
     if not any(flags.values()):
@@ -89,6 +90,7 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
         reread_weights=whole("reread_weights", given["reread_weights"], 1, MAX_BATCH),
         trace_batches=_batches("trace_batches", given["trace_batches"]),
         trace=_file("trace", given["trace"]),
+        forecast=given["forecast"],
         microscope=_microscope(given["microscope"]),
         output_dir=_folder("output_dir", given["output_dir"]),
         abort_after_batch=None if last is None else whole("abort_after_batch", last, 0, MAX_BATCH),

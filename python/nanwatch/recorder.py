@@ -54,7 +54,7 @@ class Listener(Protocol):
         """
 
     def frame_recorded(self, frame: FrameRows) -> None:
-        """A call of a traced batch was recorded."""
+        """A call was recorded. Told of traced batches, and of all while `tells_frames` is set."""
 
     def fault(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """A call held a non-finite value.
@@ -75,6 +75,7 @@ class Recorder(Protocol):
     paused: bool
     tells_batch_start: bool
     tells_batch_end: bool
+    tells_frames: bool
     watch: int  # by which compiled code finds it; see _live
 
     @property
@@ -148,6 +149,7 @@ class PythonRecorder:
         self.paused = False
         self.tells_batch_start = False
         self.tells_batch_end = False
+        self.tells_frames = False
         self.watch = -1
         self.latest_batch = -1
         self.counters = dict.fromkeys(
@@ -291,7 +293,7 @@ class PythonRecorder:
         with self.lock:
             self._frames.append(frame)
             self.counters["frames"] += 1
-        if thread.batch in self._traced:
+        if self.tells_frames or thread.batch in self._traced:
             self._listener.frame_recorded(frame)
         if any(map(is_fault, rows)):
             self._listener.fault(frame, caller, *thread.given)

@@ -20,6 +20,7 @@ from .closer_look import CloserLook
 from .compiled import original_module
 from .errors import BatchLimitError, NonFiniteError
 from .finding import find
+from .forecast import Forecaster
 from .frame import Frame, FrameRows
 from .observe import observe
 from .options import Check, OnNonfinite, Options, check_model, check_names, check_options
@@ -50,6 +51,7 @@ def watch(
     trace_batches: Iterable[int] = (),
     trace: str | os.PathLike[str] | None = None,
     abort_after_batch: int | None = None,
+    forecast: bool = True,
     microscope: bool | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     enabled: bool = True,
@@ -79,6 +81,8 @@ def watch(
             `trace_batches` only the frames of these batches, which are then not printed. A path that is taken gets a
             number, and with several processes the rank: `Watch.trace_path` has it. Needs `pyarrow` (docs/traces.md).
         abort_after_batch: raise BatchLimitError when the batch of this number is done.
+        forecast: warn of a tensor whose headroom shrinks so steadily that it will overflow soon, and when; at most once
+            a module in 1,000 batches. Looks at each of the first batches and then at one in 16 (docs/watching.md).
         microscope: after a failure run the batch once more, as it was, to find the operation and the line that made
             the first non-finite value and to try cures. Until then it costs a few microseconds a batch. None does so
             where the failure ends the batch ("raise"); True also where the run goes on, and where a second forward can
@@ -152,6 +156,8 @@ class Watch:
             from .tracer import start_tracer
 
             self._tracer = start_tracer(options.trace, self._recorder, ring if fetches else 0, options.every)
+        self._forecaster = Forecaster() if options.forecast else None
+        self._recorder.tells_frames = options.forecast
         self._recorder.tells_batch_start = self._closer_look.keeps_start
         self._recorder.tells_batch_end = self._awaits_batch_end()
         self._attachment: Attachment | None = None
@@ -247,7 +253,11 @@ class Watch:
             _print_lines(text.batch_lines(batch))
 
     def frame_recorded(self, frame: FrameRows) -> None:
-        """Print a frame of a traced batch, or write it where `trace` says so."""
+        """Print a frame of a traced batch, or write it where `trace` says so; learn how its headroom shrinks."""
+        if self._forecaster is not None and self._recorder.tells_frames:
+            self._forecaster.add(frame)
+        if frame.batch not in self._options.trace_batches:
+            return
         if self._options.trace is None:
             _print_lines(text.frame_lines(frame.to_frame()))
         elif self._tracer is not None:
@@ -288,15 +298,24 @@ class Watch:
                 self._untold = None
             elif completed and batch % self._options.every == 0:
                 self._run_is_open = False
+                self._foretell(batch)
         finally:
             self._closer_look.batch_ended()
             self._recorder.tells_batch_end = self._awaits_batch_end()
         if completed and batch == self._options.abort_after_batch:
             raise BatchLimitError(batch, "abort_after_batch")
 
+    def _foretell(self, batch: int) -> None:
+        if self._forecaster is None:
+            return
+        for forecast in self._forecaster.end(batch) if self._recorder.tells_frames else ():
+            warnings.warn(str(forecast), RuntimeWarning, stacklevel=2)
+        self._recorder.tells_frames = self._forecaster.is_due(batch + 1)
+
     def _awaits_batch_end(self) -> bool:
         return (
             self._closer_look.keeps_start
+            or self._forecaster is not None
             or self._run_is_open
             or self._tracer is not None
             or self._options.abort_after_batch is not None
