@@ -121,6 +121,8 @@ bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role,
 
 bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const Node& node, Memory memory,
                           Node::Slot* slot, FrameData* frame) {
+  if (options_.gradients && THPVariable_Unpack(object).requires_grad())
+    taps.push_back({THPVariable_Unpack(object), label, role});
   View view;
   if (!plain_view(object, &view) || view.dims > 255) {
     ++counters.tensors;
@@ -372,6 +374,7 @@ bool CallObserver::observe(Node& node, PyObject* module, PyObject* args, PyObjec
   if (done && frame->has_fault) {
     // Of a faulty call nothing is taken on trust: what was remembered may have been overwritten unseen.
     frame->clear();
+    taps.clear();
     remembers_ = false;
     done = rows(node, module, args, kwargs, output, outermost, frame);
     remembers_ = true;

@@ -25,9 +25,10 @@ inline const char* role_name(Role role) {
     case Role::weight: return "weight";
     case Role::buffer: return "buffer";
     case Role::input: return "input";
-    case Role::output: break;
+    case Role::output: return "output";
+    case Role::gradient: break;
   }
-  return "output";
+  return "gradient";
 }
 
 // Counts that do not depend on the machine.
@@ -41,7 +42,17 @@ struct Options {
   int64_t reread_weights = 64;
   bool verify_hits = false;  // read again on every cache hit and count the differences
   bool measure_time = false;
+  bool gradients = false;
 };
+
+// A tensor of a call that may get a gradient.
+struct Tap {
+  at::Tensor tensor;
+  Labels::Id label;
+  Role role;
+};
+
+struct GradientCall;  // see gradient_log.h
 
 struct Helpers {
   pybind11::object observe;       // (value, label, role, allow_inf) -> Row
@@ -98,6 +109,7 @@ struct Node {
   bool observed = true, allow_inf = false;
   std::vector<Slot> weights, buffers;
   std::deque<std::shared_ptr<Plan>> plans;
+  std::shared_ptr<const GradientCall> compiled_call;  // its latest call in compiled code
 };
 
 // While Python code runs for the recorder. A call may be watched from inside torch.compile, and the compiler would
@@ -143,6 +155,10 @@ class CallObserver {
     ++epoch_;
   }
   const std::string& label_text(Labels::Id id) const { return labels_.text(id); }
+  Labels& labels() { return labels_; }
+  const pybind11::object& observe_helper() const { return helpers_.observe; }
+
+  std::vector<Tap> taps;  // of the latest call, when gradients are asked for
 
   Counters counters;
   size_t num_labels() const { return labels_.size(); }

@@ -8,6 +8,8 @@
 #include <list>
 #include <unordered_set>
 
+#include "gradient_log.h"
+
 namespace py = pybind11;
 
 namespace nanwatch {
@@ -55,9 +57,11 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object l
       id_(next_id++) {
   std::sort(traced_.begin(), traced_.end());
   living().insert(id_);
+  if (options.gradients) gradient_log_ = std::make_shared<GradientLog>(this, observer_.observe_helper());
 }
 
 CallRecorder::~CallRecorder() {
+  if (gradient_log_) gradient_log_->leave();
   set_watch(-1);
   living().erase(id_);
 }
@@ -107,6 +111,7 @@ bool CallRecorder::tell(const char* method, py::args arguments) {
 }
 
 bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs) {
+  if (!finish_broken_backwards()) return false;
   thread.args = args;
   thread.kwargs = kwargs;
   // Called from a backward: activation checkpointing runs the forward again. That is no new batch.
@@ -166,7 +171,11 @@ bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObj
   frame.batch = thread.batch;
   frame.node = index;
   frame.recomputed = thread.recomputed;
-  if (!observer_.observe(node, module, args, kwargs, output, thread.nodes.empty(), &frame)) return false;
+  observer_.taps.clear();
+  const bool done = observer_.observe(node, module, args, kwargs, output, thread.nodes.empty(), &frame);
+  if (!done) observer_.taps.clear();
+  if (!done) return false;
+  follow_gradients(thread, index, thread.nodes.empty() ? int32_t(kNoCaller) : thread.nodes.back(), nullptr);
   return thread.nodes.empty() ? finish(thread, int32_t(kNoCaller), args)
                               : finish(thread, thread.nodes.back(), thread.args);
 }
@@ -193,8 +202,8 @@ bool CallRecorder::finish(Thread& thread, int32_t caller_node, PyObject* args) {
 }
 
 py::object CallRecorder::to_python(const FrameData& frame) const {
+  static const char* const phases[] = {"forward", "backward", "step"};
   static const char* const notes[] = {"", "None", "not a tensor"};
-  static const char* const roles[] = {"weight", "buffer", "input", "output"};
   const Node& node = *nodes_[size_t(frame.node)];
   py::list rows;
   for (const RowData& row : frame.rows) {
@@ -203,7 +212,7 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
       continue;
     }
     const std::string& label = observer_.label_text(row.label);
-    const char* role = roles[int(row.role)];
+    const char* role = role_name(row.role);
     if (row.note != Note::none) {
       rows.append(py::make_tuple(label, role, py::none(), "", py::none(), py::none(), py::none(), py::none(),
                                  notes[int(row.note)]));
@@ -216,7 +225,7 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
     rows.append(py::make_tuple(label, role, shape, dtype, row.range.abs_min, row.range.abs_max, row.range.isfinite,
                                py::none(), ""));
   }
-  return frame_type_(frame.batch, node.name, node.class_name, rows, frame.recomputed);
+  return frame_type_(frame.batch, node.name, node.class_name, rows, frame.recomputed, phases[int(frame.phase)]);
 }
 
 py::list CallRecorder::frames() const {

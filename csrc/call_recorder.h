@@ -10,6 +10,9 @@
 
 namespace nanwatch {
 
+struct Backward;
+class GradientLog;
+
 class CallRecorder {
  public:
   CallRecorder(const Options& options, Helpers helpers, pybind11::object listener, pybind11::object frame_type,
@@ -35,6 +38,19 @@ class CallRecorder {
   // By which compiled code finds this recorder; below 0 it does not.
   int64_t watch() const { return watch_; }
   void set_watch(int64_t watch);
+
+  // What gradient_log.h sees of backwards, as frames; see gradient_frames.cpp. False with an exception set.
+  bool finish_backward(std::unique_ptr<Backward> backward);
+  bool finish_broken_backwards();
+  bool finish_bad_backward();  // the one under way on this thread, as far as it has come, if something in it is bad
+  void add_frame(int64_t batch, int32_t node, const pybind11::list& rows);  // of an optimizer's step
+  void tell_backward_started();
+  bool gradient_sums_may_overflow() const;
+  void forget_gradient_sums();  // they were looked at
+  void set_tells_backward_start(bool tells);
+  bool tells_backward_start() const;
+  void excuse_gradients(const std::vector<int64_t>& batches, const std::string& note);
+  void forget_gradients(const std::vector<at::Tensor>& leaves);  // and see no more
 
   pybind11::list frames() const;
   CallObserver& observer() { return observer_; }
@@ -71,6 +87,7 @@ class CallRecorder {
   bool end_batch(Thread& thread, bool completed);
   bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
   bool finish(Thread& thread, int32_t caller, PyObject* args);
+  void follow_gradients(const Thread& thread, int32_t index, int32_t caller, std::shared_ptr<const GradientCall>* keep);
   void abandon(Thread& thread);
   bool end_compiled(Thread& thread, bool completed);
   bool tell(const char* method, pybind11::args arguments);
@@ -80,6 +97,7 @@ class CallRecorder {
   CallObserver observer_;
   pybind11::object listener_, frame_type_;
   FrameRing ring_;
+  std::shared_ptr<GradientLog> gradient_log_;  // null when nobody asked for gradients
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted
   bool measures_time_;

@@ -175,6 +175,7 @@ bool CallObserver::observe_compiled(Node& node, Node::Plan& plan, at::TensorList
   bool done = compiled_rows(node, plan, tensors, frame);
   if (done && frame->has_fault) {
     frame->clear();
+    taps.clear();
     remembers_ = false;
     done = compiled_rows(node, plan, tensors, frame);
     remembers_ = true;
@@ -258,7 +259,9 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
       node.class_name = plan->class_name;
       node.type = nullptr;
     }
+    observer_.taps.clear();
     done = observer_.observe_compiled(node, *plan, tensors, &frame);
+    if (done) follow_gradients(thread, int32_t(index), int32_t(caller), &node.compiled_call);
     if (done && thread.compiled) {
       py::list alive;
       if (thread.given != nullptr && frame.has_fault)

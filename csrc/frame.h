@@ -14,7 +14,8 @@
 
 namespace nanwatch {
 
-enum class Role : uint8_t { weight, buffer, input, output };
+enum class Role : uint8_t { weight, buffer, input, output, gradient };
+enum class Phase : uint8_t { forward, backward, step };
 enum class Note : uint8_t { none, is_none, not_a_tensor };
 
 struct RowData {
@@ -33,6 +34,7 @@ struct FrameData {
   int64_t batch = 0;
   int32_t node = 0;
   bool recomputed = false;
+  Phase phase = Phase::forward;
   bool has_fault = false;
   std::vector<RowData> rows;
   std::vector<int64_t> shapes;
@@ -53,6 +55,7 @@ struct FrameData {
     rows.clear();
     shapes.clear();
     has_fault = false;
+    phase = Phase::forward;
   }
 
   void copy(const FrameData& other) {
@@ -60,6 +63,7 @@ struct FrameData {
     batch = other.batch;
     node = other.node;
     recomputed = other.recomputed;
+    phase = other.phase;
     has_fault = other.has_fault;
     rows = other.rows;
     shapes = other.shapes;
@@ -70,6 +74,7 @@ struct FrameData {
     std::swap(batch, other.batch);
     std::swap(node, other.node);
     std::swap(recomputed, other.recomputed);
+    std::swap(phase, other.phase);
     std::swap(has_fault, other.has_fault);
     rows.swap(other.rows);
     shapes.swap(other.shapes);
@@ -91,9 +96,11 @@ class FrameRing {
     if (held_ < frames_.size()) ++held_;
   }
   size_t size() const { return held_; }
+  size_t capacity() const { return frames_.size(); }
   const FrameData& oldest(size_t position) const {
     return frames_[(next_ + frames_.size() - held_ + position) % frames_.size()];
   }
+  FrameData& oldest(size_t position) { return const_cast<FrameData&>(std::as_const(*this).oldest(position)); }
   const FrameData& latest() const { return oldest(held_ - 1); }
 
  private:

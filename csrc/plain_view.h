@@ -19,14 +19,17 @@ inline const c10::DispatchKeySet kPlainKeys({c10::DispatchKey::CPU, c10::Dispatc
 
 // Fills `view` for a plain strided CPU tensor; false for all else, which goes through the dispatcher. Active dispatch
 // modes do not matter: looking at a tensor is no part of the program that they watch or rewrite.
-inline bool plain_view(PyObject* object, View* view) {
-  if (!THPVariable_CheckExact(object)) return false;  // not a tensor, or a subclass with a word of its own in this
-  const at::Tensor& x = THPVariable_Unpack(object);
+inline bool plain_view(const at::Tensor& x, View* view) {
   if (!x.defined() || (x.key_set().raw_repr() & ~kPlainKeys.raw_repr()) != 0) return false;
   const std::optional<Format> format = format_of(x.scalar_type());
   if (!format.has_value() || negation_changes_magnitude(x, *format) || !storage_covers(x)) return false;
   *view = {x.const_data_ptr(), *format, x.numel(), x.dim(), x.sizes().data(), x.strides().data()};
   return true;
+}
+
+inline bool plain_view(PyObject* object, View* view) {
+  // No tensor, or a subclass with a word of its own in this.
+  return THPVariable_CheckExact(object) && plain_view(THPVariable_Unpack(object), view);
 }
 
 // Reading without the interpreter lock pays once the read is longer than taking the lock again.

@@ -199,15 +199,17 @@ void bind_recorder(py::module_& m) {
                            "Records the calls of watched modules; see python/nanwatch/calls.py.")
       .def(py::init([](py::object listener, py::object frame_type, const py::dict& helpers, size_t max_frames,
                        int64_t every, std::vector<int64_t> traced, bool weights, bool buffers, bool inputs,
-                       bool outputs, int64_t reread_weights, bool verify_hits, bool measure_time) {
-             const Options options{weights, buffers, inputs, outputs, reread_weights, verify_hits, measure_time};
+                       bool outputs, int64_t reread_weights, bool verify_hits, bool measure_time, bool gradients) {
+             const Options options{weights,        buffers,     inputs,       outputs,
+                                   reread_weights, verify_hits, measure_time, gradients};
              return std::make_unique<CallRecorder>(
                  options, Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"], helpers["spell_key"]},
                  std::move(listener), std::move(frame_type), max_frames, every, std::move(traced));
            }),
            py::kw_only(), py::arg("listener"), py::arg("frame_type"), py::arg("helpers"), py::arg("max_frames"),
            py::arg("every"), py::arg("traced"), py::arg("weights"), py::arg("buffers"), py::arg("inputs"),
-           py::arg("outputs"), py::arg("reread_weights"), py::arg("verify_hits"), py::arg("measure_time"))
+           py::arg("outputs"), py::arg("reread_weights"), py::arg("verify_hits"), py::arg("measure_time"),
+           py::arg("gradients"))
       .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("module"), py::arg("observed"),
            py::arg("allow_inf"))
       .def("frames", &CallRecorder::frames)
@@ -219,6 +221,21 @@ void bind_recorder(py::module_& m) {
               const std::vector<at::Tensor>& tensors) { self.record_compiled(node, caller, plan, tensors); })
       .def_property("watch", &CallRecorder::watch, &CallRecorder::set_watch)
       .def("forget_tensors", [](CallRecorder& self) { self.observer().forget_tensors(); })
+      .def("finish_broken_backwards",
+           [](CallRecorder& self) {
+             if (!self.finish_broken_backwards()) throw py::error_already_set();
+           })
+      .def("finish_bad_backward",
+           [](CallRecorder& self) {
+             if (!self.finish_bad_backward()) throw py::error_already_set();
+           })
+      .def_property_readonly("gradient_sums_may_overflow", &CallRecorder::gradient_sums_may_overflow)
+      .def("forget_gradient_sums", &CallRecorder::forget_gradient_sums)
+      .def("add_frame", &CallRecorder::add_frame)
+      .def("excuse_gradients", &CallRecorder::excuse_gradients)
+      .def("forget_gradients", &CallRecorder::forget_gradients)
+      .def_property("tells_backward_start", &CallRecorder::tells_backward_start,
+                    &CallRecorder::set_tells_backward_start)
       .def("forget_weights", [](CallRecorder& self) { self.observer().forget_weights(); })
       .def_readwrite("paused", &CallRecorder::paused)
       .def_readwrite("tells_batch_start", &CallRecorder::tells_batch_start)

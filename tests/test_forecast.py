@@ -139,6 +139,11 @@ class Growing(nn.Module):
         return x * 2.0 ** (self.batch / 20)
 
 
+def run_on(model: nn.Module) -> None:
+    while True:
+        model(torch.ones(3, dtype=torch.float16))
+
+
 @pytest.mark.parametrize("implementation", ["native", "python"])
 def test_watch_warns(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the overflow comes, with both recorders, and not when it is switched off."""
@@ -150,8 +155,7 @@ def test_watch_warns(implementation: str, monkeypatch: pytest.MonkeyPatch) -> No
         with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model, **options):  # type: ignore[arg-type]
             warnings.simplefilter("always")
             with pytest.raises(nanwatch.NonFiniteError) as error:
-                while True:
-                    model(torch.ones(3, dtype=torch.float16))
+                run_on(model)
         end = error.value.report.batch
         assert end is not None
         return [str(one.message) for one in caught if "overflow expected" in str(one.message)], end

@@ -34,13 +34,15 @@ def loss_of(output: Any) -> Tensor:
     return (output.logits_per_image if found is None else found).square().mean()
 
 
-def train(name: str, watched: bool, how: str, checkpointing: bool) -> tuple[list[Tensor], dict[str, Any]]:
+def train(
+    name: str, watched: bool, how: str, checkpointing: bool, **options: Any
+) -> tuple[list[Tensor], dict[str, Any]]:
     """Twenty steps from the same seed: the losses, and all that is left at the end."""
     model = with_dropout(copy.deepcopy(built(name)))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{how: True})
-    watcher = watch(model, reread_weights=3) if watched else None
+    watcher = watch(model, reread_weights=3, **options) if watched else None
     torch.manual_seed(1)
     losses = []
     for _ in range(STEPS):
@@ -86,6 +88,16 @@ def test_a_watched_training_ends_with_the_same_bits(name: str, how: str) -> None
     assert_same_bits(train(name, True, how, checkpointing), train(name, False, how, checkpointing))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_training_whose_gradients_are_watched_ends_with_the_same_bits(name: str) -> None:
+    """The same with gradients=True, fused and, where the architecture can, checkpointed."""
+    checkpointing = bool(getattr(built(name), "supports_gradient_checkpointing", False))
+    watched = train(name, True, "fused", checkpointing, gradients=True)
+    assert_same_bits(watched, train(name, False, "fused", checkpointing))
+
+
 class _Lives(TorchDispatchMode):
     """How many bytes of operations' results are alive, and the most there ever were."""
 
@@ -114,14 +126,15 @@ class _Lives(TorchDispatchMode):
         weakref.finalize(storage, gone)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "mt5", "vit"])
-def test_the_peak_of_tensor_memory_is_the_same(name: str) -> None:
+def test_the_peak_of_tensor_memory_is_the_same(name: str, gradients: bool) -> None:
     """Forward and backward hold as many bytes at their peak, and as many when done."""
     found = []
     for watched in (False, True):
         model = with_dropout(copy.deepcopy(built(name)))
         inputs = inputs_of(name, 0)
-        watcher = watch(model) if watched else None
+        watcher = watch(model, gradients=gradients) if watched else None
         gc.collect()
         with _Lives() as lives:
             for _ in range(2):

@@ -285,6 +285,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="write every frame into this Parquet file, as 'show' and 'diff' read it",
     )
+    parser.add_argument(
+        "--max-skipped-steps",
+        type=int,
+        default=20,
+        metavar="N",
+        help="with --gradients: act when GradScaler has skipped more than N steps in a row (20)",
+    )
     parser.add_argument("--abort-after-batch", type=int, metavar="N", help="stop after this batch")
     parser.add_argument(
         "--microscope",

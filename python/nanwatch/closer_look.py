@@ -34,6 +34,9 @@ class CloserLook:
         # References to the batch's tensors: from its start to its end.
         self._starts: dict[int, BatchStart] = {}
         self._threads: set[int] = set()
+        # Of the latest batch, until its backward is over: its number too.
+        self._ended: tuple[int, BatchStart] | None = None
+        self._keeps_ended = options.gradients
 
     def batch_started(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -41,14 +44,20 @@ class CloserLook:
         """Keep what a second run of this thread's batch would need."""
         here = threading.get_ident()
         self._threads.add(here)
+        self._ended = None
         try:
             self._starts[here] = BatchStart.capture(module, args, kwargs)
         except Exception:
             self._starts.pop(here, None)
 
-    def batch_ended(self) -> None:
-        """Let go of it."""
-        self._starts.pop(threading.get_ident(), None)
+    def batch_ended(self, batch: int) -> None:
+        """Let go of it, or keep it on for the batch's backward."""
+        start = self._starts.pop(threading.get_ident(), None)
+        self._ended = (batch, start) if self._keeps_ended and start is not None and start.grad else None
+
+    def let_go(self) -> None:
+        """Let go of what was kept for the backward."""
+        self._ended = None
 
     def at(self, report: Report) -> Report:
         """The report with what a second run of this thread's batch shows; itself where there is to be none."""
@@ -66,7 +75,7 @@ class CloserLook:
 
             return post_mortem(
                 report,
-                self._starts.get(threading.get_ident()),
+                self._start_of(report),
                 model,
                 self._output_dir,
                 examines=self.keeps_start,
@@ -79,3 +88,10 @@ class CloserLook:
                 stacklevel=2,
             )
             return report
+
+    def _start_of(self, report: Report) -> BatchStart | None:
+        start = self._starts.get(threading.get_ident())
+        if report.finding is not None and report.finding.phase == "backward":
+            ended = self._ended
+            return ended[1] if ended is not None and ended[0] == report.finding.batch else None
+        return start

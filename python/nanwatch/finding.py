@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isnan, prod
 from typing import Literal, TypeAlias
 
-from .frame import Frame
+from .frame import Frame, Phase
 from .record import Record
 
 Value: TypeAlias = Literal["nan", "inf", "nan+inf"]
@@ -32,9 +32,12 @@ class Finding:
     `origin` says how the value came there: "produced" by the module from finite weights, buffers and inputs;
     "received" from `source_module` (None when nobody watched made it); already in a "weight" or a "buffer";
     or in the "data" the batch was called with, as it was when the faulty call had ended: data that the model
-    itself spoilt, by writing into its own input, looks the same. `num_nonfinite` and `index` (of the first bad
-    element, one number per dimension) are None when they could not be counted. `extent`, `operation`, `source`,
-    `transient` and `cures` hold what a closer look at the failing call found, and are empty without one.
+    itself spoilt, by writing into its own input, looks the same. In the `phase` "backward" the module's backward
+    "produced" it from finite gradients of its outputs, or "received" it: from code of `source_module` between the calls
+    of its submodules, or, where that is None, from what lies behind the model, such as the loss. `num_nonfinite` and
+    `index` (of the first bad element, one number per dimension) are None when they could not be counted. `extent`,
+    `operation`, `source`, `transient` and `cures` hold what a closer look at the failing call found, and are empty
+    without one.
     """
 
     module: str
@@ -56,6 +59,7 @@ class Finding:
     operands: tuple[Record, ...] = ()
     remarks: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    phase: Phase = "forward"
 
 
 def find(
@@ -75,6 +79,11 @@ def find(
     if frame is None or record is None:
         return None
     origin, source_module = _origin(record, batch_inputs, caller)
+    return finding_of(frame, record, origin, source_module, rank)
+
+
+def finding_of(frame: Frame, record: Record, origin: Origin, source_module: str | None, rank: int) -> Finding:
+    """The finding for this record of this frame."""
     health = record.health
     return Finding(
         module=frame.name,
@@ -89,6 +98,7 @@ def find(
         # The shape of a sharded tensor is the whole one's; counted is the shard.
         numel=prod(record.shape or ()) if health is None else health.numel,
         index=None if health is None else health.first_nonfinite,
+        phase=frame.phase,
     )
 
 

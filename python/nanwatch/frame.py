@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from .record import Record, Row, to_record
 
-Phase: TypeAlias = Literal["forward", "backward"]
-PHASES: tuple[Phase, ...] = ("forward", "backward")
+Phase: TypeAlias = Literal["forward", "backward", "step"]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class Frame:
 
     `batch` counts from 0. `name` is the qualified name in the watched model, "" for the root. `records` are
     in the order weights, buffers, inputs, outputs. `recomputed` is True for a forward that ran again during
-    the backward, as activation checkpointing does.
+    the backward, as activation checkpointing does. A frame of the phase "backward" has the gradients of one call in one
+    backward, in the order in which they came; one of the phase "step" has the state that a step left in the optimizer.
     """
 
     batch: int
@@ -41,8 +42,9 @@ class FrameRows(NamedTuple):
     class_name: str
     rows: list[Row]
     recomputed: bool = False
+    phase: Phase = "forward"
 
     def to_frame(self) -> Frame:
         """The frame, with its records built."""
         records = tuple(map(to_record, self.rows))
-        return Frame(self.batch, self.name, self.class_name, records, "forward", self.recomputed)
+        return Frame(self.batch, self.name, self.class_name, records, self.phase, self.recomputed)

@@ -11,7 +11,7 @@ from math import inf, isfinite, log2, sqrt
 from typing import NamedTuple
 
 from .frame import Frame
-from .record import EXCUSES, Record
+from .record import Record, is_excused
 
 
 class Limits(NamedTuple):
@@ -85,7 +85,7 @@ def headroom_bits(record: Record) -> float | None:
     a complex tensor, whose modulus may pass what one part can hold.
     """
     ends = limits(record.dtype)
-    if ends is None or record.abs_max is None or record.note in EXCUSES:
+    if ends is None or record.abs_max is None or is_excused(record.note):
         return None
     if record.isfinite is False or not isfinite(record.abs_max):
         return -inf
@@ -163,7 +163,6 @@ def shrinking(frames: Sequence[Frame]) -> Shrinking | None:
 
 
 def _tightest_output(frame: Frame) -> tuple[Record, float] | None:
-    outputs = [
-        (r, bits) for r in frame.records if r.role == "output" and (bits := headroom_bits(r)) is not None
-    ]
+    made = "output" if frame.phase == "forward" else "gradient"
+    outputs = [(r, bits) for r in frame.records if r.role == made and (bits := headroom_bits(r)) is not None]
     return min(outputs, key=lambda pair: pair[1], default=None)

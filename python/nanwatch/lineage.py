@@ -28,7 +28,7 @@ from .ranges import _is_plain, only_our_dispatch, tensor_health
 from .record import MASK, Record
 from .writes import Writes
 
-_SKIPPED = (
+SKIPPED_FILES = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parent),
     contextlib.__file__,
@@ -177,7 +177,7 @@ class Lineage(TorchDispatchMode):
             code = frame.f_code
             if code.co_name in _HANDLERS:
                 found = None
-            elif found is None and not code.co_filename.startswith(_SKIPPED):
+            elif found is None and not code.co_filename.startswith(SKIPPED_FILES):
                 found = f"{code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back
         return found

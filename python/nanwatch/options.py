@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from .text import close_names
 
@@ -53,6 +54,10 @@ class Options:
     microscope: bool | None
     output_dir: Path | None
     enabled: bool
+    gradients: bool
+    max_skipped_steps: int
+    scaler: Any
+    optimizer: Optimizer | None
 
     def observes(self, name: str) -> bool:
         """Whether the calls of the module of this name are recorded."""
@@ -66,11 +71,14 @@ class Options:
 def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
     """The options for a model whose modules have these names. TypeError or ValueError for what means nothing."""
     flags = {option: given[option] for option in ("weights", "buffers", "inputs", "outputs")}
-    for option, flag in {**flags, **{name: given[name] for name in ("forecast", "enabled")}}.items():
+    switches = {name: given[name] for name in ("gradients", "forecast", "enabled")}
+    for option, flag in {**flags, **switches}.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{option} should be True or False, got {flag!r}")
     if not any(flags.values()):
         raise ValueError("weights, buffers, inputs and outputs are all False; leave one of them True")
+    if given["gradients"] and not given["outputs"]:
+        raise ValueError("gradients=True follows the graph from the outputs of modules; leave outputs=True")
     action, check, last = given["on_nonfinite"], given["check"], given["abort_after_batch"]
     if not callable(action) and action not in _ACTIONS:
         raise ValueError(
@@ -95,6 +103,10 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
         output_dir=_folder("output_dir", given["output_dir"]),
         abort_after_batch=None if last is None else whole("abort_after_batch", last, 0, MAX_BATCH),
         enabled=_switch(given["enabled"]),
+        gradients=given["gradients"],
+        max_skipped_steps=whole("max_skipped_steps", given["max_skipped_steps"], 0, MAX_BATCH),
+        scaler=_scaler(given["scaler"]),
+        optimizer=_optimizer(given["optimizer"]),
     )
     if left_out := sorted(batch for batch in options.trace_batches if batch % options.every):
         listed = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
@@ -151,6 +163,18 @@ def whole(option: str, value: Any, least: int, most: int) -> int:
 def _microscope(value: object) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise TypeError(f"microscope should be True, False or None, got {value!r}")
+    return value
+
+
+def _scaler(value: Any) -> Any:
+    if value is not None and not callable(getattr(value, "get_scale", None)):
+        raise TypeError(f"scaler should be a torch.amp.GradScaler or None, got {type(value).__name__}")
+    return value
+
+
+def _optimizer(value: Any) -> Optimizer | None:
+    if value is not None and not isinstance(value, Optimizer):
+        raise TypeError(f"optimizer should be a torch.optim.Optimizer or None, got {type(value).__name__}")
     return value
 
 

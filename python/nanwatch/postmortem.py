@@ -6,18 +6,20 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
 
+from .backward_microscope import examine_backward
 from .batch_start import BatchStart
 from .capsule import write_capsule
 from .cures import try_cures
 from .examination import Call, Examination, enrich
 from .finding import Finding
+from .frame import Frame
 from .microscope import examine
 from .numbered import make_numbered
 from .report import Report
@@ -53,8 +55,8 @@ def post_mortem(
             "its outermost call lies in compiled code or in a backward, or what it was given could not be kept"
         )
         remarks.append(f"the batch was not run a second time: {why}")
-    elif examines and start is not None:
-        finding, examination = _look(finding, start, model, remarks)
+    elif examines and start is not None and finding.phase != "step":
+        finding, examination = _look(finding, report.frames, start, model, remarks)
     finding = replace(finding, remarks=(*finding.remarks, *remarks))
     if output_dir is None:
         return replace(report, finding=finding)
@@ -62,9 +64,12 @@ def post_mortem(
 
 
 def _look(
-    finding: Finding, start: BatchStart, model: nn.Module, remarks: list[str]
+    finding: Finding, frames: Sequence[Frame], start: BatchStart, model: nn.Module, remarks: list[str]
 ) -> tuple[Finding, Examination | None]:
     """The finding with what a second run of the batch shows, and with the cures where it failed again."""
+    if finding.phase == "backward":
+        seen = examine_backward(start, finding, frames, model=model)
+        return enrich(finding, seen), seen
     examination = _attempt("the closer look", lambda: examine(start, finding, model=model), remarks)
     if examination is None:
         return finding, None
@@ -99,7 +104,13 @@ def _write(
     files: list[str] = []
     call = None if examination is None else examination.call
     if call is None or start is None:
-        remarks.append("no capsule was written: no call was seen to make the value a second time")
+        is_forward = finding.phase == "forward"
+        why = (
+            "no call was seen to make the value a second time"
+            if is_forward
+            else "a capsule replays a forward"
+        )
+        remarks.append(f"no capsule was written: {why}")
     elif made := _attempt(
         "writing the capsule", lambda: _write_capsule(folder, call, start, finding, report.rank), remarks
     ):

@@ -19,7 +19,15 @@ ALLOWED_INF = "allowed inf"
 LOCAL_SHARD = "local shard"
 NOT_CHECKED = "not checked"
 
-EXCUSES = (MASK, ALLOWED_INF)  # of a value that is not finite
+SKIPPED_STEP = "skipped step"  # a gradient that no optimizer's step took; more may follow, such as the scale
+NOT_TAKEN = "not in the step's gradients"
+
+_EXCUSES = (MASK, ALLOWED_INF, NOT_TAKEN)
+
+
+def is_excused(note: str) -> bool:
+    """Whether the note says that a value which is not finite is no fault."""
+    return note in _EXCUSES or note.startswith(SKIPPED_STEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +37,9 @@ class Record:
     `shape` is None and `dtype` is "" for a value that is no tensor. `abs_min`, `abs_max` (floats, in the
     units of the tensor) and `isfinite` are None where nothing was read; then `note` says why. `health` is
     filled when the tensor held a non-finite value. `note` is "", "None", "not a tensor", "local shard" (of a
-    DTensor: all that was read), "mask" (an additive mask, whose -inf is meant), "allowed inf" (as `allow_inf` says) or
-    "not checked: <reason>".
+    DTensor: all that was read), "mask" (an additive mask, whose -inf is meant), "allowed inf" (as `allow_inf` says),
+    "skipped step (scale 65536 -> 32768)" (a gradient that no step took), "not in the step's gradients" (one that never
+    reached them) or "not checked: <reason>".
     """
 
     label: str
@@ -46,7 +55,7 @@ class Record:
     @property
     def is_fault(self) -> bool:
         """True when the tensor held a nan or an inf that nobody put there on purpose."""
-        return self.isfinite is False and self.note not in EXCUSES
+        return self.isfinite is False and not is_excused(self.note)
 
 
 # A record before anybody asked for it: the fields of Record in their order. Building the frozen dataclass
@@ -66,7 +75,7 @@ Row: TypeAlias = tuple[
 
 def is_fault(row: Row) -> bool:
     """Record.is_fault of a row."""
-    return row[6] is False and row[8] not in EXCUSES
+    return row[6] is False and not is_excused(row[8])
 
 
 def to_record(row: Row) -> Record:

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from . import _extension
+from .backward import Arrival, BackwardCall
 from .frame import FrameRows
+from .gradients import RecordsBackwards
 from .observe import observe
 from .record import Role, Row, is_fault
 from .walk import Unwalked, call_leaves, is_container, leaves, spell_key
@@ -40,6 +42,7 @@ class Settings:
     reread_weights: int = 64
     verify_hits: bool = False
     measure_time: bool = False
+    gradients: bool = False
 
 
 class Listener(Protocol):
@@ -68,6 +71,12 @@ class Listener(Protocol):
         Calls of watched modules made from here, or from `fault`, are not recorded.
         """
 
+    def backward_started(self) -> None:
+        """The first gradient of a backward came, and none has been accumulated. Told while `tells_backward_start`."""
+
+    def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
+        """A backward ended in which a gradient was not finite; its frames are not yet among `frames()`."""
+
 
 class Recorder(Protocol):
     """What the two recorders have in common."""
@@ -76,6 +85,7 @@ class Recorder(Protocol):
     tells_batch_start: bool
     tells_batch_end: bool
     tells_frames: bool
+    tells_backward_start: bool
     watch: int  # by which compiled code finds it; see _live
 
     @property
@@ -86,11 +96,33 @@ class Recorder(Protocol):
     def counters(self) -> dict[str, int]:
         """How many calls, frames, tensors, reads, bytes and cache hits there were."""
 
-    def add_node(self, name: str, module: nn.Module, observed: bool, allow_inf: bool) -> int:
-        """A number for a module, for its WatchedCall."""
+    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool) -> int:
+        """A number for a module, for its WatchedCall; or for an optimizer."""
 
     def frames(self) -> list[FrameRows]:
         """The latest frames, oldest first."""
+
+    def finish_broken_backwards(self) -> None:
+        """Make frames of the backwards that ended by an exception."""
+
+    def finish_bad_backward(self) -> None:
+        """Make frames of the backward under way in this thread, as far as it has come, if something in it is bad."""
+
+    @property
+    def gradient_sums_may_overflow(self) -> bool:
+        """Whether gradients that were finite may have added up in some weight to what is not."""
+
+    def forget_gradient_sums(self) -> None:
+        """They were looked at."""
+
+    def add_frame(self, batch: int, node: int, rows: list[Row]) -> None:
+        """Keep a frame of an optimizer's step."""
+
+    def excuse_gradients(self, batches: Sequence[int], note: str) -> None:
+        """Note on every gradient of these batches that is not finite why it is no fault."""
+
+    def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
+        """Look at no more gradients, and take the hooks off the leaves."""
 
     def forget_weights(self) -> None:
         """Weights may have changed without a sign: read them again."""
@@ -138,11 +170,12 @@ class _Thread(threading.local):
 @dataclass(frozen=True, slots=True)
 class _Node:
     name: str
+    class_name: str
     observed: bool
     allow_inf: bool
 
 
-class PythonRecorder:
+class PythonRecorder(RecordsBackwards):
     """The recorder without the compiled part."""
 
     def __init__(self, settings: Settings, listener: Listener) -> None:
@@ -162,10 +195,11 @@ class PythonRecorder:
         self._frames: deque[FrameRows] = deque(maxlen=settings.max_frames)
         self._thread = _Thread()
         self.lock = threading.Lock()  # held while a frame is kept and counted
+        super().__init__(settings.gradients)
 
-    def add_node(self, name: str, module: nn.Module, observed: bool, allow_inf: bool) -> int:
+    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool) -> int:
         """See Recorder."""
-        self._nodes.append(_Node(name, observed, allow_inf))
+        self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
         return len(self._nodes) - 1
 
     def frames(self) -> list[FrameRows]:
@@ -205,8 +239,10 @@ class PythonRecorder:
                 thread.names.pop()
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
                 with thread.is_recording():
-                    rows = self._rows(node, module, args, kwargs, output)
                     caller = thread.names[-1] if thread.names else None
+                    rows, tensors = self._rows(node, module, args, kwargs, output)
+                    call = (thread.batch, node.name, type(module).__name__, caller, thread.recomputed)
+                    self._follow(call, tensors)
                     self._keep(thread, node.name, type(module).__name__, rows, caller)
             completed = True
         finally:
@@ -249,7 +285,7 @@ class PythonRecorder:
         completed = False
         try:
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
-                class_name, rows = planned_rows(plan, tensors, node.allow_inf)
+                class_name, rows, read = planned_rows(plan, tensors, node.allow_inf)
                 self._count(rows)
                 if thread.compiled is not None:
                     thread.given = (tuple(x for one in thread.compiled if (x := one()) is not None), None)
@@ -257,6 +293,8 @@ class PythonRecorder:
                     self._nodes[caller].name if caller >= 0 else thread.names[-1] if thread.names else None
                 )
                 with thread.is_recording():
+                    call = (thread.batch, node.name, class_name, outer, thread.recomputed)
+                    self._follow(call, read, in_compiled_code=True)
                     self._keep(thread, node.name, class_name, rows, outer)
             completed = True
         finally:
@@ -277,6 +315,7 @@ class PythonRecorder:
                 self._listener.batch_ended(thread.batch, completed)
 
     def _begin_batch(self, thread: _Thread, module: nn.Module | None, args: Any, kwargs: Any) -> None:
+        self.finish_broken_backwards()
         thread.given = (args, kwargs or None)
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
         thread.recomputed = torch._C._current_graph_task_id() != -1
@@ -298,21 +337,25 @@ class PythonRecorder:
         if any(map(is_fault, rows)):
             self._listener.fault(frame, caller, *thread.given)
 
-    def _rows(self, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any) -> list[Row]:
-        settings, allow_inf = self._settings, node.allow_inf
-        found: list[Row] = []
+    def _rows(
+        self, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> tuple[list[Row], list[tuple[Role, str, Tensor]]]:
+        """The rows of a call, and the tensors that they are of."""
+        settings = self._settings
+        values: list[tuple[Role, str, Any]] = []
         if settings.weights:
-            found += [observe(x, name, "weight", allow_inf) for name, x in own_tensors(module._parameters)]
+            values += [("weight", name, x) for name, x in own_tensors(module._parameters)]
         if settings.buffers:
             for name, x in own_tensors(module._buffers):
                 if x.is_floating_point() or x.is_complex():
-                    found.append(observe(x, name, "buffer", allow_inf))
+                    values.append(("buffer", name, x))
         if settings.inputs:
-            found += [observe(x, label, "input", allow_inf) for label, x in call_leaves(args, kwargs)]
+            values += [("input", label, x) for label, x in call_leaves(args, kwargs)]
         if settings.outputs:
-            found += [observe(x, label, "output", allow_inf) for label, x in leaves(output, "output")]
+            values += [("output", label, x) for label, x in leaves(output, "output")]
+        found = [observe(x, label, role, node.allow_inf) for role, label, x in values]
         self._count(found)
-        return found
+        return found, [one for one in values if isinstance(one[2], Tensor)]
 
     def _count(self, rows: list[Row]) -> None:
         read = sum(row[6] is not None for row in rows)
@@ -324,11 +367,14 @@ _ROLES: dict[str, Role] = {"w": "weight", "b": "buffer", "i": "input", "o": "out
 _VALUES: dict[str, Any] = {"n": None, "x": 0}
 
 
-def planned_rows(plan: str, tensors: Sequence[Tensor], allow_inf: bool) -> tuple[str, list[Row]]:
-    """The class and the rows of a call in compiled code; csrc/compiled_call.cpp says what a plan is."""
+def planned_rows(
+    plan: str, tensors: Sequence[Tensor], allow_inf: bool
+) -> tuple[str, list[Row], list[tuple[Role, str, Tensor]]]:
+    """The class, the rows and their tensors of a call in compiled code; csrc/compiled_call.cpp says what a plan is."""
     class_name, *lines = plan.split("\n")
     left, own = iter(tensors), set()
     rows: list[Row] = []
+    read: list[tuple[Role, str, Tensor]] = []
     for line in lines:
         role, kind = _ROLES[line[0]], line[1]
         label, _, reason = line[3:].partition("\t")
@@ -337,8 +383,10 @@ def planned_rows(plan: str, tensors: Sequence[Tensor], allow_inf: bool) -> tuple
             if id(value) in own:
                 continue
             own.add(id(value))
+        if isinstance(value, Tensor):
+            read.append((role, label, value))
         rows.append(observe(value, label, role, allow_inf))
-    return class_name, rows
+    return class_name, rows, read
 
 
 def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:

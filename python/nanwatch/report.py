@@ -160,6 +160,7 @@ _FINDING: dict[str, reading.Reader[Any]] = {
     "operands": reading.tuple_of(lambda value, where: Record(**reading.members(value, where, _RECORD))),
     "remarks": reading.tuple_of(reading.text),
     "files": reading.tuple_of(reading.text),
+    "phase": reading.one_of(PHASES),
 }
 
 _REPORT: dict[str, reading.Reader[Any]] = {

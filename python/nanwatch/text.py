@@ -6,12 +6,13 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
+from .backward_text import next_backward, why_backward
 from .headroom import has_vanished, is_near_end, limits, shrinking
-from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, Record
+from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, SKIPPED_STEP, Record
 
 if TYPE_CHECKING:
     from .finding import Finding
-    from .frame import Frame
+    from .frame import Frame, Phase
 
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
@@ -54,7 +55,13 @@ def frame_line(name: str, class_name: str) -> str:
 
 def frame_lines(frame: Frame) -> list[str]:
     """The frame's name and one line a record."""
-    return [frame_line(frame.name, frame.class_name), *map(record_line, frame.records)]
+    return [frame_line(frame.name, frame.class_name) + _attributes(frame), *map(record_line, frame.records)]
+
+
+def _attributes(frame: Frame) -> str:
+    """` (backward, recomputed)` behind the name of such a frame."""
+    said = [frame.phase] * (frame.phase != "forward") + ["recomputed"] * frame.recomputed
+    return f" ({', '.join(said)})" if said else ""
 
 
 def batch_lines(batch: int) -> list[str]:
@@ -82,12 +89,19 @@ def module_name(name: str) -> str:
     return name or "the root module"
 
 
+_PHASES: dict[Phase, str] = {
+    "forward": "",
+    "backward": "the backward of ",
+    "step": "the optimizer's step after ",
+}
+
+
 def summary(finding: Finding) -> str:
     """One sentence: what, in which tensor of which module, in which batch."""
     rank = f" on rank {finding.rank}" if finding.rank else ""
     return (
         f"{finding.value} first seen in `{finding.label}` of {module_name(finding.module)}"
-        f" ({finding.class_name}) in batch {finding.batch}{rank}"
+        f" ({finding.class_name}) in {_PHASES[finding.phase]}batch {finding.batch}{rank}"
     )
 
 
@@ -95,12 +109,13 @@ def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
     """What happened, where, why, and what to look at next; one line each."""
     frame, record = _culprit(finding, frames)
     lines = [f"What:  {summary(finding)}.", f"Where: {_where(finding, record)}."]
-    lines += [f"Why:   {_why(finding, frame)}"]
+    why, following = (_why, _next) if finding.phase == "forward" else (why_backward, next_backward)
+    lines += [f"Why:   {why(finding, frame)}"]
     if (shrunk := shrinking(frames)) is not None:
         lines.append(f"Room:  headroom in {shrunk.dtype} fell {shrunk}.")
     lines += [] if frame is None else _vanished(frame)
     lines += _by(finding)
-    lines.append(f"Next:  {_next(finding, frame, record)}")
+    lines.append(f"Next:  {following(finding, frame, record)}")
     lines += [
         f"Cure:  {cure.what}: {'works' if cure.works else 'does not help'}"
         + ("" if cure.headroom_bits is None else f", {cure.headroom_bits:.1f} bits of room left")
@@ -152,7 +167,7 @@ def _vanished(frame: Frame) -> list[str]:
 
 def _culprit(finding: Finding, frames: Sequence[Frame]) -> tuple[Frame | None, Record | None]:
     for frame in frames:
-        if (frame.name, frame.batch) == (finding.module, finding.batch):
+        if (frame.name, frame.batch, frame.phase) == (finding.module, finding.batch, finding.phase):
             record = frame.fault
             if record is not None and record.label == finding.label:
                 return frame, record
@@ -250,7 +265,15 @@ def styled_lines(
     elif not any(record.isfinite is not None for frame in frames for record in frame.records):
         yield "head", f"Nothing could be read{until}: no record of the frames below has a range."
     else:
-        yield "head", f"All finite{until}"
+        skipped = {
+            (frame.batch, record.note): None
+            for frame in frames
+            for record in frame.records
+            if record.note.startswith(SKIPPED_STEP)
+        }
+        yield "head", f"All finite{until}" + (" but for gradients that no step took" if skipped else "")
+        for number, note in skipped:
+            yield "plain", f"Batch {number}: {note}."
     yield "plain", f"Last {len(frames)} frames, the oldest first:"
     yield "quiet", COLUMNS
     _, culprit = (None, None) if finding is None else _culprit(finding, frames)
@@ -259,8 +282,7 @@ def styled_lines(
         if frame.batch != previous:
             yield "quiet", f"{PREFIX} *** Starting batch number={frame.batch} ***"
             previous = frame.batch
-        name = frame_line(frame.name, frame.class_name)
-        yield "module", f"{name} (recomputed)" if frame.recomputed else name
+        yield "module", frame_line(frame.name, frame.class_name) + _attributes(frame)
         for record in frame.records:
             if finding is not None and record is culprit:
                 yield "fault", f"{record_line(record)}  <-- {finding.value}, first"

@@ -152,7 +152,7 @@ class Tabulator:
             "abs_max": pa.array(abs_max, pa.float64()),
             "isfinite": pa.array(isfinite, pa.bool_()),
             "note": _strings(note),
-            "phase": pa.array(["forward"] * len(rows), pa.string()),
+            "phase": each([frame.phase for frame in frames], None),
             "recomputed": each([frame.recomputed for frame in frames], pa.bool_()),
             "rank": pa.array(np.full(len(rows), self._rank, np.int32)),
         }

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 from . import text
+from .backward import Arrival, BackwardCall
+from .backward_watch import BackwardWatch
 from .calls import Attachment
 from .closer_look import CloserLook
 from .compiled import original_module
@@ -23,6 +26,7 @@ from .finding import find
 from .forecast import Forecaster
 from .frame import Frame, FrameRows
 from .observe import observe
+from .optimizer_guard import SkippedStep
 from .options import Check, OnNonfinite, Options, check_model, check_names, check_options
 from .record import to_record
 from .recorder import Recorder, Settings, make_recorder
@@ -43,6 +47,10 @@ def watch(
     buffers: bool = True,
     inputs: bool = True,
     outputs: bool = True,
+    gradients: bool = False,
+    max_skipped_steps: int = 20,
+    scaler: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
     allow_inf: str | Iterable[str] = (),
@@ -70,6 +78,13 @@ def watch(
         check: when to act on a non-finite value: at the "module" that holds it, or at the end of the "batch"; the
             report is the same. "auto" is "module" where looking needs no wait, as on a CPU.
         weights, buffers, inputs, outputs: which tensors to look at; of the buffers, those of floating point.
+        gradients: look in every backward at the gradients of what is looked at in the forward. A failure there is
+            acted on when an optimizer's step is about to take it, before any weight changes; see docs/gradients.md.
+            Without it no gradient is read, also not those that a step is about to take.
+        max_skipped_steps: how many steps in a row may be skipped for their gradients, as a GradScaler does; one more is
+            a failure. A scale of 65536 has come down to 1 after 16.
+        scaler: the GradScaler, whose scale is told with each skipped step. None looks for the one that is in use.
+        optimizer: an optimizer whose state is looked at after each of its steps: moments, weights of its own.
         include, exclude: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots.
         allow_inf: glob patterns on the names of modules whose infinities are meant; a nan in them still counts.
             Additive attention masks are recognised without it.
@@ -149,6 +164,7 @@ class Watch:
             reread_weights=options.reread_weights,
             verify_hits=verify_hits,
             measure_time=measure_time,
+            gradients=options.gradients,
         )
         self._recorder: Recorder = make_recorder(settings, self)
         self._tracer: Tracer | None = None
@@ -161,6 +177,15 @@ class Watch:
         self._recorder.tells_batch_start = self._closer_look.keeps_start
         self._recorder.tells_batch_end = self._awaits_batch_end()
         self._attachment: Attachment | None = None
+        this = weakref.ref(self)
+        self._backward = BackwardWatch(
+            model,
+            self._recorder,
+            options,
+            rank=_rank,
+            act=lambda report: None if (own := this()) is None else own._act_on_step(report),
+            let_go=self._closer_look.let_go,
+        )
         if options.enabled:
             parts = {"w": options.weights, "b": options.buffers, "i": options.inputs, "o": options.outputs}
             self._attachment = Attachment(
@@ -184,6 +209,7 @@ class Watch:
 
         A trace is whole on disk when this returns, or, with a slow disk, after a warning 10 s later.
         """
+        self._backward.remove()
         if self._attachment is not None:
             self._attachment.remove()
         if self._tracer is not None:
@@ -205,7 +231,8 @@ class Watch:
 
     @property
     def frames(self) -> tuple[Frame, ...]:
-        """The latest frames, oldest first, at most `max_frames`."""
+        """The latest frames, oldest first, at most `max_frames`. Those of a backward come when it is over."""
+        self._backward.settle()
         latest = self._recorder.frames()[-self._options.max_frames :]
         return tuple(frame.to_frame() for frame in latest)
 
@@ -215,9 +242,16 @@ class Watch:
         return None if self._tracer is None else self._tracer.writer.path
 
     @property
+    def skipped_steps(self) -> tuple[SkippedStep, ...]:
+        """The latest hundred of the steps that were skipped, as gradients were not finite, oldest first."""
+        self._backward.settle()
+        return self._backward.skipped
+
+    @property
     def counters(self) -> dict[str, int]:
-        """What was done so far: calls, frames, tensors (seen), tensors_read, bytes_read, cache_hits."""
-        return dict(self._recorder.counters)
+        """What was done so far: calls, frames, tensors (seen), tensors_read, bytes_read, cache_hits, skipped_steps."""
+        self._backward.settle()
+        return {**self._recorder.counters, "skipped_steps": self._backward.num_skipped}
 
     def report(self) -> Report:
         """The report of the latest failure, or of the latest frames when there was none.
@@ -226,7 +260,8 @@ class Watch:
         non-finite value: what came later is its consequence.
         """
         self._warn_of_lost()
-        return self._failure or Report(self.frames, None, self.batch, _rank())
+        frames = self.frames
+        return self._failure or self._backward.held or Report(frames, None, self.batch, _rank())
 
     def _warn_of_lost(self) -> None:
         lost = [] if self._attachment is None else self._attachment.lost()
@@ -269,7 +304,9 @@ class Watch:
         if frame.batch != self._faulty:
             self._faulty = frame.batch
             self._faults = {}
-            self._untold = self._report_fault(frame, caller, args, kwargs)
+            # Weights that something else than an optimizer moved by what the backward did wrong: that came first.
+            held = self._backward.release()
+            self._untold = held or self._report_fault(frame, caller, args, kwargs)
             if not self._run_is_open:
                 self._failure = self._untold
                 self._run_is_open = True
@@ -300,7 +337,7 @@ class Watch:
                 self._run_is_open = False
                 self._foretell(batch)
         finally:
-            self._closer_look.batch_ended()
+            self._closer_look.batch_ended(batch)
             self._recorder.tells_batch_end = self._awaits_batch_end()
         if completed and batch == self._options.abort_after_batch:
             raise BatchLimitError(batch, "abort_after_batch")
@@ -311,6 +348,29 @@ class Watch:
         for forecast in self._forecaster.end(batch) if self._recorder.tells_frames else ():
             warnings.warn(str(forecast), RuntimeWarning, stacklevel=2)
         self._recorder.tells_frames = self._forecaster.is_due(batch + 1)
+
+    def backward_started(self) -> None:
+        """See Listener."""
+        self._backward.started()
+
+    def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
+        """Hold the failure until a step is about to take it."""
+        before = tuple(frame.to_frame() for frame in self._recorder.frames())
+        self._backward.ended(calls, arrivals, before, self._faulty)
+
+    def _act_on_step(self, report: Report) -> None:
+        """A step is about to take what a backward did wrong, or has left its optimizer so."""
+        if not self._run_is_open:
+            self._failure = report
+            self._run_is_open = self._recorder.tells_batch_end = True
+        if self._options.on_nonfinite == "warn" and report.finding is not None:
+            told = f"{text.summary(report.finding)}; Watch.report() has the frames that led to it"
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
+        closer = self._look_closer(report)
+        if callable(self._options.on_nonfinite):
+            self._options.on_nonfinite(closer)
+        elif self._options.on_nonfinite == "raise":
+            raise NonFiniteError(closer)
 
     def _awaits_batch_end(self) -> bool:
         return (
@@ -327,7 +387,7 @@ class Watch:
     def _report_fault(
         self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any
     ) -> Report:
-        frames = self.frames
+        frames = tuple(one.to_frame() for one in self._recorder.frames())
         given = [to_record(observe(x, label, "input")) for label, x in call_leaves(args, kwargs or {})]
         current = [one for one in frames if one.batch == frame.batch]
         rank = _rank()

@@ -1,0 +1,438 @@
+#include "gradient_log.h"
+
+#include <ATen/TracerMode.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "call_recorder.h"
+
+namespace py = pybind11;
+namespace autograd = torch::autograd;
+
+namespace nanwatch {
+namespace {
+
+using autograd::FunctionPreHook;
+using autograd::variable_list;
+
+class Hook : public FunctionPreHook {
+ public:
+  explicit Hook(const std::shared_ptr<GradientLog>& log) : log_(log) {}
+
+  // Compiled autograd runs a graph of its own, of which nothing is seen. The default is an error that ends the
+  // backward.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+
+  bool is_of(const GradientLog* log) const { return log_.lock().get() == log; }
+
+ protected:
+  template <typename Look>
+  void look(const Look& with_log) {
+    const std::shared_ptr<GradientLog> log = log_.lock();
+    if (!log) return;
+    try {
+      with_log(*log);
+    } catch (python_error&) {
+      throw;  // Ctrl-C
+    } catch (const std::exception& error) {
+      TORCH_WARN_ONCE("nanwatch: a gradient could not be looked at: ", error.what());
+    }
+  }
+
+ private:
+  std::weak_ptr<GradientLog> log_;
+};
+
+// At the node that made a tensor.
+class TensorHook final : public Hook {
+ public:
+  TensorHook(const std::shared_ptr<GradientLog>& log, const void* node, uint32_t nr, GradientUser user)
+      : Hook(log), node_(node), nr_(nr), users_{std::move(user)} {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    if (nr_ < gradients.size() && gradients[nr_].defined())
+      look([&](GradientLog& log) { log.arrived(gradients[nr_], node_, nr_, users_); });
+    return gradients;
+  }
+
+ private:
+  const void* node_;  // only compared
+  uint32_t nr_;
+  std::vector<GradientUser> users_;
+};
+
+// At a leaf: one for all calls that use it, as it outlives their graphs.
+class LeafHook final : public Hook {
+ public:
+  LeafHook(const std::shared_ptr<GradientLog>& log, const at::Tensor& leaf)
+      : Hook(log), leaf_(leaf.unsafeGetTensorImpl()) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    if (!gradients.empty() && gradients[0].defined())
+      look([&](GradientLog& log) {
+        const std::vector<GradientUser> users = log.users_now(calls_, places_);
+        if (!users.empty()) add_up(gradients[0], log.arrived(gradients[0], this, 0, users), &log);
+      });
+    return gradients;
+  }
+
+  void add(const std::shared_ptr<const GradientCall>& call, Part part, Labels::Id label) {
+    size_t kept = 0;
+    for (size_t i = 0; i < calls_.size(); ++i) {
+      if (calls_[i].expired()) continue;
+      if (kept != i) {
+        calls_[kept] = std::move(calls_[i]);
+        places_[kept] = places_[i];
+      }
+      ++kept;
+    }
+    calls_.resize(kept);
+    places_.resize(kept);
+    calls_.push_back(call);
+    places_.emplace_back(part, label);
+  }
+
+ private:
+  // A sum of finite gradients stays finite as long as the sum of their largest magnitudes is within the format: then
+  // nobody has to read it.
+  void add_up(const at::Tensor& gradient, double largest, GradientLog* log) {
+    if (!leaf_->grad().defined() || looked_at_ != log->sums_looked_at) bound_ = 0;
+    looked_at_ = log->sums_looked_at;
+    bound_ += largest;
+    const std::optional<Format> format = format_of(gradient.scalar_type());
+    if (!format) return;
+    const double end = with_format(*format, [](auto tag) {
+      constexpr Format F = decltype(tag)::format;
+      return Codes<F>::is_float ? decode<F>(Codes<F>::max_finite) : 0.0;
+    });
+    if (bound_ > end) log->sums_may_overflow = true;
+  }
+
+  const at::TensorImpl* leaf_;  // which owns this
+  double bound_ = 0;
+  int64_t looked_at_ = 0;
+  // Kept apart: the log looks at them under its lock.
+  std::vector<std::weak_ptr<const GradientCall>> calls_;
+  std::vector<std::pair<Part, Labels::Id>> places_;
+};
+
+LeafHook* find_hook(const at::Tensor& leaf, const GradientLog* log) {
+  for (const std::unique_ptr<FunctionPreHook>& hook : autograd::impl::hooks(leaf))
+    if (auto* own = dynamic_cast<LeafHook*>(hook.get()); own != nullptr && own->is_of(log)) return own;
+  return nullptr;
+}
+
+// A Python hook that is registered on a leaf for the first time throws all others out, so this looks each time.
+LeafHook& leaf_hook(const at::Tensor& leaf, const std::shared_ptr<GradientLog>& log) {
+  if (LeafHook* const found = find_hook(leaf, log.get())) return *found;
+  auto made = std::make_unique<LeafHook>(log, leaf);
+  LeafHook& hook = *made;
+  // Not by add_hook, which allows for one.
+  autograd::impl::hooks(leaf).push_back(std::move(made));
+  return hook;
+}
+
+// Tells the log of the end of a backward: the engine calls it, or drops it with all else when an exception ends the
+// run.
+class End {
+ public:
+  End(std::weak_ptr<GradientLog> log, int64_t task) : log_(std::move(log)), task_(task) {}
+  End(const End&) = delete;
+  End& operator=(const End&) = delete;
+  ~End() { over(false); }
+
+  void over(bool completed) const {
+    if (const auto log = log_.lock()) log->over(task_, completed);
+  }
+
+ private:
+  std::weak_ptr<GradientLog> log_;
+  int64_t task_;
+};
+
+bool same_tensor(const at::Tensor& a, const at::Tensor& b) {
+  if (a.unsafeGetTensorImpl() == b.unsafeGetTensorImpl()) return true;
+  return a.grad_fn() && a.grad_fn() == b.grad_fn() && a.output_nr() == b.output_nr();
+}
+
+// Whether hooks on this tensor would ever see a gradient of numbers.
+bool has_gradient(const at::Tensor& x) {
+  static const c10::DispatchKeySet unreal(
+      {c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
+  return x.requires_grad() && !x.is_meta() && (x.key_set() & unreal).empty();
+}
+
+}  // namespace
+
+Backward::~Backward() {
+  for (const GradientEvent& event : events) Py_XDECREF(event.row.python);
+}
+
+GradientLog::~GradientLog() {
+  // Perhaps on a thread of the engine.
+  if (Py_IsInitialized() == 0) {
+    observe_.release();
+    for (std::unique_ptr<Backward>& backward : backwards_) backward.release();
+    return;
+  }
+  const py::gil_scoped_acquire lock;
+  backwards_.clear();
+  observe_ = py::object();
+}
+
+void GradientLog::follow(const std::vector<Tap>& taps, const GradientCall& call, Labels& labels,
+                         std::shared_ptr<const GradientCall>* keep) {
+  const auto is_output = [](const Tap& tap) { return tap.role == Role::output; };
+  const bool has_graph = std::any_of(taps.begin(), taps.end(), [&](const Tap& tap) {
+    return is_output(tap) && has_gradient(tap.tensor) && !tap.tensor.is_leaf();
+  });
+  if ((!has_graph && keep == nullptr) || at::tracer::impl::is_dispatch_enabled()) return;
+  const auto made = std::make_shared<GradientCall>(call);
+  const auto self = shared_from_this();
+  made->number = next_number_++;
+  if (keep != nullptr && !has_graph) *keep = made;
+  for (const Tap& tap : taps) {
+    const at::Tensor& x = tap.tensor;
+    if (!has_gradient(x) || tap.role == Role::buffer) continue;
+    const Part part = tap.role == Role::output ? Part::output : tap.role == Role::input ? Part::input : Part::weight;
+    if (!has_graph && (part != Part::weight || !x.is_leaf())) continue;
+    // What a module writes into is, after the call, its output: the gradient of what it was given is no longer to be
+    // had.
+    const auto same = [&](const Tap& other) { return is_output(other) && same_tensor(other.tensor, x); };
+    if (part == Part::input && !x.is_leaf() && std::any_of(taps.begin(), taps.end(), same)) continue;
+    if (part == Part::output && x.is_leaf()) continue;  // handed through
+    if (size_t(tap.label) >= labels_.size()) labels_.resize(size_t(tap.label) + 1, -1);
+    if (labels_[size_t(tap.label)] < 0) labels_[size_t(tap.label)] = labels.of_text(labels.text(tap.label) + ".grad");
+    const Labels::Id label = labels_[size_t(tap.label)];
+    if (const auto& node = x.grad_fn()) {
+      const auto nr = uint32_t(x.output_nr());
+      node->add_tensor_pre_hook(
+          std::make_unique<TensorHook>(self, static_cast<const void*>(&*node), nr, GradientUser{made, part, label}));
+    } else {
+      const std::lock_guard<std::mutex> lock(mutex);
+      leaf_hook(x, self).add(made, part, label);
+    }
+  }
+}
+
+std::vector<GradientUser> GradientLog::users_now(const std::vector<std::weak_ptr<const GradientCall>>& calls,
+                                                 const std::vector<std::pair<Part, Labels::Id>>& places) {
+  const int64_t task = autograd::get_current_graph_task_id();
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::vector<GradientUser> alive;
+  for (size_t i = 0; i < calls.size(); ++i)
+    if (auto call = calls[i].lock()) alive.push_back({std::move(call), places[i].first, places[i].second});
+  const auto is_idle = [task](const GradientUser& user) {
+    return user.part != Part::output && user.call->task != task;
+  };
+  if (std::all_of(alive.begin(), alive.end(), is_idle)) {
+    // A weight that is used past its module's call, or in compiled code: its latest call there was.
+    std::vector<GradientUser> latest;
+    for (auto user = alive.rbegin(); user != alive.rend() && latest.empty(); ++user)
+      if (user->part == Part::weight) latest.push_back(*user);
+    return latest;
+  }
+  std::vector<GradientUser> users;
+  for (GradientUser& user : alive) {
+    // Of a weight's calls by one module the first: it is the last to be done in a backward, and this is the sum over
+    // all.
+    const bool known = std::any_of(users.begin(), users.end(), [&](const GradientUser& other) {
+      return user.part == Part::weight && other.call->node == user.call->node && other.label == user.label;
+    });
+    if (!known && !is_idle(user)) users.push_back(std::move(user));
+  }
+  return users;
+}
+
+// The Python object that owns the recorder, so that it lives while it is used; none once the recorder is gone.
+py::object GradientLog::recorder() const {
+  return recorder_ == nullptr ? py::object() : py::cast(recorder_, py::return_value_policy::reference);
+}
+
+Backward* GradientLog::find(int64_t task) {
+  for (const std::unique_ptr<Backward>& backward : backwards_)
+    if (backward->task == task) return backward.get();
+  return nullptr;
+}
+
+// True when this is the first gradient of its backward.
+bool GradientLog::open(int64_t task) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (find(task) != nullptr) return false;
+    backwards_.push_back(std::make_unique<Backward>(task));
+  }
+  const auto end = std::make_shared<End>(weak_from_this(), task);
+  autograd::Engine::get_default_engine().queue_callback([end] { end->over(true); });
+  return true;
+}
+
+PyObject* GradientLog::row_from_python(const at::Tensor& gradient, Labels::Id label) {
+  const py::gil_scoped_acquire lock;
+  if (recorder_ == nullptr) return nullptr;
+  const OutsideCompiler outside;
+  const std::string& text = recorder_->observer().label_text(label);
+  const py::object wrapped = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
+  PyObject* row =
+      wrapped ? PyObject_CallFunction(observe_.ptr(), "Oss", wrapped.ptr(), text.c_str(), "gradient") : nullptr;
+  if (row == nullptr) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+      python_error error;
+      error.persist();
+      throw error;
+    }
+    PyErr_WriteUnraisable(nullptr);
+  }
+  return row;
+}
+
+double GradientLog::arrived(const at::Tensor& gradient, const void* place, uint32_t place_nr,
+                            const std::vector<GradientUser>& users) {
+  const int64_t task = autograd::get_current_graph_task_id();
+  if (task < 0) return 0;
+  if (open(task) && tells_start) {
+    const py::gil_scoped_acquire lock;
+    const py::object keep = recorder();
+    if (keep) recorder_->tell_backward_started();
+  }
+  const at::TensorImpl* const tensor = gradient.unsafeGetTensorImpl();
+  const uint32_t version = gradient.is_inference() ? 0 : uint32_t(gradient._version());
+  std::optional<GradientEvent> known;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const Backward* const backward = find(task);
+    if (backward == nullptr) return 0;
+    // What a call was given may get its gradient from elsewhere, too: the call itself has no part in this backward.
+    if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return 0;
+    if (backward->place == place && backward->place_nr == place_nr && backward->tensor == tensor &&
+        backward->version == version && !backward->events.empty())
+      known = backward->events.back();
+  }
+  RowData row{users[0].label, Role::gradient, Note::none, -1, 0, 0, {}, nullptr};
+  bool is_bad = false;
+  int64_t bytes = 0;
+  View view{};
+  if (known) {
+    row = known->row;
+    is_bad = known->is_bad;
+  } else {
+    const bool is_plain = plain_view(gradient, &view) && view.dims <= 255;
+    if (is_plain) {
+      bytes = view.numel * int64_t(word_size(view.format));
+      row.range = range_cpu(view);
+      row.dtype = int8_t(gradient.scalar_type());
+      row.dims = uint8_t(view.dims);
+    }
+    if (!is_plain || !row.range.isfinite) {
+      row.python = row_from_python(gradient, row.label);
+      if (row.python == nullptr) return 0;
+      const py::gil_scoped_acquire lock;
+      is_bad =
+          PyTuple_Check(row.python) && PyTuple_GET_SIZE(row.python) == 9 && PyTuple_GET_ITEM(row.python, 6) == Py_False;
+    }
+  }
+  // The row of each further user: the same under another label.
+  std::vector<RowData> rows;
+  for (size_t i = 0; i < users.size(); ++i) {
+    RowData own = row;
+    own.label = users[i].label;
+    if (row.python != nullptr && (known || i > 0)) {
+      const py::gil_scoped_acquire lock;
+      if (recorder_ == nullptr) break;
+      own.python = PyTuple_New(9);
+      PyTuple_SET_ITEM(own.python, 0, PyUnicode_FromString(recorder_->observer().label_text(own.label).c_str()));
+      for (int item = 1; item < 9; ++item)
+        PyTuple_SET_ITEM(own.python, item, Py_NewRef(PyTuple_GET_ITEM(row.python, item)));
+    }
+    rows.push_back(own);
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  Backward* const backward = find(task);
+  if (backward == nullptr) return 0;
+  if (!known) {
+    ++backward->arrivals;
+    ++backward->tensors_read;
+    backward->bytes_read += bytes;
+    const auto at = uint32_t(backward->shapes.size());
+    if (row.python == nullptr) backward->shapes.insert(backward->shapes.end(), view.sizes, view.sizes + view.dims);
+    for (RowData& own : rows) own.shape_at = at;
+    backward->place = place;
+    backward->place_nr = place_nr;
+    backward->tensor = tensor;
+    backward->version = version;
+  }
+  backward->is_bad |= is_bad;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (users[i].part == Part::output) users[i].call->task = task;
+    backward->events.push_back({users[i], backward->arrivals, is_bad, rows[i]});
+  }
+  return std::isfinite(row.range.abs_max) ? row.range.abs_max : 0;
+}
+
+std::unique_ptr<Backward> GradientLog::take(int64_t task) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (auto it = backwards_.begin(); it != backwards_.end(); ++it)
+    if ((*it)->task == task) {
+      std::unique_ptr<Backward> found = std::move(*it);
+      backwards_.erase(it);
+      return found;
+    }
+  return nullptr;
+}
+
+std::unique_ptr<Backward> GradientLog::take_broken() {
+  int64_t task = -1;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const std::unique_ptr<Backward>& backward : backwards_)
+      if (backward->is_over) task = backward->task;
+  }
+  return task < 0 ? nullptr : take(task);
+}
+
+std::unique_ptr<Backward> GradientLog::take_bad() {
+  const int64_t task = autograd::get_current_graph_task_id();
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const Backward* const backward = find(task);
+    if (backward == nullptr || !backward->is_bad) return nullptr;
+  }
+  return take(task);
+}
+
+void GradientLog::over(int64_t task, bool completed) {
+  if (!completed) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (Backward* const backward = find(task)) backward->is_over = true;
+    return;
+  }
+  const py::gil_scoped_acquire lock;
+  const py::object keep = recorder();
+  if (!keep) return;
+  try {
+    if (recorder_->finish_backward(take(task))) return;
+  } catch (py::error_already_set& error) {
+    error.restore();
+  }
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+void GradientLog::release(const at::Tensor& leaf) {
+  if (autograd::impl::get_autograd_meta(leaf) == nullptr) return;
+  auto& hooks = autograd::impl::hooks(leaf);
+  const auto is_ours = [this](const std::unique_ptr<FunctionPreHook>& hook) {
+    const auto* const own = dynamic_cast<const LeafHook*>(hook.get());
+    return own != nullptr && own->is_of(this);
+  };
+  hooks.erase(std::remove_if(hooks.begin(), hooks.end(), is_ours), hooks.end());
+}
+
+}  // namespace nanwatch

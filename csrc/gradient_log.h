@@ -1,0 +1,118 @@
+// The gradients of what watched modules are given, give and own, as a backward makes them.
+//
+// A recorded call whose outputs have a graph leaves a hook at the node behind each of its tensors. The hooks live in
+// the graph and die with it; they hold no tensor and no Python object, and they hand on what they are given. At a leaf,
+// which outlives graphs, there is one hook for all calls. A gradient of plain memory is read without the interpreter
+// lock. What came in one backward becomes frames when that backward is over; see CallRecorder::finish_backward.
+#pragma once
+
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "call_observer.h"
+
+namespace nanwatch {
+
+class CallRecorder;
+
+enum class Part : uint8_t { output, input, weight };
+
+// A recorded call that may get gradients.
+struct GradientCall {
+  int64_t batch = 0, number = 0;  // calls are numbered as they end, so children before their parents
+  int32_t node = 0, caller = -1;
+  bool recomputed = false;
+  mutable int64_t task = -1;  // the backward that last brought a gradient of its outputs; under the log's lock
+};
+
+// Whose gradient it is.
+struct GradientUser {
+  std::shared_ptr<const GradientCall> call;
+  Part part;
+  Labels::Id label;
+};
+
+struct GradientEvent {
+  GradientUser user;
+  int64_t arrival;  // the same for all users of one gradient
+  bool is_bad;
+  RowData row;  // its python, where there is one, is owned by the Backward
+};
+
+// One run of the engine: what came, in the order in which it came. Destroy it under the interpreter lock.
+struct Backward {
+  int64_t task = -1;
+  bool is_bad = false;   // something in it is not finite
+  bool is_over = false;  // it ended by an exception, which tells nobody
+  std::vector<GradientEvent> events;
+  std::vector<int64_t> shapes;
+  int64_t arrivals = 0, tensors_read = 0, bytes_read = 0;
+
+  // The latest gradient: its users come one directly after the other.
+  const void *place = nullptr, *tensor = nullptr;
+  uint32_t place_nr = 0, version = 0;
+
+  explicit Backward(int64_t its_task) : task(its_task) {}
+  Backward(const Backward&) = delete;
+  Backward& operator=(const Backward&) = delete;
+  ~Backward();
+};
+
+class GradientLog : public std::enable_shared_from_this<GradientLog> {
+ public:
+  // `observe` as in Helpers. The recorder outlives its log, or says so with `leave`.
+  GradientLog(CallRecorder* recorder, pybind11::object observe) : recorder_(recorder), observe_(std::move(observe)) {}
+  GradientLog(const GradientLog&) = delete;
+  GradientLog& operator=(const GradientLog&) = delete;
+  ~GradientLog();
+
+  // Leaves hooks for the gradients of the tensors of a call. Without a graph behind its outputs there is none to come,
+  // unless the call lies `in_compiled_code`: of such only weights are followed, and `keep` holds the call.
+  void follow(const std::vector<Tap>& taps, const GradientCall& call, Labels& labels,
+              std::shared_ptr<const GradientCall>* keep);
+
+  // A gradient came at `place` of the graph. Called by the hooks, on any thread. Returns its largest magnitude, 0 where
+  // that is not finite or not known.
+  double arrived(const at::Tensor& gradient, const void* place, uint32_t place_nr,
+                 const std::vector<GradientUser>& users);
+  // Of all calls that a leaf was used in, those whose gradient comes now.
+  std::vector<GradientUser> users_now(const std::vector<std::weak_ptr<const GradientCall>>& calls,
+                                      const std::vector<std::pair<Part, Labels::Id>>& places);
+
+  // The backward of this number; the next one that ended by an exception. The caller holds the interpreter lock.
+  std::unique_ptr<Backward> take(int64_t task);
+  std::unique_ptr<Backward> take_broken();
+  // The one under way on this thread if something in it is bad; what still comes is a backward of its own.
+  std::unique_ptr<Backward> take_bad();
+
+  void over(int64_t task, bool completed);
+  void leave() { recorder_ = nullptr; }
+
+  // Takes this log's hook from a leaf.
+  void release(const at::Tensor& leaf);
+
+  std::atomic<bool> tells_start{false};
+  // Whether gradients that were finite may have a sum in some leaf that is not; and how often that was looked at.
+  std::atomic<bool> sums_may_overflow{false};
+  std::atomic<int64_t> sums_looked_at{0};
+  std::mutex mutex;
+
+ private:
+  pybind11::object recorder() const;
+  Backward* find(int64_t task);
+  bool open(int64_t task);
+  PyObject* row_from_python(const at::Tensor& gradient, Labels::Id label);
+
+  CallRecorder* recorder_;  // used under the interpreter lock
+  pybind11::object observe_;
+  std::vector<std::unique_ptr<Backward>> backwards_;
+  std::vector<Labels::Id> labels_;  // of a tensor's gradient, by that of the tensor
+  int64_t next_number_ = 0;
+};
+
+}  // namespace nanwatch

@@ -1,0 +1,80 @@
+"""What a report says of a backward that went wrong: why, and what to look at next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .headroom import is_near_end, limits
+
+if TYPE_CHECKING:
+    from .finding import Finding
+    from .frame import Frame
+    from .record import Record
+
+
+_POLES = (
+    "look for a root, a norm, a logarithm, a power or a division at zero: its value is finite there and its derivative"
+    " is not. A torch.where behind it does not help, as 0 times inf is nan: change what goes in."
+)
+
+
+def why_backward(finding: Finding, frame: Frame | None) -> str:
+    """Where the bad gradient came from."""
+    if finding.phase == "step":
+        return "the step left it in what the optimizer keeps; the gradients that it took, or the state before it."
+    outputs = _of_outputs(frame)
+    if finding.origin == "produced":
+        why = (
+            "the backward of this module made it: the gradients of its outputs that were read are all finite"
+        )
+        return f"{why} (largest {max(outputs):.2e})." if outputs else f"{why}."
+    if finding.source_module is not None:
+        name = finding.source_module or "the root module"
+        return (
+            f"it came out of the backward of {name}, which had been given finite gradients: code between the calls of"
+            " its submodules made it, or a submodule that is not watched."
+        )
+    if finding.label.startswith("output"):
+        return "it came from the loss, or from what lies between the model's output and the loss."
+    return (
+        "no gradient of this module's outputs was seen, as its calls are compiled or its weight is used without it:"
+        " where the value was made is not known."
+    )
+
+
+def next_backward(finding: Finding, frame: Frame | None, record: Record | None) -> str:
+    """What to look at."""
+    if finding.phase == "step":
+        return "look at the gradients of this step and of the last ones, and at the format of the state."
+    if finding.origin == "received" and finding.source_module is None:
+        return "look at the loss, at what it is scaled with, and at what is computed from the model's output."
+    if finding.origin == "received" and finding.value == "inf":
+        return (
+            "look for a format with a shorter range that the gradient passes through, and lower the loss scale;"
+            f" without one, {_POLES}"
+        )
+    ends = None if record is None else limits(record.dtype)
+    if finding.value == "inf" and record is not None and ends is not None:
+        largest = max(_finite(frame), default=0.0)
+        if is_near_end(largest, ends.largest):
+            return (
+                f"{record.dtype} ends at {ends.largest:.6g}: lower the loss scale, or let this module's backward run"
+                " in a wider format."
+            )
+    return _POLES
+
+
+def _of_outputs(frame: Frame | None) -> list[float]:
+    records = () if frame is None else frame.records
+    return [one.abs_max for one in records if one.isfinite and one.abs_max and one.label.startswith("output")]
+
+
+def _finite(frame: Frame | None) -> list[float]:
+    """The largest finite magnitudes of a frame's gradients."""
+    found = []
+    for one in () if frame is None else frame.records:
+        if one.isfinite and one.abs_max is not None:
+            found.append(one.abs_max)
+        elif one.health is not None:
+            found.append(one.health.finite_abs_max)
+    return found

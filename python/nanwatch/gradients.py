@@ -1,0 +1,380 @@
+"""The gradients of what watched modules are given, give and own, where there is no compiled part.
+
+csrc/gradient_log.cpp does the same, and says how; tests hold the one against the other. A recorded call leaves a hook
+on each of its tensors. Hooks refer to the call, and to this only weakly: they live and die with the graph. A leaf
+outlives graphs and has one hook for all calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from .backward import Arrival, BackwardCall, Part
+from .frame import FrameRows, Phase
+from .observe import observe
+from .record import Role, Row, is_fault
+
+
+@dataclass(eq=False)
+class _Call:
+    batch: int
+    number: int
+    name: str
+    class_name: str
+    caller: str | None
+    recomputed: bool
+    backward: int = -1  # the one that last brought a gradient of its outputs
+
+
+@dataclass(slots=True)
+class _Backward:
+    """What came in one run of the engine."""
+
+    arrivals: list[tuple[_Call, Part, int, Row]] = field(default_factory=list)
+    times: int = 0
+    latest: tuple[Any, ...] = ()  # what was read last: its users come one directly after the other
+    is_bad: bool = False
+    is_over: bool = False
+
+
+class PythonGradients:
+    """Follows the tensors of recorded calls into their backward.
+
+    `started()` is called at the first gradient of a backward while `tells_start`; `keep(calls, rows, arrivals, is_bad)`
+    when it is over, with a list of rows for each call. What these raise, the backward raises.
+    """
+
+    def __init__(self, started: Callable[[], None], keep: Callable[..., None]) -> None:
+        self.tells_start = False
+        self.tensors_read = 0
+        self.sums_may_overflow = False
+        self.sums_looked_at = 0
+        self._started = started
+        self._keep = keep
+        self._backwards: dict[int, _Backward] = {}
+        self._calls = 0
+
+    def follow(
+        self,
+        tensors: Sequence[tuple[Part, str, Tensor]],
+        call: tuple[int, str, str, str | None, bool],
+        *,
+        in_compiled_code: bool = False,
+    ) -> object:
+        """Leave hooks for the gradients of the tensors of a call, each with its part and label.
+
+        `call` is its batch, name, class and caller, and whether it was recomputed. Returns what has to live as long as
+        weights used in compiled code are to be followed, where nothing else of the call can be.
+        """
+        tensors = [one for one in tensors if _has_gradient(one[2])]
+        has_graph = any(part == "output" and not x.is_leaf for part, _, x in tensors)
+        if not (has_graph or in_compiled_code) or torch._C._get_tracing_state() is not None:
+            return None
+        batch, name, class_name, caller, recomputed = call
+        made = _Call(batch, self._calls, name, class_name, caller, recomputed)
+        self._calls += 1
+        outputs = [x for part, _, x in tensors if part == "output"]
+        for part, label, x in tensors:
+            if not has_graph and (part != "weight" or not x.is_leaf):
+                continue
+            # What a module writes into is its output afterwards.
+            if part == "input" and not x.is_leaf and any(_same(x, one) for one in outputs):
+                continue
+            if part == "output" and x.is_leaf:
+                continue  # handed through
+            if x.grad_fn is None:
+                self._leaf_hook(x).users.append((weakref.ref(made), part, f"{label}.grad"))
+            else:
+                place = (x.grad_fn._sequence_nr(), x.output_nr)
+                x.register_hook(_TensorHook(weakref.ref(self), place, made, part, f"{label}.grad"))
+        return made if not has_graph else None
+
+    def arrived(
+        self, gradient: Tensor, place: tuple[Any, ...], users: Iterable[tuple[_Call, Part, str]]
+    ) -> float:
+        """A gradient came at this place of the graph. Returns its largest magnitude, 0 where that is not known."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return 0.0
+        backward = self._open(task)
+        key = (place, id(gradient), None if gradient.is_inference() else gradient._version)
+        known = backward.latest[1] if backward.latest and backward.latest[0] == key else None
+        if known is None:
+            backward.times += 1
+            self.tensors_read += 1
+        for call, part, label in users:
+            row = observe(gradient, label, "gradient") if known is None else (label, *known[1:])
+            known = row
+            if part == "output":
+                call.backward = task
+            backward.is_bad = backward.is_bad or is_fault(row)
+            backward.arrivals.append((call, part, backward.times, row))
+        backward.latest = (key, known)
+        largest = None if known is None else known[5]
+        return largest if largest is not None and isfinite(largest) else 0.0
+
+    def finish_broken(self) -> None:
+        """Make frames of the backwards that ended by an exception."""
+        for task in [task for task, one in self._backwards.items() if one.is_over]:
+            self._finish(task)
+
+    def finish_bad(self) -> None:
+        """Make frames of the backward under way, as far as it has come, if something in it is bad."""
+        task = torch._C._current_graph_task_id()
+        if task in self._backwards and self._backwards[task].is_bad:
+            self._finish(task)
+
+    def release(self, leaves: Iterable[Tensor]) -> None:
+        """Take the hooks off these."""
+        for x in leaves:
+            hooks = x._backward_hooks or {}
+            for key in [key for key, hook in hooks.items() if _is_of(hook, self)]:
+                del hooks[key]
+
+    def _leaf_hook(self, x: Tensor) -> _LeafHook:
+        hooks = x._backward_hooks or {}
+        found: Any = next((hook for hook in hooks.values() if _is_of(hook, self)), None)
+        if found is None:
+            found = _LeafHook(weakref.ref(self))
+            x.register_hook(found)
+        hook: _LeafHook = found
+        hook.users = [user for user in hook.users if user[0]() is not None]
+        return hook
+
+    def _open(self, task: int) -> _Backward:
+        backward = self._backwards.get(task)
+        if backward is None:
+            backward = self._backwards[task] = _Backward()
+            this = weakref.ref(self)
+
+            def over() -> None:
+                if (gradients := this()) is not None:
+                    gradients._finish(task)
+
+            def gone() -> None:
+                if (gradients := this()) is not None and task in gradients._backwards:
+                    gradients._backwards[task].is_over = True
+
+            # The engine drops it with all else when an exception ends the run.
+            weakref.finalize(over, gone).atexit = False
+            torch.autograd.Variable._execution_engine.queue_callback(over)
+            if self.tells_start:
+                self._started()
+        return backward
+
+    def _finish(self, task: int) -> None:
+        backward = self._backwards.pop(task, None)
+        if backward is None:
+            return
+        calls = _in_order([call for call, *_ in backward.arrivals])
+        position = {id(call): i for i, call in enumerate(calls)}
+        rows: list[list[Row]] = [[] for _ in calls]
+        arrivals = []
+        for call, part, time, row in backward.arrivals:
+            own = rows[position[id(call)]]
+            arrivals.append(Arrival(position[id(call)], len(own), part, time))
+            own.append(row)
+        self._keep(calls, rows, arrivals, backward.is_bad)
+
+
+@dataclass(slots=True, eq=False)
+class _TensorHook:
+    gradients: weakref.ref[PythonGradients]
+    place: tuple[int, int]
+    call: _Call
+    part: Part
+    label: str
+
+    def __call__(self, gradient: Tensor) -> None:
+        if is_compiling():
+            return  # compiled autograd follows hooks, and this leads nowhere that it could
+        # What a call was given may get its gradient from elsewhere, too: the call itself has no part in this backward.
+        has_part = self.part != "input" or self.call.backward == torch._C._current_graph_task_id()
+        if has_part and (gradients := self.gradients()) is not None:
+            gradients.arrived(gradient, self.place, [(self.call, self.part, self.label)])
+
+
+@dataclass(slots=True, eq=False)
+class _LeafHook:
+    gradients: weakref.ref[PythonGradients]
+    users: list[tuple[weakref.ref[_Call], Part, str]] = field(default_factory=list)
+    bound: float = 0.0
+    looked_at: int = 0
+
+    def __call__(self, gradient: Tensor) -> None:
+        if is_compiling() or (gradients := self.gradients()) is None:
+            return
+        task = torch._C._current_graph_task_id()
+        alive = [(call, part, label) for one, part, label in self.users if (call := one()) is not None]
+        users: dict[object, tuple[_Call, Part, str]] = {}
+        for user in alive:
+            if user[1] == "output" or user[0].backward == task:
+                # Of a weight's calls by one module the first: it is the last to be done, and this is the sum over all.
+                users.setdefault((user[0].name, user[2]) if user[1] == "weight" else id(user), user)
+        # A weight that is used past its module's call, or in compiled code: its latest call there was.
+        found = list(users.values()) or [user for user in alive if user[1] == "weight"][-1:]
+        if found:
+            self._add_up(gradient, gradients.arrived(gradient, ("leaf", id(self)), found), gradients)
+
+    def _add_up(self, gradient: Tensor, largest: float, gradients: PythonGradients) -> None:
+        # A sum of finite gradients stays finite as long as the sum of their largest magnitudes is within the format:
+        # then nobody has to read it. Whether it was set to zero in between is not known here.
+        if self.looked_at != gradients.sums_looked_at:
+            self.bound = 0.0
+        self.looked_at = gradients.sums_looked_at
+        self.bound += largest
+        if gradient.is_floating_point() and self.bound > torch.finfo(gradient.dtype).max:
+            gradients.sums_may_overflow = True
+
+    def __deepcopy__(self, memo: object) -> _LeafHook:
+        """A copy of the leaf is not followed."""
+        return _LeafHook(lambda: None)  # type: ignore[arg-type]
+
+
+def _in_order(calls: Sequence[_Call]) -> list[_Call]:
+    """Each call once, ordered by when it was done: when it and all calls made in it had their last gradient.
+
+    `calls` has one entry for each gradient. A parent comes after its children, as in the forward.
+    """
+    done = {call: i for i, call in enumerate(calls)}
+    of_children: dict[str | None, int] = {}  # by the module that made them, until its own call is met
+    for call in sorted(done, key=lambda one: one.number):
+        done[call] = max(done[call], of_children.pop(call.name, 0))
+        of_children[call.caller] = max(done[call], of_children.get(call.caller, 0))
+    return sorted(done, key=lambda one: (done[one], one.number))
+
+
+def _is_of(hook: object, gradients: PythonGradients) -> bool:
+    return isinstance(hook, _LeafHook) and hook.gradients() is gradients
+
+
+def _same(x: Tensor, other: Tensor) -> bool:
+    if x is other:
+        return True
+    return x.grad_fn is not None and x.grad_fn is other.grad_fn and x.output_nr == other.output_nr
+
+
+def _has_gradient(x: Tensor) -> bool:
+    """Whether hooks on this tensor would ever see a gradient of numbers."""
+    return x.requires_grad and not x.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+class RecordsBackwards:
+    """The part of PythonRecorder that makes frames of backwards; see Recorder."""
+
+    paused: bool
+    counters: dict[str, int]
+    _frames: deque[FrameRows]
+    _traced: frozenset[int]
+    _listener: Any
+    _nodes: list[Any]
+
+    def __init__(self, gradients: bool) -> None:
+        this = weakref.ref(self)
+        self._gradients: PythonGradients | None = None
+        if gradients:
+            self._gradients = PythonGradients(
+                lambda: None if (own := this()) is None else own._listener.backward_started(),
+                lambda *found: None if (own := this()) is None else own._keep_backward(*found),
+            )
+        # Of calls in compiled code the latest of each module, for the gradients of its weights.
+        self._compiled_calls: dict[str, object] = {}
+
+    @property
+    def tells_backward_start(self) -> bool:
+        """See Recorder."""
+        return self._gradients is not None and self._gradients.tells_start
+
+    @tells_backward_start.setter
+    def tells_backward_start(self, tells: bool) -> None:
+        if self._gradients is not None:
+            self._gradients.tells_start = tells
+
+    def finish_broken_backwards(self) -> None:
+        """See Recorder."""
+        if self._gradients is not None:
+            self._gradients.finish_broken()
+
+    def finish_bad_backward(self) -> None:
+        """See Recorder."""
+        if self._gradients is not None:
+            self._gradients.finish_bad()
+
+    @property
+    def gradient_sums_may_overflow(self) -> bool:
+        """See Recorder."""
+        return self._gradients is not None and self._gradients.sums_may_overflow
+
+    def forget_gradient_sums(self) -> None:
+        """See Recorder."""
+        if self._gradients is not None:
+            self._gradients.sums_may_overflow = False
+            self._gradients.sums_looked_at += 1
+
+    def add_frame(self, batch: int, node: int, rows: list[Row]) -> None:
+        """See Recorder."""
+        self.counters["frames"] += 1
+        name = self._nodes[node].name
+        self._frames.append(FrameRows(batch, name, self._nodes[node].class_name, rows, False, "step"))
+
+    def excuse_gradients(self, batches: Sequence[int], note: str) -> None:
+        """See Recorder."""
+        for i, frame in enumerate(self._frames):
+            if frame.phase == "backward" and frame.batch in batches:
+                rows = [(*row[:8], note) if row[6] is False else row for row in frame.rows]
+                self._frames[i] = frame._replace(rows=rows)
+
+    def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
+        """See Recorder."""
+        if self._gradients is not None:
+            self._gradients.release(leaves)
+            self._gradients = None
+
+    def _keep_backward(
+        self, calls: list[Any], rows: list[list[Row]], arrivals: list[Arrival], is_bad: bool
+    ) -> None:
+        if self.paused or self._gradients is None:
+            return
+        self.counters["tensors"] += len(arrivals)
+        self.counters["tensors_read"] += self._gradients.tensors_read
+        self._gradients.tensors_read = 0
+        self.counters["frames"] += len(calls)
+        phase: Phase = "backward"
+        frames = [
+            FrameRows(one.batch, one.name, one.class_name, own, one.recomputed, phase)
+            for one, own in zip(calls, rows, strict=True)
+        ]
+        try:
+            for frame in frames:
+                if frame.batch in self._traced:
+                    self._listener.frame_recorded(frame)
+            if is_bad:
+                told = [
+                    BackwardCall(frame, one.caller, one.number)
+                    for frame, one in zip(frames, calls, strict=True)
+                ]
+                self._listener.backward_ended(told, arrivals)
+        finally:
+            self._frames.extend(frames)
+
+    def _follow(
+        self,
+        call: tuple[int, str, str, str | None, bool],
+        tensors: Sequence[tuple[Role, str, Tensor]],
+        *,
+        in_compiled_code: bool = False,
+    ) -> None:
+        if self._gradients is not None:
+            parts: list[Any] = [one for one in tensors if one[0] != "buffer"]
+            keep = self._gradients.follow(parts, call, in_compiled_code=in_compiled_code)
+            if in_compiled_code:
+                self._compiled_calls[call[1]] = keep

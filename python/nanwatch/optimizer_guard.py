@@ -1,0 +1,276 @@
+"""What stands between a bad gradient and the weights: the fault of a backward is held until a step would take it.
+
+Not raised at once, as with a GradScaler an inf in the gradients is no failure: the step is skipped and the scale goes
+down. Nobody tells of a skipped step. It shows in what is there when it is over: the optimizer says `found_inf` (fused
+ones), the scale has fallen, or the gradients that were bad are gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_pre_hook,
+)
+
+from . import text
+from .finding import Finding
+from .observe import read
+from .record import NOT_TAKEN, SKIPPED_STEP
+from .report import Report
+
+# What is kept of skipped steps; all are counted.
+_MAX_KEPT = 100
+
+# A weight: its module, and its name in it.
+Weight = tuple["weakref.ref[nn.Module]", str]
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """A step that was not made, as gradients of `batch` were not finite.
+
+    `scale_before` and `scale_after` are the GradScaler's, None where none was found.
+    """
+
+    batch: int
+    scale_before: float | None
+    scale_after: float | None
+    finding: Finding
+
+    def __str__(self) -> str:
+        before, after = self.scale_before, self.scale_after
+        if before is None:
+            return SKIPPED_STEP
+        fell = "" if after is None or after == before else f" -> {_spell(after)}"
+        return f"{SKIPPED_STEP} (scale {_spell(before)}{fell})"
+
+
+def _spell(scale: float) -> str:
+    return f"{scale:.0f}" if scale.is_integer() and scale < 1e15 else f"{scale:g}"
+
+
+@dataclass(slots=True)
+class _Pending:
+    report: Report
+    batches: set[int]
+    weights: set[Weight]
+    scale: float | None
+    skipped: bool = False  # as the optimizer itself said
+
+
+class OptimizerGuard:
+    """Looks at every step before it is made, and at what a backward did wrong.
+
+    `act` is called with the report of a failure that a step is about to take, or that came once too often: what it
+    raises, the step raises, and the weights are as they were. `let_go` is called when a step finds nothing held.
+    `look_at_sums` is called before a step where gradients may have added up to what is not finite; it may `hold` them.
+    `recorder` is told which gradients are no fault after all. `scaler` is the GradScaler, if it is known; else one is
+    looked for when first needed.
+    """
+
+    def __init__(
+        self,
+        recorder: Any,
+        act: Callable[[Report], None],
+        let_go: Callable[[], None],
+        look_at_sums: Callable[[], None],
+        *,
+        scaler: Any = None,
+        max_skipped_steps: int,
+    ) -> None:
+        self.skipped: deque[SkippedStep] = deque(maxlen=_MAX_KEPT)
+        self.num_skipped = 0
+        self._recorder = recorder
+        self._act = act
+        self._let_go = let_go
+        self._look_at_sums = look_at_sums
+        self._max_skipped_steps = max_skipped_steps
+        self._scaler: Callable[[], Any] | None = None if scaler is None else weakref.ref(scaler)
+        self._is_told = scaler is not None
+        self._pending: _Pending | None = None
+        self._in_a_row = 0
+        self._latest: set[Weight] = set()  # whose step was skipped last
+        this = weakref.ref(self)
+
+        def before(optimizer: Optimizer, *_: Any) -> None:
+            if (guard := this()) is not None:
+                guard._before_step(optimizer)
+
+        self._handles = [register_optimizer_step_pre_hook(before)]
+        weakref.finalize(self, _remove, self._handles)
+
+    def remove(self) -> None:
+        """Look at no more steps."""
+        self.settle()
+        _remove(self._handles)
+
+    @property
+    def pending(self) -> Report | None:
+        """The report of what is held."""
+        return None if self._pending is None else self._pending.report
+
+    def release(self) -> Report | None:
+        """The same, and hold it no longer."""
+        pending = self.pending
+        self._drop()
+        return pending
+
+    def hold(self, report: Report, batches: set[int], weights: set[Weight]) -> None:
+        """A backward has gone wrong: the gradients of these weights, in these batches, are not finite."""
+        if self._pending is None:
+            self._pending = _Pending(report, batches, weights, self._scale())
+        else:
+            self._pending.batches.update(batches)
+            self._pending.weights |= weights
+        self._recorder.tells_backward_start = True
+        if self._in_a_row >= self._max_skipped_steps:
+            count = self._in_a_row
+            self._in_a_row = 0
+            self._fail(
+                f"the {count} steps before this one were skipped, as gradients were not finite;"
+                f" max_skipped_steps={self._max_skipped_steps} lets no more pass"
+            )
+        elif _is_inside_step():
+            self._fail()  # a closure: the step has been looked at, and changes the weights next
+
+    def settle(self) -> None:
+        """See whether what is held was skipped meanwhile."""
+        pending = self._pending
+        if pending is None or not (pending.skipped or self._has_fallen(pending) or _are_clean(pending)):
+            return
+        self._drop()
+        finding = pending.report.finding
+        assert finding is not None
+        before, after = pending.scale, self._scale()
+        if not (self._is_told or pending.skipped or self._has_fallen(pending)):
+            before = None  # the scaler that was found has no part in this
+        step = SkippedStep(finding.batch, before, after, finding)
+        self.skipped.append(step)
+        self.num_skipped += 1
+        self._in_a_row += 1
+        self._latest = pending.weights
+        self._recorder.excuse_gradients(sorted(pending.batches), str(step))
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if self._recorder.paused:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            # An optimizer that steps inside the backward, as soon as a gradient is there.
+            self._recorder.finish_bad_backward()
+        if self._pending is None and self._recorder.gradient_sums_may_overflow:
+            self._recorder.forget_gradient_sums()
+            self._look_at_sums()
+        pending = self._pending
+        if pending is None:
+            if self._in_a_row and _steps(optimizer, self._latest):
+                self._in_a_row = 0
+            self._let_go()
+            return
+        found_inf = getattr(optimizer, "found_inf", None)
+        if isinstance(found_inf, Tensor) and bool(found_inf.detach().any()):
+            pending.skipped = True
+            scale = getattr(optimizer, "grad_scale", None)
+            if pending.scale is None and isinstance(scale, Tensor):
+                pending.scale = float(scale)
+        elif any(_is_bad(x.grad) for group in optimizer.param_groups for x in group["params"]):
+            self._fail()
+        elif not pending.weights or _are_clean(pending):
+            self._let_pass(pending)
+
+    def _let_pass(self, pending: _Pending) -> None:
+        self._drop()
+        self._recorder.excuse_gradients(sorted(pending.batches), NOT_TAKEN)
+        finding = pending.report.finding
+        assert finding is not None
+        warnings.warn(
+            f"{text.summary(finding)}; the gradients that the optimizer's step takes are finite: nothing was stopped",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def _fail(self, remark: str = "") -> None:
+        report = self.release()
+        assert report is not None
+        assert report.finding is not None
+        if remark:
+            finding = replace(report.finding, remarks=(*report.finding.remarks, remark))
+            report = replace(report, finding=finding)
+        self._act(report)
+
+    def _drop(self) -> None:
+        self._pending = None
+        self._recorder.tells_backward_start = False
+
+    def _has_fallen(self, pending: _Pending) -> bool:
+        scale = None if pending.scale is None else self._scale()
+        return pending.scale is not None and scale is not None and scale < pending.scale
+
+    def _scale(self) -> float | None:
+        if self._scaler is None:
+            self._scaler = _find_scaler()
+        scaler = self._scaler()
+        try:
+            return None if scaler is None else float(scaler.get_scale())
+        except Exception:
+            return None
+
+
+def _find_scaler() -> Callable[[], Any]:
+    """The one GradScaler that is in use in this process; nothing where there are none or several.
+
+    Nothing leads from a model to its scaler. This looks through all objects, 50 ms for a million, after the first bad
+    gradient.
+    """
+    found = [
+        one
+        for one in gc.get_objects()
+        if issubclass(type(one), torch.amp.GradScaler) and one._enabled and one._scale is not None
+    ]
+    return weakref.ref(found[0]) if len(found) == 1 else lambda: None
+
+
+def _is_bad(gradient: Tensor | None) -> bool:
+    return gradient is not None and read(gradient, "", "gradient")[6] is False
+
+
+def _tensor(weight: Weight) -> Tensor | None:
+    module, name = weight
+    owner = module()
+    return None if owner is None else owner._parameters.get(name)
+
+
+def _are_clean(pending: _Pending) -> bool:
+    """Whether all gradients that were bad are gone, or finite by now."""
+    tensors = [x for weight in pending.weights if (x := _tensor(weight)) is not None]
+    return bool(tensors) and not any(_is_bad(x.grad) for x in tensors)
+
+
+def _steps(optimizer: Optimizer, weights: set[Weight]) -> bool:
+    own = {id(x) for group in optimizer.param_groups for x in group["params"]}
+    return not weights or any(id(_tensor(weight)) in own for weight in weights)
+
+
+def _is_inside_step() -> bool:
+    """Whether this runs for an optimizer's `step`, as the backward of a closure does."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
