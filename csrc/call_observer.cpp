@@ -1,5 +1,7 @@
 #include "call_observer.h"
 
+#include "recall.h"
+
 namespace py = pybind11;
 
 namespace nanwatch {
@@ -13,13 +15,6 @@ constexpr Py_ssize_t kMaxScalars = 64;
 bool is_scalar(PyObject* value) {
   return value == Py_None || PyLong_Check(value) || PyFloat_Check(value) || PyUnicode_Check(value) ||
          PyBytes_Check(value);
-}
-
-// An error while looking is shown and forgotten: it must not end a training. What is no Exception (Ctrl-C) must.
-bool survive() {
-  if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
-  PyErr_WriteUnraisable(nullptr);
-  return true;
 }
 
 bool is_training(PyObject* module) {
@@ -37,12 +32,6 @@ bool is_in(PyObject* item, const std::vector<PyObject*>& stack) {
 
 py::object string(const std::string& text) {
   return py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace"));
-}
-
-// The notes of python/nanwatch/record.py that say that an infinity is meant.
-bool is_excused(PyObject* note) {
-  return PyUnicode_Check(note) && (PyUnicode_CompareWithASCIIString(note, "mask") == 0 ||
-                                   PyUnicode_CompareWithASCIIString(note, "allowed inf") == 0);
 }
 
 }  // namespace
@@ -69,42 +58,16 @@ RangeRow CallObserver::hit(const Reading& reading, const View& view) {
   return reading.range;
 }
 
-RangeRow CallObserver::weight_range(const at::Tensor& x, const View& view, int64_t batch, int64_t lifetime,
-                                    Node::Slot* slot) {
-  const uint64_t key = key_of(x);
-  find_entry(key, slot);
-  WeightReading& seen = *slot->seen;
-  const bool unchanged = seen.reading.is_of(x, key);
-  if (unchanged && seen.reading.epoch == epoch_ && batch - seen.reading.batch < lifetime)
-    return hit(seen.reading, view);
-  const RangeRow row = read(x, view);
-  if (row.isfinite) {
-    // Each weight starts at another age, so that no batch comes in which all are read again.
-    const int64_t age = unchanged ? 0 : first_readings_++ % lifetime;
-    seen.take(x, key, row, batch - age, epoch_);
-  } else {
-    seen.reading.forget();  // what is not finite is looked at closely each time
-  }
-  return row;
-}
+struct CallObserver::HostReader {
+  CallObserver& self;
+  const at::Tensor& x;
+  const View& view;
 
-RangeRow CallObserver::range_of(PyObject* object, const View& view, int64_t batch, Memory memory, Node::Slot* slot) {
-  const at::Tensor& x = THPVariable_Unpack(object);
-  ++counters.tensors;
-  if (memory == Memory::none || !remembers_ || !can_be_remembered(x)) return read(x, view);
-  if (memory == Memory::weight) return weight_range(x, view, batch, options_.reread_weights, slot);
-  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass) {
-    // A weight handed around: torch.utils.swap_tensors refuses a parameter that has weak references.
-    Node::Slot passing;
-    return weight_range(x, view, batch, 1, &passing);
-  }
-  const uint64_t key = key_of(x);
-  const Reading* reading = activations_.find(x, key);
-  if (reading != nullptr && reading->epoch == epoch_ && reading->batch == batch) return hit(*reading, view);
-  const RangeRow row = read(x, view);
-  if (row.isfinite) activations_.remember(object, x, key, row, batch, epoch_);
-  return row;
-}
+  RangeRow read() { return self.read(x, view); }
+  bool knows(const Reading& reading) const { return reading.late == nullptr; }
+  RangeRow hit(const Reading& reading) { return self.hit(reading, view); }
+  bool keeps(const RangeRow& row) const { return row.isfinite; }
+};
 
 bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame) {
   const OutsideCompiler outside;
@@ -112,10 +75,8 @@ bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role,
   PyObject* row = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
                                                node.allow_inf ? Py_True : Py_False, nullptr);
   if (row == nullptr) return survive();
-  frame->rows.push_back({label, role, Note::none, -1, 0, 0, {}, row});
-  // Row: label, role, shape, dtype, abs_min, abs_max, isfinite, health, note.
-  if (PyTuple_Check(row) && PyTuple_GET_SIZE(row) == 9 && PyTuple_GET_ITEM(row, 6) == Py_False)
-    frame->has_fault |= !is_excused(PyTuple_GET_ITEM(row, 8));
+  frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotLate, {}, row});
+  frame->has_fault |= is_fault(frame->rows.back());
   return true;
 }
 
@@ -123,26 +84,30 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
                           Node::Slot* slot, FrameData* frame) {
   if (options_.gradients && THPVariable_Unpack(object).requires_grad())
     taps.push_back({THPVariable_Unpack(object), label, role});
+  if (table_ != nullptr && late_tensor(object, label, role, memory, slot, frame)) return true;
   View view;
   if (!plain_view(object, &view) || view.dims > 255) {
+    // The first tensor of a device: until then the devices cost nothing.
+    if (table_ == nullptr && meets_device(object) && late_tensor(object, label, role, memory, slot, frame)) return true;
     ++counters.tensors;
     ++counters.tensors_read;
     return row_from_python(object, label, role, node, frame);
   }
   const at::Tensor& x = THPVariable_Unpack(object);
-  const RangeRow range = range_of(object, view, frame->batch, memory, slot);
-  if (!range.isfinite) return row_from_python(object, label, role, node, frame);
-  if (range.abs_min == 0.0 && (role == Role::input || role == Role::buffer)) {
-    // Zeros and the largest number there is: perhaps an additive attention mask, which Python knows to tell.
-    const double largest = with_format(view.format, [](auto tag) {
-      constexpr Format F = decltype(tag)::format;
-      return Codes<F>::is_float ? decode<F>(Codes<F>::max_finite) : -1.0;
-    });
-    if (range.abs_max == largest) return row_from_python(object, label, role, node, frame);
+  const RangeRow range = range_of<RangeRow>(object, frame->batch, memory, slot, HostReader{*this, x, view});
+  if (!range.isfinite) {
+    // A copy to the host that nobody has waited for yet leaves in the output what was there before.
+    if (table_ != nullptr && role == Role::output) table_->drain();
+    return row_from_python(object, label, role, node, frame);
   }
+  // Zeros and the largest number there is: perhaps an additive attention mask, which Python knows to tell.
+  if (range.abs_min == 0.0 && (role == Role::input || role == Role::buffer) &&
+      range.abs_max == largest_finite(view.format))
+    return row_from_python(object, label, role, node, frame);
   const auto at = uint32_t(frame->shapes.size());
   frame->shapes.insert(frame->shapes.end(), view.sizes, view.sizes + view.dims);
-  frame->rows.push_back({label, role, Note::none, int8_t(x.scalar_type()), uint8_t(view.dims), at, range, nullptr});
+  frame->rows.push_back(
+      {label, role, Note::none, int8_t(x.scalar_type()), uint8_t(view.dims), at, kNotLate, range, nullptr});
   return true;
 }
 
@@ -160,14 +125,16 @@ bool CallObserver::each_own(Node& node, PyObject* module, Role role, const Actio
   PyObject *name, *value;
   Py_ssize_t position = 0;
   size_t count = 0;
-  own_.clear();
+  // Of the thread: while one tensor is read, another thread may look at its own call.
+  static thread_local ObjectSet own;
+  own.clear();
   while (PyDict_Next(named.ptr(), &position, &name, &value)) {
     if (!THPVariable_Check(value)) continue;
     if (role == Role::buffer) {
       const at::Tensor& x = THPVariable_Unpack(value);
       if (!x.is_floating_point() && !x.is_complex()) continue;
     }
-    if (!own_.add(value)) continue;  // a tensor under two names counts once
+    if (!own.add(value)) continue;  // a tensor under two names counts once
     if (count == slots.size()) slots.emplace_back();
     Node::Slot& slot = slots[count++];
     if (slot.name.ptr() != name) {
@@ -222,7 +189,7 @@ struct CallObserver::Walk {
 
   bool note(Labels::Id label, Note what) {
     ++leaves;
-    frame->rows.push_back({label, role, what, -1, 0, 0, {}, nullptr});
+    frame->rows.push_back({label, role, what, -1, 0, 0, kNotLate, {}, nullptr});
     return true;
   }
 
@@ -370,35 +337,28 @@ CallObserver::Kind CallObserver::kind_of(PyTypeObject* type) {
 
 bool CallObserver::observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
                            bool outermost, FrameData* frame) {
-  bool done = rows(node, module, args, kwargs, output, outermost, frame);
-  if (done && frame->has_fault) {
-    // Of a faulty call nothing is taken on trust: what was remembered may have been overwritten unseen.
-    frame->clear();
-    taps.clear();
-    remembers_ = false;
-    done = rows(node, module, args, kwargs, output, outermost, frame);
-    remembers_ = true;
+  return look(node, frame, [&] { return rows(node, module, args, kwargs, output, outermost, frame); });
+}
+
+bool CallObserver::input_rows(const Node& node, PyObject* args, PyObject* kwargs, FrameData* frame) {
+  Walk walk{*this, node, frame, Role::input};
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i)
+    if (!walk.value(PyTuple_GET_ITEM(args, i), labels_.item(Labels::kInput, i))) return false;
+  if (kwargs == nullptr) return true;
+  PyObject *key, *item;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(kwargs, &position, &key, &item)) {
+    const py::object held = py::reinterpret_borrow<py::object>(item);
+    if (!walk.value(item, walk.named(Labels::kInput, key))) return false;
   }
-  return done;
+  return true;
 }
 
 bool CallObserver::rows(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
                         bool outermost, FrameData* frame) {
   if (options_.weights && !own_tensors(node, module, Role::weight, frame)) return false;
   if (options_.buffers && !own_tensors(node, module, Role::buffer, frame)) return false;
-  if (options_.inputs) {
-    Walk walk{*this, node, frame, Role::input};
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i)
-      if (!walk.value(PyTuple_GET_ITEM(args, i), labels_.item(Labels::kInput, i))) return false;
-    if (kwargs != nullptr) {
-      PyObject *key, *item;
-      Py_ssize_t position = 0;
-      while (PyDict_Next(kwargs, &position, &key, &item)) {
-        const py::object held = py::reinterpret_borrow<py::object>(item);
-        if (!walk.value(item, walk.named(Labels::kInput, key))) return false;
-      }
-    }
-  }
+  if (options_.inputs && !input_rows(node, args, kwargs, frame)) return false;
   if (options_.outputs) {
     // A write past the version counter between a module and the end of the forward would else hide a nan in what the
     // model returns.

@@ -16,20 +16,11 @@
 
 #include "frame.h"
 #include "plain_view.h"
+#include "row_python.h"
+#include "row_table.h"
 #include "seen.h"
 
 namespace nanwatch {
-
-inline const char* role_name(Role role) {
-  switch (role) {
-    case Role::weight: return "weight";
-    case Role::buffer: return "buffer";
-    case Role::input: return "input";
-    case Role::output: return "output";
-    case Role::gradient: break;
-  }
-  return "gradient";
-}
 
 // Counts that do not depend on the machine.
 struct Counters {
@@ -37,7 +28,11 @@ struct Counters {
   int64_t nanoseconds = 0;  // spent here; only when asked for
 };
 
+// When the host looks at rows that a device makes: see `watch`.
+enum class Check : uint8_t { module, batch, async };
+
 struct Options {
+  Check check = Check::batch;
   bool weights = true, buffers = true, inputs = true, outputs = true;
   int64_t reread_weights = 64;
   bool verify_hits = false;  // read again on every cache hit and count the differences
@@ -59,6 +54,7 @@ struct Helpers {
   pybind11::object leaves;        // (value, label) -> [(label, leaf)]
   pybind11::object is_container;  // (type) -> bool: may `leaves` find anything inside
   pybind11::object spell_key;     // (key) -> str
+  pybind11::object arrived;       // (label, role, shape, dtype, values, allow_inf) -> Row
 };
 
 // A few objects, compared by identity; borrowed. Reused, so that a steady run allocates nothing.
@@ -127,7 +123,7 @@ class OutsideCompiler {
 
 class CallObserver {
  public:
-  CallObserver(const Options& options, Helpers helpers) : options_(options), helpers_(std::move(helpers)) {}
+  CallObserver(const Options& options, Helpers helpers);
   ~CallObserver();
   CallObserver(const CallObserver&) = delete;
   CallObserver& operator=(const CallObserver&) = delete;
@@ -145,6 +141,11 @@ class CallObserver {
   // The same for a call in compiled code, whose values come as `plan` says.
   bool observe_compiled(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame);
   std::shared_ptr<Node::Plan> plan_of(Node& node, std::string_view text);
+
+  // The rows of what a batch was called with; they may be late.
+  bool observe_given(PyObject* args, PyObject* kwargs, FrameData* frame);
+  // Gives the late rows of a frame, all of which have come or are lost, their place in it.
+  bool resolve(const Node& node, FrameData* frame);
 
   void forget_weights() { ++epoch_; }
   // Nothing is remembered of activations from batch to batch.
@@ -166,6 +167,8 @@ class CallObserver {
 
  private:
   struct Walk;  // one walk over one value or one call
+  struct HostReader;
+  struct LateReader;
   enum class Kind : uint8_t { opaque, mapping, container };
   // Where a range may come from: for a batch, for many batches, or nowhere.
   enum class Memory : uint8_t { activation, weight, none };
@@ -178,12 +181,23 @@ class CallObserver {
               FrameData* frame);
   bool rows(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
             FrameData* frame);
+  bool input_rows(const Node& node, PyObject* args, PyObject* kwargs, FrameData* frame);
   bool compiled_rows(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame);
+  template <typename Make>
+  bool look(const Node& node, FrameData* frame, const Make& make);
+  template <typename Make>
+  bool look_once(const Node& node, FrameData* frame, const Make& make);
+  bool complete(const Node& node, FrameData* frame);
+  bool meets_device(PyObject* object);
+  bool late_tensor(PyObject* object, Labels::Id label, Role role, Memory memory, Node::Slot* slot, FrameData* frame);
+  bool resolve_row(const Node& node, const LateRow& late, const FrameData& frame, RowData* row);
   void unread(Labels::Id label, Role role, const std::string& reason, FrameData* frame);
   bool row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame);
   RangeRow read(const at::Tensor& x, const View& view);
-  RangeRow range_of(PyObject* object, const View& view, int64_t batch, Memory memory, Node::Slot* slot);
-  RangeRow weight_range(const at::Tensor& x, const View& view, int64_t batch, int64_t lifetime, Node::Slot* slot);
+  template <typename Row, typename Reader>
+  Row range_of(PyObject* object, int64_t batch, Memory memory, Node::Slot* slot, Reader reader);
+  template <typename Row, typename Reader>
+  Row weight_range(const at::Tensor& x, int64_t batch, int64_t lifetime, Node::Slot* slot, Reader& reader);
   RangeRow hit(const Reading& reading, const View& view);
   Kind kind_of(PyTypeObject* type);
 
@@ -195,8 +209,9 @@ class CallObserver {
   std::unordered_map<PyTypeObject*, Kind> kinds_;  // keys owned
   int64_t epoch_ = 0;
   int64_t first_readings_ = 0;  // of weights
-  ObjectSet own_;
-  bool remembers_ = true;  // false while a faulty call is looked at again
+  bool remembers_ = true;       // false while a faulty call is looked at again
+  RowTable* table_ = nullptr;   // once a tensor of a device was met
+  bool devices_off_ = false;    // their tensors are read like any that is not plain
 };
 
 }  // namespace nanwatch

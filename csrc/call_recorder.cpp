@@ -51,6 +51,7 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object l
       listener_(std::move(listener)),
       frame_type_(std::move(frame_type)),
       ring_(max_frames),
+      check_(options.check),
       every_(every),
       traced_(std::move(traced)),
       measures_time_(options.measure_time),
@@ -112,6 +113,10 @@ bool CallRecorder::tell(const char* method, py::args arguments) {
 
 bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs) {
   if (!finish_broken_backwards()) return false;
+  if (!pending_.empty() || !graphs_.empty()) {
+    const Recording recording(&thread);
+    if (!look(thread, false, false)) return false;
+  }
   thread.args = args;
   thread.kwargs = kwargs;
   // Called from a backward: activation checkpointing runs the forward again. That is no new batch.
@@ -124,21 +129,6 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
   const py::object given = args != nullptr ? py::reinterpret_borrow<py::object>(args) : py::object(py::tuple());
   return tell("batch_started",
               py::make_tuple(thread.batch, is_traced(thread.batch), or_none(module), given, or_none(kwargs)));
-}
-
-// False with an exception set, the call's own if it has one: that matters more than what the listener raises.
-bool CallRecorder::end_batch(Thread& thread, bool completed) {
-  thread.args = thread.kwargs = nullptr;
-  observer_.end_batch();
-  if (thread.recomputed || !tells_batch_end) return completed;
-  PyObject *type, *value, *traceback;
-  PyErr_Fetch(&type, &value, &traceback);
-  const Recording recording(&thread);  // the listener may run the model once more
-  const bool told = tell("batch_ended", py::make_tuple(thread.batch, completed));
-  if (completed) return told;
-  PyErr_Clear();
-  PyErr_Restore(type, value, traceback);
-  return false;
 }
 
 PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs) {
@@ -171,33 +161,56 @@ bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObj
   frame.batch = thread.batch;
   frame.node = index;
   frame.recomputed = thread.recomputed;
+  frame.late.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
   observer_.taps.clear();
   const bool done = observer_.observe(node, module, args, kwargs, output, thread.nodes.empty(), &frame);
   if (!done) observer_.taps.clear();
   if (!done) return false;
-  follow_gradients(thread, index, thread.nodes.empty() ? int32_t(kNoCaller) : thread.nodes.back(), nullptr);
-  return thread.nodes.empty() ? finish(thread, int32_t(kNoCaller), args)
-                              : finish(thread, thread.nodes.back(), thread.args);
+  const int32_t caller = thread.nodes.empty() ? int32_t(kNoCaller) : thread.nodes.back();
+  follow_gradients(thread, index, caller, nullptr);
+  return finish(thread, caller);
 }
 
-// Keeps the frame that was made and tells of it. `args` are the outermost call's.
-bool CallRecorder::finish(Thread& thread, int32_t caller_node, PyObject* args) {
+// The arguments of the outermost call; of a compiled one those tensors that still live.
+py::object CallRecorder::given_to(const Thread& thread) const {
+  if (thread.args != nullptr) return py::reinterpret_borrow<py::object>(thread.args);
+  py::list alive;
+  if (thread.given != nullptr)
+    for (const py::handle weak : py::reinterpret_borrow<py::list>(thread.given)) {
+      PyObject* object = PyWeakref_GetObject(weak.ptr());
+      if (object != nullptr && object != Py_None) alive.append(py::handle(object));
+    }
+  return py::tuple(alive);
+}
+
+py::object CallRecorder::name_of(int32_t caller) const {
+  return caller == kNoCaller ? py::object(py::none()) : py::object(py::str(nodes_[size_t(caller)]->name));
+}
+
+// Keeps the frame that was made and tells of it.
+bool CallRecorder::finish(Thread& thread, int32_t caller) {
   FrameData& frame = thread.frame;
   ++observer_.counters.frames;
+  if (thread.graph != nullptr) {
+    thread.graph->entries.emplace_back();
+    thread.graph->entries.back().frame.swap(frame);
+    thread.graph->entries.back().caller = caller;
+    return true;
+  }
+  if (!frame.late.empty() || (!pending_.empty() && has_pending(thread))) {
+    defer(thread, caller);
+    return true;
+  }
   const bool has_fault = frame.has_fault;
   ring_.push(frame);
-  const bool is_told = tells_frames || is_traced(thread.batch);
-  if (!has_fault && !is_told) return true;
+  if (!has_fault && !is_told(thread.batch)) return true;
   FrameData copy;
   copy.copy(ring_.latest());
   const py::object seen = to_python(copy);
-  if (is_told && !tell("frame_recorded", py::make_tuple(seen))) return false;
+  if (is_told(thread.batch) && !tell("frame_recorded", py::make_tuple(seen))) return false;
   if (!has_fault) return true;
-  const py::object caller =
-      caller_node == kNoCaller ? py::object(py::none()) : py::object(py::str(nodes_[size_t(caller_node)]->name));
   const py::handle none = Py_None;
-  // The outermost call's arguments are still on the stack of whoever made it.
-  return tell("fault", py::make_tuple(seen, caller, py::handle(args),
+  return tell("fault", py::make_tuple(seen, name_of(caller), given_to(thread),
                                       thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
 }
 
@@ -218,12 +231,8 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
                                  notes[int(row.note)]));
       continue;
     }
-    py::tuple shape(row.dims);
-    for (size_t d = 0; d < row.dims; ++d) shape[d] = frame.shapes[row.shape_at + d];
-    std::string dtype = py::cast<std::string>(py::str(py::cast(static_cast<at::ScalarType>(row.dtype))));
-    dtype.erase(0, sizeof("torch.") - 1);
-    rows.append(py::make_tuple(label, role, shape, dtype, row.range.abs_min, row.range.abs_max, row.range.isfinite,
-                               py::none(), ""));
+    rows.append(py::make_tuple(label, role, shape_of(frame, row), dtype_name(row), row.range.abs_min, row.range.abs_max,
+                               row.range.isfinite, py::none(), ""));
   }
   return frame_type_(frame.batch, node.name, node.class_name, rows, frame.recomputed, phases[int(frame.phase)]);
 }

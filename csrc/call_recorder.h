@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "call_observer.h"
+#include "graph_rows.h"
+#include "pending_batch.h"
 
 namespace nanwatch {
 
@@ -53,6 +55,12 @@ class CallRecorder {
   void forget_gradients(const std::vector<at::Tensor>& leaves);  // and see no more
 
   pybind11::list frames() const;
+
+  // Looks at the batches that wait for a device, as far as their rows have come, or with `wait` at all that have ended.
+  // Throws what the listener raises.
+  void look_from_python(bool wait);
+  pybind11::list pending_frames();
+
   CallObserver& observer() { return observer_; }
   int64_t latest_batch() const { return latest_batch_; }
 
@@ -77,6 +85,8 @@ class CallRecorder {
     bool recording = false;  // Python code called from here may call a watched module: that call is not recorded
     PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call, which keeps them alive
     PyObject* given = nullptr;                    // owned; weak references to what a compiled outermost call was given
+    std::shared_ptr<GraphRows> graph = {};        // of a batch that is being captured
+    PendingBatch* pending = nullptr;              // the batch under way, if frames of it wait for a device
     FrameData frame = {};
   };
 
@@ -86,18 +96,31 @@ class CallRecorder {
   bool begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs);
   bool end_batch(Thread& thread, bool completed);
   bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
-  bool finish(Thread& thread, int32_t caller, PyObject* args);
   void follow_gradients(const Thread& thread, int32_t index, int32_t caller, std::shared_ptr<const GradientCall>* keep);
+  bool finish(Thread& thread, int32_t caller);
+  pybind11::object given_to(const Thread& thread) const;
+  pybind11::object name_of(int32_t caller) const;
+  bool has_pending(const Thread& thread) const;
+  void defer(Thread& thread, int32_t caller);
+  bool close(Thread& thread, bool completed);
+  bool look(Thread& thread, bool wait, bool all);
+  bool tell_of(PendingBatch& batch);
+  void captured(Thread& thread, bool completed);
+  bool look_at_replays(bool wait);
   void abandon(Thread& thread);
   bool end_compiled(Thread& thread, bool completed);
   bool tell(const char* method, pybind11::args arguments);
   bool is_traced(int64_t batch) const;
+  bool is_told(int64_t batch) const { return tells_frames || is_traced(batch); }
   pybind11::object to_python(const FrameData& frame) const;
 
   CallObserver observer_;
   pybind11::object listener_, frame_type_;
   FrameRing ring_;
-  std::shared_ptr<GradientLog> gradient_log_;  // null when nobody asked for gradients
+  std::shared_ptr<GradientLog> gradient_log_;          // null when nobody asked for gradients
+  std::deque<std::unique_ptr<PendingBatch>> pending_;  // in the order of their beginnings
+  std::vector<std::shared_ptr<GraphRows>> graphs_;     // what was captured
+  const Check check_;
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted
   bool measures_time_;

@@ -12,6 +12,7 @@
 
 #include "call_recorder.h"
 #include "fallback.h"
+#include "recall.h"
 
 namespace py = pybind11;
 
@@ -128,7 +129,7 @@ void CallObserver::unread(Labels::Id label, Role role, const std::string& reason
   PyObject* row = Py_BuildValue("(sszszzzzs)", labels_.text(label).c_str(), role_name(role), nullptr, "", nullptr,
                                 nullptr, nullptr, nullptr, note.c_str());
   if (row != nullptr) {
-    frame->rows.push_back({label, role, Note::none, -1, 0, 0, {}, row});
+    frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotLate, {}, row});
   } else {
     PyErr_Clear();
   }
@@ -144,7 +145,7 @@ bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList te
         unread(label, value.role, value.reason, frame);
       } else {
         const Note note = value.kind == 'n' ? Note::is_none : Note::not_a_tensor;
-        frame->rows.push_back({label, value.role, note, -1, 0, 0, {}, nullptr});
+        frame->rows.push_back({label, value.role, note, -1, 0, 0, kNotLate, {}, nullptr});
       }
       continue;
     }
@@ -172,15 +173,7 @@ bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList te
 }
 
 bool CallObserver::observe_compiled(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame) {
-  bool done = compiled_rows(node, plan, tensors, frame);
-  if (done && frame->has_fault) {
-    frame->clear();
-    taps.clear();
-    remembers_ = false;
-    done = compiled_rows(node, plan, tensors, frame);
-    remembers_ = true;
-  }
-  return done;
+  return look(node, frame, [&] { return compiled_rows(node, plan, tensors, frame); });
 }
 
 // ---- CallRecorder ---------------------------------------------------------------------------------------------------
@@ -201,8 +194,9 @@ void CallRecorder::abandon(Thread& thread) {
 bool CallRecorder::end_compiled(Thread& thread, bool completed) {
   thread.nodes.clear();
   thread.compiled = thread.adopted = false;
+  const bool done = end_batch(thread, completed);
   Py_CLEAR(thread.given);
-  return end_batch(thread, completed);
+  return done;
 }
 
 void CallRecorder::adopt_compiled(int64_t node) {
@@ -259,21 +253,11 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
       node.class_name = plan->class_name;
       node.type = nullptr;
     }
+    frame.late.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
     observer_.taps.clear();
     done = observer_.observe_compiled(node, *plan, tensors, &frame);
     if (done) follow_gradients(thread, int32_t(index), int32_t(caller), &node.compiled_call);
-    if (done && thread.compiled) {
-      py::list alive;
-      if (thread.given != nullptr && frame.has_fault)
-        for (const py::handle weak : py::reinterpret_borrow<py::list>(thread.given)) {
-          PyObject* object = PyWeakref_GetObject(weak.ptr());
-          if (object != nullptr && object != Py_None) alive.append(py::handle(object));
-        }
-      const py::tuple args(alive);
-      done = finish(thread, int32_t(caller), args.ptr());
-    } else if (done) {
-      done = finish(thread, int32_t(caller), thread.args);
-    }
+    if (done) done = finish(thread, int32_t(caller));
   }
   if (ends || (!done && thread.compiled)) done = end_compiled(thread, done);
   if (!done) throw py::error_already_set();

@@ -262,4 +262,12 @@ NANWATCH_HD double decode(typename Codes<F>::Word magnitude) {
   }
 }
 
+// The largest finite number of a floating-point format; -1 for integers.
+inline double largest_finite(Format format) {
+  return with_format(format, [](auto tag) {
+    constexpr Format F = decltype(tag)::format;
+    return Codes<F>::is_float ? decode<F>(Codes<F>::max_finite) : -1.0;
+  });
+}
+
 }  // namespace nanwatch

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "labels.h"
+#include "late_row.h"
 #include "range.h"
 
 namespace nanwatch {
@@ -18,6 +19,8 @@ enum class Role : uint8_t { weight, buffer, input, output, gradient };
 enum class Phase : uint8_t { forward, backward, step };
 enum class Note : uint8_t { none, is_none, not_a_tensor };
 
+constexpr int32_t kNotLate = -1;
+
 struct RowData {
   Labels::Id label;
   Role role;
@@ -25,6 +28,7 @@ struct RowData {
   int8_t dtype;  // c10::ScalarType, -1 where there is no tensor
   uint8_t dims;
   uint32_t shape_at;  // into FrameData::shapes
+  int32_t late;       // into FrameData::late.rows while the range is still to come, else kNotLate
   RangeRow range;
   PyObject* python;  // owned; where the Python side made the row, it replaces all else
 };
@@ -38,6 +42,7 @@ struct FrameData {
   bool has_fault = false;
   std::vector<RowData> rows;
   std::vector<int64_t> shapes;
+  LateFrame late;
 
   FrameData() = default;
   FrameData(const FrameData&) = delete;
@@ -54,6 +59,7 @@ struct FrameData {
     for (const RowData& row : rows) Py_XDECREF(row.python);
     rows.clear();
     shapes.clear();
+    late.clear();
     has_fault = false;
     phase = Phase::forward;
   }
@@ -67,6 +73,7 @@ struct FrameData {
     has_fault = other.has_fault;
     rows = other.rows;
     shapes = other.shapes;
+    late.rows = other.late.rows;
     for (const RowData& row : rows) Py_XINCREF(row.python);
   }
 
@@ -78,6 +85,7 @@ struct FrameData {
     std::swap(has_fault, other.has_fault);
     rows.swap(other.rows);
     shapes.swap(other.shapes);
+    late.swap(other.late);
   }
 };
 

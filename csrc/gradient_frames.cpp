@@ -154,7 +154,7 @@ void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) 
   frame.node = node;
   frame.phase = Phase::step;
   for (const py::handle row : rows)
-    frame.rows.push_back({0, Role::weight, Note::none, -1, 0, 0, {}, row.inc_ref().ptr()});
+    frame.rows.push_back({0, Role::weight, Note::none, -1, 0, 0, kNotLate, {}, row.inc_ref().ptr()});
   ++observer_.counters.frames;
   ring_.push(frame);
 }

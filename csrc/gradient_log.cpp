@@ -314,7 +314,7 @@ double GradientLog::arrived(const at::Tensor& gradient, const void* place, uint3
         backward->version == version && !backward->events.empty())
       known = backward->events.back();
   }
-  RowData row{users[0].label, Role::gradient, Note::none, -1, 0, 0, {}, nullptr};
+  RowData row{users[0].label, Role::gradient, Note::none, -1, 0, 0, kNotLate, {}, nullptr};
   bool is_bad = false;
   int64_t bytes = 0;
   View view{};

@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda_tensor.h"
+#include "range_cuda_examine.h"
 #include "range_cuda_kernels.h"
 
 namespace nanwatch {
@@ -119,6 +120,82 @@ int reduce(const NanwatchTensor* tensors, int64_t count, double* rows, void* wor
   return together.flush();
 }
 
+// Tensors that one launch of the second kernel takes: 2.5 KiB of parameters, or 10 KiB where so much is allowed.
+#if CUDART_VERSION >= 12010
+using ExamineMany = Examination<64>;
+#else
+using ExamineMany = Examination<24>;
+#endif
+using ExamineFew = Examination<16>;
+static_assert(sizeof(ExamineMany) <= kMaxParameters, "the parameters of a launch are bounded");
+
+// A workspace: the cells of the ranges or the health, those of the second kernel, and the ranges between the two.
+constexpr size_t kRangeCells = Many::capacity * sizeof(Cell<DeviceRange>);
+constexpr size_t kExamineCells = ExamineMany::capacity * sizeof(Cell<Examined>);
+constexpr size_t kBetween = ExamineMany::capacity * kRangeColumns * sizeof(double);
+static_assert(kRangeCells >= sizeof(Cell<DeviceHealth>), "one cell for a health");
+
+// The dimensions that matter, in C order, the last one for itself: a mask is judged by its rows. False if too many.
+template <class AnyExamination>
+bool add(AnyExamination* all, const NanwatchTensor& tensor) {
+  const int i = all->count;
+  int64_t* const size = all->size[i];
+  int64_t* const stride = all->stride[i];
+  const int64_t width = width_of(tensor), last = tensor.dims - 1;
+  int dims = 0;
+  int64_t numel = 1;
+  for (int64_t d = 0; d <= last; ++d) {
+    numel *= tensor.sizes[d];
+    if (tensor.sizes[d] == 1 && d != last) continue;
+    if (dims > 0 && d != last && stride[dims - 1] == tensor.strides[d] * width * tensor.sizes[d]) {
+      size[dims - 1] *= tensor.sizes[d];
+      stride[dims - 1] = tensor.strides[d] * width;
+      continue;
+    }
+    if (dims == kExamineDims) return false;
+    size[dims] = tensor.sizes[d];
+    stride[dims++] = tensor.strides[d] * width;
+  }
+  if (dims == 0) size[dims] = 1, stride[dims++] = width;
+  const int64_t blocks = (numel + kExaminePerBlock - 1) / kExaminePerBlock;
+  const int64_t used = blocks < 1 ? 1 : blocks > int64_t(kExamineBlocks) ? int64_t(kExamineBlocks) : blocks;
+  all->data[i] = static_cast<const char*>(tensor.data);
+  all->numel[i] = numel;
+  all->dims[i] = uint8_t(dims);
+  all->format[i] = uint8_t(tensor.format);
+  all->end[i] = (i == 0 ? 0 : all->end[i - 1]) + uint32_t(used);
+  ++all->count;
+  return true;
+}
+
+template <class AnyExamination>
+int observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget& target, void* workspace, int device,
+            void* stream) {
+  char* const memory = static_cast<char*>(workspace);
+  auto* const between = reinterpret_cast<double*>(memory + kRangeCells + kExamineCells);
+  AnyExamination all;
+  all.count = 0;
+  all.ranges = between;
+  all.cells = memory + kRangeCells;
+  all.target = target;
+  for (int64_t i = 0; i < count; ++i)
+    if (!add(&all, tensors[i])) return kNanwatchTooManyDims;
+  if (const int error = nanwatch_cuda_ranges(tensors, count, between, workspace, device, stream)) return error;
+  void* arguments[] = {&all};
+  return checked(cudaLaunchKernel(examine_kernel<AnyExamination>, dim3(all.end[count - 1]), dim3(kThreads), arguments,
+                                  0, static_cast<cudaStream_t>(stream)));
+}
+
+// Whether the kernels can walk the tensor, so that nothing is enqueued where one of several cannot be.
+bool can_observe(const NanwatchTensor& tensor) {
+  if (tensor.dims > kNanwatchMaxDims) return false;
+  Dim dim[kNanwatchMaxDims];
+  ExamineFew one;
+  one.count = 0;
+  return collapse(tensor.dims, tensor.sizes, tensor.strides, false, dim).dims <= kNanwatchMaxWalkDims &&
+         add(&one, tensor);
+}
+
 // While one lives an allocation on this thread is no error, and no end, of a capture elsewhere.
 class Uncaptured {
  public:
@@ -138,8 +215,7 @@ extern "C" {
 
 size_t nanwatch_cuda_workspace(void) {
   using namespace nanwatch;
-  constexpr size_t ranges = Many::capacity * sizeof(Cell<DeviceRange>), health = sizeof(Cell<DeviceHealth>);
-  return ranges > health ? ranges : health;
+  return kRangeCells + kExamineCells + kBetween;
 }
 
 int nanwatch_cuda_clear(void* workspace, int device, void* stream) {
@@ -156,6 +232,33 @@ int nanwatch_cuda_ranges(const NanwatchTensor* tensors, int64_t count, double* r
 
 int nanwatch_cuda_health(const NanwatchTensor* tensor, double* row, void* workspace, int device, void* stream) {
   return nanwatch::reduce<nanwatch::DeviceHealth, nanwatch::Few>(tensor, 1, row, workspace, device, stream);
+}
+
+int nanwatch_cuda_observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, void* workspace,
+                          int device, void* stream) {
+  using namespace nanwatch;
+  for (int64_t i = 0; i < count; ++i)
+    if (!can_observe(tensors[i])) return kNanwatchTooManyDims;
+  for (int64_t done = 0; done < count;) {
+    const bool few = count - done <= ExamineFew::capacity;
+    const int64_t most = few ? ExamineFew::capacity : ExamineMany::capacity;
+    const int64_t now = count - done < most ? count - done : most;
+    NanwatchTarget rest = *target;
+    rest.rows += done * target->spacing;
+    rest.first += uint64_t(done);
+    const auto enqueue = few ? observe<ExamineFew> : observe<ExamineMany>;
+    if (const int error = enqueue(tensors + done, now, rest, workspace, device, stream)) return error;
+    done += now;
+  }
+  return 0;
+}
+
+int nanwatch_cuda_step(uint64_t* step, uint64_t* done, int device, void* stream) {
+  using namespace nanwatch;
+  if (const int error = checked(cudaSetDevice(device))) return error;
+  volatile uint64_t *counter = step, *end = done;
+  void* arguments[] = {&counter, &end};
+  return checked(cudaLaunchKernel(step_kernel, dim3(1), dim3(1), arguments, 0, static_cast<cudaStream_t>(stream)));
 }
 
 int nanwatch_cuda_stream(int device, void* stream, uint64_t* id, int* capturing) {
@@ -192,7 +295,39 @@ int nanwatch_cuda_wait(int device, void* stream) {
   return nanwatch::checked(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
 }
 
+int nanwatch_cuda_event(int device, void** event) {
+  if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
+  const nanwatch::Uncaptured uncaptured;
+  return nanwatch::checked(cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event), cudaEventDisableTiming));
+}
+
+int nanwatch_cuda_record(void* event, int device, void* stream) {
+  if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (const int error = nanwatch::checked(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status)))
+    return error;
+  if (status != cudaStreamCaptureStatusNone) return kNanwatchCapturing;
+  return nanwatch::checked(cudaEventRecord(static_cast<cudaEvent_t>(event), static_cast<cudaStream_t>(stream)));
+}
+
+int nanwatch_cuda_query(void* event, int device) {
+  if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
+  const nanwatch::Uncaptured uncaptured;
+  const int error = nanwatch::checked(cudaEventQuery(static_cast<cudaEvent_t>(event)));
+  return error == int(cudaErrorNotReady) ? int(kNanwatchNotReady) : error;
+}
+
+int nanwatch_cuda_await(void* event, int device) {
+  if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
+  const nanwatch::Uncaptured uncaptured;
+  return nanwatch::checked(cudaEventSynchronize(static_cast<cudaEvent_t>(event)));
+}
+
 const char* nanwatch_cuda_error(int code) {
+  if (code == kNanwatchRefused) return "PyTorch refused the device, its stream or its memory";
+  if (code == kNanwatchOverwritten) return "a later replay of the graph has written over it";
+  if (code == kNanwatchCapturing) return "the stream is being captured into a CUDA graph";
+  if (code == kNanwatchNoWorkspace) return "there is no workspace left for another stream";
   if (code == kNanwatchTooManyDims) return "the tensor has more dimensions than the kernels walk";
   if (code == kNanwatchTooManyChunks) return "the tensor has more elements than one launch reads";
   return cudaGetErrorString(cudaError_t(code));

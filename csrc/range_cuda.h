@@ -16,7 +16,8 @@ extern "C" {
 // Dimensions that may remain after those that continue each other in memory were merged, and before.
 enum { kNanwatchMaxWalkDims = 25, kNanwatchMaxDims = 64 };
 
-enum { kNanwatchTooManyDims = -1, kNanwatchTooManyChunks = -2 };
+enum { kNanwatchTooManyDims = -1, kNanwatchTooManyChunks = -2, kNanwatchNotReady = -3 };
+enum { kNanwatchCapturing = -4, kNanwatchNoWorkspace = -5, kNanwatchOverwritten = -6, kNanwatchRefused = -7 };
 
 // The arrays and this struct itself may be freed as soon as the call returns.
 typedef struct NanwatchTensor {
@@ -27,8 +28,31 @@ typedef struct NanwatchTensor {
   int32_t format;  // nanwatch::Format
 } NanwatchTensor;
 
+// The columns of nanwatch::Health::write, and two that tell an additive mask: how many elements are minus the largest
+// number, and how many rows (over the last dimension) have no zero.
+enum { kNanwatchRowValues = 13 };
+
+// A row as a device delivers it, into host memory.
+typedef struct NanwatchRow {
+  double values[kNanwatchRowValues];
+  double examined;    // not 0: all the values are filled; else the first three
+  uint64_t reserved;  // 128 bytes, so that no two rows share a cache line
+  uint64_t stamp;     // written last, when the rest can be read
+} NanwatchRow;
+
+// Where the rows of a call go. Row i is rows[i * spacing], and its stamp `first` + i. With `step`, a counter in device
+// memory, it is rows[i * spacing + *step % spacing], and the stamp is *step: a graph that is replayed has other rows
+// each time, up to `spacing` of them.
+typedef struct NanwatchTarget {
+  NanwatchRow* rows;
+  int64_t spacing;
+  uint64_t first;
+  const uint64_t* step;
+} NanwatchTarget;
+
 // Bytes of device memory, aligned to 8, where the blocks of a launch meet. It must be zero when work begins and is left
-// zero, so that one serves all calls on one stream, one after the other; two streams must not share one.
+// zero (but for its end, where nanwatch_cuda_observe keeps what nobody else reads), so that one serves all calls on one
+// stream, one after the other; two streams must not share one.
 size_t nanwatch_cuda_workspace(void);
 
 // Makes a workspace zero, in stream order.
@@ -42,6 +66,11 @@ int nanwatch_cuda_ranges(const NanwatchTensor* tensors, int64_t count, double* r
 // row[0..10] = the columns of nanwatch::Health::write.
 int nanwatch_cuda_health(const NanwatchTensor* tensor, double* row, void* workspace, int device, void* stream);
 
+// The range of every tensor, and of one that is not finite, or that may be an additive mask, its health and what tells
+// a mask. Two launches for up to 16 tensors, more for more of them; all is enqueued, or with a negative code nothing.
+int nanwatch_cuda_observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, void* workspace,
+                          int device, void* stream);
+
 // A number that no other stream of this process ever has (0: this toolkit knows none), and whether the stream is being
 // captured.
 int nanwatch_cuda_stream(int device, void* stream, uint64_t* id, int* capturing);
@@ -53,6 +82,18 @@ int nanwatch_cuda_allocate_mapped(int device, size_t bytes, void** memory, void*
 
 // Waits for the stream. Not for a stream that is being captured.
 int nanwatch_cuda_wait(int device, void* stream);
+
+// One more kernel: adds one to *step, or, if there is a `done`, says there how far *step is. Both may be in mapped host
+// memory, and have to be aligned to 8.
+int nanwatch_cuda_step(uint64_t* step, uint64_t* done, int device, void* stream);
+
+// An event, for as long as it is wanted, and a mark with it behind the work on a stream. Nothing is marked where the
+// stream is being captured (kNanwatchCapturing). `query` gives kNanwatchNotReady until the device has come to the mark.
+// None of these disturbs a capture elsewhere.
+int nanwatch_cuda_event(int device, void** event);
+int nanwatch_cuda_record(void* event, int device, void* stream);
+int nanwatch_cuda_query(void* event, int device);
+int nanwatch_cuda_await(void* event, int device);
 
 // A code of the functions above in words; never null.
 const char* nanwatch_cuda_error(int code);

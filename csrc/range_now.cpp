@@ -7,14 +7,10 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "cuda_launch.h"
+#include "plain_cuda.h"
 
 namespace nanwatch {
 namespace {
-
-// As kPlainKeys of plain_view.h, on CUDA.
-const c10::DispatchKeySet kPlainCudaKeys({c10::DispatchKey::CUDA, c10::DispatchKey::ADInplaceOrView,
-                                          c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCUDA,
-                                          c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
 
 // A row in mapped host memory. One for each thread that waits at the same time; 4 KiB, for good.
 struct Slot {
@@ -61,9 +57,8 @@ class Slots {
 }  // namespace
 
 bool range_now(PyObject* object, RangeRow* row) {
-  if (!THPVariable_CheckExact(object)) return false;
+  if (!is_plain_cuda(object)) return false;
   const at::Tensor& x = THPVariable_Unpack(object);
-  if (!x.defined() || !x.is_cuda() || (x.key_set().raw_repr() & ~kPlainCudaKeys.raw_repr()) != 0) return false;
   const std::optional<Format> format = format_of(x.scalar_type());
   if (!format.has_value() || negation_changes_magnitude(x, *format) || !storage_covers(x)) return false;
   const c10::DeviceGuard guard(x.device());

@@ -16,9 +16,11 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
+#include "late_row.h"
 #include "range.h"
 
 namespace nanwatch {
@@ -71,20 +73,28 @@ struct Reading {
   int64_t batch = -1;  // when it was read
   int64_t epoch = -1;  // how often weights had been declared changed by then
   RangeRow range{};
+  LatePtr late;  // in place of the range where a device was asked for it
 
   bool is_of(const at::Tensor& x, uint64_t its_key) const {
     return epoch >= 0 && key == its_key && storage == storage_of(x) && counter == counter_identity(x) &&
            version == x.unsafeGetTensorImpl()->version_counter().current_version();
   }
 
-  void take(const at::Tensor& x, uint64_t its_key, const RangeRow& row, int64_t at_batch, int64_t at_epoch) {
+  // `row`: a RangeRow or a LatePtr.
+  template <typename Row>
+  void take(const at::Tensor& x, uint64_t its_key, const Row& row, int64_t at_batch, int64_t at_epoch) {
     key = its_key;
     storage = storage_of(x);
     counter = counter_identity(x);
     version = x.unsafeGetTensorImpl()->version_counter().current_version();
     batch = at_batch;
     epoch = at_epoch;
-    range = row;
+    if constexpr (std::is_same_v<Row, LatePtr>) {
+      late = row;
+    } else {
+      range = row;
+      if (late) late.reset();
+    }
   }
 
   void forget() { epoch = -1; }
@@ -110,8 +120,8 @@ class ActivationCache {
     return nullptr;
   }
 
-  void remember(PyObject* object, const at::Tensor& x, uint64_t key, const RangeRow& row, int64_t batch,
-                int64_t epoch) {
+  template <typename Row>
+  void remember(PyObject* object, const at::Tensor& x, uint64_t key, const Row& row, int64_t batch, int64_t epoch) {
     const size_t first = first_of(key);
     size_t index = first;
     while (index < first + kWays && slots_[index].weak != nullptr && slots_[index].reading.key != key) ++index;
@@ -160,7 +170,8 @@ struct WeightReading {
   c10::weak_intrusive_ptr<c10::StorageImpl> hold_storage{c10::intrusive_ptr<c10::StorageImpl>()};
   c10::VariableVersion hold_counter;
 
-  void take(const at::Tensor& x, uint64_t key, const RangeRow& row, int64_t batch, int64_t epoch) {
+  template <typename Row>
+  void take(const at::Tensor& x, uint64_t key, const Row& row, int64_t batch, int64_t epoch) {
     if (reading.storage != storage_of(x) || !hold_counter.enabled())
       hold_storage = x.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
     hold_counter = x.unsafeGetTensorImpl()->version_counter();

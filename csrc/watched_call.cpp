@@ -192,27 +192,44 @@ void collect_recorder(PyHeapTypeObject* heap_type) {
   };
 }
 
+Check check_of(const std::string& name) {
+  return name == "module" ? Check::module : name == "async" ? Check::async : Check::batch;
+}
+
 void bind_recorder(py::module_& m) {
+  m.def(
+      "set_device_backend",
+      [](uintptr_t table) { RowTable::set_backend(reinterpret_cast<const NanwatchBackend*>(table)); }, py::arg("table"),
+      "Puts a NanwatchBackend (its address; see csrc/device_backend.h) in the place of the devices', for tests. 0: "
+      "none.");
+  m.def(
+      "device_backend", [] { return reinterpret_cast<uintptr_t>(RowTable::backend()); },
+      "The address of the one there is.");
   m.add_object("WatchedCall", py::reinterpret_steal<py::object>(PyType_FromSpec(&spec)));
   m.def("take_call", &take_call, py::arg("type"), "Lets a subclass of WatchedCall be called as WatchedCall is.");
   py::class_<CallRecorder>(m, "CallRecorder", py::custom_type_setup(&collect_recorder),
                            "Records the calls of watched modules; see python/nanwatch/calls.py.")
       .def(py::init([](py::object listener, py::object frame_type, const py::dict& helpers, size_t max_frames,
                        int64_t every, std::vector<int64_t> traced, bool weights, bool buffers, bool inputs,
-                       bool outputs, int64_t reread_weights, bool verify_hits, bool measure_time, bool gradients) {
-             const Options options{weights,        buffers,     inputs,       outputs,
-                                   reread_weights, verify_hits, measure_time, gradients};
+                       bool outputs, int64_t reread_weights, bool verify_hits, bool measure_time, bool gradients,
+                       const std::string& check) {
+             const Options options{check_of(check), weights,     buffers,      inputs,   outputs,
+                                   reread_weights,  verify_hits, measure_time, gradients};
              return std::make_unique<CallRecorder>(
-                 options, Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"], helpers["spell_key"]},
+                 options,
+                 Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"], helpers["spell_key"],
+                         helpers["arrived"]},
                  std::move(listener), std::move(frame_type), max_frames, every, std::move(traced));
            }),
            py::kw_only(), py::arg("listener"), py::arg("frame_type"), py::arg("helpers"), py::arg("max_frames"),
            py::arg("every"), py::arg("traced"), py::arg("weights"), py::arg("buffers"), py::arg("inputs"),
            py::arg("outputs"), py::arg("reread_weights"), py::arg("verify_hits"), py::arg("measure_time"),
-           py::arg("gradients"))
+           py::arg("gradients"), py::arg("check"))
       .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("module"), py::arg("observed"),
            py::arg("allow_inf"))
       .def("frames", &CallRecorder::frames)
+      .def("pending_frames", &CallRecorder::pending_frames)
+      .def("look", &CallRecorder::look_from_python, py::arg("wait"))
       .def("begin_compiled", [](CallRecorder& self, int64_t node,
                                 const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, tensors); })
       .def("adopt_compiled", &CallRecorder::adopt_compiled)

@@ -115,6 +115,67 @@ library.cuda_host_set_capturing(0)
 assert (launches(), waits()) == (1, 0)
 assert range_now(x) == 1
 
+# What the recorder asks of CUDA: rows where it wants them, two launches, no wait.
+from stand_in_device import Backend, Row, Target, values_of
+from cuda_emulation import DescribedTensor, describe
+
+library.ops_host_backend.restype = ctypes.c_void_p
+backend = Backend.from_address(library.ops_host_backend())
+assert not backend.takes_host_memory
+memory, address, stream, event = (ctypes.c_void_p() for _ in range(4))
+capturing = ctypes.c_int(7)
+assert backend.stream(0, ctypes.pointer(stream), ctypes.pointer(capturing)) == 0 and capturing.value == 0
+assert backend.allocate(0, 16 * ctypes.sizeof(Row), ctypes.pointer(memory), ctypes.pointer(address)) == 0
+xs = [large, x.detach(), torch.tensor([0.0, float("-inf")]), torch.ones(3, dtype=torch.int8)]
+described = (DescribedTensor * len(xs))(*map(describe, xs))
+rows = (Row * 16).from_address(memory.value)
+
+def observe(first, step=None, spacing=1):
+    target = Target(address.value, spacing, first, step)
+    return backend.observe(described, len(xs), ctypes.pointer(target), 0, stream)
+
+assert observe(1) == 0
+launches(), waits(), clears()
+assert observe(5) == 0
+assert (launches(), waits(), clears()) == (2, 0, 0)
+for i, each in enumerate(xs):
+    values, examined = values_of(each)
+    assert rows[i].stamp == 5 + i and bool(rows[i].examined) == examined
+    assert repr(list(rows[i].values)[: 13 if examined else 3]) == repr(values[: 13 if examined else 3])
+
+# Events: one is used again once it was released; not ready is no error; in a capture nothing is marked.
+assert backend.record(0, stream, ctypes.pointer(event)) == 0
+library.cuda_host_query_next(600)
+assert backend.query(event) == -3 and backend.query(event) == 0
+library.cuda_host_query_next(710)
+assert backend.query(event) == 710
+assert backend.wait(event) == 0 and waits() == 1
+first = event.value
+backend.release(event)
+assert backend.record(0, stream, ctypes.pointer(event)) == 0 and event.value == first
+
+# In a capture a row goes by the counter, with a workspace of the graph's; a call that is not the graph's is refused.
+library.cuda_host_set_capturing(1)
+other = ctypes.c_void_p()
+assert backend.record(0, stream, ctypes.pointer(other)) == -4 and not other.value
+counter = (ctypes.c_uint64 * 2)(6, 0)
+assert observe(9) == -4
+assert clears() == 0
+assert backend.step(ctypes.addressof(counter), None, 0, stream) == 0
+assert observe(0, ctypes.addressof(counter), 4) == 0
+assert clears() == 1
+assert backend.step(ctypes.addressof(counter), ctypes.addressof(counter) + 8, 0, stream) == 0
+assert list(counter) == [7, 7]
+assert [rows[4 * i + 3].stamp for i in range(4)] == [7] * 4
+library.cuda_host_set_capturing(0)
+assert observe(0, ctypes.addressof(counter), 4) == -4
+
+# A launch that fails is an error; only what can never run is for good, and said once.
+library.cuda_host_fail_next(700)
+assert observe(50) == 700
+assert [bool(backend.cannot_run(code)) for code in (700, -1, -2, -4, -5, 35, 209)] == [False] * 5 + [True] * 2
+ctypes.pythonapi.PyErr_Clear()
+
 freed = torch.ones(100)
 freed.untyped_storage().resize_(0)
 assert "freed or resized" in message(ValueError, _ops.abs_range, freed)

@@ -59,8 +59,11 @@ class CloserLook:
         """Let go of what was kept for the backward."""
         self._ended = None
 
-    def at(self, report: Report) -> Report:
-        """The report with what a second run of this thread's batch shows; itself where there is to be none."""
+    def at(self, report: Report, *, is_late: bool = False) -> Report:
+        """The report with what a second run of this thread's batch shows; itself where there is to be none.
+
+        `is_late`: it is of a batch that this thread has left behind.
+        """
         model = self._model()
         if (
             model is None
@@ -69,17 +72,20 @@ class CloserLook:
         ):
             return report
         self._looks += 1
+        reason = "the model is called from several threads" if len(self._threads) > 1 else ""
+        if is_late:
+            reason = "it was over when its rows came from the device"
         try:
             # Not before there is a failure: it brings many modules with it.
             from .postmortem import post_mortem
 
             return post_mortem(
                 report,
-                self._start_of(report),
+                None if is_late else self._start_of(report),
                 model,
                 self._output_dir,
                 examines=self.keeps_start,
-                reason="the model is called from several threads" if len(self._threads) > 1 else "",
+                reason=reason,
             )
         except Exception as error:  # the first report is not lost for the second
             warnings.warn(

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ranges import TensorHealth, abs_range, local_shard, only_our_dispatch, tensor_health, unreadable
+from .ranges import (
+    TensorHealth,
+    abs_range,
+    health_of,
+    local_shard,
+    only_our_dispatch,
+    tensor_health,
+    unreadable,
+)
 from .record import ALLOWED_INF, LOCAL_SHARD, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
 from .walk import Unwalked
 
@@ -99,20 +107,54 @@ def _largest(dtype: torch.dtype) -> float:
 
 
 def _examine(x: Tensor, row: Row, allow_inf: bool) -> Row:
-    label, role, shape, dtype, abs_min, abs_max, isfinite, _, note = row
     try:
         health = tensor_health(x)
-        if role in ("input", "buffer") and _is_mask(x, health):
-            note = MASK
-        elif allow_inf and health.num_nan == 0 and not isfinite:
-            note = ALLOWED_INF
+        is_mask = row[1] in ("input", "buffer") and _is_mask(x, health)
     except Exception:
         # The range already says what matters; the counts are an extra.
         return row
+    return _with_health(row, health, is_mask, allow_inf)
+
+
+def _with_health(row: Row, health: TensorHealth, is_mask: bool, allow_inf: bool) -> Row:
+    label, role, shape, dtype, abs_min, abs_max, isfinite, _, note = row
+    if is_mask:
+        note = MASK
+    elif allow_inf and health.num_nan == 0 and not isfinite:
+        note = ALLOWED_INF
     if isfinite:
         # A finite mask: its range says nothing about the model, and its counts nothing that the note does not.
         return label, role, shape, dtype, abs_min, abs_max, isfinite, None, note
     return label, role, shape, dtype, abs_min, abs_max, isfinite, health, note
+
+
+def arrived(
+    label: str,
+    role: Role,
+    shape: tuple[int, ...],
+    dtype: str,
+    values: list[float] | str,
+    allow_inf: bool,
+) -> Row:
+    """The row of a tensor that a device has looked at, as `observe` would have made it.
+
+    `values` are those of NanwatchRow (csrc/range_cuda.h): the range alone, or the health and what tells a mask; or,
+    in words, why there are none.
+    """
+    if isinstance(values, str):
+        return label, role, shape, dtype, None, None, None, None, f"{NOT_CHECKED}: {values}"
+    row: Row = label, role, shape, dtype, values[0], values[1], values[2] != 0, None, ""
+    if len(values) == 3:
+        return row
+    health = health_of(values[:11], shape)
+    num_lowest, rows_without_zero = values[11:]
+    is_mask = (
+        role in ("input", "buffer")
+        and _may_be_mask(health, getattr(torch, dtype), len(shape))
+        and health.num_zero + (health.num_neginf or num_lowest) == health.numel
+        and rows_without_zero == 0
+    )
+    return _with_health(row, health, is_mask, allow_inf)
 
 
 def _is_mask(x: Tensor, health: TensorHealth) -> bool:
@@ -121,13 +163,7 @@ def _is_mask(x: Tensor, health: TensorHealth) -> bool:
     output are the log of a zero probability. Of a DTensor the shard at hand decides: asking the others is a
     communication, which ranks that see no -inf would not take part in.
     """
-    if (
-        health.num_nan
-        or health.num_posinf
-        or not health.num_zero
-        or not x.dtype.is_floating_point
-        or x.ndim == 0
-    ):
+    if not _may_be_mask(health, x.dtype, x.ndim):
         return False
     with only_our_dispatch(), torch.no_grad():
         local = local_shard(x)
@@ -135,3 +171,13 @@ def _is_mask(x: Tensor, health: TensorHealth) -> bool:
         is_zero = values == 0
         num_masked = health.num_neginf or int((values == -_largest(x.dtype)).sum())
         return health.num_zero + num_masked == health.numel and bool(is_zero.any(dim=-1).all())
+
+
+def _may_be_mask(health: TensorHealth, dtype: torch.dtype, dims: int) -> bool:
+    return (
+        not health.num_nan
+        and not health.num_posinf
+        and bool(health.num_zero)
+        and dtype.is_floating_point
+        and dims > 0
+    )

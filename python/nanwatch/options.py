@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from .report import Report
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
-Check: TypeAlias = Literal["auto", "module", "batch"]
+Check: TypeAlias = Literal["auto", "module", "batch", "async"]
 _ACTIONS = ("raise", "warn", "record")
-_CHECKS = ("auto", "module", "batch")
+_CHECKS = ("auto", "module", "batch", "async")
 SWITCH = "NANWATCH"
 # A frame of a small call takes 2 kB and is made into text when a report is written: more than this is no report.
 MAX_FRAMES = 1_000_000
@@ -85,7 +85,7 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
             f'on_nonfinite should be "raise", "warn", "record" or a callable that takes the Report, got {action!r}'
         )
     if check not in _CHECKS:
-        raise ValueError(f'check should be "auto", "module" or "batch", got {check!r}')
+        raise ValueError(f'check should be "auto", "module", "batch" or "async", got {check!r}')
     options = Options(
         **flags,
         max_frames=whole("max_frames", given["max_frames"], 1, MAX_FRAMES),

@@ -7,8 +7,9 @@ What cannot be read raises TypeError and says why: a tensor that nobody looked a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -273,8 +274,12 @@ def _index_of(x: Tensor, flat: int) -> tuple[int, ...]:
             if flat < component.numel():
                 return (i, *_index_of(component, flat))
             flat -= component.numel()
+    return _index_in(x.shape, flat)
+
+
+def _index_in(shape: Sequence[int], flat: int) -> tuple[int, ...]:
     index: list[int] = []
-    for size in reversed(x.shape):
+    for size in reversed(shape):
         flat, position = divmod(flat, size)
         index.append(position)
     return tuple(reversed(index))
@@ -286,6 +291,15 @@ def _to_range(row: list[float]) -> AbsRange:
 
 
 def _to_health(x: Tensor, row: list[float]) -> TensorHealth:
+    return _health(row, x.numel(), lambda flat: _index_of(x, flat))
+
+
+def health_of(row: list[float], shape: Sequence[int]) -> TensorHealth:
+    """The health of a tensor of this shape from the columns of `torch.ops.nanwatch.health`."""
+    return _health(row, prod(shape), lambda flat: _index_in(shape, flat))
+
+
+def _health(row: list[float], numel: int, index_of: Callable[[int], tuple[int, ...]]) -> TensorHealth:
     low, high, isfinite, finite_low, finite_high, nans, posinfs, neginfs, zeros, subnormals, first = row
     return TensorHealth(
         low,
@@ -298,8 +312,8 @@ def _to_health(x: Tensor, row: list[float]) -> TensorHealth:
         int(neginfs),
         int(zeros),
         int(subnormals),
-        x.numel(),
-        None if first < 0 else _index_of(x, int(first)),
+        numel,
+        None if first < 0 else index_of(int(first)),
     )
 
 

@@ -23,7 +23,8 @@ from . import _extension
 from .backward import Arrival, BackwardCall
 from .frame import FrameRows
 from .gradients import RecordsBackwards
-from .observe import observe
+from .observe import arrived, observe
+from .options import Check
 from .record import Role, Row, is_fault
 from .walk import Unwalked, call_leaves, is_container, leaves, spell_key
 
@@ -43,6 +44,7 @@ class Settings:
     verify_hits: bool = False
     measure_time: bool = False
     gradients: bool = False
+    check: Check = "auto"
 
 
 class Listener(Protocol):
@@ -76,6 +78,20 @@ class Listener(Protocol):
 
     def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """A backward ended in which a gradient was not finite; its frames are not yet among `frames()`."""
+
+    # Of rows that a device makes there is news only when the host looks. CallRecorder alone calls these.
+
+    def late_fault(self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool) -> None:
+        """As `fault`, told when the rows of the batch have come. `given`: what it was called with, as at its end.
+
+        `is_left`: its end is behind this thread, and `batch_looked_at` follows; else `batch_ended` does.
+        """
+
+    def batch_left(self, batch: int, completed: bool) -> None:
+        """As `batch_ended`, of a batch whose rows are still to come."""
+
+    def batch_looked_at(self, batch: int, completed: bool) -> None:
+        """All frames of a batch have been told that was left before. Told if one was faulty or `tells_batch_end`."""
 
 
 class Recorder(Protocol):
@@ -123,6 +139,12 @@ class Recorder(Protocol):
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
         """Look at no more gradients, and take the hooks off the leaves."""
+
+    def pending_frames(self) -> list[FrameRows]:
+        """Frames that are complete, but wait to be told with the rest of their batch; oldest first."""
+
+    def look(self, wait: bool) -> None:
+        """Tell of the batches that have ended and whose rows have come; with `wait`, of all that have ended."""
 
     def forget_weights(self) -> None:
         """Weights may have changed without a sign: read them again."""
@@ -205,6 +227,13 @@ class PythonRecorder(RecordsBackwards):
     def frames(self) -> list[FrameRows]:
         """See Recorder."""
         return list(self._frames)
+
+    def pending_frames(self) -> list[FrameRows]:
+        """None: each row is waited for."""
+        return []
+
+    def look(self, wait: bool) -> None:
+        """Nothing is ever late here."""
 
     def forget_weights(self) -> None:
         """Nothing is remembered here."""
@@ -414,7 +443,13 @@ def make_recorder(settings: Settings, listener: Listener) -> Any:
     """The compiled recorder, or the Python one where there is none."""
     if _extension.C is None:
         return PythonRecorder(settings, listener)
-    helpers = {"observe": observe, "leaves": leaves, "is_container": is_container, "spell_key": spell_key}
+    helpers = {
+        "observe": observe,
+        "leaves": leaves,
+        "is_container": is_container,
+        "spell_key": spell_key,
+        "arrived": arrived,
+    }
     return _extension.C.CallRecorder(
         listener=listener, frame_type=FrameRows, helpers=helpers, **asdict(settings)
     )

@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from .frame import Frame, FrameRows
 from .observe import observe
 from .optimizer_guard import SkippedStep
 from .options import Check, OnNonfinite, Options, check_model, check_names, check_options
-from .record import to_record
+from .record import Record, to_record
 from .recorder import Recorder, Settings, make_recorder
 from .report import Report
 from .walk import call_leaves
@@ -75,8 +75,10 @@ def watch(
         max_frames: how many of the latest frames to keep.
         on_nonfinite: "raise" a NonFiniteError, "warn" once a batch for every module that holds a non-finite value,
             only "record", or a callable that gets the Report of each faulty batch.
-        check: when to act on a non-finite value: at the "module" that holds it, or at the end of the "batch"; the
-            report is the same. "auto" is "module" where looking needs no wait, as on a CPU.
+        check: when to act on a non-finite value: at the "module" that holds it, at the end of the "batch", or, for
+            "async", when a device has delivered, which on a GPU is at most one batch later and never waits for it;
+            the report is the same. "auto" is "module" for tensors of the CPU, where looking needs no wait, and
+            "batch" for those of a GPU. On the CPU "async" is "batch".
         weights, buffers, inputs, outputs: which tensors to look at; of the buffers, those of floating point.
         gradients: look in every backward at the gradients of what is looked at in the forward. A failure there is
             acted on when an optimizer's step is about to take it, before any weight changes; see docs/gradients.md.
@@ -145,6 +147,10 @@ class Watch:
         # What was raised inside a forward: it is looked at more closely once the forward has been left, and with it
         # any lock that it holds.
         self._raised: dict[int, NonFiniteError] = {}
+        # Of rows that a device makes: the faulty batches that ended before theirs had come, and an error that was
+        # found while a report was asked for, which is no place to raise it.
+        self._left: set[int] = set()
+        self._postponed: NonFiniteError | None = None
         # The recorder may hold more frames than are shown: `room` for those who read them batch by batch.
         ring = max(options.max_frames, room)
         fetches = options.trace is not None and not options.trace_batches
@@ -164,6 +170,7 @@ class Watch:
             reread_weights=options.reread_weights,
             verify_hits=verify_hits,
             measure_time=measure_time,
+            check=options.check,
             gradients=options.gradients,
         )
         self._recorder: Recorder = make_recorder(settings, self)
@@ -202,13 +209,32 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stop()
+        if error is None:
+            self.stop()
+        else:
+            self._take_in(wait=True)
+            self._postponed = None  # the error under way says more
+            self._leave()
 
     def stop(self) -> None:
-        """Leave the model as it was found; the frames stay. A second time does nothing.
+        """`look()`, and leave the model as it was found; the frames stay. A second time does nothing.
 
         A trace is whole on disk when this returns, or, with a slow disk, after a warning 10 s later.
         """
+        try:
+            self.look()
+        finally:
+            self._leave()
+
+    def look(self) -> None:
+        """Wait for what a device has still to deliver, and act on it as at the end of a batch.
+
+        For check="async", whose last batch nothing else waits for: `stop()` does this too. Does nothing on a CPU.
+        """
+        self._raise_postponed()
+        self._recorder.look(True)
+
+    def _leave(self) -> None:
         self._backward.remove()
         if self._attachment is not None:
             self._attachment.remove()
@@ -217,10 +243,12 @@ class Watch:
 
     def pause(self) -> None:
         """Record nothing until `resume()`; batches meanwhile are not counted."""
+        self._take_in(wait=self._options.check != "async")
         self._recorder.paused = True
 
     def resume(self) -> None:
         """Record again. Does nothing after `stop()`."""
+        self._recorder.look(False)  # replays of CUDA graphs meanwhile are no batches either
         self._recorder.paused = False
 
     @property
@@ -233,8 +261,8 @@ class Watch:
     def frames(self) -> tuple[Frame, ...]:
         """The latest frames, oldest first, at most `max_frames`. Those of a backward come when it is over."""
         self._backward.settle()
-        latest = self._recorder.frames()[-self._options.max_frames :]
-        return tuple(frame.to_frame() for frame in latest)
+        frames = [*self._recorder.frames(), *self._recorder.pending_frames()]
+        return tuple(frame.to_frame() for frame in frames[-self._options.max_frames :])
 
     @property
     def trace_path(self) -> Path | None:
@@ -257,11 +285,26 @@ class Watch:
         """The report of the latest failure, or of the latest frames when there was none.
 
         When several batches on end were faulty it is the report of the first of them, as it was at its first
-        non-finite value: what came later is its consequence.
+        non-finite value: what came later is its consequence. With check="async" it is what has come so far; `look()`
+        waits for the rest.
         """
         self._warn_of_lost()
+        self._take_in(wait=self._options.check != "async")
         frames = self.frames
         return self._failure or self._backward.held or Report(frames, None, self.batch, _rank())
+
+    def _take_in(self, *, wait: bool) -> None:
+        try:
+            self._recorder.look(wait)
+        except NonFiniteError as error:
+            self._postponed = error
+            self._recorder.tells_batch_start = True
+
+    def _raise_postponed(self) -> None:
+        error, self._postponed = self._postponed, None
+        if error is not None:
+            self._recorder.tells_batch_start = self._closer_look.keeps_start
+            raise error
 
     def _warn_of_lost(self) -> None:
         lost = [] if self._attachment is None else self._attachment.lost()
@@ -282,6 +325,7 @@ class Watch:
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> None:
         """Keep what a second run would need; print the header of a traced batch."""
+        self._raise_postponed()
         if self._closer_look.keeps_start and module is not None:
             self._closer_look.batch_started(module, args, kwargs)
         if traced and self._options.trace is None:
@@ -300,13 +344,29 @@ class Watch:
 
     def fault(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """Report the first fault of a batch; when acting on it is due here, act."""
+        self._meet(
+            frame,
+            caller,
+            lambda: [to_record(observe(x, label, "input")) for label, x in call_leaves(args, kwargs or {})],
+        )
+        at_once = self._options.check in ("auto", "module") or frame.recomputed
+        if at_once and self._options.on_nonfinite != "warn":
+            self._act(inside=True)  # the end of a recomputation is told to nobody
+
+    def late_fault(self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool) -> None:
+        """Report the first fault of a batch; what is due follows with the batch's end."""
+        if is_left:
+            self._left.add(frame.batch)
+        self._meet(frame, caller, lambda: [to_record(row) for row in given.rows])
+
+    def _meet(self, frame: FrameRows, caller: str | None, given: Callable[[], list[Record]]) -> None:
         # A forward that is recomputed in the backward repeats what its batch has told.
         if frame.batch != self._faulty:
             self._faulty = frame.batch
             self._faults = {}
             # Weights that something else than an optimizer moved by what the backward did wrong: that came first.
             held = self._backward.release()
-            self._untold = held or self._report_fault(frame, caller, args, kwargs)
+            self._untold = held or self._report_fault(frame, caller, given())
             if not self._run_is_open:
                 self._failure = self._untold
                 self._run_is_open = True
@@ -314,31 +374,53 @@ class Watch:
             if not self._acts_on_reports():
                 self._untold = self._look_closer(self._untold)
         self._faults[frame.name] = self._faults.get(frame.name, 0) + 1
-        if self._options.on_nonfinite == "warn":
-            if self._faults[frame.name] == 1:
-                self._warn(frame.to_frame())
-        elif self._options.check != "batch" or frame.recomputed:
-            self._act(inside=True)  # the end of a recomputation is told to nobody
+        if self._options.on_nonfinite == "warn" and self._faults[frame.name] == 1:
+            self._warn(frame.to_frame())
 
     def batch_ended(self, batch: int, completed: bool) -> None:
         """Act on the batch's fault where that was put off; end the run when asked to."""
-        raised = self._raised.pop(threading.get_ident(), None)
-        if self._tracer is not None:
-            self._tracer.batch_ended()
         try:
-            if raised is not None and not completed:
-                raised.report = self._look_closer(raised.report)
-            if batch == self._faulty:
-                self._warn_of_repeats(batch)
-                if completed:
-                    self._act()
-                self._untold = None
-            elif completed and batch % self._options.every == 0:
-                self._run_is_open = False
-                self._foretell(batch)
+            self._look_at_raised(completed)
+            self._conclude(batch, completed)
         finally:
             self._closer_look.batch_ended(batch)
             self._recorder.tells_batch_end = self._awaits_batch_end()
+        self._check_limit(batch, completed)
+
+    def batch_left(self, batch: int, completed: bool) -> None:
+        """As `batch_ended`, but for the batch's fault, which is not known yet."""
+        try:
+            self._look_at_raised(completed)
+        finally:
+            self._closer_look.batch_ended(batch)
+        self._check_limit(batch, completed)
+
+    def batch_looked_at(self, batch: int, completed: bool) -> None:
+        """Act on the fault of a batch that was left."""
+        try:
+            self._conclude(batch, completed)
+        finally:
+            self._left.discard(batch)
+            self._recorder.tells_batch_end = self._awaits_batch_end()
+
+    def _look_at_raised(self, completed: bool) -> None:
+        raised = self._raised.pop(threading.get_ident(), None)
+        if raised is not None and not completed:
+            raised.report = self._look_closer(raised.report)
+
+    def _conclude(self, batch: int, completed: bool) -> None:
+        if self._tracer is not None:
+            self._tracer.batch_ended()
+        if batch == self._faulty:
+            self._warn_of_repeats(batch)
+            if completed:
+                self._act()
+            self._untold = None
+        elif completed and batch % self._options.every == 0:
+            self._run_is_open = False
+            self._foretell(batch)
+
+    def _check_limit(self, batch: int, completed: bool) -> None:
         if completed and batch == self._options.abort_after_batch:
             raise BatchLimitError(batch, "abort_after_batch")
 
@@ -384,15 +466,12 @@ class Watch:
     def _acts_on_reports(self) -> bool:
         return self._options.on_nonfinite == "raise" or callable(self._options.on_nonfinite)
 
-    def _report_fault(
-        self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any
-    ) -> Report:
-        frames = tuple(one.to_frame() for one in self._recorder.frames())
-        given = [to_record(observe(x, label, "input")) for label, x in call_leaves(args, kwargs or {})]
+    def _report_fault(self, frame: FrameRows, caller: str | None, given: list[Record]) -> Report:
+        frames = tuple(frame.to_frame() for frame in self._recorder.frames())
         current = [one for one in frames if one.batch == frame.batch]
         rank = _rank()
         finding = find(current, batch_inputs=given, caller=caller, rank=rank)
-        return Report(frames, finding, frame.batch, rank)
+        return Report(frames[-self._options.max_frames :], finding, frame.batch, rank)
 
     def _act(self, *, inside: bool = False) -> None:
         report, self._untold = self._untold, None
@@ -410,7 +489,8 @@ class Watch:
         # Of faulty batches in a row the first tells most.
         if report is not self._failure and self._options.on_nonfinite != "raise":
             return report
-        closer = self._closer_look.at(report)
+        # Of a batch that was left, what a second run needs is gone, and perhaps the weights have moved on.
+        closer = self._closer_look.at(report, is_late=report.batch in self._left)
         if self._failure is report:
             self._failure = closer
         return closer

@@ -34,11 +34,18 @@ struct dim3 {
   explicit dim3(unsigned n) : x(n) {}
 };
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorNotReady = 600
+};
+enum { cudaEventDisableTiming = 2 };
 enum { cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
 using cudaStream_t = void*;
+using cudaEvent_t = void*;
 
 namespace cuda_host {
 
@@ -64,6 +71,7 @@ struct State {
   void* argument = nullptr;
   int fail_next = 0;     // the next launch fails with this
   int last_error = 0;    // what cudaGetLastError gives
+  int query_next = 0;    // what the next cudaEventQuery gives
   int capturing = 0;     // what cudaStreamIsCapturing says
   unsigned shuffle = 0;  // not 0: blocks run in an order drawn from this seed
   int64_t launches = 0, blocks = 0, waits = 0, clears = 0;
@@ -174,7 +182,12 @@ inline unsigned __reduce_add_sync(unsigned, unsigned value) {
   return unsigned(cuda_host::exchange(value, 0, [](auto a, auto b) { return a + b; }));
 }
 
+inline bool __any_sync(unsigned, bool value) {
+  return cuda_host::exchange(value, 0, [](auto a, auto b) { return a | b; }) != 0;
+}
+
 inline void __threadfence() {}
+inline void __threadfence_system() {}
 
 template <class T>
 T __ldcg(const T* address) {
@@ -192,6 +205,13 @@ template <class T>
 T atomicAdd(T* address, T value) {
   const T old = *address;
   *address += value;
+  return old;
+}
+
+template <class T>
+T atomicOr(T* address, T value) {
+  const T old = *address;
+  *address |= value;
   return old;
 }
 
@@ -257,6 +277,21 @@ inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
 }
 inline cudaError_t cudaHostGetDevicePointer(void** address, void* pinned, unsigned) {
   *address = pinned;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = std::malloc(1);
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
+  return cudaSuccess;
+}
+// Work is done as it is enqueued, unless a test says that it is not.
+inline cudaError_t cudaEventQuery(cudaEvent_t) {
+  return cudaError_t(std::exchange(cuda_host::state().query_next, 0));
+}
+inline cudaError_t cudaEventSynchronize(cudaEvent_t) {
+  ++cuda_host::state().waits;
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) {

@@ -1,5 +1,6 @@
-// ops_cuda.cpp and range_now.cpp over the stand-in for CUDA, serving the CPU: which tensors go to the kernels, which to
-// the reference, and what the errors say. Their headers come first, so that the renaming below meets their text alone.
+// ops_cuda.cpp, range_now.cpp and cuda_backend.cpp over the stand-in for CUDA, serving the CPU: which tensors go to the
+// kernels, which to the reference, and what the errors say. Their headers come first, so that the renaming below meets
+// their text alone.
 #define NANWATCH_CUDA 1
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
@@ -23,6 +24,7 @@
 #define is_cuda is_cpu
 #include "../../csrc/ops_cuda.cpp"
 #include "../../csrc/range_now.cpp"
+#include "../../csrc/cuda_backend.cpp"
 #undef is_cuda
 
 extern "C" {
@@ -39,6 +41,10 @@ int ops_host_range_now(PyObject* object, double* row) {
     std::fflush(stdout);
     return -1;
   }
+}
+
+const void* ops_host_backend(void) {
+  return nanwatch::cuda_backend();
 }
 
 }  // extern "C"

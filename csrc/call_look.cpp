@@ -1,0 +1,227 @@
+// The part of CallRecorder for batches whose rows are on a device: putting their frames aside, and looking at them when
+// the rows have come. What is then told is what is told on the host, in the same order: of each frame after it was put
+// into the ring and before the next one is, so that a report ends at the first faulty frame.
+#include <algorithm>
+#include <utility>
+
+#include "call_recorder.h"
+
+namespace py = pybind11;
+
+namespace nanwatch {
+namespace {
+
+// A pending Python exception, put aside while others are told of something, and put back at the end: it came first.
+class HeldError {
+ public:
+  HeldError() { PyErr_Fetch(&type_, &value_, &traceback_); }
+  HeldError(const HeldError&) = delete;
+  HeldError& operator=(const HeldError&) = delete;
+  ~HeldError() {
+    if (type_ == nullptr) return;
+    PyErr_Clear();
+    PyErr_Restore(type_, value_, traceback_);
+  }
+
+ private:
+  PyObject *type_, *value_, *traceback_;
+};
+
+}  // namespace
+
+// Whether frames of the thread wait, of this batch or of one before it: then the next one waits behind them.
+bool CallRecorder::has_pending(const Thread& thread) const {
+  return std::any_of(pending_.begin(), pending_.end(),
+                     [&](const std::unique_ptr<PendingBatch>& batch) { return batch->thread == &thread; });
+}
+
+// Puts the thread's frame behind those of its batch that wait already.
+void CallRecorder::defer(Thread& thread, int32_t caller) {
+  if (thread.pending == nullptr) {
+    pending_.push_back(
+        std::make_unique<PendingBatch>(PendingBatch{&thread, thread.batch, thread.recomputed, thread.recomputed}));
+    thread.pending = pending_.back().get();
+  }
+  thread.pending->entries.emplace_back();
+  PendingBatch::Entry& entry = thread.pending->entries.back();
+  entry.frame.swap(thread.frame);
+  entry.caller = caller;
+}
+
+// The thread's batch gets no more frames. True if it is to be waited for.
+bool CallRecorder::close(Thread& thread, bool completed) {
+  PendingBatch& batch = *std::exchange(thread.pending, nullptr);
+  const HeldError held;
+  const Recording recording(&thread);
+  batch.given.batch = batch.number;
+  if (!observer_.observe_given(given_to(thread).ptr(), thread.kwargs, &batch.given)) PyErr_Clear();
+  batch.end(*RowTable::instance(), completed);
+  // Nobody acts on a recomputation's fault before its backward has ended: no reason to stop the device in between.
+  return !batch.recomputed && (check_ != Check::async || is_traced(batch.number));
+}
+
+// Looks at the batches of this thread, or of all, that have ended and whose rows have come; with `wait`, at all that
+// have ended. False with an exception set if the listener raised.
+bool CallRecorder::look(Thread& thread, bool wait, bool all) {
+  if (!graphs_.empty() && !look_at_replays(wait)) return false;
+  const RowTable& table = *RowTable::instance();
+  while (true) {
+    const auto found = std::find_if(pending_.begin(), pending_.end(), [&](const std::unique_ptr<PendingBatch>& batch) {
+      return batch->ended && (all || batch->thread == &thread);
+    });
+    if (found == pending_.end()) return true;
+    if (!wait && !table.have_come((*found)->awaited, (*found)->marks)) return true;
+    const std::unique_ptr<PendingBatch> batch = std::move(*found);
+    pending_.erase(found);
+    if (wait) table.wait(batch->awaited, batch->marks);
+    if (!table.have_come(batch->awaited, batch->marks))
+      for (const LatePtr& row : batch->awaited) row->lose(0);  // the stream is being captured: no telling when
+    batch->marks.clear();
+    if (!tell_of(*batch)) return false;
+  }
+}
+
+// The thread's batch was captured into a graph, if its forward came to its end.
+void CallRecorder::captured(Thread& thread, bool completed) {
+  const std::shared_ptr<GraphRows> graph = std::move(thread.graph);
+  const HeldError held;
+  if (!completed || graph->rows.empty()) return;
+  {
+    const Recording recording(&thread);
+    std::shared_ptr<GraphRows> again = graph;
+    graph->given.late.graph_of_batch = &again;
+    if (!observer_.observe_given(given_to(thread).ptr(), thread.kwargs, &graph->given)) PyErr_Clear();
+    graph->given.late.graph_of_batch = nullptr;
+  }
+  if (RowTable::instance()->end_graph(*graph) == 0) graphs_.push_back(graph);
+}
+
+// Tells of the replays that have ended since the last look, each a batch of its own.
+bool CallRecorder::look_at_replays(bool wait) {
+  for (size_t i = 0; i < graphs_.size(); ++i) {
+    const std::shared_ptr<GraphRows> graph = graphs_[i];  // while it is told of, others may be captured
+    if (wait) RowTable::instance()->mark_now(graph->device).wait();
+    const uint64_t replays = graph->replays();
+    if (paused) {
+      graph->seen = replays;
+      continue;
+    }
+    if (replays > graph->seen + GraphRows::kReplays) {
+      const uint64_t lost = replays - GraphRows::kReplays - graph->seen;
+      graph->seen += lost;
+      next_batch_ += int64_t(lost);
+      if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
+                           "nanwatch: %llu replays of a CUDA graph were not seen, as each look finds the latest %llu; "
+                           "call Watch.look() at least as often",
+                           static_cast<unsigned long long>(lost),
+                           static_cast<unsigned long long>(GraphRows::kReplays)) != 0)
+        return false;
+    }
+    while (graph->seen < replays) {
+      const uint64_t replay = ++graph->seen;
+      latest_batch_ = next_batch_++;
+      if (latest_batch_ % every_ != 0) continue;
+      PendingBatch batch{nullptr, latest_batch_, false, true, true, true};
+      for (const GraphRows::Entry& entry : graph->entries) {
+        batch.entries.emplace_back();
+        batch.entries.back().frame.copy(entry.frame);
+        batch.entries.back().frame.batch = latest_batch_;
+        batch.entries.back().caller = entry.caller;
+        graph->fill(&batch.entries.back().frame, replay);
+      }
+      batch.given.copy(graph->given);
+      graph->fill(&batch.given, replay);
+      if (!tell_of(batch)) return false;
+    }
+  }
+  return true;
+}
+
+// Tells of the frames of a batch as if they were recorded now. False with an exception set if the listener raised.
+bool CallRecorder::tell_of(PendingBatch& batch) {
+  bool done = true, has_fault = false;
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;  // what was raised first
+  const auto failed = [&] {
+    done = false;
+    PyErr_Fetch(&type, &value, &traceback);
+  };
+  const Node nobody;
+  if (!observer_.resolve(nobody, &batch.given)) failed();
+  for (PendingBatch::Entry& entry : batch.entries) {
+    FrameData& frame = entry.frame;
+    const bool resolved = observer_.resolve(*nodes_[size_t(frame.node)], &frame);
+    const bool is_fault = frame.has_fault;
+    has_fault |= is_fault;
+    if (!resolved && done) failed();
+    ring_.push(frame);
+    if (!done || (!is_fault && !is_told(batch.number))) continue;
+    FrameData copy;
+    copy.copy(ring_.latest());
+    const py::object seen = to_python(copy);
+    if (is_told(batch.number) && !tell("frame_recorded", py::make_tuple(seen))) {
+      failed();
+    } else if (is_fault && !tell("late_fault",
+                                 py::make_tuple(seen, name_of(entry.caller), to_python(batch.given), batch.is_left))) {
+      failed();
+    }
+  }
+  if (batch.is_left && (has_fault || (tells_batch_end && !batch.recomputed)) &&
+      !tell("batch_looked_at", py::make_tuple(batch.number, done && (batch.completed || batch.recomputed)))) {
+    if (done) {
+      failed();
+    } else {
+      PyErr_Clear();
+    }
+  }
+  if (!done) PyErr_Restore(type, value, traceback);
+  return done;
+}
+
+// False with an exception set, the call's own if it has one: that matters more than what the listener raises.
+bool CallRecorder::end_batch(Thread& thread, bool completed) {
+  PendingBatch* const pending = thread.pending;
+  if (thread.graph != nullptr) captured(thread, completed);
+  const bool waits = pending != nullptr && close(thread, completed);
+  thread.args = thread.kwargs = nullptr;
+  observer_.end_batch();
+  if (pending_.empty() && (thread.recomputed || !tells_batch_end)) return completed;
+  bool done = completed;
+  {
+    const HeldError held;
+    const Recording recording(&thread);  // the listener may run the model once more
+    done &= pending_.empty() || look(thread, waits, false);
+    const HeldError raised;
+    const bool is_pending = std::any_of(pending_.begin(), pending_.end(),
+                                        [&](const std::unique_ptr<PendingBatch>& one) { return one.get() == pending; });
+    if (is_pending) pending->is_left = true;
+    if (!thread.recomputed && tells_batch_end)
+      done &= tell(is_pending ? "batch_left" : "batch_ended", py::make_tuple(thread.batch, done));
+  }
+  return done;
+}
+
+void CallRecorder::look_from_python(bool wait) {
+  if (pending_.empty() && graphs_.empty()) return;
+  Thread& thread = this_thread();
+  if (thread.recording) return;
+  const Recording recording(&thread);
+  if (!look(thread, wait, true)) throw py::error_already_set();
+}
+
+// The frames whose rows have come, of those that wait.
+py::list CallRecorder::pending_frames() {
+  py::list found;
+  for (const std::unique_ptr<PendingBatch>& batch : pending_) {
+    for (const PendingBatch::Entry& entry : batch->entries) {
+      const std::vector<LatePtr>& rows = entry.frame.late.rows;
+      if (!std::all_of(rows.begin(), rows.end(), [](const LatePtr& row) { return row->arrive(); })) return found;
+      FrameData copy;
+      copy.copy(entry.frame);
+      if (!observer_.resolve(*nodes_[size_t(copy.node)], &copy)) throw py::error_already_set();
+      found.append(to_python(copy));
+    }
+  }
+  return found;
+}
+
+}  // namespace nanwatch

@@ -1,0 +1,85 @@
+// The templates of CallObserver: how often a call is looked at, and whether a tensor of it has to be read or is as it
+// was when it was last read. The latter for what reads on the host and for what asks a device, which differ in what a
+// row is (RangeRow, LatePtr) and are each a reader:
+//
+//   Row read()                             reads the tensor
+//   bool knows(const Reading& reading)     whether the reading has a row for it
+//   Row hit(const Reading& reading)        that row
+//   bool keeps(const Row& row)             whether to remember it
+#pragma once
+
+#include "call_observer.h"
+
+namespace nanwatch {
+
+template <typename Row, typename Reader>
+Row CallObserver::weight_range(const at::Tensor& x, int64_t batch, int64_t lifetime, Node::Slot* slot, Reader& reader) {
+  const uint64_t key = key_of(x);
+  find_entry(key, slot);
+  WeightReading& seen = *slot->seen;
+  const bool unchanged = seen.reading.is_of(x, key);
+  if (unchanged && seen.reading.epoch == epoch_ && batch - seen.reading.batch < lifetime && reader.knows(seen.reading))
+    return reader.hit(seen.reading);
+  const Row row = reader.read();
+  if (reader.keeps(row)) {
+    // Each weight starts at another age, so that no batch comes in which all are read again.
+    const int64_t age = unchanged ? 0 : first_readings_++ % lifetime;
+    seen.take(x, key, row, batch - age, epoch_);
+  } else {
+    seen.reading.forget();  // what is not finite is looked at closely each time
+  }
+  return row;
+}
+
+template <typename Row, typename Reader>
+Row CallObserver::range_of(PyObject* object, int64_t batch, Memory memory, Node::Slot* slot, Reader reader) {
+  const at::Tensor& x = THPVariable_Unpack(object);
+  ++counters.tensors;
+  if (memory == Memory::none || !remembers_ || !can_be_remembered(x)) return reader.read();
+  if (memory == Memory::weight) return weight_range<Row>(x, batch, options_.reread_weights, slot, reader);
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass) {
+    // A weight handed around: torch.utils.swap_tensors refuses a parameter that has weak references.
+    Node::Slot passing;
+    return weight_range<Row>(x, batch, 1, &passing, reader);
+  }
+  const uint64_t key = key_of(x);
+  const Reading* reading = activations_.find(x, key);
+  if (reading != nullptr && reading->epoch == epoch_ && reading->batch == batch && reader.knows(*reading))
+    return reader.hit(*reading);
+  const Row row = reader.read();
+  if (reader.keeps(row)) activations_.remember(object, x, key, row, batch, epoch_);
+  return row;
+}
+
+// Fills the frame by make(). Where no device takes what the frame asks for, it is made anew without them.
+template <typename Make>
+bool CallObserver::look_once(const Node& node, FrameData* frame, const Make& make) {
+  if (!make()) return false;
+  if (frame->late.empty()) return true;
+  if (const int error = table_->send(&frame->late)) {
+    const bool for_good = RowTable::backend()->cannot_run(error) != 0;
+    frame->clear();
+    taps.clear();
+    devices_off_ = true;
+    const bool done = make();
+    devices_off_ = for_good;
+    return done;
+  }
+  return complete(node, frame);
+}
+
+template <typename Make>
+bool CallObserver::look(const Node& node, FrameData* frame, const Make& make) {
+  bool done = look_once(node, frame, make);
+  if (done && frame->has_fault) {
+    // Of a faulty call nothing is taken on trust: what was remembered may have been overwritten unseen.
+    frame->clear();
+    taps.clear();
+    remembers_ = false;
+    done = look_once(node, frame, make);
+    remembers_ = true;
+  }
+  return done;
+}
+
+}  // namespace nanwatch
