@@ -63,7 +63,7 @@ def watched(model: nn.Module, recorder: str, **options: Any) -> Watch:
     """A watch with that recorder."""
     if recorder == "native":
         return watch(model, _verify_hits=True, **options)
-    with mock.patch("nanwatch.watch.make_recorder", PythonRecorder):
+    with mock.patch("nanwatch.watching.make_recorder", PythonRecorder):
         return watch(model, **options)
 
 

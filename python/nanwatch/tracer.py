@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from . import trace
-from .recorder import Recorder, snapshot
+from .listener import Recorder
+from .recorder import snapshot
 from .trace import SUFFIX
 from .trace_writer import TraceWriter, claim
 

@@ -1,0 +1,438 @@
+"""A model being watched: a recorder on it, and what is done when a value is not finite."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import text
+from .backward import Arrival, BackwardCall
+from .backward_watch import BackwardWatch
+from .calls import Attachment
+from .closer_look import CloserLook
+from .errors import BatchLimitError, NonFiniteError
+from .finding import find
+from .forecast import Forecaster
+from .frame import Frame, FrameRows
+from .listener import Recorder, Settings
+from .observe import observe
+from .optimizer_guard import SkippedStep
+from .options import Options
+from .record import Record, to_record
+from .recorder import make_recorder
+from .report import Report
+from .walk import call_leaves
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
+
+class Watch:
+    """A model being watched, from its construction by `watch` to `stop()`.
+
+    The model computes what it computed before; no tensor is kept alive and no graph is built. In a copy or a pickle
+    of the model nothing is watched.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        measure_time: bool = False,
+        verify_hits: bool = False,
+        room: int = 0,
+    ) -> None:
+        self._options = options
+        # The report of the first of the latest run of faulty batches, the latest faulty batch, its report as long as
+        # nobody was told, and how often each of its modules was at fault.
+        self._failure: Report | None = None
+        self._faulty: int | None = None
+        self._untold: Report | None = None
+        self._faults: dict[str, int] = {}
+        self._run_is_open = False
+        self._told_of_lost = False
+        self._closer_look = CloserLook(model, options)
+        # What was raised inside a forward: it is looked at more closely once the forward has been left, and with it
+        # any lock that it holds.
+        self._raised: dict[int, NonFiniteError] = {}
+        # Of rows that a device makes: the faulty batches that ended before theirs had come, and an error that was
+        # found while a report was asked for, which is no place to raise it.
+        self._left: set[int] = set()
+        self._postponed: NonFiniteError | None = None
+        # The recorder may hold more frames than are shown: `room` for those who read them batch by batch.
+        ring = max(options.max_frames, room)
+        fetches = options.trace is not None and not options.trace_batches
+        if fetches:
+            # Frames of chosen batches come one by one; all others are fetched from a recorder that holds enough.
+            from .tracer import ring_size
+
+            ring = max(ring, ring_size(model))
+        settings = Settings(
+            max_frames=ring,
+            every=options.every,
+            traced=tuple(options.trace_batches),
+            weights=options.weights,
+            buffers=options.buffers,
+            inputs=options.inputs,
+            outputs=options.outputs,
+            reread_weights=options.reread_weights,
+            verify_hits=verify_hits,
+            measure_time=measure_time,
+            check=options.check,
+            gradients=options.gradients,
+        )
+        self._recorder: Recorder = make_recorder(settings, self)
+        self._tracer: Tracer | None = None
+        if options.trace is not None and options.enabled:
+            from .tracer import start_tracer
+
+            self._tracer = start_tracer(options.trace, self._recorder, ring if fetches else 0, options.every)
+        self._forecaster = Forecaster() if options.forecast else None
+        self._recorder.tells_frames = options.forecast
+        self._recorder.tells_batch_start = self._closer_look.keeps_start
+        self._recorder.tells_batch_end = self._awaits_batch_end()
+        self._attachment: Attachment | None = None
+        this = weakref.ref(self)
+        self._backward = BackwardWatch(
+            model,
+            self._recorder,
+            options,
+            rank=_rank,
+            act=lambda report: None if (own := this()) is None else own._act_on_step(report),
+            let_go=self._closer_look.let_go,
+        )
+        if options.enabled:
+            parts = {"w": options.weights, "b": options.buffers, "i": options.inputs, "o": options.outputs}
+            self._attachment = Attachment(
+                model,
+                self._recorder,
+                options.observes,
+                options.allows_inf,
+                "".join(letter for letter, wanted in parts.items() if wanted),
+            )
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.stop()
+        else:
+            self._take_in(wait=True)
+            self._postponed = None  # the error under way says more
+            self._leave()
+
+    def stop(self) -> None:
+        """`look()`, and leave the model as it was found; the frames stay. A second time does nothing.
+
+        A trace is whole on disk when this returns, or, with a slow disk, after a warning 10 s later.
+        """
+        try:
+            self.look()
+        finally:
+            self._leave()
+
+    def look(self) -> None:
+        """Wait for what a device has still to deliver, and act on it as at the end of a batch.
+
+        For check="async", whose last batch nothing else waits for: `stop()` does this too. Does nothing on a CPU.
+        """
+        self._raise_postponed()
+        self._recorder.look(True)
+
+    def _leave(self) -> None:
+        self._backward.remove()
+        if self._attachment is not None:
+            self._attachment.remove()
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def pause(self) -> None:
+        """Record nothing until `resume()`; batches meanwhile are not counted."""
+        self._take_in(wait=self._options.check != "async")
+        self._recorder.paused = True
+
+    def resume(self) -> None:
+        """Record again. Does nothing after `stop()`."""
+        self._recorder.look(False)  # replays of CUDA graphs meanwhile are no batches either
+        self._recorder.paused = False
+
+    @property
+    def batch(self) -> int | None:
+        """The number of the latest batch, counted from 0; None before the first."""
+        latest = self._recorder.latest_batch
+        return None if latest < 0 else latest
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """The latest frames, oldest first, at most `max_frames`. Those of a backward come when it is over."""
+        self._backward.settle()
+        frames = [*self._recorder.frames(), *self._recorder.pending_frames()]
+        return tuple(frame.to_frame() for frame in frames[-self._options.max_frames :])
+
+    @property
+    def trace_path(self) -> Path | None:
+        """Where the trace is written: a folder of parts until `stop()`. None without `trace`."""
+        return None if self._tracer is None else self._tracer.writer.path
+
+    @property
+    def skipped_steps(self) -> tuple[SkippedStep, ...]:
+        """The latest hundred of the steps that were skipped, as gradients were not finite, oldest first."""
+        self._backward.settle()
+        return self._backward.skipped
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What was done so far: calls, frames, tensors (seen), tensors_read, bytes_read, cache_hits, skipped_steps."""
+        self._backward.settle()
+        return {**self._recorder.counters, "skipped_steps": self._backward.num_skipped}
+
+    def report(self) -> Report:
+        """The report of the latest failure, or of the latest frames when there was none.
+
+        When several batches on end were faulty it is the report of the first of them, as it was at its first
+        non-finite value: what came later is its consequence. With check="async" it is what has come so far; `look()`
+        waits for the rest.
+        """
+        self._warn_of_lost()
+        self._take_in(wait=self._options.check != "async")
+        frames = self.frames
+        return self._failure or self._backward.held or Report(frames, None, self.batch, _rank())
+
+    def _take_in(self, *, wait: bool) -> None:
+        try:
+            self._recorder.look(wait)
+        except NonFiniteError as error:
+            self._postponed = error
+            self._recorder.tells_batch_start = True
+
+    def _raise_postponed(self) -> None:
+        error, self._postponed = self._postponed, None
+        if error is not None:
+            self._recorder.tells_batch_start = self._closer_look.keeps_start
+            raise error
+
+    def _warn_of_lost(self) -> None:
+        lost = [] if self._attachment is None else self._attachment.lost()
+        if lost and not self._told_of_lost:
+            self._told_of_lost = True
+            shown = ", ".join(name or "the root module" for name in lost[:3])
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            warnings.warn(
+                f"nanwatch no longer sees the calls of {shown}{more}: `compile()` or other code has taken their place."
+                " Compile first and watch then.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    # What follows is called by the recorder; see Listener.
+
+    def batch_started(
+        self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Keep what a second run would need; print the header of a traced batch."""
+        self._raise_postponed()
+        if self._closer_look.keeps_start and module is not None:
+            self._closer_look.batch_started(module, args, kwargs)
+        if traced and self._options.trace is None:
+            _print_lines(text.batch_lines(batch))
+
+    def frame_recorded(self, frame: FrameRows) -> None:
+        """Print a frame of a traced batch, or write it where `trace` says so; learn how its headroom shrinks."""
+        if self._forecaster is not None and self._recorder.tells_frames:
+            self._forecaster.add(frame)
+        if frame.batch not in self._options.trace_batches:
+            return
+        if self._options.trace is None:
+            _print_lines(text.frame_lines(frame.to_frame()))
+        elif self._tracer is not None:
+            self._tracer.add(frame)
+
+    def fault(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Report the first fault of a batch; when acting on it is due here, act."""
+        self._meet(
+            frame,
+            caller,
+            lambda: [to_record(observe(x, label, "input")) for label, x in call_leaves(args, kwargs or {})],
+        )
+        at_once = self._options.check in ("auto", "module") or frame.recomputed
+        if at_once and self._options.on_nonfinite != "warn":
+            self._act(inside=True)  # the end of a recomputation is told to nobody
+
+    def late_fault(self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool) -> None:
+        """Report the first fault of a batch; what is due follows with the batch's end."""
+        if is_left:
+            self._left.add(frame.batch)
+        self._meet(frame, caller, lambda: [to_record(row) for row in given.rows])
+
+    def _meet(self, frame: FrameRows, caller: str | None, given: Callable[[], list[Record]]) -> None:
+        # A forward that is recomputed in the backward repeats what its batch has told.
+        if frame.batch != self._faulty:
+            self._faulty = frame.batch
+            self._faults = {}
+            # Weights that something else than an optimizer moved by what the backward did wrong: that came first.
+            held = self._backward.release()
+            self._untold = held or self._report_fault(frame, caller, given())
+            if not self._run_is_open:
+                self._failure = self._untold
+                self._run_is_open = True
+            self._recorder.tells_batch_end = True
+            if not self._acts_on_reports():
+                self._untold = self._look_closer(self._untold)
+        self._faults[frame.name] = self._faults.get(frame.name, 0) + 1
+        if self._options.on_nonfinite == "warn" and self._faults[frame.name] == 1:
+            self._warn(frame.to_frame())
+
+    def batch_ended(self, batch: int, completed: bool) -> None:
+        """Act on the batch's fault where that was put off; end the run when asked to."""
+        try:
+            self._look_at_raised(completed)
+            self._conclude(batch, completed)
+        finally:
+            self._closer_look.batch_ended(batch)
+            self._recorder.tells_batch_end = self._awaits_batch_end()
+        self._check_limit(batch, completed)
+
+    def batch_left(self, batch: int, completed: bool) -> None:
+        """As `batch_ended`, but for the batch's fault, which is not known yet."""
+        try:
+            self._look_at_raised(completed)
+        finally:
+            self._closer_look.batch_ended(batch)
+        self._check_limit(batch, completed)
+
+    def batch_looked_at(self, batch: int, completed: bool) -> None:
+        """Act on the fault of a batch that was left."""
+        try:
+            self._conclude(batch, completed)
+        finally:
+            self._left.discard(batch)
+            self._recorder.tells_batch_end = self._awaits_batch_end()
+
+    def _look_at_raised(self, completed: bool) -> None:
+        raised = self._raised.pop(threading.get_ident(), None)
+        if raised is not None and not completed:
+            raised.report = self._look_closer(raised.report)
+
+    def _conclude(self, batch: int, completed: bool) -> None:
+        if self._tracer is not None:
+            self._tracer.batch_ended()
+        if batch == self._faulty:
+            self._warn_of_repeats(batch)
+            if completed:
+                self._act()
+            self._untold = None
+        elif completed and batch % self._options.every == 0:
+            self._run_is_open = False
+            self._foretell(batch)
+
+    def _check_limit(self, batch: int, completed: bool) -> None:
+        if completed and batch == self._options.abort_after_batch:
+            raise BatchLimitError(batch, "abort_after_batch")
+
+    def _foretell(self, batch: int) -> None:
+        if self._forecaster is None:
+            return
+        for forecast in self._forecaster.end(batch) if self._recorder.tells_frames else ():
+            warnings.warn(str(forecast), RuntimeWarning, stacklevel=2)
+        self._recorder.tells_frames = self._forecaster.is_due(batch + 1)
+
+    def backward_started(self) -> None:
+        """See Listener."""
+        self._backward.started()
+
+    def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
+        """Hold the failure until a step is about to take it."""
+        before = tuple(frame.to_frame() for frame in self._recorder.frames())
+        self._backward.ended(calls, arrivals, before, self._faulty)
+
+    def _act_on_step(self, report: Report) -> None:
+        """A step is about to take what a backward did wrong, or has left its optimizer so."""
+        if not self._run_is_open:
+            self._failure = report
+            self._run_is_open = self._recorder.tells_batch_end = True
+        if self._options.on_nonfinite == "warn" and report.finding is not None:
+            told = f"{text.summary(report.finding)}; Watch.report() has the frames that led to it"
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
+        closer = self._look_closer(report)
+        if callable(self._options.on_nonfinite):
+            self._options.on_nonfinite(closer)
+        elif self._options.on_nonfinite == "raise":
+            raise NonFiniteError(closer)
+
+    def _awaits_batch_end(self) -> bool:
+        return (
+            self._closer_look.keeps_start
+            or self._forecaster is not None
+            or self._run_is_open
+            or self._tracer is not None
+            or self._options.abort_after_batch is not None
+        )
+
+    def _acts_on_reports(self) -> bool:
+        return self._options.on_nonfinite == "raise" or callable(self._options.on_nonfinite)
+
+    def _report_fault(self, frame: FrameRows, caller: str | None, given: list[Record]) -> Report:
+        frames = tuple(frame.to_frame() for frame in self._recorder.frames())
+        current = [one for one in frames if one.batch == frame.batch]
+        rank = _rank()
+        finding = find(current, batch_inputs=given, caller=caller, rank=rank)
+        return Report(frames[-self._options.max_frames :], finding, frame.batch, rank)
+
+    def _act(self, *, inside: bool = False) -> None:
+        report, self._untold = self._untold, None
+        if report is None or not self._acts_on_reports():
+            return
+        if callable(self._options.on_nonfinite):
+            self._options.on_nonfinite(self._look_closer(report))
+        elif inside:
+            error = self._raised[threading.get_ident()] = NonFiniteError(report)
+            raise error
+        else:
+            raise NonFiniteError(self._look_closer(report))
+
+    def _look_closer(self, report: Report) -> Report:
+        # Of faulty batches in a row the first tells most.
+        if report is not self._failure and self._options.on_nonfinite != "raise":
+            return report
+        # Of a batch that was left, what a second run needs is gone, and perhaps the weights have moved on.
+        closer = self._closer_look.at(report, is_late=report.batch in self._left)
+        if self._failure is report:
+            self._failure = closer
+        return closer
+
+    def _warn(self, frame: Frame) -> None:
+        report = self._untold
+        first = report.finding if report is not None and len(self._faults) == 1 else None
+        finding = first or find([frame], rank=_rank())
+        if finding is not None:
+            message = f"{text.summary(finding)}; Watch.report() has the frames that led to the first"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    def _warn_of_repeats(self, batch: int) -> None:
+        repeats = {name: count - 1 for name, count in self._faults.items() if count > 1}
+        if self._options.on_nonfinite == "warn" and repeats:
+            listed = ", ".join(f"{name or 'the model'} {count} more" for name, count in repeats.items())
+            warnings.warn(f"batch {batch}, further faulty calls: {listed}", RuntimeWarning, stacklevel=2)
+        self._faults = {}
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
