@@ -63,6 +63,7 @@ class CallRecorder {
 
   CallObserver& observer() { return observer_; }
   int64_t latest_batch() const { return latest_batch_; }
+  int64_t frames_kept() const { return ring_.pushed(); }
 
   // For Python's garbage collector: the listener refers back to the recorder.
   int traverse(visitproc visit, void* arg) const;

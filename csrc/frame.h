@@ -102,7 +102,9 @@ class FrameRing {
     frames_[next_].swap(frame);
     next_ = (next_ + 1) % frames_.size();
     if (held_ < frames_.size()) ++held_;
+    ++pushed_;
   }
+  int64_t pushed() const { return pushed_; }  // ever
   size_t size() const { return held_; }
   size_t capacity() const { return frames_.size(); }
   const FrameData& oldest(size_t position) const {
@@ -114,6 +116,7 @@ class FrameRing {
  private:
   std::vector<FrameData> frames_;
   size_t next_ = 0, held_ = 0;
+  int64_t pushed_ = 0;
 };
 
 }  // namespace nanwatch

@@ -21,8 +21,10 @@ from architectures import built, inputs_of
 from nanwatch import _extension, tracer
 from nanwatch.errors import BatchLimitError, NonFiniteError
 from nanwatch.frame import Frame
+from nanwatch.options import Check
 from nanwatch.trace_file import Trace
 from nanwatch.watch import watch
+from stand_in_device import stand_in
 from toys import Scale, mlp
 
 pytest.importorskip("pyarrow")
@@ -336,3 +338,21 @@ def test_no_warning_in_a_run_that_goes_well(tmp_path: Path) -> None:
             for _ in range(200):
                 model(torch.ones(2, 3))
     assert told == []
+
+
+@needs_native
+@pytest.mark.parametrize("check", ["module", "batch", "async"])
+def test_rows_that_come_late_are_written_once(check: Check, tmp_path: Path) -> None:
+    """A trace over a device that delivers when it is told has the rows of one over the host."""
+    written = []
+    for on_device in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+        path = tmp_path / f"{on_device}.parquet"
+        device = stand_in(place=lambda x, on_device=on_device: 0 if on_device else -1)  # type: ignore[misc]
+        with device, watch(model, trace=path, check=check):
+            for batch in range(5):
+                model(torch.full((2, 3), float(batch)))
+        written.append(Trace.open(path).table().to_pylist())
+    assert written[0]
+    assert written[1] == written[0]

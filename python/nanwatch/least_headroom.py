@@ -33,14 +33,14 @@ class LeastHeadroom:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._frames_seen = watch.counters["frames"]
+        self._frames_seen = watch._recorder.frames_kept
         self._least: Least | None = None
         # The largest magnitude so far by dtype: only a larger one can have less room, which spares nearly all rows.
         self._largest: dict[str, float] = {}
 
     def look(self) -> None:
         """Take in the frames that were recorded since the last look."""
-        recorded = self._watch.counters["frames"]
+        recorded = self._watch._recorder.frames_kept
         fresh, self._frames_seen = recorded - self._frames_seen, recorded
         # 2 µs a frame, as no Frame is built.
         for frame in self._watch._recorder.frames()[-fresh:] if fresh else ():

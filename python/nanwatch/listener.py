@@ -97,6 +97,10 @@ class Recorder(Protocol):
         """The number of the latest batch, -1 before the first."""
 
     @property
+    def frames_kept(self) -> int:
+        """How many frames there have been among `frames()`; one whose rows are still to come is not yet."""
+
+    @property
     def counters(self) -> dict[str, int]:
         """How many calls, frames, tensors, reads, bytes and cache hits there were."""
 

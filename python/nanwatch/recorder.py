@@ -89,6 +89,11 @@ class PythonRecorder(RecordsBackwards):
         self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
         return len(self._nodes) - 1
 
+    @property
+    def frames_kept(self) -> int:
+        """See Recorder."""
+        return self.counters["frames"]
+
     def frames(self) -> list[FrameRows]:
         """See Recorder."""
         return list(self._frames)
@@ -293,15 +298,13 @@ def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
 
 
 def snapshot(recorder: Recorder) -> tuple[int, list[FrameRows]]:
-    """How many frames there have been and the latest of them, both at one moment, whatever other threads record."""
+    """How many frames were kept and the latest of them, both at one moment, whatever other threads record."""
     if isinstance(recorder, PythonRecorder):
         with recorder.lock:
-            return recorder.counters["frames"], recorder.frames()
+            return recorder.frames_kept, recorder.frames()
     # Nothing but C from the one to the other, so no other thread runs in between.
-    counters, frames = map(
-        methodcaller("__call__"), (partial(getattr, recorder, "counters"), recorder.frames)
-    )
-    return counters["frames"], frames
+    kept, frames = map(methodcaller("__call__"), (partial(getattr, recorder, "frames_kept"), recorder.frames))
+    return kept, frames
 
 
 def make_recorder(settings: Settings, listener: Listener) -> Any:

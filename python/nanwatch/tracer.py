@@ -80,7 +80,7 @@ class Tracer:
         if self._ring == 0 or not self.writer.is_open:
             self.gather()
             return
-        made = self._recorder.counters["frames"]
+        made = self._recorder.frames_kept
         self._largest = max(self._largest, made - self._ended)
         self._ended = made
         if made - self._taken + self._largest > self._ring:
@@ -89,7 +89,7 @@ class Tracer:
     def tick(self) -> float:
         """Take the frames if it is time, and say in how many seconds to ask again. Called by the writing thread."""
         hurries = self._ring > 0 and (self._largest == 0 or 2 * self._largest > self._ring)
-        waiting = self._recorder.counters["frames"] - self._taken if self._ring else len(self._given)
+        waiting = self._recorder.frames_kept - self._taken if self._ring else len(self._given)
         is_late = monotonic() - self._fetched >= _GATHER_SECONDS
         if waiting and (is_late or (hurries and 2 * waiting > self._ring)):
             self.gather()
