@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from ._commands import command_parser
 from .comparison import RTOL, diff
 from .difference import KINDS
 
@@ -37,11 +38,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nanwatch diff",
-        description="Name the first record in which two traces part, and what grew most from the one to the other.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "diff",
+        "Name the first record in which two traces part, and what grew most from the one to the other.",
+        _EXAMPLES,
     )
     parser.add_argument("a", metavar="A", help="a trace: what watch(trace=...) was given")
     parser.add_argument(
@@ -65,7 +65,4 @@ def _parser() -> argparse.ArgumentParser:
         help="kinds of difference to pass over",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts too")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document on stdout and nothing else"
-    )
     return parser

@@ -8,6 +8,7 @@ import sys
 from math import isfinite
 from typing import Any
 
+from ._commands import command_parser
 from .fitting import FORMATS, Need, fits
 from .text import module_name
 
@@ -42,11 +43,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nanwatch formats",
-        description="Name, for each module's outputs and weights, the narrowest format that holds all their values.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "formats",
+        "Name, for each module's outputs and weights, the narrowest format that holds all their values.",
+        _EXAMPLES,
     )
     parser.add_argument("trace", metavar="TRACE", help="a trace: what watch(trace=...) was given")
     parser.add_argument(
@@ -55,9 +55,6 @@ def _parser() -> argparse.ArgumentParser:
         default=1.0,
         metavar="BITS",
         help="room to leave at both ends, in doublings (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document on stdout and nothing else"
     )
     return parser
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
+from ._commands import command_parser
 from .merge import document, merge, merged_text
 
 _EXAMPLES = """\
@@ -20,17 +20,13 @@ examples:
 
 def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nanwatch merge",
-        description="One report from those of several ranks: the origin, headroom by module and rank, and weights"
+    parser = command_parser(
+        "merge",
+        "One report from those of several ranks: the origin, headroom by module and rank, and weights"
         " that should be alike and are not.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EXAMPLES,
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="the folder with the ranks' folders in it")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document on stdout and nothing else"
-    )
     options = parser.parse_args(arguments)
     try:
         merged = merge(options.folder)

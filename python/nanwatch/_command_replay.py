@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import text
+from ._commands import command_parser
 from .capsule import Capsule
 from .replay import Replayed, dtype_of, rerun
 
@@ -88,11 +89,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nanwatch replay",
-        description="Make the module call in a capsule again and say whether a value is not finite again.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "replay",
+        "Make the module call in a capsule again and say whether a value is not finite again.",
+        _EXAMPLES,
     )
     parser.add_argument("capsule", metavar="CAPSULE", help="the folder of the capsule")
     parser.add_argument(
@@ -110,9 +110,6 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         choices=_DTYPES,
         help="after the capsule's own, with weights and inputs cast to it and autocast off",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document on stdout and nothing else"
     )
     return parser
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from ._commands import command_parser
 from .report import Report
 from .trace_file import Trace, batch_words
 
@@ -38,18 +39,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nanwatch show",
-        description="Print the frames of one batch of a trace, or a report that was saved as JSON.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "show", "Print the frames of one batch of a trace, or a report that was saved as JSON.", _EXAMPLES
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="a trace, or a report.json")
     parser.add_argument("--batch", type=int, metavar="N", help="of a trace: this batch (default: the latest)")
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write the report as a page too")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document on stdout and nothing else"
-    )
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from dataclasses import dataclass
 
@@ -36,3 +37,17 @@ def help_text() -> str:
     """The part of `--help` that lists them."""
     lines = [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(["commands (each has a --help of its own):", *lines])
+
+
+def command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """The parser of a command that prints for people, or with --json for programs."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m nanwatch {name}",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document on stdout and nothing else"
+    )
+    return parser

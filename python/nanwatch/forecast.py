@@ -148,6 +148,7 @@ class Forecaster:
 
     def __init__(self) -> None:
         self._tracks: dict[_Key, _Track] = {}
+        self._batch = -1
         self._largest: dict[_Key, Row] = {}
         self._next = 0
         self._pause = 1
@@ -158,7 +159,12 @@ class Forecaster:
         return batch >= self._next
 
     def add(self, frame: FrameRows) -> None:
-        """Take a frame of the batch that is under way. Of an input its maker has the say, of a fault the report."""
+        """Take a frame of the batch that is under way; those of one that went wrong are dropped with the next.
+
+        Of an input its maker has the say, of a fault the report.
+        """
+        if frame.batch != self._batch:
+            self._batch, self._largest = frame.batch, {}
         for row in frame.rows:
             if row[5] and row[6] and row[1] != "input":
                 key = (frame.name, row[0], row[3])

@@ -20,17 +20,17 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from . import text
+from .extras import needed
 from .frame import Frame
-from .headroom import by_module, headroom_bits, limits, shrinking
+from .headroom import NEAR_FACTOR, by_module, headroom_bits, limits, shrinking
 from .record import Record
 
 if TYPE_CHECKING:
     from .report import Report
 
-LOW_BITS = (
-    8  # within 8 bits of the end a value may leave its format by a sum or a usual factor, as text has it
-)
+LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
 _NEAR_BITS = 2
+_INSTEAD = "use to_text() or to_json()"
 
 _WORST_SHOWN = 16  # bars at once; the rest is folded away
 _BARS = 400  # and no more than these: a bar is 300 bytes, and the table has every record
@@ -70,13 +70,13 @@ def page(name: str, who: str, data: Any, **values: Any) -> str:
 
     `who` is named by the ImportError that is raised without jinja2 and plotly.
     """
-    jinja2 = _needed("jinja2", who)
+    jinja2 = needed("jinja2", who, "report", _INSTEAD)
     loader = jinja2.PackageLoader("nanwatch", "templates")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     script, style = (loader.get_source(environment, source)[0] for source in (f"{name}.js", "report.css"))
-    _needed("plotly.offline", who)
+    needed("plotly.offline", who, "report", _INSTEAD)
     packed, plotly_hash = _packed_plotly()
     made = environment.get_template(f"{name}.html.jinja").render(
         data=_json(data),
@@ -88,16 +88,6 @@ def page(name: str, who: str, data: Any, **values: Any) -> str:
     )
     # A lone surrogate has no UTF-8, and a file that cannot be written helps nobody.
     return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", str(made))
-
-
-def _needed(name: str, who: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"{who} needs the package `{name.partition('.')[0]}`, which is not installed;"
-            " pip install 'nanwatch[report]', or use to_text() or to_json()"
-        ) from error
 
 
 @lru_cache(maxsize=1)

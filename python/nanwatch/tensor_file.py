@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .extras import needed
 from .ranges import only_our_dispatch, unreadable
 from .reading import fail, shorten
 from .tree import DTYPES, Json, device, dtype, sizes
@@ -183,11 +184,5 @@ def _strided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _library() -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(
-            "capsules need the package `safetensors`, which is not installed; pip install 'nanwatch[capsule]'"
-        ) from error
-    return safetensors
+    needed("safetensors.torch", "a capsule", "capsule")
+    return needed("safetensors", "a capsule", "capsule")

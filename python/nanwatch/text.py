@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
 from .backward_text import next_backward, why_backward
+from .extras import needed
 from .headroom import has_vanished, is_near_end, limits, shrinking
 from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, SKIPPED_STEP, Record
 
@@ -313,17 +314,13 @@ def wants_color(file: TextIO) -> bool:
 
 
 def _colored(lines: Sequence[tuple[Style, str]]) -> str:
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError as error:
-        raise ImportError(
-            "color=True needs the package `rich`, which is not installed; pip install 'nanwatch[demo]',"
-            " or leave color=False"
-        ) from error
+    instead = "leave color=False"
+    console_kind = needed("rich.console", "color=True", "demo", instead).Console
+    styled = needed("rich.text", "color=True", "demo", instead).Text
     width = max((len(line) for _, line in lines), default=0) + 1
-    console = Console(width=width, color_system="standard", force_terminal=True, no_color=False)
+    console = console_kind(width=width, color_system="standard", force_terminal=True, no_color=False)
     with console.capture() as capture:
         for style, line in lines:
-            console.print(Text(line, style=_RICH_STYLES[style]))
-    return capture.get().removesuffix("\n")
+            console.print(styled(line, style=_RICH_STYLES[style]))
+    shown: str = capture.get()
+    return shown.removesuffix("\n")

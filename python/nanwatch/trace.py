@@ -17,6 +17,7 @@ import numpy as np
 
 from . import reading
 from .errors import TraceError
+from .extras import needed
 from .frame import PHASES, Frame
 from .record import ROLES, Record
 
@@ -74,14 +75,9 @@ def parts_beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.parts")
 
 
-def needed(name: str, what: str) -> Any:
-    """The part `name` of pyarrow. ImportError, naming `what` needs it and the extra, where there is none."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"{what} needs the package `pyarrow`, which is not installed; pip install 'nanwatch[trace]'"
-        ) from error
+def arrow(name: str, what: str) -> Any:
+    """The part `name` of pyarrow, which `what` needs."""
+    return needed(name, what, "trace")
 
 
 def schema(facts: dict[str, Any] | None = None) -> Any:

@@ -42,7 +42,7 @@ class Trace:
     def open(cls, path: str | os.PathLike[str]) -> Trace:
         """The trace at `path`. Raises TraceError for what is none, FileNotFoundError for nothing."""
         place = Path(path)
-        datasets = trace.needed("pyarrow.dataset", "reading a trace")
+        datasets = trace.arrow("pyarrow.dataset", "reading a trace")
         # Killed in the moment when the file took the place of the parts.
         if not place.exists() and (beside := parts_beside(place)).is_dir():
             place = beside
@@ -86,8 +86,8 @@ class Trace:
 
         Columns of strings are dictionary-encoded.
         """
-        pa = trace.needed("pyarrow", "reading a trace")
-        compute = trace.needed("pyarrow.compute", "reading a trace")
+        pa = trace.arrow("pyarrow", "reading a trace")
+        compute = trace.arrow("pyarrow.compute", "reading a trace")
         wanted = None if batches is None else compute.field("batch").isin(pa.array(batches, pa.int64()))
         names = [name for name, _, _ in trace.COLUMNS] if columns is None else list(columns)
         try:
@@ -117,7 +117,7 @@ class Trace:
 
 def strings(column: Any) -> Strings:
     """A dictionary-encoded column of a table."""
-    pa = trace.needed("pyarrow", "reading a trace")
+    pa = trace.arrow("pyarrow", "reading a trace")
     if column.num_chunks == 0:
         return Strings(np.empty(0, np.int32), ())
     whole = pa.table({"column": column}).unify_dictionaries()["column"]
@@ -137,7 +137,7 @@ def batch_words(batches: Sequence[int]) -> str:
 
 def _plain(found: Any) -> Any:
     """The schema with strings for dictionaries of strings."""
-    pa = trace.needed("pyarrow", "reading a trace")
+    pa = trace.arrow("pyarrow", "reading a trace")
     fields = [
         field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
         for field in found

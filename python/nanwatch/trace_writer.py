@@ -201,7 +201,7 @@ class TraceWriter:
         """Put the latest part in its place, whole."""
         if not self._tables:
             return
-        pa = trace.needed("pyarrow", "trace=")
+        pa = trace.arrow("pyarrow", "trace=")
         table = pa.concat_tables(self._tables)
         self._tables = [table]
         write_table(table.replace_schema_metadata(trace.schema(self._facts).metadata), self._temporary)
@@ -212,7 +212,7 @@ class TraceWriter:
 
     def _become_file(self) -> None:
         """One file in place of the folder, if there is time for it."""
-        parquet = trace.needed("pyarrow.parquet", "trace=")
+        parquet = trace.arrow("pyarrow.parquet", "trace=")
         parts = sorted(self.path.glob(f"part-*{SUFFIX}"))
         with parquet.ParquetWriter(self._temporary, trace.schema(self._facts), **_HOW) as file:
             for part in parts:
@@ -235,7 +235,7 @@ _HOW: dict[str, Any] = {"compression": "zstd", "store_schema": True}
 
 def write_table(table: Any, path: Path) -> None:
     """Write one file. What fails to be written is an OSError."""
-    trace.needed("pyarrow.parquet", "trace=").write_table(table, path, **_HOW)
+    trace.arrow("pyarrow.parquet", "trace=").write_table(table, path, **_HOW)
 
 
 def _warn(message: str) -> None:

@@ -55,7 +55,7 @@ class Tracer:
         self._fetched = monotonic()
         # Not a plain lock: the garbage collector may run anybody's code within, and that may call the model.
         self._lock = threading.RLock()
-        trace.needed("pyarrow.parquet", "trace=")
+        trace.arrow("pyarrow.parquet", "trace=")
         facts = {
             "version": trace.VERSION,
             "nanwatch": _version(),

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..deferred import DeferredWatch
 from ..errors import NonFiniteError
+from ..extras import needed
 from ..least_headroom import Least, LeastHeadroom
 from ..watch import Watch
-from ._needed import needed
 
 __all__ = ["NanWatchCallback"]
 
@@ -21,12 +21,12 @@ def _callback_classes() -> tuple[Any, ...]:
     """Callback of each of the two packages that is in use, or else of the first that is installed."""
     in_use = [name for name in _PACKAGES if sys.modules.get(name) is not None]
     if in_use:
-        return tuple(needed(name, "lightning").Callback for name in in_use)
+        return tuple(needed(name, "nanwatch.integrations.lightning", "lightning").Callback for name in in_use)
     try:
-        return (needed(_PACKAGES[0], "lightning").Callback,)
+        return (needed(_PACKAGES[0], "nanwatch.integrations.lightning", "lightning").Callback,)
     except ImportError as first:
         try:
-            return (needed(_PACKAGES[1], "lightning").Callback,)
+            return (needed(_PACKAGES[1], "nanwatch.integrations.lightning", "lightning").Callback,)
         except ImportError:
             raise first from None
 

@@ -12,16 +12,18 @@ from types import FrameType
 from typing import Any
 
 from ..deferred import DeferredWatch
+from ..extras import needed
 from ..least_headroom import LeastHeadroom
 from ..watch import Watch
-from ._needed import needed
 from .debug_option import patch_transformers, unpatch_transformers
 
 __all__ = ["NanWatchCallback", "patch_transformers", "unpatch_transformers"]
 
 HEADROOM, PLACE = "nanwatch/headroom_bits", "nanwatch/headroom_module"
 
-_TrainerCallback: Any = needed("transformers.trainer_callback", "transformers").TrainerCallback
+_TrainerCallback: Any = needed(
+    "transformers.trainer_callback", "nanwatch.integrations.transformers", "transformers"
+).TrainerCallback
 
 
 class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
