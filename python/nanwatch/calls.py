@@ -9,6 +9,7 @@ arguments and its result, after every hook of the user's. No hook is registered:
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -116,6 +117,7 @@ class Attachment:
     ) -> None:
         self._recorder = recorder
         self._parts = parts
+        self._told_of_lost = False
         self._watch = _live.enter(model, recorder)
         # What the operators in compiled code are said to write; see _ops.record_.
         with torch.inference_mode(False):
@@ -180,6 +182,21 @@ class Attachment:
     def lost(self) -> list[str]:
         """The names of modules whose place somebody else has taken, as `module.compile()` does."""
         return [name for module, name in self._names.items() if not _is_linked(module, self._recorder)]
+
+    def warn_of_lost(self) -> None:
+        """Warn, once, when there are such modules."""
+        lost = self.lost()
+        if not lost or self._told_of_lost:
+            return
+        self._told_of_lost = True
+        shown = ", ".join(name or "the root module" for name in lost[:3])
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        warnings.warn(
+            f"nanwatch no longer sees the calls of {shown}{more}: `compile()` or other code has taken their place."
+            " Compile first and watch then.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def relink(self) -> None:
         """Stand before what `module.compile()` has put in the place since. Called while such a module is compiled."""

@@ -20,6 +20,7 @@ from .backward_watch import BackwardWatch
 from .calls import Attachment
 from .closer_look import CloserLook
 from .errors import BatchLimitError, NonFiniteError
+from .fault_warnings import FaultWarnings
 from .finding import find
 from .forecast import Forecaster
 from .frame import Frame, FrameRows
@@ -54,13 +55,12 @@ class Watch:
     ) -> None:
         self._options = options
         # The report of the first of the latest run of faulty batches, the latest faulty batch, its report as long as
-        # nobody was told, and how often each of its modules was at fault.
+        # nobody was told.
         self._failure: Report | None = None
         self._faulty: int | None = None
         self._untold: Report | None = None
-        self._faults: dict[str, int] = {}
+        self._faults = FaultWarnings(speaks=options.on_nonfinite == "warn")
         self._run_is_open = False
-        self._told_of_lost = False
         self._closer_look = CloserLook(model, options)
         # What was raised inside a forward: it is looked at more closely once the forward has been left, and with it
         # any lock that it holds.
@@ -206,7 +206,8 @@ class Watch:
         non-finite value: what came later is its consequence. With check="async" it is what has come so far; `look()`
         waits for the rest.
         """
-        self._warn_of_lost()
+        if self._attachment is not None:
+            self._attachment.warn_of_lost()
         self._take_in(wait=self._options.check != "async")
         frames = self.frames
         return self._failure or self._backward.held or Report(frames, None, self.batch, _rank())
@@ -223,19 +224,6 @@ class Watch:
         if error is not None:
             self._recorder.tells_batch_start = self._closer_look.keeps_start
             raise error
-
-    def _warn_of_lost(self) -> None:
-        lost = [] if self._attachment is None else self._attachment.lost()
-        if lost and not self._told_of_lost:
-            self._told_of_lost = True
-            shown = ", ".join(name or "the root module" for name in lost[:3])
-            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            warnings.warn(
-                f"nanwatch no longer sees the calls of {shown}{more}: `compile()` or other code has taken their place."
-                " Compile first and watch then.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
     # What follows is called by the recorder; see Listener.
 
@@ -281,7 +269,7 @@ class Watch:
         # A forward that is recomputed in the backward repeats what its batch has told.
         if frame.batch != self._faulty:
             self._faulty = frame.batch
-            self._faults = {}
+            self._faults.begin()
             # Weights that something else than an optimizer moved by what the backward did wrong: that came first.
             held = self._backward.release()
             self._untold = held or self._report_fault(frame, caller, given())
@@ -291,9 +279,9 @@ class Watch:
             self._recorder.tells_batch_end = True
             if not self._acts_on_reports():
                 self._untold = self._look_closer(self._untold)
-        self._faults[frame.name] = self._faults.get(frame.name, 0) + 1
-        if self._options.on_nonfinite == "warn" and self._faults[frame.name] == 1:
-            self._warn(frame.to_frame())
+        if self._faults.count(frame.name):
+            first = self._untold.finding if self._untold is not None and self._faults.is_first else None
+            self._faults.warn(first or find([frame.to_frame()], rank=_rank()))
 
     def batch_ended(self, batch: int, completed: bool) -> None:
         """Act on the batch's fault where that was put off; end the run when asked to."""
@@ -330,7 +318,7 @@ class Watch:
         if self._tracer is not None:
             self._tracer.batch_ended()
         if batch == self._faulty:
-            self._warn_of_repeats(batch)
+            self._faults.end(batch)
             if completed:
                 self._act()
             self._untold = None
@@ -412,21 +400,6 @@ class Watch:
         if self._failure is report:
             self._failure = closer
         return closer
-
-    def _warn(self, frame: Frame) -> None:
-        report = self._untold
-        first = report.finding if report is not None and len(self._faults) == 1 else None
-        finding = first or find([frame], rank=_rank())
-        if finding is not None:
-            message = f"{text.summary(finding)}; Watch.report() has the frames that led to the first"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-    def _warn_of_repeats(self, batch: int) -> None:
-        repeats = {name: count - 1 for name, count in self._faults.items() if count > 1}
-        if self._options.on_nonfinite == "warn" and repeats:
-            listed = ", ".join(f"{name or 'the model'} {count} more" for name, count in repeats.items())
-            warnings.warn(f"batch {batch}, further faulty calls: {listed}", RuntimeWarning, stacklevel=2)
-        self._faults = {}
 
 
 def _rank() -> int:
