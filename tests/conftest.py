@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from nanwatch import _extension, _ops, _reference, ranges
+from netcheck_ranks import Ranks
 
 settings.register_profile(
     "nanwatch",
@@ -118,3 +119,11 @@ def one_process_mesh(tmp_path: os.PathLike[str]) -> Iterator[object]:
         yield DeviceMesh("cpu", [0])
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.fixture(name="ranks")
+def started_ranks() -> Iterator[Ranks]:
+    """Killed at the end, should one be left."""
+    started = Ranks()
+    yield started
+    started.kill()

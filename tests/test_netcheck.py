@@ -10,23 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from netcheck_ranks import HOST, MARGIN, Ranks, environment, free_port, step, why
+from netcheck_ranks import HOST, MARGIN, environment, free_port, step, why
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    """Killed at the end, should one be left."""
-    started = Ranks()
-    yield started
-    started.kill()
 
 
 # Healthy.

@@ -17,14 +17,6 @@ from netcheck_ranks import HOST, MARGIN, Ranks, step, why
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 
 
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    """Killed at the end, should one be left."""
-    started = Ranks()
-    yield started
-    started.kill()
-
-
 def _run(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, text=True)
 

@@ -1,0 +1,133 @@
+// What stands in the graph: hooks that hand gradients to the log on the engine's thread, without the interpreter lock.
+// They hold neither tensors nor calls, lie in the graph and die with it; one on a leaf outlives the graphs that use it.
+#pragma once
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "formats.h"
+#include "gradient_log.h"
+
+namespace nanwatch {
+
+class GradientHook : public torch::autograd::FunctionPreHook {
+ public:
+  explicit GradientHook(const std::shared_ptr<GradientLog>& log) : log_(log) {}
+
+  // Compiled autograd runs a graph of its own, of which nothing is seen. The default is an error that ends the
+  // backward.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+
+  bool is_of(const GradientLog* log) const { return log_.lock().get() == log; }
+
+ protected:
+  template <typename Look>
+  void look(const Look& with_log) {
+    const std::shared_ptr<GradientLog> log = log_.lock();
+    if (!log) return;
+    try {
+      with_log(*log);
+    } catch (python_error&) {
+      throw;  // Ctrl-C
+    } catch (const std::exception& error) {
+      TORCH_WARN_ONCE("nanwatch: a gradient could not be looked at: ", error.what());
+    }
+  }
+
+ private:
+  std::weak_ptr<GradientLog> log_;
+};
+
+// At the node that made a tensor.
+class TensorHook final : public GradientHook {
+ public:
+  TensorHook(const std::shared_ptr<GradientLog>& log, const void* node, uint32_t nr, GradientUser user)
+      : GradientHook(log), node_(node), nr_(nr), users_{std::move(user)} {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    if (nr_ < gradients.size() && gradients[nr_].defined())
+      look([&](GradientLog& log) { log.arrived(gradients[nr_], node_, nr_, users_); });
+    return gradients;
+  }
+
+ private:
+  const void* node_;  // only compared
+  uint32_t nr_;
+  std::vector<GradientUser> users_;
+};
+
+// At a leaf: one for all calls that use it, as it outlives their graphs.
+class LeafHook final : public GradientHook {
+ public:
+  LeafHook(const std::shared_ptr<GradientLog>& log, const at::Tensor& leaf)
+      : GradientHook(log), leaf_(leaf.unsafeGetTensorImpl()) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    if (!gradients.empty() && gradients[0].defined())
+      look([&](GradientLog& log) {
+        const std::vector<GradientUser> users = log.users_now(calls_, places_);
+        if (!users.empty()) add_up(gradients[0], log.arrived(gradients[0], this, 0, users), &log);
+      });
+    return gradients;
+  }
+
+  void add(const std::shared_ptr<const GradientCall>& call, Part part, Labels::Id label) {
+    size_t kept = 0;
+    for (size_t i = 0; i < calls_.size(); ++i) {
+      if (calls_[i].expired()) continue;
+      if (kept != i) {
+        calls_[kept] = std::move(calls_[i]);
+        places_[kept] = places_[i];
+      }
+      ++kept;
+    }
+    calls_.resize(kept);
+    places_.resize(kept);
+    calls_.push_back(call);
+    places_.emplace_back(part, label);
+  }
+
+ private:
+  // A sum of finite gradients stays finite as long as the sum of their largest magnitudes is within the format: then
+  // nobody has to read it.
+  void add_up(const at::Tensor& gradient, double largest, GradientLog* log) {
+    if (!leaf_->grad().defined() || looked_at_ != log->sums_looked_at) bound_ = 0;
+    looked_at_ = log->sums_looked_at;
+    bound_ += largest;
+    const std::optional<Format> format = format_of(gradient.scalar_type());
+    if (!format) return;
+    const double end = largest_finite(*format);
+    if (bound_ > end) log->sums_may_overflow = true;
+  }
+
+  const at::TensorImpl* leaf_;  // which owns this
+  double bound_ = 0;
+  int64_t looked_at_ = 0;
+  // Kept apart: the log looks at them under its lock.
+  std::vector<std::weak_ptr<const GradientCall>> calls_;
+  std::vector<std::pair<Part, Labels::Id>> places_;
+};
+
+inline LeafHook* find_hook(const at::Tensor& leaf, const GradientLog* log) {
+  for (const std::unique_ptr<torch::autograd::FunctionPreHook>& hook : torch::autograd::impl::hooks(leaf))
+    if (auto* own = dynamic_cast<LeafHook*>(hook.get()); own != nullptr && own->is_of(log)) return own;
+  return nullptr;
+}
+
+// A Python hook that is registered on a leaf for the first time throws all others out, so this looks each time.
+inline LeafHook& leaf_hook(const at::Tensor& leaf, const std::shared_ptr<GradientLog>& log) {
+  if (LeafHook* const found = find_hook(leaf, log.get())) return *found;
+  auto made = std::make_unique<LeafHook>(log, leaf);
+  LeafHook& hook = *made;
+  // Not by add_hook, which allows for one.
+  torch::autograd::impl::hooks(leaf).push_back(std::move(made));
+  return hook;
+}
+
+}  // namespace nanwatch
