@@ -19,11 +19,51 @@ class HeldError {
   HeldError& operator=(const HeldError&) = delete;
   ~HeldError() {
     if (type_ == nullptr) return;
+    if (is_explained()) {
+      Py_XDECREF(type_);
+      Py_XDECREF(value_);
+      Py_XDECREF(traceback_);
+      return;
+    }
     PyErr_Clear();
     PyErr_Restore(type_, value_, traceback_);
   }
 
+  // Makes it what sys.exc_info() tells until `hide`.
+  void show() {
+    if (type_ == nullptr) return;
+    PyErr_NormalizeException(&type_, &value_, &traceback_);
+    if (traceback_ != nullptr) PyException_SetTraceback(value_, traceback_);
+    PyErr_GetExcInfo(&shown_.type, &shown_.value, &shown_.traceback);
+    Py_XINCREF(type_);
+    Py_XINCREF(value_);
+    Py_XINCREF(traceback_);
+    PyErr_SetExcInfo(type_, value_, traceback_);
+    is_shown_ = true;
+  }
+  void hide() {
+    if (is_shown_) PyErr_SetExcInfo(shown_.type, shown_.value, shown_.traceback);
+    is_shown_ = false;
+  }
+
  private:
+  // Whether what was raised meanwhile was raised "from" this.
+  bool is_explained() const {
+    if (!PyErr_Occurred()) return false;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject* const cause = PyException_GetCause(value);
+    const bool found = cause != nullptr && cause == value_;
+    Py_XDECREF(cause);
+    PyErr_Restore(type, value, traceback);
+    return found;
+  }
+
+  struct {
+    PyObject *type, *value, *traceback;
+  } shown_ = {};
+  bool is_shown_ = false;
   PyObject *type_, *value_, *traceback_;
 };
 
@@ -177,7 +217,8 @@ bool CallRecorder::tell_of(PendingBatch& batch) {
   return done;
 }
 
-// False with an exception set, the call's own if it has one: that matters more than what the listener raises.
+// False with an exception set, the call's own if it has one: that matters more than what the listener raises, unless
+// that is raised from it.
 bool CallRecorder::end_batch(Thread& thread, bool completed) {
   PendingBatch* const pending = thread.pending;
   if (thread.graph != nullptr) captured(thread, completed);
@@ -187,15 +228,19 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   if (pending_.empty() && (thread.recomputed || !tells_batch_end)) return completed;
   bool done = completed;
   {
-    const HeldError held;
+    HeldError held;
     const Recording recording(&thread);  // the listener may run the model once more
     done &= pending_.empty() || look(thread, waits, false);
-    const HeldError raised;
+    HeldError raised;
     const bool is_pending = std::any_of(pending_.begin(), pending_.end(),
                                         [&](const std::unique_ptr<PendingBatch>& one) { return one.get() == pending; });
     if (is_pending) pending->is_left = true;
-    if (!thread.recomputed && tells_batch_end)
+    if (!thread.recomputed && tells_batch_end) {
+      HeldError& own = completed ? raised : held;
+      own.show();
       done &= tell(is_pending ? "batch_left" : "batch_ended", py::make_tuple(thread.batch, done));
+      own.hide();
+    }
   }
   return done;
 }

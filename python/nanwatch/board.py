@@ -15,13 +15,14 @@ from .sighting import Origin, Sighting, earliest
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-_FAILED, _INSIDE, _DATA, _NUM_FAILED, _NUM_REPORTED, _COMPLETE = (
+_FAILED, _INSIDE, _DATA, _NUM_FAILED, _NUM_REPORTED, _COMPLETE, _NUM_LEFT = (
     "failed",
     "inside",
     "data",
     "num_failed",
     "num_reported",
     "complete",
+    "num_left",
 )
 
 
@@ -69,6 +70,14 @@ class Board:
         """Whether all ranks have had their say."""
         found: bool = self._store.check([_COMPLETE])
         return found
+
+    def leave(self) -> None:
+        """Tell that this rank has the verdict and needs the store, and the other ranks, no longer; once a rank."""
+        self._store.add(_NUM_LEFT, 1)
+
+    def all_left(self) -> bool:
+        """Whether all ranks have."""
+        return self._store.add(_NUM_LEFT, 0) >= self._world_size
 
     def origin(self) -> Origin | None:
         """The origin as far as it is known now, None when no rank has failed."""

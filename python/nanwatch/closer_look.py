@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from .batch_start import BatchStart
+from .errors import spell
 from .options import Options
 from .report import Report
 
@@ -89,11 +90,24 @@ class CloserLook:
             )
         except Exception as error:  # the first report is not lost for the second
             warnings.warn(
-                f"nanwatch could not look closer at a failure: {type(error).__name__}: {error}",
+                f"nanwatch could not look closer at a failure: {spell(error)}",
                 RuntimeWarning,
                 stacklevel=2,
             )
             return report
+
+    def write_frames(self, report: Report, name: str) -> None:
+        """Write a report without a finding as the folder `name` of output_dir, if there is one; never raises."""
+        if self._output_dir is None:
+            return
+        try:
+            from .postmortem import write_frames
+
+            write_frames(report, self._output_dir / name)
+        except Exception as error:
+            warnings.warn(
+                f"nanwatch could not write the last frames: {spell(error)}", RuntimeWarning, stacklevel=2
+            )
 
     def _start_of(self, report: Report) -> BatchStart | None:
         start = self._starts.get(threading.get_ident())

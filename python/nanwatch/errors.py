@@ -8,6 +8,7 @@ from . import text
 
 if TYPE_CHECKING:
     from .report import Report
+    from .sighting import Origin
 
 
 def spell(error: BaseException) -> str:
@@ -17,15 +18,21 @@ def spell(error: BaseException) -> str:
 
 
 class NonFiniteError(ValueError):
-    """A watched module call held a nan or an inf. `.report` has the frames that led to it and the finding."""
+    """A watched module call held a nan or an inf. `.report` has the frames that led to it and the finding.
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
+    `.origin` says, in a job of several ranks, where it was first among all of them; None in a job of one.
+    """
+
+    def __init__(self, report: Report, origin: Origin | None = None) -> None:
+        super().__init__(report, origin)
         self.report = report
+        self.origin = origin
 
     def __str__(self) -> str:
         finding = self.report.finding
         head = "a non-finite value" if finding is None else text.summary(finding)
+        if self.origin is not None:
+            head += f"\nAmong the ranks: {self.origin}"
         return f"{head}\n\n{self.report.to_text()}"
 
 

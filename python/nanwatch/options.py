@@ -29,6 +29,7 @@ SWITCH = "NANWATCH"
 MAX_FRAMES = 1_000_000
 # Batches are counted in 64 bits; sums and differences of two such numbers stay in them.
 MAX_BATCH = 2**62 - 1
+_MAX_SECONDS = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Options:
     abort_after_batch: int | None
     microscope: bool | None
     output_dir: Path | None
+    peer_timeout: float
     enabled: bool
     gradients: bool
     max_skipped_steps: int
@@ -101,6 +103,7 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
         forecast=given["forecast"],
         microscope=_microscope(given["microscope"]),
         output_dir=_folder("output_dir", given["output_dir"]),
+        peer_timeout=_seconds("peer_timeout", given["peer_timeout"]),
         abort_after_batch=None if last is None else whole("abort_after_batch", last, 0, MAX_BATCH),
         enabled=_switch(given["enabled"]),
         gradients=given["gradients"],
@@ -158,6 +161,15 @@ def whole(option: str, value: Any, least: int, most: int) -> int:
     if number > most:
         raise ValueError(f"{option} should be at most {most}, got {_short(number)}")
     return number
+
+
+def _seconds(option: str, value: Any) -> float:
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if number is None:
+        raise TypeError(f"{option} should be a number of seconds, 0 for none, got {value!r}")
+    if not 0 <= number <= _MAX_SECONDS:
+        raise ValueError(f"{option} should be from 0 to {_MAX_SECONDS:,} seconds, got {number}")
+    return float(number)
 
 
 def _microscope(value: object) -> bool | None:

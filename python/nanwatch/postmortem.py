@@ -161,6 +161,17 @@ def _written(path: Path, report: Report, remarks: list[str]) -> bool:
     return done is not None
 
 
+def write_frames(report: Report, folder: Path) -> Path:
+    """Write a report without a finding, as JSON and text; the folder, which has a number where that is taken.
+
+    No page: of thousands of ranks most have nothing to show. Raises what writing raises.
+    """
+    made = make_numbered(folder, lambda one: one.mkdir(parents=True))
+    for name in ("report.json", "report.txt"):
+        (made / name).write_text(_FORMS[name](report), encoding="utf-8")
+    return made
+
+
 def _new_folder(output_dir: Path, finding: Finding) -> Path:
     name = f"batch-{finding.batch}" + (f"-rank-{finding.rank}" if finding.rank else "")
     return make_numbered(output_dir / name, lambda folder: folder.mkdir(parents=True))

@@ -6,6 +6,7 @@ was last read, and PythonRecorder, the plain one, which reads everything. Tests 
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -209,9 +210,15 @@ class PythonRecorder(RecordsBackwards):
         self._end_batch(thread, completed)
 
     def _end_batch(self, thread: _Thread, completed: bool) -> None:
-        if self.tells_batch_end and not thread.recomputed:
+        if not self.tells_batch_end or thread.recomputed:
+            return
+        own = None if completed else sys.exc_info()[1]
+        try:
             with thread.is_recording():
                 self._listener.batch_ended(thread.batch, completed)
+        except BaseException as error:
+            if own is None or error.__cause__ is own:
+                raise
 
     def _begin_batch(self, thread: _Thread, module: nn.Module | None, args: Any, kwargs: Any) -> None:
         self.finish_broken_backwards()

@@ -55,9 +55,12 @@ class Sighting:
         )
 
     @property
-    def order(self) -> tuple[tuple[int, ...], int, int]:
-        """Sorts sightings of one part, the earliest first; of equal ones the lowest rank."""
-        return self.clock, self.sequence, self.rank
+    def order(self) -> tuple[tuple[int, ...], int, bool, int]:
+        """Sorts sightings of one part, the earliest first; of equal ones the lowest rank.
+
+        What a call was given was there before its output, which tensor parallel ranks add up.
+        """
+        return self.clock, self.sequence, self.kind == "produced", self.rank
 
     @property
     def place(self) -> str:

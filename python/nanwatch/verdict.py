@@ -30,15 +30,16 @@ _INTERVAL = 1.0  # seconds between two looks while all is well
 _INTERVAL_SETTLING = (0.05, 0.5)  # the first and the longest pause while ranks report
 _MOST_QUESTIONS = 20_000.0  # a second, from all ranks: one connection to a store alone can ask 55,000
 _STOPPING = 2.0  # seconds that stop() waits for the thread, which may hang in the store
+# Seconds that a rank with the verdict waits at most for the others to have it too. Once a process of a job has ended,
+# its launcher ends the others, and the store goes with the process that holds it.
+_FAREWELL = 3.0
 
 
 class PeerNonFiniteError(NonFiniteError):
     """Another rank held a nan or an inf. `.origin` says where it was first, `.report` has this rank's last frames."""
 
     def __init__(self, report: Report, origin: Origin) -> None:
-        super().__init__(report)
-        self.args = (report, origin)  # for copies and pickles
-        self.origin = origin
+        super().__init__(report, origin)
 
     def __str__(self) -> str:
         return f"{self.origin}\n\nThis rank ({self.report.rank}), at that time:\n{self.report.to_text()}"
@@ -80,7 +81,7 @@ class Verdict:
             raise ValueError(f"peer_timeout should be a number of seconds above 0, got {peer_timeout!r}")
         self.rank, self.world_size, self.peer_timeout, self.part = rank, world_size, peer_timeout, part
         self._on_stuck = on_stuck
-        self._store = _default_store() if store is None else store
+        self._store: Store | None = _default_store() if store is None else store
         self._prefix = f"nanwatch/verdict/{attempt(os.environ)}/{name}"
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Written by the thread alone, read by all.
@@ -90,6 +91,7 @@ class Verdict:
         self._reported = False
         self._is_stuck = False
         self._settled = False
+        self._has_left = False
         # Written by the callers.
         self._mine: Sighting | None = None
         self._budget = peer_timeout
@@ -117,20 +119,24 @@ class Verdict:
         """Whether a rank has failed, as far as was seen a second ago. Reads one attribute and costs nothing."""
         return self._news is not None
 
-    def publish(self, finding: Finding, sequence: int, clock: Sequence[int] | None = None) -> bool:
+    def publish(
+        self, finding: Finding, sequence: int, clock: Sequence[int] | None = None, part: str | None = None
+    ) -> bool:
         """Tell the other ranks what this one found; only the first time does anything. True when the store has it.
 
         `sequence` is the place of the faulty frame in its batch, from 0. `clock` is for ranks that do not all make the
         same number of forwards: whole numbers that count alike everywhere, such as optimizer steps and batches since
-        the last of them. All ranks give one of the same length, or none does. Never raises for what the store does.
+        the last of them. All ranks give one of the same length, or none does. `part`, if given, stands for the
+        verdict's. Never raises for what the store does.
         """
         if self._mine is None:
-            self._mine = mine = Sighting.of(finding, self.rank, sequence, clock, self.part)
+            part = self.part if part is None else part
+            self._mine = mine = Sighting.of(finding, self.rank, sequence, clock, part)
             return self._in_thread(lambda until: self._publish(mine))
         return not self.trouble
 
     def settle(self, own: Finding | None = None) -> Origin:
-        """The origin, once all ranks have had their say or `peer_timeout` is over.
+        """The origin, once all ranks have had their say and know it, or `peer_timeout` is over.
 
         `own` is what this rank found and published, if anything: it is the origin where the store cannot be asked.
         Raises RuntimeError when nothing has failed, here or elsewhere.
@@ -171,7 +177,11 @@ class Verdict:
 
     def _run(self) -> None:
         try:
-            self._board = Board(_own_store(self._store, self._prefix), self.world_size)
+            store, self._store = self._store, None
+            assert store is not None
+            self._board = Board(_own_store(store, self._prefix), self.world_size)
+            # A reference would keep the job's server alive, and its port taken, beyond destroy_process_group.
+            del store
         except Exception as error:
             self._fail(error)
         chance = random.Random(self.rank)  # not the one that a training run draws from
@@ -208,6 +218,7 @@ class Verdict:
             self._learn()
             if self._on_stuck is not None and self._known is not None:
                 self._tell_stuck(self._on_stuck, self._known)
+            self._leave()
 
     def _tell_stuck(self, on_stuck: Callable[[Origin], object], origin: Origin) -> None:
         try:
@@ -230,19 +241,30 @@ class Verdict:
             self._reported = True
             self._board.report()
 
+    def _leave(self) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._board.leave()
+
     def _settle(self, until: float) -> None:
         if not self._board.has_news():
             return
         self._settled = True
         self._report()
+        self._wait(self._board.is_complete, until)
+        self._learn()
+        self._leave()
+        if self._board.is_complete():
+            self._wait(self._board.all_left, min(until, time.monotonic() + _FAREWELL))
+
+    def _wait(self, is_over: Callable[[], bool], until: float) -> None:
+        """Ask again and again, until a little before the caller gives up waiting."""
         pause, longest = _INTERVAL_SETTLING
         longest = max(longest, self.world_size / _MOST_QUESTIONS)
-        # Until a little before the caller gives up waiting.
-        while not self._board.is_complete() and time.monotonic() + 2 * pause < until:
+        while not is_over() and time.monotonic() + 2 * pause < until:
             if self._stopping.wait(pause):
                 break
             pause = min(2 * pause, longest, max(0.01, (until - time.monotonic()) / 4))
-        self._learn()
 
 
 def _default_store() -> Store:

@@ -41,6 +41,7 @@ def watch(
     forecast: bool = True,
     microscope: bool | None = None,
     output_dir: str | os.PathLike[str] | None = None,
+    peer_timeout: float = 30.0,
     enabled: bool = True,
     _measure_time: bool = False,
     _verify_hits: bool = False,
@@ -84,6 +85,9 @@ def watch(
             where the failure ends the batch ("raise"); True also where the run goes on, and where a second forward can
             be felt by a model with a state of its own.
         output_dir: a folder into which each failure's report (text, JSON, HTML) and capsule are written.
+        peer_timeout: in a job of several ranks, how many seconds a rank that fails, or hears that another has, waits at
+            most for all of them to agree on where it was first; then each raises an error that says so. Only with
+            "raise". 0 does without: each rank speaks for itself, and the others may hang (docs/distributed.md).
         enabled: False makes a Watch that watches nothing. The environment goes first: NANWATCH=0 or NANWATCH=1.
 
     Raises TypeError or ValueError, naming what was given and what is accepted, when `model` is not a module whose

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from . import text
@@ -24,13 +23,17 @@ from .fault_warnings import FaultWarnings
 from .finding import find
 from .forecast import Forecaster
 from .frame import Frame, FrameRows
+from .job import place
 from .listener import Recorder, Settings
 from .observe import observe
 from .optimizer_guard import SkippedStep
 from .options import Options
+from .peers import Peers
 from .record import Record, to_record
 from .recorder import make_recorder
+from .rehearsal import is_rehearsal
 from .report import Report
+from .sighting import Origin
 from .walk import call_leaves
 
 if TYPE_CHECKING:
@@ -68,6 +71,7 @@ class Watch:
         # Of rows that a device makes: the faulty batches that ended before theirs had come, and an error that was
         # found while a report was asked for, which is no place to raise it.
         self._left: set[int] = set()
+        self._rehearsals: set[int] = set()
         self._postponed: NonFiniteError | None = None
         # The recorder may hold more frames than are shown: `room` for those who read them batch by batch.
         ring = max(options.max_frames, room)
@@ -98,11 +102,18 @@ class Watch:
 
             self._tracer = start_tracer(options.trace, self._recorder, ring if fetches else 0, options.every)
         self._forecaster = Forecaster() if options.forecast else None
+        this = weakref.ref(self)
+        self._peers: Peers | None = None
+        if options.on_nonfinite == "raise" and options.peer_timeout and options.enabled:
+            self._peers = Peers(
+                model,
+                options.peer_timeout,
+                lambda name: Report((), None, None) if (own := this()) is None else own._write_frames(name),
+            )
         self._recorder.tells_frames = options.forecast
-        self._recorder.tells_batch_start = self._closer_look.keeps_start
+        self._recorder.tells_batch_start = self._awaits_batch_start()
         self._recorder.tells_batch_end = self._awaits_batch_end()
         self._attachment: Attachment | None = None
-        this = weakref.ref(self)
         self._backward = BackwardWatch(
             model,
             self._recorder,
@@ -132,7 +143,10 @@ class Watch:
         else:
             self._take_in(wait=True)
             self._postponed = None  # the error under way says more
+            explained = None if self._peers is None else self._peers.explain(error)
             self._leave()
+            if explained is not None:
+                raise explained from error
 
     def stop(self) -> None:
         """`look()`, and leave the model as it was found; the frames stay. A second time does nothing.
@@ -158,6 +172,8 @@ class Watch:
             self._attachment.remove()
         if self._tracer is not None:
             self._tracer.close()
+        if self._peers is not None:
+            self._peers.close()
 
     def pause(self) -> None:
         """Record nothing until `resume()`; batches meanwhile are not counted."""
@@ -222,7 +238,7 @@ class Watch:
     def _raise_postponed(self) -> None:
         error, self._postponed = self._postponed, None
         if error is not None:
-            self._recorder.tells_batch_start = self._closer_look.keeps_start
+            self._recorder.tells_batch_start = self._awaits_batch_start()
             raise error
 
     # What follows is called by the recorder; see Listener.
@@ -232,6 +248,8 @@ class Watch:
     ) -> None:
         """Keep what a second run would need; print the header of a traced batch."""
         self._raise_postponed()
+        if self._peers is not None:
+            self._peers.batch_started(batch)
         if self._closer_look.keeps_start and module is not None:
             self._closer_look.batch_started(module, args, kwargs)
         if traced and self._options.trace is None:
@@ -257,7 +275,8 @@ class Watch:
         )
         at_once = self._options.check in ("auto", "module") or frame.recomputed
         if at_once and self._options.on_nonfinite != "warn":
-            self._act(inside=True)  # the end of a recomputation is told to nobody
+            # The end of a recomputation is told to nobody.
+            self._act(inside=not frame.recomputed)
 
     def late_fault(self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool) -> None:
         """Report the first fault of a batch; what is due follows with the batch's end."""
@@ -268,6 +287,9 @@ class Watch:
     def _meet(self, frame: FrameRows, caller: str | None, given: Callable[[], list[Record]]) -> None:
         # A forward that is recomputed in the backward repeats what its batch has told.
         if frame.batch != self._faulty:
+            if frame.batch in self._rehearsals or is_rehearsal():
+                self._rehearsals.add(frame.batch)
+                return
             self._faulty = frame.batch
             self._faults.begin()
             # Weights that something else than an optimizer moved by what the backward did wrong: that came first.
@@ -277,6 +299,7 @@ class Watch:
                 self._failure = self._untold
                 self._run_is_open = True
             self._recorder.tells_batch_end = True
+            self._publish(self._untold)
             if not self._acts_on_reports():
                 self._untold = self._look_closer(self._untold)
         if self._faults.count(frame.name):
@@ -295,6 +318,8 @@ class Watch:
 
     def batch_left(self, batch: int, completed: bool) -> None:
         """As `batch_ended`, but for the batch's fault, which is not known yet."""
+        if is_rehearsal():
+            self._rehearsals.add(batch)
         try:
             self._look_at_raised(completed)
         finally:
@@ -313,6 +338,11 @@ class Watch:
         raised = self._raised.pop(threading.get_ident(), None)
         if raised is not None and not completed:
             raised.report = self._look_closer(raised.report)
+            raised.origin = self._settle(raised.report)
+        elif not completed and self._peers is not None:
+            under_way = sys.exc_info()[1]
+            if (explained := self._peers.explain(under_way)) is not None:
+                raise explained from under_way
 
     def _conclude(self, batch: int, completed: bool) -> None:
         if self._tracer is not None:
@@ -343,6 +373,8 @@ class Watch:
 
     def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Hold the failure until a step is about to take it."""
+        if is_rehearsal():
+            return
         before = tuple(frame.to_frame() for frame in self._recorder.frames())
         self._backward.ended(calls, arrivals, before, self._faulty)
 
@@ -354,15 +386,37 @@ class Watch:
         if self._options.on_nonfinite == "warn" and report.finding is not None:
             told = f"{text.summary(report.finding)}; Watch.report() has the frames that led to it"
             warnings.warn(told, RuntimeWarning, stacklevel=2)
+        self._publish(report)
         closer = self._look_closer(report)
         if callable(self._options.on_nonfinite):
             self._options.on_nonfinite(closer)
         elif self._options.on_nonfinite == "raise":
-            raise NonFiniteError(closer)
+            raise NonFiniteError(closer, self._settle(closer))
+
+    def _publish(self, report: Report) -> None:
+        if self._peers is None or report.finding is None:
+            return
+        batch = report.finding.batch
+        sequence = sum(one.batch == batch for one in self._recorder.frames()) - 1
+        self._peers.publish(report.finding, max(0, sequence))
+
+    def _settle(self, report: Report) -> Origin | None:
+        return None if self._peers is None else self._peers.settle(report.finding)
+
+    def _write_frames(self, name: str) -> Report:
+        """The latest frames, of a rank that has found nothing itself; also called while this thread is held up."""
+        frames = tuple(frame.to_frame() for frame in self._recorder.frames())
+        report = Report(frames[-self._options.max_frames :], None, self.batch, _rank())
+        self._closer_look.write_frames(report, name)
+        return report
+
+    def _awaits_batch_start(self) -> bool:
+        return self._closer_look.keeps_start or self._peers is not None
 
     def _awaits_batch_end(self) -> bool:
         return (
             self._closer_look.keeps_start
+            or self._peers is not None
             or self._forecaster is not None
             or self._run_is_open
             or self._tracer is not None
@@ -389,7 +443,8 @@ class Watch:
             error = self._raised[threading.get_ident()] = NonFiniteError(report)
             raise error
         else:
-            raise NonFiniteError(self._look_closer(report))
+            closer = self._look_closer(report)
+            raise NonFiniteError(closer, self._settle(closer))
 
     def _look_closer(self, report: Report) -> Report:
         # Of faulty batches in a row the first tells most.
@@ -403,8 +458,7 @@ class Watch:
 
 
 def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    return place()[0]
 
 
 def _print_lines(lines: Iterable[str]) -> None:

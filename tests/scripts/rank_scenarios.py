@@ -1,0 +1,169 @@
+"""Small jobs of real ranks, one after another in the same processes: each fails, and each rank prints what it is told.
+
+    torchrun --nproc_per_node 2 rank_scenarios.py SCENARIOS.json OUTPUT_DIR
+
+A scenario is {"way", "kind", "rank", "batch", "port"}. A line is printed a rank and scenario, as JSON; one more when a
+rank is told while it waits in a collective. After the last scenario the error ends the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import nanwatch
+from nanwatch.verdict import PeerNonFiniteError
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """`gain` is 1 but where a scenario wants half precision to overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return self.down(torch.tanh(self.up(x)) * self.gain).float()
+
+
+def step_of(way: str, watched: list[nanwatch.Watch], options: dict[str, object]):
+    """A step of training as (x) -> None, and the blocks of this rank."""
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(WORLD if way == "pipeline" else 2)]
+    if way == "pipeline":
+        rank = RANK
+        mine = blocks[rank]
+        watched.append(nanwatch.watch(mine, **options))
+        schedule = ScheduleGPipe(
+            PipelineStage(mine, RANK, WORLD, torch.device("cpu")),
+            2,
+            loss_fn=lambda y, target: (y - target).square().mean(),
+        )
+        optimizer = torch.optim.SGD(mine.parameters(), 0.01)
+
+        def step(x: torch.Tensor) -> None:
+            given = (x,) if rank == 0 else ()
+            schedule.step(*given, **({"target": torch.zeros(len(x), WIDTH)} if rank == WORLD - 1 else {}))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step, [mine]
+    model: nn.Module = nn.Sequential(*blocks)
+    if way == "ddp":
+        run: nn.Module = DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp" if way == "fsdp2" else "tp",))
+        if way == "fsdp2":
+            for block in blocks:
+                fully_shard(block, mesh=mesh)
+            run = fully_shard(model, mesh=mesh)
+        else:
+            for block in blocks:
+                parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            run = model
+    watched.append(nanwatch.watch(model, **options))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(x: torch.Tensor) -> None:
+        run(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, blocks
+
+
+def play(scenario: dict, folder: Path) -> tuple[dict, Exception | None]:
+    way, kind, at = scenario["way"], scenario["kind"], scenario["batch"]
+    is_guilty = kind == "all" or scenario["rank"] == RANK
+    store = dist.TCPStore("127.0.0.1", scenario["port"], WORLD, is_master=not RANK)
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD)
+    watched: list[nanwatch.Watch] = []
+    told: dict[str, object] = {"rank": RANK, "error": None}
+    # Every rank of a tensor-parallel group and the first stage of a pipeline have the same data.
+    draw = torch.Generator().manual_seed(0 if way == "tp" or kind == "all" else RANK)
+    options = {"peer_timeout": 6, "output_dir": folder, "check": scenario.get("check", "auto")}
+    if scenario.get("dies") and scenario["rank"] == RANK:
+        nanwatch.verdict.Verdict.settle = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    failed_at, ended_by = time.monotonic(), None
+    try:
+        step, blocks = step_of(way, watched, options)
+        with watched[0]:
+            for batch in range(at + 20):
+                x = torch.randn(4, WIDTH, generator=draw)
+                failed_at = time.monotonic() if batch <= at else failed_at
+                if batch == at:
+                    if is_guilty and kind == "data":
+                        x[1, 2] = float("nan")
+                    elif is_guilty:
+                        blocks[-1].gain = 1e6
+                    elif kind == "straggler":
+                        time.sleep(2.5)
+                step(x)
+    except (nanwatch.NonFiniteError, RuntimeError) as caught:
+        # A pipeline puts an error of its own before what its stage raised.
+        error = caught.__cause__ if isinstance(caught.__cause__, nanwatch.NonFiniteError) else caught
+        if not isinstance(error, nanwatch.NonFiniteError):
+            raise
+        ended_by = error if scenario.get("exits") else None
+        first = error.origin.first if error.origin is not None else None
+        told |= {
+            "error": type(error).__name__,
+            "is_peer": isinstance(error, PeerNonFiniteError),
+            "seconds": time.monotonic() - failed_at,
+            "said": str(error.origin),
+            "origin": None
+            if first is None
+            else [first.rank, first.module, first.kind, first.label, error.origin.num_alike],
+        }
+    if scenario.get("exits"):
+        return told, ended_by
+    # A wrapper that lives on keeps its connections open, and those who wait for this rank waiting.
+    step = blocks = error = None
+    gc.collect()
+    start = time.monotonic()
+    dist.destroy_process_group()
+    return told | {"destroyed_in": time.monotonic() - start}, ended_by
+
+
+def say(what: dict) -> None:
+    sys.stdout.write(f"{json.dumps(what)}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    error = None
+    for number, scenario in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+
+        def show(message: object, *_: object, number: int = number) -> None:
+            if "waits for a rank" in str(message):
+                say({"scenario": number, "rank": RANK, "said": str(message)})
+
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        told, error = play(scenario, Path(sys.argv[2]) / str(number))
+        say({"scenario": number, **told})
+    if error is not None:
+        raise error
+
+
+main()
