@@ -237,6 +237,11 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
   return frame_type_(frame.batch, node.name, node.class_name, rows, frame.recomputed, phases[int(frame.phase)]);
 }
 
+std::optional<int64_t> CallRecorder::frames_of_batch(int64_t batch) const {
+  const int64_t count = ring_.counts().of(batch);
+  return count == BatchCounts::kForgotten ? std::nullopt : std::optional<int64_t>(count);
+}
+
 py::list CallRecorder::frames() const {
   // Copied first: making Python objects may run other code, and that another call.
   std::vector<FrameData> copies(ring_.size());

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -64,6 +65,7 @@ class CallRecorder {
   CallObserver& observer() { return observer_; }
   int64_t latest_batch() const { return latest_batch_; }
   int64_t frames_kept() const { return ring_.pushed(); }
+  std::optional<int64_t> frames_of_batch(int64_t batch) const;
 
   // For Python's garbage collector: the listener refers back to the recorder.
   int traverse(visitproc visit, void* arg) const;

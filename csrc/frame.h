@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "batch_counts.h"
 #include "labels.h"
 #include "late_row.h"
 #include "range.h"
@@ -99,12 +100,16 @@ class FrameRing {
 
   // Takes the frame's content and leaves it the overwritten frame's memory.
   void push(FrameData& frame) {
+    counts_.add(frame.batch);
     frames_[next_].swap(frame);
     next_ = (next_ + 1) % frames_.size();
     if (held_ < frames_.size()) ++held_;
     ++pushed_;
   }
+  // Counts a frame that would be overwritten before anybody could see it.
+  void skip(int64_t batch) { counts_.add(batch); }
   int64_t pushed() const { return pushed_; }  // ever
+  const BatchCounts& counts() const { return counts_; }
   size_t size() const { return held_; }
   size_t capacity() const { return frames_.size(); }
   const FrameData& oldest(size_t position) const {
@@ -117,6 +122,7 @@ class FrameRing {
   std::vector<FrameData> frames_;
   size_t next_ = 0, held_ = 0;
   int64_t pushed_ = 0;
+  BatchCounts counts_;
 };
 
 }  // namespace nanwatch

@@ -67,8 +67,11 @@ bool CallRecorder::finish_backward(std::unique_ptr<Backward> backward) {
   observer_.counters.cache_hits += int64_t(backward->events.size()) - backward->tensors_read;
   std::vector<const GradientCall*> calls = calls_of(*backward);
   observer_.counters.frames += int64_t(calls.size());
-  if (!backward->is_bad && traced_.empty() && calls.size() > ring_.capacity())
-    calls.erase(calls.begin(), calls.end() - int64_t(ring_.capacity()));  // they would be overwritten at once
+  if (!backward->is_bad && traced_.empty() && calls.size() > ring_.capacity()) {
+    const auto seen = calls.end() - int64_t(ring_.capacity());
+    std::for_each(calls.begin(), seen, [this](const GradientCall* call) { ring_.skip(call->batch); });
+    calls.erase(calls.begin(), seen);  // they would be overwritten at once
+  }
   std::unordered_map<const GradientCall*, size_t> positions;
   for (const GradientCall* call : calls) positions.emplace(call, positions.size());
   std::vector<FrameData> frames(calls.size());

@@ -20,12 +20,14 @@ def model() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 2))
 
 
-def ran(rank: int, batches: int = 1, spoilt: str = "", at: int = 0, factor: float = 1.0) -> Report:
+def ran(
+    rank: int, batches: int = 1, spoilt: str = "", at: int = 0, factor: float = 1.0, kept: int = 100
+) -> Report:
     """The report of a rank that ran so many batches; in batch `at` a nan in the "data" or in a "weight"."""
     net, x = model(), torch.linspace(-1, 1, 8).reshape(2, 4)
     with torch.no_grad():
         net[2].weight *= factor
-    with nanwatch.watch(net, on_nonfinite="record", microscope=False, max_frames=100) as watch:
+    with nanwatch.watch(net, on_nonfinite="record", microscope=False, max_frames=kept) as watch:
         for batch in range(batches):
             given = x.clone()
             if spoilt and batch == at:
@@ -57,13 +59,29 @@ def test_the_earliest_batch_is_the_origin(tmp_path, capsys):
 def test_within_a_batch_the_earlier_frame_is_the_origin(tmp_path):
     """Bad data is seen by the first layer, a bad weight by the last."""
     merged = merge(written(tmp_path, ran(0, 2, "weight", 1), ran(1, 2, "data", 1)))
-    assert [report.rank for report in merged.origins] == [1]
+    assert [one.rank for one in merged.origins] == [1]
 
 
 def test_what_two_ranks_saw_at_one_place_is_of_both(tmp_path):
     """As after an all-reduce: neither is accused alone."""
     merged = merge(written(tmp_path, ran(0, 2, "weight", 1), ran(1, 2, "weight", 1), ran(2, 2)))
-    assert [report.rank for report in merged.origins] == [0, 1]
+    assert [one.rank for one in merged.origins] == [0, 1]
+
+
+def test_the_place_in_a_batch_counts_what_the_rings_have_dropped(tmp_path):
+    """Each report holds one frame, so by what they hold both would be first; rank 1 was, in layer 0."""
+    merged = merge(written(tmp_path, ran(0, 2, "weight", 1, kept=1), ran(1, 2, "data", 1, kept=1)))
+    assert [one.rank for one in merged.origins] == [1]
+    assert [one.finding.sequence for one in merged.digests if one.finding is not None] == [2, 0]
+
+
+def test_where_a_report_has_no_place_its_frames_are_counted(tmp_path):
+    """As reports of before: the frames of the batch that it holds before the faulty one."""
+    reports = [ran(0, 2, "weight", 1), ran(1, 2, "data", 1)]
+    without = [replace(one, finding=replace(one.finding, sequence=None)) for one in reports]
+    merged = merge(written(tmp_path, *without))
+    assert [one.rank for one in merged.origins] == [1]
+    assert [one.finding.sequence for one in merged.digests if one.finding is not None] == [2, 0]
 
 
 def test_headroom_is_that_of_each_rank(tmp_path):
@@ -107,7 +125,7 @@ def test_json_is_one_document(tmp_path, capsys):
 def test_of_several_failures_of_a_rank_the_first_counts(tmp_path):
     """A run that goes on writes a folder for each."""
     merged = merge(written(tmp_path, ran(0, 5, "data", 4), ran(0, 3, "data", 2)))
-    assert [report.batch for report in merged.reports] == [2]
+    assert [one.finding.batch for one in merged.digests if one.finding is not None] == [2]
 
 
 def test_a_file_that_is_no_report_is_left_out_and_named(tmp_path, capsys):
@@ -123,6 +141,16 @@ def test_nothing_to_read_is_an_error(tmp_path, capsys):
     """Status 2, with what to pass."""
     assert doctor.main(["merge", str(tmp_path)]) == 2
     assert "pass the folder that watch(output_dir=...) was given" in capsys.readouterr().err
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path, capsys):
+    """With others it is left out, alone it is the error."""
+    written(tmp_path / "run", ran(0))
+    absent = tmp_path / "none.json"
+    assert doctor.main(["merge", str(tmp_path / "run"), str(absent)]) == 0
+    assert f"Left out: {absent}: " in capsys.readouterr().out
+    assert doctor.main(["merge", str(absent)]) == 2
+    assert "No such file" in capsys.readouterr().err
 
 
 def test_the_folders_that_a_watch_writes_are_read(tmp_path):

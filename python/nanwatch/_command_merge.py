@@ -7,14 +7,18 @@ import sys
 from pathlib import Path
 
 from ._commands import command_parser
-from .merge import document, merge, merged_text
+from .merge import merge
+from .merge_document import document
+from .merge_text import merged_text
 
 _EXAMPLES = """\
 exit status: 0 when all is finite, 1 when a rank has a finding, 2 when there is nothing to read
 
 examples:
   python -m nanwatch merge run                the folder that watch(output_dir="run") wrote on all ranks
-  python -m nanwatch merge run --json
+  python -m nanwatch merge run --html merged.html
+  python -m nanwatch merge run --json > node3.json
+  python -m nanwatch merge node*.json         what merges of up to 256 ranks each have printed, as one
 """
 
 
@@ -26,12 +30,23 @@ def main(arguments: list[str]) -> int:
         " that should be alike and are not.",
         _EXAMPLES,
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="the folder with the ranks' folders in it")
+    parser.add_argument(
+        "paths",
+        metavar="PATH",
+        type=Path,
+        nargs="+",
+        help="a folder with the ranks' folders in it; a report; or what merge --json printed",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with a heat map too")
     options = parser.parse_args(arguments)
     try:
-        merged = merge(options.folder)
-    except ValueError as error:
+        merged = merge(*options.paths)
+        if options.html is not None:
+            from .merge_html import merged_html
+
+            options.html.write_text(merged_html(merged), encoding="utf-8")
+    except (ValueError, OSError, ImportError) as error:
         print(f"python -m nanwatch merge: {error}", file=sys.stderr)
         return 2
     print(json.dumps(document(merged), indent=2) if options.json else merged_text(merged))
-    return 1 if merged.origins else 0
+    return 1 if merged.failed else 0

@@ -47,7 +47,7 @@ def find_in_backward(
     calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], *, rank: int = 0
 ) -> BackwardFault | None:
     """The first gradient that was not finite, or None. `calls` are in the order of their frames, `arrivals` as they
-    came.
+    came. The finding's sequence is the place among the calls of its batch.
     """
     bad = [one for one in arrivals if is_fault(_row(calls, one))]
     if not bad:
@@ -62,7 +62,8 @@ def find_in_backward(
     source = None if around is None else calls[around].frame.name
     frame = calls[first.call].frame.to_frame()
     record = to_record(_row(calls, first))
-    finding = finding_of(frame, record, origin, source, rank)
+    sequence = sum(call.frame.batch == frame.batch for call in calls[: first.call])
+    finding = finding_of(frame, record, origin, source, rank, sequence)
     remarks = _remarks(calls, makers, first)
     frames = [call.frame for call in calls[: first.call + 1]]
     if around is not None:

@@ -117,7 +117,11 @@ class BackwardWatch:
             return
         frames = (*before, *(frame.to_frame() for frame in fault.frames))
         batch = fault.finding.batch
-        report = Report(frames[-self._options.max_frames :], fault.finding, batch, self._rank())
+        # The frames of a backward are kept, and counted, once it has been told of.
+        num_before, place = self._recorder.frames_of_batch(batch), fault.finding.sequence
+        sequence = None if num_before is None or place is None else num_before + place
+        finding = replace(fault.finding, sequence=sequence)
+        report = Report(frames[-self._options.max_frames :], finding, batch, self._rank())
         bad = [(call.frame, row) for call in calls for row in call.frame.rows if is_fault(row)]
         self._guard.hold(report, {frame.batch for frame, _ in bad}, self._weights(bad))
 
@@ -149,7 +153,8 @@ class BackwardWatch:
         if not bad or self._guard is None:
             return
         frame = bad[0][0].to_frame()
-        finding = finding_of(frame, frame.records[0], "produced", None, self._rank())
+        sequence = self._recorder.frames_of_batch(batch)
+        finding = finding_of(frame, frame.records[0], "produced", None, self._rank(), sequence)
         remark = "every gradient that was added up there was finite; the sum of several backwards, in .grad, is not"
         frames = (*(one.to_frame() for one in self._recorder.frames()), frame)[-self._options.max_frames :]
         report = Report(frames, replace(finding, remarks=(remark,)), batch, self._rank())
@@ -163,4 +168,6 @@ class BackwardWatch:
         if not any(map(is_fault, rows)):
             return
         frames = tuple(frame.to_frame() for frame in self._recorder.frames())
-        self._act(Report(frames, find(frames[-1:], rank=self._rank()), batch, self._rank()))
+        num_frames = self._recorder.frames_of_batch(batch)
+        finding = find(frames[-1:], rank=self._rank(), num_frames=num_frames)
+        self._act(Report(frames, finding, batch, self._rank()))

@@ -37,7 +37,8 @@ class Finding:
     of its submodules, or, where that is None, from what lies behind the model, such as the loss. `num_nonfinite` and
     `index` (of the first bad element, one number per dimension) are None when they could not be counted. `extent`,
     `operation`, `source`, `transient` and `cures` hold what a closer look at the failing call found, and are empty
-    without one.
+    without one. `sequence` is the place of the faulty frame among all frames of its batch, from 0, also those that were
+    dropped before it; None where they were not counted.
     """
 
     module: str
@@ -60,6 +61,7 @@ class Finding:
     remarks: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     phase: Phase = "forward"
+    sequence: int | None = None
 
 
 def find(
@@ -68,22 +70,32 @@ def find(
     batch_inputs: Sequence[Record] = (),
     caller: str | None = None,
     rank: int = 0,
+    num_frames: int | None = None,
 ) -> Finding | None:
     """The finding for `frames` (oldest first), or None when all that was read is finite.
 
     `batch_inputs` are records of what the whole batch was called with, `caller` the module whose forward made
-    the first faulty call; both only sharpen the origin of a value that was received.
+    the first faulty call; both only sharpen the origin of a value that was received. `num_frames` is how many frames
+    the batch has had, of which `frames` are the last; without it the finding has no sequence.
     """
-    frame = next((frame for frame in frames if frame.fault is not None), None)
+    place, frame = next(((i, one) for i, one in enumerate(frames) if one.fault is not None), (0, None))
     record = None if frame is None else frame.fault
     if frame is None or record is None:
         return None
     origin, source_module = _origin(record, batch_inputs, caller)
-    return finding_of(frame, record, origin, source_module, rank)
+    sequence = None if num_frames is None else num_frames - len(frames) + place
+    return finding_of(frame, record, origin, source_module, rank, sequence)
 
 
-def finding_of(frame: Frame, record: Record, origin: Origin, source_module: str | None, rank: int) -> Finding:
-    """The finding for this record of this frame."""
+def finding_of(
+    frame: Frame,
+    record: Record,
+    origin: Origin,
+    source_module: str | None,
+    rank: int,
+    sequence: int | None = None,
+) -> Finding:
+    """The finding for this record of this frame, which has this place in its batch."""
     health = record.health
     return Finding(
         module=frame.name,
@@ -99,6 +111,7 @@ def finding_of(frame: Frame, record: Record, origin: Origin, source_module: str 
         numel=prod(record.shape or ()) if health is None else health.numel,
         index=None if health is None else health.first_nonfinite,
         phase=frame.phase,
+        sequence=sequence,
     )
 
 

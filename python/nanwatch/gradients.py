@@ -8,7 +8,6 @@ outlives graphs and has one hook for all calls.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -20,6 +19,7 @@ from torch.compiler import is_compiling
 
 from .backward import Arrival, BackwardCall, Part
 from .frame import FrameRows, Phase
+from .frame_ring import FrameRing
 from .observe import observe
 from .record import Role, Row, is_fault
 
@@ -273,7 +273,7 @@ class RecordsBackwards:
 
     paused: bool
     counters: dict[str, int]
-    _frames: deque[FrameRows]
+    _frames: FrameRing
     _traced: frozenset[int]
     _listener: Any
     _nodes: list[Any]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .report import Report
 
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
-_NEAR_BITS = 2
+NEAR_BITS = 2
 _INSTEAD = "use to_text() or to_json()"
 
 _WORST_SHOWN = 16  # bars at once; the rest is folded away
@@ -39,7 +39,7 @@ _TREE_NODES = 4000  # a tree that nobody unfolds to the end, at 250 bytes a node
 _TREE_DEPTH = 24
 _TREE_OPEN = 60  # a tree with more nodes than fit a screen or two is unfolded only towards the culprit
 
-_WIDEST_BAR = 40.0  # bits; float16 has 40 from its smallest number to its largest
+WIDEST_BAR = 40.0  # bits; float16 has 40 from its smallest number to its largest
 
 _ADVICE = ("Where", "Why", "Next")  # of text.finding_lines; the rest of a finding is told by its fields
 
@@ -70,22 +70,39 @@ def page(name: str, who: str, data: Any, **values: Any) -> str:
 
     `who` is named by the ImportError that is raised without jinja2 and plotly.
     """
-    jinja2 = needed("jinja2", who, "report", _INSTEAD)
-    loader = jinja2.PackageLoader("nanwatch", "templates")
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    script, style = (loader.get_source(environment, source)[0] for source in (f"{name}.js", "report.css"))
+    environment = _environment(who, _INSTEAD)
+    script = _source(environment, f"{name}.js")
     needed("plotly.offline", who, "report", _INSTEAD)
     packed, plotly_hash = _packed_plotly()
-    made = environment.get_template(f"{name}.html.jinja").render(
-        data=_json(data),
-        script=script,
-        style=style,
-        packed_plotly=packed,
-        script_hashes=[_hash(script), plotly_hash],
-        **values,
+    hashes = [_hash(script), plotly_hash]
+    parts = {"data": _json(data), "script": script, "packed_plotly": packed, "script_hashes": hashes}
+    return _rendered(environment, name, {**parts, **values})
+
+
+def still_page(name: str, who: str, **values: Any) -> str:
+    """The template of this name with the report's style, without any script.
+
+    `who` is named by the ImportError that is raised without jinja2.
+    """
+    return _rendered(_environment(who, "use the text or --json"), name, values)
+
+
+def _environment(who: str, instead: str) -> Any:
+    jinja2 = needed("jinja2", who, "report", instead)
+    loader = jinja2.PackageLoader("nanwatch", "templates")
+    return jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
+
+
+def _source(environment: Any, file: str) -> str:
+    source: str = environment.loader.get_source(environment, file)[0]
+    return source
+
+
+def _rendered(environment: Any, name: str, values: dict[str, Any]) -> str:
+    style = _source(environment, "report.css")
+    made = environment.get_template(f"{name}.html.jinja").render(style=style, **values)
     # A lone surrogate has no UTF-8, and a file that cannot be written helps nobody.
     return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", str(made))
 
@@ -172,7 +189,7 @@ def _row(frame: int, record: Record) -> list[Any]:
         _number(record.abs_max),
         record.isfinite,
         _number(bits if bits is None else round(bits, 3)),
-        _level(bits),
+        level_of(bits),
         record.note,
     ]
 
@@ -200,16 +217,17 @@ def _phase(frame: Frame) -> str:
 # Headroom by module: bars and tree.
 
 
-def _level(bits: float | None) -> str:
+def level_of(bits: float | None) -> str:
     """The class that colours a headroom: "gone", "near", "low", "fine", or "none" where it has no meaning."""
     if bits is None:
         return "none"
     if bits == -inf:
         return "gone"
-    return "near" if bits < _NEAR_BITS else "low" if bits < LOW_BITS else "fine"
+    return "near" if bits < NEAR_BITS else "low" if bits < LOW_BITS else "fine"
 
 
-def _bits(bits: float | None) -> str:
+def bits_words(bits: float | None) -> str:
+    """A headroom as a page shows it, "" for None."""
     if bits is None:
         return ""
     return "all zero" if bits == inf else "none left" if bits == -inf else f"{bits:.1f} bits"
@@ -220,9 +238,9 @@ def _bars(frames: Sequence[Frame]) -> list[dict[str, Any]]:
     return [
         {
             "name": text.module_name(name),
-            "bits": _bits(bits),
-            "level": _level(bits),
-            "width": round(100 * min(max(bits, 0.0), _WIDEST_BAR) / _WIDEST_BAR, 1),
+            "bits": bits_words(bits),
+            "level": level_of(bits),
+            "width": round(100 * min(max(bits, 0.0), WIDEST_BAR) / WIDEST_BAR, 1),
         }
         for name, bits in list(by_module(frames).items())[:_BARS]
     ]
@@ -242,12 +260,12 @@ class Node:
     @property
     def words(self) -> str:
         """The headroom as the page shows it."""
-        return _bits(self.bits)
+        return bits_words(self.bits)
 
     @property
     def level(self) -> str:
         """The class that colours it."""
-        return _level(self.bits)
+        return level_of(self.bits)
 
 
 def _tree(report: Report) -> Node | None:

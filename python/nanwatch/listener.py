@@ -111,6 +111,9 @@ class Recorder(Protocol):
     def frames(self) -> list[FrameRows]:
         """The latest frames, oldest first."""
 
+    def frames_of_batch(self, batch: int, /) -> int | None:
+        """How many frames of a batch there have been among `frames()`; None where 16 later batches have had some."""
+
     def finish_broken_backwards(self) -> None:
         """Make frames of the backwards that ended by an exception."""
 

@@ -58,11 +58,11 @@ class Peers:
         if verdict.pending() and (error := self._job.failed_elsewhere(self)) is not None:
             raise error
 
-    def publish(self, finding: Finding, sequence: int) -> None:
+    def publish(self, finding: Finding) -> None:
         """Tell the others what this rank found, before anything slow."""
         verdict = self._job.connect(self, self._peer_timeout)
         if verdict is not None:
-            verdict.publish(finding, sequence, self._clock(finding.batch), self._part)
+            verdict.publish(finding, finding.sequence or 0, self._clock(finding.batch), self._part)
 
     def settle(self, finding: Finding | None) -> Origin | None:
         """Where the first of all was, once the ranks agree; None where there are no others. Ends the verdict."""

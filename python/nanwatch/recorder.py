@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from . import _extension
 from .frame import FrameRows
+from .frame_ring import FrameRing
 from .gradients import RecordsBackwards
 from .listener import Listener, Recorder, Settings
 from .observe import arrived, observe
@@ -80,7 +80,7 @@ class PythonRecorder(RecordsBackwards):
         self._listener = listener
         self._traced = frozenset(settings.traced)
         self._nodes: list[_Node] = []
-        self._frames: deque[FrameRows] = deque(maxlen=settings.max_frames)
+        self._frames = FrameRing(settings.max_frames)
         self._thread = _Thread()
         self.lock = threading.Lock()  # held while a frame is kept and counted
         super().__init__(settings.gradients)
@@ -98,6 +98,10 @@ class PythonRecorder(RecordsBackwards):
     def frames(self) -> list[FrameRows]:
         """See Recorder."""
         return list(self._frames)
+
+    def frames_of_batch(self, batch: int, /) -> int | None:
+        """See Recorder."""
+        return self._frames.of_batch(batch)
 
     def pending_frames(self) -> list[FrameRows]:
         """None: each row is waited for."""

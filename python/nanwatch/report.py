@@ -161,13 +161,22 @@ _FINDING: dict[str, reading.Reader[Any]] = {
     "remarks": reading.tuple_of(reading.text),
     "files": reading.tuple_of(reading.text),
     "phase": reading.one_of(PHASES),
+    "sequence": reading.optional(reading.count),
 }
+
+
+def read_finding(value: Any, where: str) -> Finding:
+    """The finding that a JSON document has there. Raises ValueError."""
+    if isinstance(value, dict):
+        value = {"sequence": None, **value}  # earlier reports have none
+    return Finding(**reading.members(value, where, _FINDING))
+
 
 _REPORT: dict[str, reading.Reader[Any]] = {
     "schema": reading.one_of((SCHEMA,)),
     "version": reading.one_of((VERSION,)),
     "frames": reading.tuple_of(lambda value, where: Frame(**reading.members(value, where, _FRAME))),
-    "finding": reading.optional(lambda value, where: Finding(**reading.members(value, where, _FINDING))),
+    "finding": reading.optional(read_finding),
     "batch": reading.optional(reading.count),
     "rank": reading.count,
 }

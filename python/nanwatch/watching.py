@@ -394,11 +394,8 @@ class Watch:
             raise NonFiniteError(closer, self._settle(closer))
 
     def _publish(self, report: Report) -> None:
-        if self._peers is None or report.finding is None:
-            return
-        batch = report.finding.batch
-        sequence = sum(one.batch == batch for one in self._recorder.frames()) - 1
-        self._peers.publish(report.finding, max(0, sequence))
+        if self._peers is not None and report.finding is not None:
+            self._peers.publish(report.finding)
 
     def _settle(self, report: Report) -> Origin | None:
         return None if self._peers is None else self._peers.settle(report.finding)
@@ -430,7 +427,8 @@ class Watch:
         frames = tuple(frame.to_frame() for frame in self._recorder.frames())
         current = [one for one in frames if one.batch == frame.batch]
         rank = _rank()
-        finding = find(current, batch_inputs=given, caller=caller, rank=rank)
+        num_frames = self._recorder.frames_of_batch(frame.batch)
+        finding = find(current, batch_inputs=given, caller=caller, rank=rank, num_frames=num_frames)
         return Report(frames[-self._options.max_frames :], finding, frame.batch, rank)
 
     def _act(self, *, inside: bool = False) -> None:

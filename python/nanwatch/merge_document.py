@@ -1,0 +1,178 @@
+"""A merge as one JSON document, for programs and for another merge."""
+
+from __future__ import annotations
+
+import json
+from math import isfinite, isnan
+from sys import intern
+from typing import TYPE_CHECKING, Any
+
+from . import reading
+from .merge_digest import Digest, pair_of, place
+from .report import Report, read_finding
+
+if TYPE_CHECKING:
+    from .merge import Merged, ModuleHeadroom, WeightRanges
+
+SCHEMA = "nanwatch.merged"
+VERSION = 1
+
+# The ranks up to which a document has what each of them had to say, and can be merged with others: 256 such documents
+# are 65,536 ranks. Above it there are the summaries alone, which grow with the model and hardly with the job.
+MOST_RANKS = 256
+_RANGES = 16  # of a weight that differs
+
+
+def document(merged: Merged) -> dict[str, Any]:
+    """The whole for programs; nan and the infinities are spelt as strings, as in a report.
+
+    `headroom_bits` and `weights` are null where there are more than 256 ranks, and `findings` and `origins` are the
+    first 256; `num_failed` and `origin_ranks` are of all.
+    """
+    modules, weights = merged.modules(), merged.weights()
+    is_whole = len(merged.digests) <= MOST_RANKS
+    failed, origins = merged.failed, merged.origins
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "ranks": merged.ranks,
+        "num_failed": len(failed),
+        "origin_ranks": [one.rank for one in origins],
+        "origins": [_finding_of(one) for one in origins[:MOST_RANKS]],
+        "findings": [_finding_of(one) for one in failed[:MOST_RANKS]],
+        "headroom": [_summary(merged.summary(name)) for name in modules],
+        "headroom_bits": {name: [_plain(bits) for bits in merged.column(name)] for name in modules}
+        if is_whole
+        else None,
+        "differences": [
+            {**_weight(one, _RANGES), "num_ranges": len(one.ranges)} for one in weights if len(one.ranges) > 1
+        ],
+        "weights": [_weight(one, None) for one in weights] if is_whole else None,
+        "left_out": list(merged.left_out),
+    }
+
+
+def _finding_of(digest: Digest) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Report((), digest.finding, None, digest.rank).to_json())["finding"]
+    return found
+
+
+def _summary(one: ModuleHeadroom) -> dict[str, Any]:
+    return {
+        "module": one.module,
+        "num_ranks": one.num_ranks,
+        "least": _plain(one.least),
+        "least_rank": one.least_rank,
+        "median": _plain(one.median),
+        "most": _plain(one.most),
+        "most_rank": one.most_rank,
+        "spread": _plain(one.spread),
+        "num_nonfinite": one.num_nonfinite,
+        "num_outlying": one.num_outlying,
+        "outlying": [{"rank": rank, "bits": _plain(bits)} for rank, bits in one.outlying],
+    }
+
+
+def _weight(one: WeightRanges, most: int | None) -> dict[str, Any]:
+    return {
+        "batch": one.batch,
+        "module": one.module,
+        "label": one.label,
+        "shape": None if one.shape is None else list(one.shape),
+        "ranges": [
+            {"abs_min": _plain(low), "abs_max": _plain(high), "ranks": list(ranks)}
+            for low, high, ranks in one.ranges[:most]
+        ],
+    }
+
+
+def _plain(number: float | None) -> float | str | None:
+    return number if number is None or isfinite(number) else str(number)
+
+
+# Reading back.
+
+
+def is_merged(text: str) -> bool:
+    """Whether a text that may be a report looks like what `document` made; the schema is its first member."""
+    return f'"{SCHEMA}"' in text[:200]
+
+
+def read_merged(text: str) -> tuple[list[Digest], list[str]]:
+    """The digests of a document, and what it left out. Raises ValueError for what cannot be merged with others."""
+    try:
+        return _digests(json.loads(text, parse_constant=reading.refuse_constant))
+    except RecursionError:
+        raise ValueError("not a merged report: nested too deeply; pass what merge --json printed") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"not a merged report: {error}; pass what merge --json printed") from error
+
+
+def _anything(value: Any, where: str) -> Any:
+    return value  # said elsewhere in the document; not read
+
+
+def _bits(value: Any, where: str) -> float:
+    bits = reading.number(value, where)
+    if isnan(bits):
+        raise reading.fail(where, "a number of bits", value)
+    return bits
+
+
+_RANGE: dict[str, reading.Reader[Any]] = {
+    "abs_min": reading.number,
+    "abs_max": reading.number,
+    "ranks": reading.list_of(reading.count),
+}
+
+_WEIGHT: dict[str, reading.Reader[Any]] = {
+    "batch": reading.count,
+    "module": reading.text,
+    "label": reading.text,
+    "shape": reading.optional(reading.tuple_of(reading.count)),
+    "ranges": reading.list_of(lambda value, where: reading.members(value, where, _RANGE)),
+}
+
+_DOCUMENT: dict[str, reading.Reader[Any]] = {
+    "schema": reading.one_of((SCHEMA,)),
+    "version": reading.one_of((VERSION,)),
+    "ranks": reading.list_of(reading.count),
+    "num_failed": reading.count,
+    "origin_ranks": _anything,
+    "origins": _anything,
+    "findings": reading.list_of(read_finding),
+    "headroom": _anything,
+    "headroom_bits": reading.optional(reading.mapping_of(reading.list_of(reading.optional(_bits)))),
+    "differences": _anything,
+    "weights": reading.optional(reading.list_of(lambda value, where: reading.members(value, where, _WEIGHT))),
+    "left_out": reading.list_of(reading.text),
+}
+
+
+def _digests(found: Any) -> tuple[list[Digest], list[str]]:
+    found = reading.members(found, "document", _DOCUMENT)
+    ranks: list[int] = found["ranks"]
+    if found["headroom_bits"] is None or found["weights"] is None:
+        raise ValueError(
+            f"it is of {len(ranks)} ranks and has their summaries alone; merge groups of up to {MOST_RANKS} ranks"
+            " first, and then their documents"
+        )
+    findings = {one.rank: one for one in found["findings"]}
+    digests = {rank: Digest(rank, findings.get(rank), {}, {}) for rank in ranks}
+    if len(digests) != len(ranks) or not findings.keys() <= digests.keys():
+        raise ValueError("its findings are not of its ranks")
+    for name, column in found["headroom_bits"].items():
+        if len(column) != len(ranks):
+            raise ValueError(f"document.headroom_bits has {len(column)} numbers for {len(ranks)} ranks")
+        for rank, bits in zip(ranks, column, strict=True):
+            if bits is not None:
+                digests[rank].headroom[intern(name)] = bits
+    for weight in found["weights"]:
+        which = place(weight["batch"], weight["module"], weight["label"], weight["shape"])
+        for one in weight["ranges"]:
+            pair = pair_of(one["abs_min"], one["abs_max"])
+            for rank in one["ranks"]:
+                if rank not in digests:
+                    raise ValueError(f"document.weights names rank {rank}, which is not among its ranks")
+                digests[rank].weights[which] = pair
+    return list(digests.values()), found["left_out"]

@@ -1,0 +1,193 @@
+"""The place of a faulty frame in its batch: counted by both recorders, also where the ring dropped what came before."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nanwatch
+from nanwatch import Finding, _extension
+from nanwatch.frame import FrameRows
+from nanwatch.frame_ring import FrameRing
+from nanwatch.report import Report
+from nanwatch.watching import Watch
+
+
+@pytest.fixture(params=["python", "native"])
+def both(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The test with both recorders."""
+    if request.param == "native":
+        if _extension.C is None:
+            pytest.skip(f"no compiled part: {_extension.reason}")
+        yield
+        return
+    with mock.patch.object(_extension, "C", None):
+        yield
+
+
+class Poison(torch.nn.Module):
+    """Passes its input on, and spoils the one of the call with this number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at, self.calls = -1, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * float("nan") if self.calls - 1 == self.at else x + 1
+
+
+def chain(length: int) -> torch.nn.Sequential:
+    return torch.nn.Sequential(*(Poison() for _ in range(length)))
+
+
+def finding_of(watch: Watch) -> Finding:
+    finding = watch.report().finding
+    assert finding is not None
+    return finding
+
+
+@pytest.mark.usefixtures("both")
+@pytest.mark.parametrize("max_frames", [1, 3, 100])
+@pytest.mark.parametrize("place", [0, 4, 29])
+@pytest.mark.parametrize("batches", [0, 3, 20])
+def test_the_place_counts_what_the_ring_has_dropped(max_frames: int, place: int, batches: int) -> None:
+    """It is the number of calls that ended before in the batch, whatever the size of the ring, in any batch."""
+    model = chain(30)
+    with nanwatch.watch(model, on_nonfinite="record", microscope=False, max_frames=max_frames) as watch:
+        for _ in range(batches):
+            model(torch.ones(2))
+        model[place].at = batches
+        model(torch.ones(2))
+        finding = finding_of(watch)
+    assert (finding.batch, finding.module, finding.sequence) == (batches, str(place), place)
+
+
+@pytest.mark.usefixtures("both")
+def test_threads_have_a_count_for_each_batch() -> None:
+    """Two threads by turns: the frames of the one do not count for the other."""
+    model = chain(6)
+    steps = [threading.Event() for _ in range(2)]
+
+    class Turn(torch.nn.Module):
+        """Lets the other thread make its whole call in the middle of this one's."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x[0] == 4:  # 1 and three calls: the first thread, not the second
+                steps[0].set()
+                assert steps[1].wait(60)
+            return x
+
+    model.insert(3, Turn())
+    model[5].at = 1  # its second call is that of the first thread
+
+    def second() -> None:
+        assert steps[0].wait(60)
+        model(torch.full((1,), 50.0))
+        steps[1].set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with nanwatch.watch(model, on_nonfinite="record", microscope=False, max_frames=2) as watch:
+        model(torch.ones(1))
+        thread.join(60)
+        finding = finding_of(watch)
+    assert (finding.batch, finding.module, finding.sequence) == (0, "5", 5)
+
+
+@pytest.mark.usefixtures("both")
+def test_a_gradient_comes_after_all_of_the_forward() -> None:
+    """The place of a frame of the backward counts on from the forward's, and with that of the frames before it."""
+
+    class Spoilt(torch.nn.Module):
+        """Its gradient is infinite where its input is zero."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 0).abs().sqrt()
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), Spoilt(), torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    places = []
+    for max_frames in (2, 100):
+        with nanwatch.watch(
+            model, gradients=True, on_nonfinite="record", microscope=False, max_frames=max_frames
+        ) as watch:
+            model(torch.ones(2, 3)).sum().backward()
+            finding = finding_of(watch)
+        assert (finding.module, finding.phase) == ("1", "backward")
+        places.append(finding.sequence)
+    # Five frames of the forward with the root's, then the backward of the two layers behind.
+    assert places == [7, 7]
+
+
+@pytest.mark.usefixtures("both")
+def test_the_state_of_an_optimizer_comes_last() -> None:
+    """A frame of its step counts on from those of forward and backward."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with nanwatch.watch(
+        model, optimizer=optimizer, on_nonfinite="record", microscope=False, max_frames=2
+    ) as watch:
+        for batch in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            if batch == 1:
+                optimizer.state[model[0].weight]["momentum_buffer"][0, 0] = float("inf")
+            optimizer.step()
+        finding = finding_of(watch)
+    # Two layers and the root.
+    assert (finding.batch, finding.origin, finding.sequence) == (1, "buffer", 3)
+
+
+@pytest.mark.usefixtures("both")
+def test_the_document_of_a_report_has_the_place() -> None:
+    """One of before there was any reads as None."""
+    model = chain(5)
+    model[2].at = 0
+    with nanwatch.watch(model, on_nonfinite="record", microscope=False, max_frames=1) as watch:
+        model(torch.ones(2))
+        report = watch.report()
+    text = report.to_json()
+    again = Report.from_json(text)
+    assert again.finding == report.finding
+    assert again.finding is not None
+    assert again.finding.sequence == 2
+    old = Report.from_json(text.replace(', "sequence": 2', ""))
+    assert old.finding is not None
+    assert old.finding.sequence is None
+
+
+@given(st.lists(st.integers(0, 12), max_size=200), st.integers(1, 5))
+def test_the_ring_counts_as_a_counter_does(batches: list[int], size: int) -> None:
+    """While there are no more batches than it remembers, in any order."""
+    ring = FrameRing(size)
+    for number, batch in enumerate(batches):
+        frame = FrameRows(batch, "", "", [])
+        ring.extend([frame]) if number % 2 else ring.append(frame)
+    assert len(ring) == min(size, len(batches))
+    assert {batch: ring.of_batch(batch) for batch in range(14)} == {b: Counter(batches)[b] for b in range(14)}
+
+
+def test_a_batch_of_long_ago_has_no_count() -> None:
+    """None, and not a number that begins anew."""
+    ring = FrameRing(4)
+    for batch in (*range(40), 3):
+        ring.append(FrameRows(batch, "", "", []))
+    assert [ring.of_batch(batch) for batch in (3, 23, 24, 39, 40)] == [None, None, 1, 1, 0]
+
+
+@pytest.mark.usefixtures("both")
+def test_both_recorders_forget_alike() -> None:
+    """What the watch's recorder says of batches near and far."""
+    model = chain(2)
+    with nanwatch.watch(model) as watch:
+        for _ in range(40):
+            model(torch.ones(2))
+        said = [watch._recorder.frames_of_batch(batch) for batch in (3, 23, 24, 39, 40)]
+    assert said == [None, None, 3, 3, 0]

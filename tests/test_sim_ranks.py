@@ -1,0 +1,39 @@
+"""benchmarks/sim_ranks.py with a few writers: every one is right, and the traffic is what its parts are."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+]
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def test_every_writer_names_the_true_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both scenarios; the messages of a writer do not depend on the others, the keys not on the writers."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    sim_ranks = importlib.import_module("sim_ranks")
+    told: list[str] = []
+    path = tmp_path / "sim.json"
+    assert sim_ranks.main(["--writers", "24", "--json", str(path)], told.append) == 0, told
+    outcomes = {one["scenario"]: one for one in json.loads(path.read_text())}
+    assert set(outcomes) == set(sim_ranks.SCENARIOS)
+    for name, one in outcomes.items():
+        assert (one["writers"], one["right"], one["errors"]) == (24, 24, [])
+        assert one["connections"] == 2 * 24  # its own and that of its verdict
+        assert one["messages"] == sum(one["by_call"].values())
+        assert one["bytes_sent"] > 10 * one["messages"]
+        # What a sighting needs, apart from the questions whether there is news: of one or of all.
+        failed = 24 if name == "all fail at once" else 1
+        assert one["by_call"]["compare_set"] >= failed
+        assert one["by_call"]["set"] == failed + 1  # and the one that says that all are there
+        assert one["keys"] <= 8
+        assert name in told[0]
