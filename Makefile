@@ -4,6 +4,7 @@
 #   VENV=.venv          where the environment lies
 #   SLOW=1              `make test` runs the slow tests too (exhaustive patterns, builds); .ci/run sets it
 #   OFFLINE=1           no environment, no pip: PYTHON brings torch, setuptools, pytest and so on by itself
+#   JOBS=2              how many processes run the tests; by default one a core, four at most
 #   ARGS="…"            more arguments for pytest, the demo, the benchmark or the self-check
 
 SHELL := /bin/bash
@@ -13,6 +14,8 @@ TORCH ?= torch==2.13.0
 SLOW ?= 0
 OFFLINE ?= 0
 ARGS ?=
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+JOBS ?= $(if $(filter 1 2 3,$(CORES)),$(CORES),4)
 
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
 FORMATTED := $(CXX_SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*.cu tests/*/*.cpp tests/*/*.h tests/*/*.cu)
@@ -26,6 +29,7 @@ ifeq ($(OFFLINE),1)
   BUILD_NEEDS := $(STAMPS)/checked
   TOOL := $(PYTHON) -m
   CLANG_FORMAT := clang-format
+  PARALLEL :=
 else
   PYTHON_ENVIRONMENT :=
   PY_ONLY := $(VENV)/bin/python
@@ -34,6 +38,7 @@ else
   BUILD_NEEDS := $(STAMPS)/torch
   TOOL := $(VENV)/bin/python -m
   CLANG_FORMAT := $(VENV)/bin/clang-format
+  PARALLEL = -n $(JOBS) --dist worksteal
 endif
 PY := $(PYTHON_ENVIRONMENT) $(PY_ONLY)
 
@@ -44,7 +49,7 @@ demo: $(READY)
 	$(PY) examples/mt5_fp16_overflow.py $(ARGS)
 
 test: lint
-	$(PY) -m pytest -m "$(MARKS)" $(ARGS)
+	$(PY) -m pytest -m "$(MARKS)" $(PARALLEL) $(ARGS)
 
 # Lint is left to the machine without a GPU: this one may have no tool but pytest.
 test-gpu: $(READY)

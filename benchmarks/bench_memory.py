@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 
 import torch
+from _steps import cases
 from _timing import machine, table, write_json
-from bench_step import cases
 
 import nanwatch
 

@@ -1,6 +1,7 @@
 """How long a failure takes to explain: from the call that fails to the exception with the whole report.
 
     python benchmarks/bench_postmortem.py [--json FILE]
+    python benchmarks/bench_postmortem.py --quick
 
 GPT-2 124M from its real configuration, seeded weights, fp16 autocast: the last feed-forward overflows. Timed, in turn
 and in one process: a forward that does not fail; the failing one with the first report only (`microscope=False`); with
@@ -18,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from _steps import gpt2, tokens
 from _timing import machine, table, write_json
-from bench_step import gpt2, tokens
 from torch import nn
 
 import nanwatch
@@ -31,18 +32,32 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def small() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=2))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of a small model: a smoke test, not a result"
+    )
     options = parser.parse_args()
+    if options.quick:
+        options.rounds = 1
 
     torch.manual_seed(0)
-    model: nn.Module = gpt2().eval()
+    model = (small() if options.quick else gpt2()).eval()
     # The last block's feed-forward, as a run that diverges leaves it: its product passes 65504.
-    weight = model.get_submodule("transformer.h.11.mlp.c_proj").weight
+    last = max(
+        int(name.split(".")[2]) for name, _ in model.named_modules() if name.startswith("transformer.h.")
+    )
+    weight = model.get_parameter(f"transformer.h.{last}.mlp.c_proj.weight")
     ids = tokens(1, 64)
 
     def forward() -> None:

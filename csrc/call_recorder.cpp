@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <list>
+#include <string_view>
 #include <unordered_set>
 
 #include "gradient_log.h"
@@ -43,6 +44,16 @@ class Stopwatch {
   int64_t start_;
 };
 
+// Whether the class is one of FSDP's, the first (a wrapper) or the second (put between a class and its module).
+bool is_sharded(PyTypeObject* type) {
+  PyObject* const bases = type->tp_mro;
+  for (Py_ssize_t i = 0; bases != nullptr && i < PyTuple_GET_SIZE(bases); ++i) {
+    const std::string_view name = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(bases, i))->tp_name;
+    if (name == "FSDPModule" || name == "FullyShardedDataParallel") return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object listener, py::object frame_type,
@@ -67,13 +78,21 @@ CallRecorder::~CallRecorder() {
   living().erase(id_);
 }
 
+// A module's class, which may change while it is watched: fully_shard() puts another one there.
+void CallRecorder::meet(Node& node, PyObject* module) {
+  PyTypeObject* const type = Py_TYPE(module);
+  if (type == node.type) return;
+  node.type = type;
+  node.class_name = py::cast<std::string>(py::handle(reinterpret_cast<PyObject*>(type)).attr("__name__"));
+  gathers_weights |= is_sharded(type);
+}
+
 int32_t CallRecorder::add_node(const std::string& name, py::handle module, bool observed, bool allow_inf) {
   auto node = std::make_unique<Node>();
   node->name = name;
   node->observed = observed;
   node->allow_inf = allow_inf;
-  node->type = Py_TYPE(module.ptr());
-  node->class_name = py::cast<std::string>(py::type::handle_of(module).attr("__name__"));
+  meet(*node, module.ptr());
   if (observed) observer_.prepare(*node, module.ptr());
   nodes_.push_back(std::move(node));
   return int32_t(nodes_.size() - 1);
@@ -122,6 +141,7 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
   // Called from a backward: activation checkpointing runs the forward again. That is no new batch.
   thread.recomputed = torch::autograd::get_current_graph_task_id() != -1;
   if (!thread.recomputed) latest_batch_ = next_batch_++;
+  if (!thread.recomputed && gathers_weights) observer_.forget_weights();
   thread.batch = latest_batch_;
   thread.active = thread.batch % every_ == 0;
   if (thread.recomputed || !thread.active || !(tells_batch_start || is_traced(thread.batch))) return true;
@@ -142,6 +162,7 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, P
   py::object output = py::reinterpret_steal<py::object>(PyObject_Call(target, args, kwargs));
   const Stopwatch stopwatch(measures_time_, &observer_.counters.nanoseconds);
   thread.nodes.pop_back();
+  meet(*nodes_[size_t(index)], module);
   if (output && thread.active && !paused && nodes_[size_t(index)]->observed &&
       !record(thread, index, module, args, kwargs, output.ptr()))
     output = py::object();
@@ -152,10 +173,6 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, P
 bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs,
                           PyObject* output) {
   Node& node = *nodes_[size_t(index)];
-  if (Py_TYPE(module) != node.type) {
-    node.type = Py_TYPE(module);
-    node.class_name = py::cast<std::string>(py::handle(reinterpret_cast<PyObject*>(node.type)).attr("__name__"));
-  }
   FrameData& frame = thread.frame;
   const Recording recording(&thread);
   frame.batch = thread.batch;

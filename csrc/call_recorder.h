@@ -75,6 +75,9 @@ class CallRecorder {
   bool tells_batch_start = false;
   bool tells_batch_end = false;
   bool tells_frames = false;
+  // Whether weights are gathered from shards, as FSDP does: into the same storage each time, past the version counter,
+  // so that writes to the shards are not seen. Then no weight is known from the batch before.
+  bool gathers_weights = false;
 
  private:
   // The calls under way on one thread, outermost first.
@@ -96,6 +99,7 @@ class CallRecorder {
   class Recording;
 
   Thread& this_thread();
+  void meet(Node& node, PyObject* module);
   bool begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs);
   bool end_batch(Thread& thread, bool completed);
   bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);

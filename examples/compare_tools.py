@@ -1,13 +1,15 @@
 """One training that overflows, under each tool that looks for nan and inf: what it says, and what it costs.
 
     python examples/compare_tools.py
-    python examples/compare_tools.py --quick --json
+    python examples/compare_tools.py --markdown cost.md --json cost.json
+    python examples/compare_tools.py --quick --json -
 
 The model is a stack of gated residual blocks, trained under bfloat16 autocast with a learning rate that is far too
 high; the forward leaves the format after a few steps, nothing is planted. Every tool sees the same training from the
 same seed. Then a step that does not overflow (its learning rate is 0) is timed under each tool, the tools taking turns
 in one process, and given as a ratio to the bare step of the same round. DebugMode and the dispatch mode look at every
 operation; anomaly mode looks at gradients only, so it speaks up when the backward meets what the forward made.
+A file of `-` is stdout, which then has that document and nothing else.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ import contextlib
 import io
 import json
 import logging
+import platform
 import re
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +48,7 @@ except ImportError as error:
 
 MAX_STEPS = 50
 LEARNING_RATE = 30.0
+ROWS = 128
 
 
 class Block(nn.Module):
@@ -65,7 +71,7 @@ class Training:
     def __init__(self, width: int, depth: int, learning_rate: float) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*[Block(width) for _ in range(depth)])
-        self.data = torch.randn(128, width)
+        self.data = torch.randn(ROWS, width)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=learning_rate)
 
     def loss(self) -> Tensor:
@@ -126,6 +132,7 @@ def debug_mode(model: nn.Module) -> Iterator[None]:
 Tool = Callable[[nn.Module], AbstractContextManager[Any]]
 TOOLS: dict[str, Tool] = {
     "nanwatch": lambda model: nanwatch.watch(model),
+    "nanwatch, gradients too": lambda model: nanwatch.watch(model, gradients=True),
     "transformers DebugUnderflowOverflow": transformers_class,
     "torch.autograd.detect_anomaly": lambda model: torch.autograd.detect_anomaly(),
     "torch.utils._debug_mode.DebugMode": debug_mode,
@@ -264,6 +271,40 @@ def shown(said: dict[str, Any], lines: int) -> str:
     return "\n".join(f"    {line[:160]}" for line in head + kept)
 
 
+def markdown(document: dict[str, Any]) -> str:
+    """The table of docs/comparison.md: a row a tool, the cheapest first, and what the ratios were measured on."""
+    ratios, said = document["cost"], document["said"]
+    lines = ["| tool | stopped at step | step time, bare step = 1 |", "|---|---|---|"]
+    for name in sorted(ratios, key=ratios.get):
+        stop = said[name]["stopped_at_step"]
+        lines.append(f"| {name} | {'never' if stop is None else stop} | {ratios[name]:.2f} |")
+    width, depth = document["size"]
+    about = (
+        f"{depth} blocks of width {width}, {document['batch']} rows, bfloat16 autocast; the median of"
+        f" {document['rounds']} rounds, {document['threads']} threads of {document['cpu']}, torch {document['torch']}."
+        f" The forward of step {document['first_bad_step']} is the first that is not finite."
+    )
+    return "\n".join([*lines, "", about])
+
+
+def processor() -> str:
+    """What the processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def write(path: str, text: str) -> None:
+    """Into the file, or to stdout for `-`."""
+    if path == "-":
+        sys.stdout.write(f"{text}\n")
+    else:
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -274,8 +315,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--lines", type=int, default=14, help="show so many of the last lines of each tool (14)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    parser.add_argument("--json", metavar="FILE", help="write all of it as one JSON document, - for stdout")
+    parser.add_argument("--markdown", metavar="FILE", help="write the table of costs, - for stdout")
     options = parser.parse_args(arguments)
+    if options.json == options.markdown == "-":
+        parser.error("--json - and --markdown - would be mixed on stdout; give one of them a file")
     size, rounds = ((16, 2), 2) if options.quick else ((512, 6), 15)
 
     found: dict[str, dict[str, Any]] = {}
@@ -289,12 +333,15 @@ def main(arguments: list[str] | None = None) -> None:
     }
     ratios = cost(size, rounds)
     bad = first_bad_step(size)
+    document = {
+        "first_bad_step": bad, "size": size, "batch": ROWS, "rounds": rounds, "threads": torch.get_num_threads(),
+        "cpu": processor(), "torch": str(torch.__version__), "said": found, "cost": ratios,
+    }  # fmt: skip
     if options.json:
-        print(
-            json.dumps(
-                {"first_bad_step": bad, "threads": torch.get_num_threads(), "said": found, "cost": ratios}
-            )
-        )
+        write(options.json, json.dumps(document))
+    if options.markdown:
+        write(options.markdown, markdown(document))
+    if "-" in (options.json, options.markdown):
         return
     print(f"The forward of step {bad} is the first that is not finite.\n")
     for name, said in found.items():

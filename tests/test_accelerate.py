@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -36,16 +37,22 @@ def data() -> Tensor:
 
 
 def accelerate_loop(
-    model: nn.Module, lr: float, *, precision: str = "no", watch: str = "", **options: Any
+    model: nn.Module,
+    lr: float,
+    *,
+    precision: str = "no",
+    watch: str = "",
+    watch_options: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
 ) -> Any:
     """Train under Accelerate; returns the Watch, which begins before or after `prepare`."""
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    watched = nanwatch.watch(model) if watch == "before" else None
+    watched = nanwatch.watch(model, **watch_options) if watch == "before" else None
     prepared, optimizer = accelerator.prepare(model, optimizer)
-    watched = nanwatch.watch(prepared) if watch == "after" else watched
+    watched = nanwatch.watch(prepared, **watch_options) if watch == "after" else watched
     x = data().to(next(model.parameters()).dtype)
     for _ in range(12):
         with accelerator.accumulate(prepared):
@@ -123,6 +130,32 @@ def test_gradient_accumulation_counts_each_forward():
     """Under `accelerator.accumulate` each forward is a batch."""
     seen = accelerate_loop(net(), 0.01, watch="after", gradient_accumulation_steps=4)
     assert seen.batch == 11
+
+
+@pytest.mark.parametrize("watch", ["before", "after"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_gradients_are_watched_bit_equal(precision, watch):
+    """gradients=True under `accumulate`: weights of an unwatched training, frames of each backward, no step skipped."""
+    plain, watched = net(), net()
+    accelerate_loop(plain, 0.01, precision=precision, gradient_accumulation_steps=4)
+    seen = accelerate_loop(
+        watched,
+        0.01,
+        precision=precision,
+        watch=watch,
+        watch_options={"gradients": True, "max_frames": 1000},
+        gradient_accumulation_steps=4,
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+    frames = [(f.batch, f.name) for f in seen.frames if f.phase == "backward"]
+    assert sorted(frames) == [(batch, name) for batch in range(12) for name in ("", "act", "down", "up")]
+    assert seen.skipped_steps == ()
+
+
+def test_fp16_on_a_cpu_is_float32():
+    """`mixed_precision="fp16"` casts nothing here and has no scaler: nothing of half precision is seen, as docs say."""
+    seen = accelerate_loop(net(), 0.01, precision="fp16", watch="after", watch_options={"max_frames": 1000})
+    assert {record.dtype for frame in seen.frames for record in frame.records} == {"float32"}
 
 
 @pytest.mark.slow

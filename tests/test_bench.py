@@ -32,8 +32,8 @@ def targets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return _targets
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "bench_range.py"), *arguments]
+def _run(*arguments: str, benchmark: str = "bench_range") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / f"{benchmark}.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
 
@@ -61,6 +61,20 @@ def test_a_quick_run_has_rows_and_finite_ratios(tmp_path: Path) -> None:
     assert all({"floor", "health", "transformers", "aminmax"} <= row["ratios"].keys() for row in dense)
     assert document["targets"]
     assert document["machine"]["cpu"]
+
+
+@pytest.mark.slow
+def test_a_quick_postmortem_has_the_whole_report(tmp_path: Path) -> None:
+    """A quick run of the other benchmark: the failing call is explained in every way, with a cure, and all is timed."""
+    for package in ("transformers", "safetensors", "plotly", "jinja2"):
+        pytest.importorskip(package)
+    path = tmp_path / "postmortem.json"
+    result = _run("--quick", "--json", str(path), benchmark="bench_postmortem")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(path.read_text())
+    assert set(document["times_s"]) == {"first report only", "second run and cures", "and everything written"}
+    assert document["cures"]
+    assert document["bound_s"] == pytest.approx(3 * document["forward_s"] + 2)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
-def test_what_each_tool_says():
+def test_what_each_tool_says(tmp_path):
     """Those that look at the forward stop in the first bad step, anomaly mode not before; nanwatch names the module."""
     pytest.importorskip("lightning")
     pytest.importorskip("transformers")
@@ -24,8 +24,9 @@ def test_what_each_tool_says():
         "PYTHONPATH": str(Path(nanwatch.__file__).parent.parent),
         "OMP_NUM_THREADS": "1",
     }
+    script = [sys.executable, str(ROOT / "examples" / "compare_tools.py"), "--quick"]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "compare_tools.py"), "--quick", "--json"],
+        [*script, "--json", "-", "--markdown", str(tmp_path / "cost.md")],
         env=environment, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -40,3 +41,10 @@ def test_what_each_tool_says():
     assert "By:    aten." in said["nanwatch"]["raised"]
     assert set(document["cost"]) == set(said)
     assert all(ratio > 0 for ratio in document["cost"].values())
+    table = (tmp_path / "cost.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert {name: float(ratio) for name, _, ratio in rows} == pytest.approx(document["cost"], abs=0.0051)
+    assert {name: stop for name, stop, _ in rows} == {
+        name: "never" if stop is None else str(stop) for name, stop in stops.items()
+    }
+    assert document["torch"] in table

@@ -88,13 +88,14 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_dtensor_is_its_local_shard(mesh: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """A DTensor prints the range of its local shard and says so."""
+    """A DTensor prints the range of its local shard and says which one that is."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     model = Feed()
     DebugUnderflowOverflow(model, trace_batch_nums=[0])
     model(distribute_tensor(torch.tensor([2.0, -8.0]), mesh, [Shard(0)]))
-    assert frame(capsys.readouterr().out)[0] == "2.00e+00 8.00e+00 input[0] (local shard)"
+    shard = "local shard: Shard(0) at mesh[0]=0 of 1, from [0]"
+    assert frame(capsys.readouterr().out)[0] == f"2.00e+00 8.00e+00 input[0] ({shard})"
 
 
 def test_the_most_negative_integer_has_its_magnitude(capsys: pytest.CaptureFixture[str]) -> None:

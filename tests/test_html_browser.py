@@ -6,6 +6,7 @@ import http.server
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from nanwatch.finding import find
 from nanwatch.frame import Frame
 from nanwatch.record import Record
 from nanwatch.report import Report
+from nanwatch.spread import Spread
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,6 +74,18 @@ def server() -> Iterator[tuple[str, list[str]]]:
     running.shutdown()
     running.server_close()
     thread.join()
+
+
+def overlaps(chart: str) -> str:
+    """Asks for the pairs that lie over each other of a chart's buttons, names in the legend, and the plot itself."""
+    return f"""(() => {{
+          const chart = document.getElementById({chart!r});
+          const parts = ['.modebar', '.legendtext', '.bglayer'].flatMap((s) => [...chart.querySelectorAll(s)]);
+          const boxes = parts.map((e) => [e.textContent || String(e.className), e.getBoundingClientRect()]);
+          return boxes.flatMap(([a, p], i) => boxes.slice(i + 1)
+            .filter(([_, q]) => p.left < q.right && q.left < p.right && p.top < q.bottom && q.top < p.bottom)
+            .map(([b]) => [a, b]));
+        }})()"""
 
 
 def all_records(report: Report) -> list[tuple[Frame, Record]]:
@@ -129,6 +143,43 @@ def test_limits_out_of_sight_are_told_and_come_into_view(show: Open) -> None:
     assert tab.ask("chart.querySelectorAll('.annotation-text').length") == 2
     tab.click("#fit")
     tab.wait("chart.layout.yaxis.range[1] < 2")
+
+
+def test_the_spreads_are_drawn(show: Open) -> None:
+    """A picture each: bars for the counts and for the spans of the formats, in the colours of the page."""
+    report = growing()
+    assert report.finding is not None
+    spreads = (
+        Spread("operand[0]", "float16", -24, (3, 0, 1), num_zero=2),
+        Spread("<b>x</b>", "bfloat16", 100, (1,) * 20),
+    )
+    tab = show(replace(report, finding=replace(report.finding, spreads=spreads)).to_html())
+    tab.drawn()
+    tab.wait("document.querySelectorAll('.spread[data-drawn]').length === 2")
+    every = "[...document.querySelectorAll('.spread')]"
+    assert tab.ask(f"{every}.map((one) => one.data[0].customdata)") == [[3, 0, 1], [1] * 20]
+    assert tab.ask(f"{every}.map((one) => one.querySelectorAll('.bars path').length)") == [3 + 8, 20 + 8]
+    labels = tab.ask(
+        "[...document.querySelectorAll('.spread')[0].querySelectorAll('.ytick, .y2tick')].length"
+    )
+    assert labels > 4
+    assert tab.ask("document.querySelectorAll('#spreads figcaption')[1].textContent").startswith("<b>x</b>")
+    tab.call("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]})
+    tab.wait(f"{every}.every((one) => one.layout.font.color === '#e4e6e8')")
+    assert (tab.requests, tab.complaints) == ([], [])
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_legend_buttons_and_headline_have_room(show: Open, width: int) -> None:
+    """Above the plot nothing lies over anything else, and the page is no wider than the screen."""
+    tab = show(growing().to_html())
+    tab.call(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+    )
+    tab.drawn()
+    tab.wait(f"!{overlaps('chart')}.length")
+    assert tab.ask("document.documentElement.scrollWidth") <= width
 
 
 def test_no_button_of_the_chart_leads_outside(show: Open) -> None:

@@ -109,6 +109,48 @@ def test_a_watched_training_ends_bit_equal(tmp_path):
     assert not any("_compiled_call_impl" in one.__dict__ for one in watched.modules())
 
 
+def test_gradients_are_watched_bit_equal(tmp_path):
+    """With gradients=True, accumulation and clipping: the weights of an unwatched training, and no step is skipped."""
+    options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    plain, watched = module_of(PACKAGES[0], 0.1), module_of(PACKAGES[0], 0.1)
+    callback = callback_of(gradients=True, max_frames=1000)
+    trainer_of(PACKAGES[0], tmp_path, **options).fit(plain, loader(), loader())
+    trainer_of(PACKAGES[0], tmp_path, callback, **options).fit(watched, loader(), loader())
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+    frames = [frame.name for frame in callback.watch.frames if frame.phase == "backward"]
+    assert sorted(set(frames)) == ["encoder", "encoder.0", "encoder.1", "head"]
+    assert len(frames) == 4 * 2 * 4
+    assert callback.watch.skipped_steps == ()
+
+
+def test_steps_that_the_scaler_skips_are_counted(tmp_path):
+    """The gradient of its head's weight, 2^24 times as large, leaves float16 until the scale has come down: skipped
+    steps, as many as the scaler skips unwatched, with its scales though there is another one, and the same weights.
+    """
+
+    def fit(module: Any, *callbacks: Any) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+        plugin = import_module(f"{PACKAGES[0]}.plugins.precision").MixedPrecision("16-mixed", "cpu", scaler)
+        trainer_of(PACKAGES[0], tmp_path, *callbacks, plugins=[plugin]).fit(module, loader())
+        return scaler.get_scale()
+
+    plain, watched = module_of(PACKAGES[0], 0.01), module_of(PACKAGES[0], 0.01)
+    callback = callback_of(gradients=True)
+    scale = fit(plain)
+    assert fit(watched, callback) == scale
+    skipped = round(24 - log2(scale))
+    assert skipped > 2
+    assert len(callback.watch.skipped_steps) == skipped
+    assert str(callback.watch.skipped_steps[0]) == "skipped step (scale 16777216 -> 8388608)"
+    assert callback.watch.report().finding is None
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+    # With no step to spare it is a failure.
+    with pytest.raises(nanwatch.NonFiniteError, match="max_skipped_steps=1") as error:
+        fit(module_of(PACKAGES[0], 0.01), callback_of(gradients=True, max_skipped_steps=1))
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.phase == "backward"
+
+
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_every_stage_is_watched(stage, tmp_path):
     """A run without training is watched from its start to its end."""

@@ -126,6 +126,36 @@ def test_a_step_that_is_made_starts_the_count_anew() -> None:
         assert w.counters["skipped_steps"] == 4
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer's step as Lightning makes it: an object of an optimizer's class runs backward, scaler and step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        self.optimizer, self.scaler = optimizer, scaler
+
+    def step(self, loss: Any) -> None:  # type: ignore[override]
+        """Backward and step."""
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss()).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_a_backward_within_an_object_around_the_optimizer_is_not_within_the_step(recorder: str) -> None:
+    """The scaler still skips the step, and that is counted."""
+    model = Narrow()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
+    around = Around(optimizer, scaler)
+    with watched(model, recorder, gradients=True) as w:
+        for _ in range(5):
+            around.step(lambda: model(torch.ones(2, 4)).sum())
+        assert [step.batch for step in w.skipped_steps] == [0, 1, 2]
+        assert w.report().finding is None
+
+
 def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
     """Of two that are in use none is guessed; `scaler` says which."""
     other = torch.amp.GradScaler("cpu")

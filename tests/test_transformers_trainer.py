@@ -48,6 +48,7 @@ def trainer_of(
     callbacks: Any = (),
     half: bool = False,
     name: str = "gpt2",
+    compute_loss_func: Any = None,
     **options: Any,
 ) -> Trainer:
     torch.manual_seed(0)
@@ -72,6 +73,7 @@ def trainer_of(
         args,
         train_dataset=rows,
         eval_dataset=rows[:6],
+        compute_loss_func=compute_loss_func,
         callbacks=list(callbacks),
     )
 
@@ -104,6 +106,41 @@ def test_an_overflow_is_found_and_named(case, tmp_path):
 
 
 @pytest.mark.slow
+def test_gradients_under_torch_compile(tmp_path):
+    """`torch_compile=True` with gradients: the weights end as those of an unwatched compiled training, each gradient of
+    a weight has its record, and an overflow is stopped before it is in a weight.
+    """
+    compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3}
+    plain = trainer_of(tmp_path, **compiled)
+    plain.train()
+    callback = NanWatchCallback(gradients=True, max_frames=1000)
+    watched = trainer_of(tmp_path, callbacks=[callback], **compiled)
+    watched.train()
+    assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(watched), strict=True))
+    assert callback.watch is not None
+    seen = {
+        f"{frame.name}.{record.label}"
+        for frame in callback.watch.frames
+        if frame.phase == "backward"
+        for record in frame.records
+    }
+    assert {f"{name}.grad" for name, p in watched.model.named_parameters() if p.requires_grad} <= seen
+    trainer = trainer_of(
+        tmp_path,
+        callbacks=[NanWatchCallback(gradients=True)],
+        compute_loss_func=lambda output, labels, num_items_in_batch: output["logits"].sum() * 1e38,
+        **compiled,
+    )
+    before = weights(trainer)
+    with pytest.raises(nanwatch.NonFiniteError) as error:
+        trainer.train()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.phase == "backward"
+    assert all(torch.equal(a, b) for a, b in zip(weights(trainer), before, strict=True))
+
+
+@pytest.mark.slow
 def test_an_overflow_is_found_under_torch_compile(tmp_path):
     """`torch_compile=True`: what Trainer compiles is the watched model."""
     options = OVERFLOWS["bf16 autocast"]
@@ -117,30 +154,33 @@ def test_an_overflow_is_found_under_torch_compile(tmp_path):
     assert finding.module == first_fault(plain.model, plain.train)
 
 
-def test_accumulation_and_evaluation_count_as_batches(tmp_path):
+@pytest.mark.parametrize("gradients", [False, True])
+def test_accumulation_and_evaluation_count_as_batches(gradients, tmp_path):
     """Each forward is a batch, also of an evaluation; weights end bit-equal to an unwatched training's."""
     options: dict[str, Any] = {
         "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 2,
-        "max_steps": 8,
+        "max_steps": 8, "bf16": True, "max_grad_norm": 1.0,
     }  # fmt: skip
     plain = trainer_of(tmp_path, **options)
     plain.train()
-    callback = NanWatchCallback(on_nonfinite="record")
+    callback = NanWatchCallback(on_nonfinite="record", gradients=gradients)
     watched = trainer_of(tmp_path, callbacks=[callback], **options)
     watched.train()
     assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(watched), strict=True))
     assert callback.watch is not None
     assert callback.watch.batch == 8 * 2 + 2 * 3 - 1
+    assert callback.watch.skipped_steps == ()
     assert not any("_compiled_call_impl" in module.__dict__ for module in watched.model.modules())
 
 
-def test_a_resumed_training_is_watched(tmp_path):
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_resumed_training_is_watched(gradients, tmp_path):
     """`resume_from_checkpoint`: the rest of the training is watched and ends as the whole one did."""
     whole = trainer_of(
         tmp_path / "whole", save_strategy="steps", save_steps=5, callbacks=[NanWatchCallback()], max_steps=8
     )
     whole.train()
-    callback = NanWatchCallback()
+    callback = NanWatchCallback(gradients=gradients)
     resumed = trainer_of(tmp_path / "rest", callbacks=[callback], max_steps=8)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
     assert callback.watch is not None

@@ -28,6 +28,7 @@ class CallRecorder:
     tells_batch_end: bool
     tells_frames: bool
     tells_backward_start: bool
+    gathers_weights: bool
     watch: int
     def __init__(
         self, *, listener: object, frame_type: object, helpers: dict[str, object], **settings: Any

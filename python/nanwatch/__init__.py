@@ -15,6 +15,7 @@ The flow, one file a step (python/nanwatch/):
     -> capsule     capsule.py   a module call with all it needs, to `replay` elsewhere (replay.py)
     -> trace       tracer.py    every frame of a run as rows of a file (trace.py, trace_writer.py)
     -> difference  comparison.py where two such files part (trace_file.py reads them, align.py aligns them)
+    -> log         log.py       headroom, ranges and forecasts in the user's own tracker (outlook.py, sink.py)
 
 `watch(model)` starts all of it; `abs_range(x)` and `tensor_health(x)` are the reduction alone. Beside it stand
 `exponent_histogram(x)` (exponents.py), the elements by power of two, and `would_fit(x, dtype)` (fit.py), what a format

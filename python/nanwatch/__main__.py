@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import _extension, _selfcheck
-from ._commands import COMMANDS, help_text
+from ._commands import COMMANDS, help_text, until_cut
 
 _EXAMPLES = """\
 examples:
@@ -159,6 +159,10 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in COMMANDS:
         return COMMANDS[arguments[0]].run(arguments[1:])
+    return until_cut(lambda: _doctor(arguments))
+
+
+def _doctor(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m nanwatch",
         description="What is installed, which implementation serves which device, and why a part is missing.",

@@ -286,6 +286,12 @@ def _parser() -> argparse.ArgumentParser:
         help="write every frame into this Parquet file, as 'show' and 'diff' read it",
     )
     parser.add_argument(
+        "--log-to", metavar="DIR", help="log headroom, ranges and forecasts for TensorBoard into this folder"
+    )
+    parser.add_argument(
+        "--log-every", type=int, default=50, metavar="N", help="with --log-to: one in N batches (50)"
+    )
+    parser.add_argument(
         "--max-skipped-steps",
         type=int,
         default=20,

@@ -4,20 +4,54 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+
+# What a shell makes of a program that SIGPIPE has ended.
+_CUT = 128 + 13
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A sub-command: what `--help` says of it, and the module whose `main(arguments) -> int` runs it."""
+    """A sub-command: what `--help` says of it, and the module whose `main(arguments) -> int` runs it.
+
+    `only_prints`: when nobody reads what it prints there is nothing left to do.
+    """
 
     summary: str
     module: str
+    only_prints: bool = True
 
     def run(self, arguments: list[str]) -> int:
         """Run it and return the exit status. Only now is its module imported."""
-        status: int = importlib.import_module(f".{self.module}", __package__).main(arguments)
+        main: Callable[[list[str]], int] = importlib.import_module(f".{self.module}", __package__).main
+        return until_cut(lambda: main(arguments)) if self.only_prints else main(arguments)
+
+
+def until_cut(command: Callable[[], int]) -> int:
+    """The command's exit status, or 141 where the reader of its output went away, as `head` does."""
+    try:
+        try:
+            status = command()
+        except SystemExit:
+            _flush()
+            raise
+        # Now, as at the interpreter's end it would break where nobody can catch it.
+        _flush()
         return status
+    except BrokenPipeError:
+        # What is left of the output is flushed once more at that end: into nothing.
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+        return _CUT
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it is None for a process that was started without one
+        sys.stdout.flush()
 
 
 COMMANDS = {
@@ -26,9 +60,11 @@ COMMANDS = {
         "the narrowest format that holds what each module makes, by a trace", "_command_formats"
     ),
     "merge": Command("the reports of all ranks of a job as one", "_command_merge"),
-    "netcheck": Command("can the ranks of a job reach each other? Start it with torchrun", "netcheck"),
+    "netcheck": Command(
+        "can the ranks of a job reach each other? Start it with torchrun", "netcheck", only_prints=False
+    ),
     "replay": Command("make the call in a capsule again, in one dtype or several", "_command_replay"),
-    "run": Command("watch the model of an unchanged training script", "_command_run"),
+    "run": Command("watch the model of an unchanged training script", "_command_run", only_prints=False),
     "show": Command("the frames of a trace, or a saved report", "_command_show"),
 }
 

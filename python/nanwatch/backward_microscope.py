@@ -2,13 +2,14 @@
 
 The loss is no part of the model, so the gradients of the call's outputs are not there a second time. Gradients of the
 size that was seen stand in for them: an operation whose derivative is not finite shows with any, an overflow with those
-as large as the largest.
+as large as the largest. The same backward from smaller ones shows whether a smaller loss scale would have been enough.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from .examination import Examination
 from .finding import Finding
 from .frame import Frame
 from .lineage import SKIPPED_FILES
+from .loss_scale import try_smaller
 from .observe import observe
 from .record import Record, to_record
 from .stand_in import stand_in
 from .walk import leaves
+from .wrapped_names import find_module
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
 
@@ -34,12 +37,18 @@ class _Found(Exception):  # noqa: N818 - ends the run, and is no error
 
 
 def examine_backward(
-    start: BatchStart, finding: Finding, frames: Sequence[Frame], *, model: nn.Module
+    start: BatchStart,
+    finding: Finding,
+    frames: Sequence[Frame],
+    *,
+    model: nn.Module,
+    loss_scale: float | None = None,
 ) -> Examination:
     """Run the batch of `finding` once more, and the backward of the guilty module's calls; see which operation makes
-    a bad gradient of finite ones.
+    a bad gradient of finite ones, and whether it does with a smaller loss scale too.
 
-    `frames` are the report's. Raises nothing of its own: what could not be done is a remark.
+    `frames` are the report's, `loss_scale` is that of the failed backward, where it is known. No gradient of the user's
+    is touched. Raises nothing of its own: what could not be done is a remark.
     """
     name = finding.module if finding.origin == "produced" else finding.source_module
     if name is None:
@@ -49,15 +58,16 @@ def examine_backward(
     if reason := no_second_run():
         return Examination(remarks=(f"the batch was not run a second time: {reason}",))
     try:
-        guilty = model.get_submodule(name)
+        if (guilty := find_module(model, name)) is None:
+            return Examination(remarks=(f"the model has no module {name!r} any more",))
         if not (magnitudes := _magnitudes(finding, frames, name)):
             return Examination(
                 remarks=(
                     "no gradient of its outputs was seen, so there was none to start a second backward from",
                 )
             )
-        scene = _Scene(magnitudes)
-        with start.again() as call, stand_in({guilty}, scene.run):
+        scene = _Scene(name, magnitudes, loss_scale)
+        with start.again() as call, stand_in({guilty.module}, scene.run):
             try:
                 call()
             except _Found:
@@ -84,9 +94,11 @@ def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[st
 class _Scene:
     """Makes the calls of the guilty module, and the backward of each."""
 
-    def __init__(self, magnitudes: dict[str, list[float]]) -> None:
+    def __init__(self, module: str, magnitudes: dict[str, list[float]], loss_scale: float | None) -> None:
         self.found = Examination()
+        self._module = f"`{module}`" if module else "the model"
         self._magnitudes = magnitudes
+        self._loss_scale = loss_scale
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call, and its backward."""
@@ -118,17 +130,48 @@ class _Scene:
         roots = [outputs[label] for label in seen]
         gradients = [torch.full_like(outputs[label], size) for label, size in seen.items()]
         steps: list[Examination] = []
-        handles = [
-            node.register_hook(_looker(node, steps)) for node in _nodes(x.grad_fn for x in roots) if node
-        ]
-        try:
-            torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
+        _run(roots, wanted, gradients, lambda node: _looker(node, steps))
         if steps:
-            self.found = steps[0]
+            self.found = replace(steps[0], **self._smaller_scale(roots, wanted, gradients))
             raise _Found
+
+    def _smaller_scale(
+        self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]
+    ) -> dict[str, Any]:
+        """What a smaller loss scale would do, as changes to the examination."""
+
+        def backward(factor: float) -> list[Record]:
+            made: list[Record] = []
+            _run(roots, wanted, [x * factor for x in gradients], lambda _: _keeper(made))
+            return made
+
+        given = [_record(x, "") for x in gradients]
+        try:
+            cure = try_smaller(backward, given, self._loss_scale)
+        except Exception as error:  # such as a function that cannot be run backward more often
+            return {"remarks": (f"could not try a smaller loss scale: {spell(error)}",)}
+        if cure is None:
+            return {}
+        # What lies before the module gets gradients that are not there a second time.
+        return {"cures": (replace(cure, what=f"{cure.what}, tried on the backward of {self._module}"),)}
+
+
+def _run(
+    roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor], hook: Callable[[Any], Any]
+) -> None:
+    """A backward from these gradients of the roots to what is wanted, with what `hook(node)` gives at each node."""
+    handles = [node.register_hook(hook(node)) for node in _nodes(x.grad_fn for x in roots) if node]
+    # The user's hooks on weights may add up what they are given. Emptied and filled again: the engine holds the dict.
+    own = [(hooks, dict(hooks)) for x in wanted if (hooks := x._backward_hooks)]
+    try:
+        for hooks, _ in own:
+            hooks.clear()
+        torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
+    finally:
+        for hooks, before in own:
+            hooks.update(before)
+        for handle in handles:
+            handle.remove()
 
 
 def _nodes(roots: Any) -> list[Any]:
@@ -160,6 +203,13 @@ def _looker(node: Any, steps: list[Examination]) -> Any:
                 ),
             )
         )
+
+    return look
+
+
+def _keeper(records: list[Record]) -> Any:
+    def look(made: Sequence[Tensor | None], _: Any) -> None:
+        records.extend(_record(x, "") for x in made if x is not None)
 
     return look
 

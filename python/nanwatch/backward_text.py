@@ -53,15 +53,26 @@ def next_backward(finding: Finding, frame: Frame | None, record: Record | None) 
             "look for a format with a shorter range that the gradient passes through, and lower the loss scale;"
             f" without one, {_POLES}"
         )
-    ends = None if record is None else limits(record.dtype)
-    if finding.value == "inf" and record is not None and ends is not None:
+    narrow = _narrowest(finding, record)
+    if finding.value == "inf" and narrow is not None:
         largest = max(_finite(frame), default=0.0)
-        if is_near_end(largest, ends.largest):
+        dtype, end = narrow
+        if is_near_end(largest, end):
             return (
-                f"{record.dtype} ends at {ends.largest:.6g}: lower the loss scale, or let this module's backward run"
-                " in a wider format."
+                f"{dtype} ends at {end:.6g}: lower the loss scale, or let this module's backward run in a wider"
+                " format."
             )
     return _POLES
+
+
+def _narrowest(finding: Finding, record: Record | None) -> tuple[str, float] | None:
+    """Of the formats that the value went through the one that ends first, and its end.
+
+    Under autocast that is not the gradient's own: of a float32 weight it is made in half, and converted then.
+    """
+    records = [*finding.operands, *([] if record is None else [record])]
+    ends = {one.dtype: ends.largest for one in records if (ends := limits(one.dtype)) is not None}
+    return min(ends.items(), key=lambda one: one[1], default=None)
 
 
 def _of_outputs(frame: Frame | None) -> list[float]:

@@ -18,6 +18,15 @@ from .optimizer_state import NAME, OptimizerState
 from .options import Options
 from .record import Row, is_fault
 from .report import Report
+from .wrapped_names import find_module, named_modules
+
+_ADDED_UP = (
+    "every gradient that was added up there was finite; the sum of several backwards, in .grad, is not"
+)
+_REDUCED = (
+    "what this rank holds of the gradient, summed over ranks and backwards, is not finite; in the backward itself this"
+    " rank saw no gradient that was so"
+)
 
 
 class BackwardWatch:
@@ -131,19 +140,16 @@ class BackwardWatch:
         found: set[Weight] = set()
         for frame, row in bad:
             name = row[0].removesuffix(".grad")
-            try:
-                owner = None if model is None else model.get_submodule(frame.name)
-            except AttributeError:
-                continue
-            if owner is not None and name in owner._parameters:
-                found.add((weakref.ref(owner), name))
+            owner = None if model is None else find_module(model, frame.name)
+            if owner is not None and name in owner.module._parameters:
+                found.add((weakref.ref(owner.module), name))
         return found
 
     def _look_at_sums(self) -> None:
         """Hold what finite gradients have added up to in a weight, where that is not finite."""
         model, batch = self._model(), self._recorder.latest_batch
         bad: list[tuple[FrameRows, Row]] = []
-        for name, module in () if model is None else model.named_modules():
+        for name, _, module in () if model is None else named_modules(model):
             for label, x in module._parameters.items():
                 if x is not None and x.grad is not None:
                     row = observe(x.grad, f"{label}.grad", "gradient")
@@ -155,7 +161,7 @@ class BackwardWatch:
         frame = bad[0][0].to_frame()
         sequence = self._recorder.frames_of_batch(batch)
         finding = finding_of(frame, frame.records[0], "produced", None, self._rank(), sequence)
-        remark = "every gradient that was added up there was finite; the sum of several backwards, in .grad, is not"
+        remark = _REDUCED if frame.records[0].is_shard else _ADDED_UP
         frames = (*(one.to_frame() for one in self._recorder.frames()), frame)[-self._options.max_frames :]
         report = Report(frames, replace(finding, remarks=(remark,)), batch, self._rank())
         self._guard.hold(report, {batch}, self._weights(bad))

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from .calls import unwatched
+from . import parametrized
+from .turn import unwatched
 from .walk import call_leaves
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -113,6 +114,7 @@ class BatchStart:
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     grad: bool = field(default_factory=torch.is_grad_enabled)
     versions: tuple[tuple[str, Tensor, int], ...] = ()
+    cached: parametrized.Cache = field(default_factory=parametrized.kept)
 
     @classmethod
     def capture(
@@ -150,6 +152,10 @@ class BatchStart:
             after.callback(_set_training, [(module, module.training) for module in self.module.modules()])
             after.enter_context(_held(self.module, self.args, self.kwargs))
             after.enter_context(unwatched(self.module))
+            if parametrized.is_on():
+                # Without their graphs, which a backward in here would run through.
+                known = {key: None if x is None else x.detach() for key, x in self.cached.items()}
+                after.callback(parametrized.exchange, parametrized.exchange(known))
             with ExitStack() as modes:
                 modes.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
                 modes.enter_context(torch.compiler.set_stance("force_eager"))

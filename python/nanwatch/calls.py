@@ -11,8 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import _extension, _live, compiled
+from . import _extension, _live, compiled, rehearsal
 from .recorder import PythonRecorder
+from .wrapped_names import child_name, is_recorded, named_modules
 
 ATTRIBUTE = "_compiled_call_impl"
 
@@ -49,7 +49,7 @@ class PythonWatchedCall:
         """Make the call that this stands before, and record it."""
         if is_compiling():
             return self.module._call_impl(*args, **kwargs)  # type: ignore[union-attr]
-        # As stand_in.calling_module, but in this frame: torch.compile, which skips this one, would follow a call of it.
+        # As turn.calling_module, but in this frame: torch.compile, which skips this one, would follow a call of it.
         # So it would that of the property.
         caller = sys._getframe(1)
         own = self._module()
@@ -122,14 +122,19 @@ class Attachment:
         # What the operators in compiled code are said to write; see _ops.record_.
         with torch.inference_mode(False):
             self._sequence = torch.zeros(1, dtype=torch.int64, device="cpu")
-        compiled.install(model)
+        compiled.install()
+        rehearsal.install()
         self._observed = observed
         self._allow_inf = allow_inf
         # Not the calls themselves: a second reference to one is how it knows that its module's __dict__ was copied.
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._nodes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        for name, module in model.named_modules():
-            self._add(name, module)
+        self._root = weakref.ref(model)
+        # FSDP's own classes the recorder knows. The model may be a part of what was sharded as a whole.
+        if any(type(x).__name__ == "DTensor" for x in model.parameters()):
+            recorder.gathers_weights = True
+        for one in named_modules(model):
+            self._add(one.name, one.module)
         # torch's registries are global and outlive this: what they hold must not keep it, or the model, alive.
         this = weakref.ref(self)
 
@@ -157,27 +162,30 @@ class Attachment:
             return
         self._names[module] = name
         self._nodes[module] = self._recorder.add_node(
-            name, module, self._observed(name), self._allow_inf(name)
+            name, module, self._records(module), self._allow_inf(name)
         )
         self._link(module)
+
+    def _records(self, module: nn.Module) -> bool:
+        return is_recorded(module) and self._observed(self._names[module])
 
     def _link(self, module: nn.Module) -> None:
         node = self._nodes[module]
         call = _watched_call(self._recorder, module, module.__dict__.get(ATTRIBUTE), node)
         # For compiled code; `site` is the same as a word, by which Dynamo knows that the place is as it was.
         call.attachment = weakref.ref(self)
-        call.place = (self._watch, node, self._parts if self._observed(self._names[module]) else "")
+        call.place = (self._watch, node, self._parts if self._records(module) else "")
         call.site = f"{self._watch}.{node}.{call.place[2]}"
         call.sequence = self._sequence
         # Not by setattr: a ScriptModule, or a class with a __setattr__ of its own, would make an attribute of it.
         module.__dict__[ATTRIBUTE] = call
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module) -> None:
-        prefix = self._names.get(parent)
-        if prefix is None:
+        known = self._names.get(parent)
+        if known is None:
             return
-        for path, child in module.named_modules(prefix=f"{prefix}.{name}" if prefix else name):
-            self._add(path, child)
+        for one in named_modules(module, child_name(parent, known, name)):
+            self._add(one.name, one.module)
 
     def lost(self) -> list[str]:
         """The names of modules whose place somebody else has taken, as `module.compile()` does."""
@@ -200,10 +208,10 @@ class Attachment:
 
     def relink(self) -> None:
         """Stand before what `module.compile()` has put in the place since. Called while such a module is compiled."""
-        for module, name in list(self._names.items()):
+        for module in list(self._names):
             if ATTRIBUTE in module.__dict__ and not _is_linked(module, self._recorder):
                 self._link(module)
-                if name == "":
+                if module is self._root():
                     # Its call is under way, and went past its place.
                     self._recorder.adopt_compiled(self._nodes[module])
 
@@ -216,23 +224,6 @@ class Attachment:
         for module in list(self._names):
             _unlink(module, self._recorder)
         self._names.clear()
-
-
-@contextmanager
-def unwatched(root: nn.Module) -> Iterator[None]:
-    """Inside, no call of a module in the tree is recorded, by any watch."""
-    taken = []
-    try:
-        for module in root.modules():
-            if watched := chain(module):
-                below = watched[-1].inner
-                taken.append((module, watched[0], below))
-                put(module, below)
-        yield
-    finally:
-        for module, before, below in taken:
-            if module.__dict__.get(ATTRIBUTE) is below:
-                put(module, before)
 
 
 def put(module: nn.Module, call: Any) -> None:

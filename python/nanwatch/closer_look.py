@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from .batch_start import BatchStart
 from .errors import spell
 from .options import Options
 from .report import Report
+from .turn import Turn
 
 # A run that goes on may fail for ever, and a disk is not filled with capsules.
 _MAX_LOOKS = 20
@@ -35,9 +37,11 @@ class CloserLook:
         # References to the batch's tensors: from its start to its end.
         self._starts: dict[int, BatchStart] = {}
         self._threads: set[int] = set()
+        self._turn: Turn | None = None
         # Of the latest batch, until its backward is over: its number too.
         self._ended: tuple[int, BatchStart] | None = None
         self._keeps_ended = options.gradients
+        self._scaler = options.scaler
 
     def batch_started(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -45,6 +49,8 @@ class CloserLook:
         """Keep what a second run of this thread's batch would need."""
         here = threading.get_ident()
         self._threads.add(here)
+        if (turn := self._turn) is not None:
+            turn.wait()
         self._ended = None
         try:
             self._starts[here] = BatchStart.capture(module, args, kwargs)
@@ -73,9 +79,13 @@ class CloserLook:
         ):
             return report
         self._looks += 1
+        # First: a thread that comes now either waits for this or is known below.
+        self._turn = turn = Turn()
         reason = "the model is called from several threads" if len(self._threads) > 1 else ""
         if is_late:
             reason = "it was over when its rows came from the device"
+        if reason:
+            turn.end()
         try:
             # Not before there is a failure: it brings many modules with it.
             from .postmortem import post_mortem
@@ -87,6 +97,7 @@ class CloserLook:
                 self._output_dir,
                 examines=self.keeps_start,
                 reason=reason,
+                loss_scale=self._loss_scale(),
             )
         except Exception as error:  # the first report is not lost for the second
             warnings.warn(
@@ -95,6 +106,20 @@ class CloserLook:
                 stacklevel=2,
             )
             return report
+        finally:
+            self._turn = None
+            turn.end()
+
+    def _loss_scale(self) -> float | None:
+        """The present scale of the loss, where the watch was told of its GradScaler.
+
+        One that is found in the process may have no part in this batch, and its scale would be told as the batch's.
+        """
+        try:
+            scale = None if self._scaler is None else float(self._scaler.get_scale())
+        except Exception:  # a scaler of another make
+            return None
+        return scale if scale and isfinite(scale) else None
 
     def write_frames(self, report: Report, name: str) -> None:
         """Write a report without a finding as the folder `name` of output_dir, if there is one; never raises."""

@@ -29,17 +29,17 @@ _warned = False
 _unexpecting: weakref.WeakSet[CodeType] = weakref.WeakSet()
 
 
-def install(model: nn.Module) -> None:
+def install() -> None:
     """Make Dynamo see watched modules: at once, or when it is imported, which takes a second and may never happen.
 
-    What was compiled of `model` before that is compiled again.
+    What was compiled before that is compiled again when it is called next.
     """
     global _installed
     if not _installed:
         _installed = True
         when_imported(_DYNAMO, _change_dynamo)
     if _unexpecting:
-        _forget_traces(model)
+        _forget_traces()
 
 
 def original_module(model: nn.Module) -> nn.Module:
@@ -173,14 +173,13 @@ def _caller(under_way: list[nn.Module], call: Any) -> int:
     return NOBODY
 
 
-def _forget_traces(model: nn.Module) -> None:
-    """Drop what was compiled of the model before Dynamo expected a watch: it is traced anew."""
-    from torch._dynamo import external_utils
+def _forget_traces() -> None:
+    """Drop what was compiled before Dynamo expected a watch: it is traced anew.
+
+    All of it: a model may be in the graph of any function that calls it, and behind decorators of its forward.
+    """
     from torch._dynamo.eval_frame import remove_from_cache
 
-    codes: set[Any] = {getattr(type(module).forward, "__code__", None) for module in model.modules()}
-    # Modules of torch.nn are compiled behind a function of Dynamo's, one for all of them.
-    codes.add(getattr(external_utils.wrap_inline(_forget_traces), "__code__", None))
-    for code in codes & set(_unexpecting):
+    for code in list(_unexpecting):
         _unexpecting.discard(code)
         remove_from_cache(code)

@@ -20,6 +20,7 @@ from .precision import in_dtype, in_dtype_throughout, run_in_fp32
 from .record import Row, is_fault, to_record
 from .trial import Change, Trial, run
 from .walk import call_leaves
+from .wrapped_names import named_modules, unwrapped
 
 MAX_RUNS = 5
 # Two are a choice; more would only cost forwards.
@@ -77,9 +78,11 @@ class _Search:
         self.cures = cures
         self.remarks = remarks
         self.runs = 0
-        self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.names = {module: name for name, module in model.named_modules()}
-        self.root = self.names.get(start.module, "")
+        named = list(named_modules(model, remove_duplicate=False))
+        self.modules = {one.name: one.module for one in named}
+        self.paths = {one.name: one.path for one in named}
+        self.names = {one.module: one.name for one in named_modules(model)}
+        self.root = self.names.get(unwrapped(start.module), "")
         # For a value that was handed in: the module in whose forward it was made.
         made_by = finding.module if finding.origin == "produced" else finding.source_module
         self.guilty = self.root if made_by is None else made_by
@@ -288,8 +291,8 @@ class _Search:
 
     def _code(self, name: str) -> str:
         """How the module is reached in Python: `model.decoder.block[0]`."""
-        code, module = "model", self.model
-        for part in name.split(".") if name else ():
+        code, module, path = "model", self.model, self.paths[name]
+        for part in path.split(".") if path else ():
             if isinstance(module, nn.ModuleList | nn.Sequential) and part.isdecimal():
                 code += f"[{part}]"
             elif isinstance(module, nn.ModuleDict):
@@ -297,7 +300,7 @@ class _Search:
             elif part.isidentifier():
                 code += f".{part}"
             else:
-                return f"model.get_submodule({name!r})"
+                return f"model.get_submodule({path!r})"
             module = module._modules[part]  # type: ignore[assignment]
         return code
 

@@ -29,11 +29,17 @@ class DeferredWatch:
         general = {name: value for name, value in self._options.items() if name not in _CONFIRMED_LATER}
         watch(nn.Identity(), **general).stop()
 
-    def start(self, model: nn.Module) -> Watch:
-        """Watch `model`, and what was watched before no longer. Raises as `watch` does."""
+    def start(self, model: nn.Module, scaler: Any = None) -> Watch:
+        """Watch `model`, and what was watched before no longer. Raises as `watch` does.
+
+        `scaler` is what its trainer has for one, if anything; that of the options goes first.
+        """
         self.stop()
+        options = dict(self._options)
+        if options.get("scaler") is None and callable(getattr(scaler, "get_scale", None)):
+            options["scaler"] = scaler
         room = min(_CALLS * sum(1 for _ in model.modules()), MAX_FRAMES) if self._roomy else 0
-        self.watch = watch(model, **self._options, _room=room)
+        self.watch = watch(model, **options, _room=room)
         return self.watch
 
     def stop(self) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from .batch_start import Autocast, RngState
-from .finding import Finding
+from .finding import Cure, Finding
 from .record import Record
+from .spread import Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Examination:
     `operands` (records of its tensors, before it ran) are of the operation that made the bad value; None and empty when
     none was seen to. `transient` is True when the second run did not make the value again, False when it did, None when
     that says nothing. `extent` and `index` are of the bad tensor. `call` is the call in which the value was made; it
-    holds the call's tensors, so drop it when done. `remarks` are sentences.
+    holds the call's tensors, so drop it when done. `remarks` are sentences, `cures` what was tried on the way,
+    `spreads` of the operands, as far as they were there, and of the bad tensor.
     """
 
     operation: str | None = None
@@ -47,6 +49,8 @@ class Examination:
     index: tuple[int, ...] | None = None
     remarks: tuple[str, ...] = ()
     call: Call | None = None
+    spreads: tuple[Spread, ...] = ()
+    cures: tuple[Cure, ...] = ()
 
 
 def enrich(finding: Finding, examination: Examination) -> Finding:
@@ -58,6 +62,8 @@ def enrich(finding: Finding, examination: Examination) -> Finding:
         operands=examination.operands,
         transient=examination.transient,
         extent=examination.extent,
+        spreads=examination.spreads,
         index=examination.index if finding.index is None else finding.index,
+        cures=(*finding.cures, *examination.cures),
         remarks=(*finding.remarks, *examination.remarks),
     )

@@ -104,6 +104,7 @@ def _span_bars(spans: dict[str, Limits]) -> list[dict[str, Any]]:
                 "base": low,
                 "x": [b - a for a, b in zip(low, high, strict=True)],
                 "customdata": high,
+                "width": 0.7,
                 "marker": {"color": color, "opacity": 0.6},
                 "hovertemplate": f"%{{y}}, {kind}: 2^%{{base:.1f}} to 2^%{{customdata:.1f}}<extra></extra>",
             }

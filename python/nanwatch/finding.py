@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from .frame import Frame, Phase
 from .record import Record
+from .spread import Spread
 
 Value: TypeAlias = Literal["nan", "inf", "nan+inf"]
 VALUES: tuple[Value, ...] = ("nan", "inf", "nan+inf")
@@ -36,9 +37,9 @@ class Finding:
     "produced" it from finite gradients of its outputs, or "received" it: from code of `source_module` between the calls
     of its submodules, or, where that is None, from what lies behind the model, such as the loss. `num_nonfinite` and
     `index` (of the first bad element, one number per dimension) are None when they could not be counted. `extent`,
-    `operation`, `source`, `transient` and `cures` hold what a closer look at the failing call found, and are empty
-    without one. `sequence` is the place of the faulty frame among all frames of its batch, from 0, also those that were
-    dropped before it; None where they were not counted.
+    `operation`, `source`, `transient`, `cures` and `spreads` (of the operands as they were, and of the bad tensor) hold
+    what a closer look at the failing call found, and are empty without one. `sequence` is the place of the faulty frame
+    among all frames of its batch, from 0, also those that were dropped before it; None where they were not counted.
     """
 
     module: str
@@ -62,6 +63,7 @@ class Finding:
     files: tuple[str, ...] = ()
     phase: Phase = "forward"
     sequence: int | None = None
+    spreads: tuple[Spread, ...] = ()
 
 
 def find(

@@ -27,6 +27,7 @@ from .record import Record
 
 if TYPE_CHECKING:
     from .report import Report
+    from .spread import Spread
 
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
 NEAR_BITS = 2
@@ -46,10 +47,13 @@ _ADVICE = ("Where", "Why", "Next")  # of text.finding_lines; the rest of a findi
 
 def report_html(report: Report) -> str:
     """The report as one HTML document, to be written as UTF-8. Raises ImportError without jinja2 and plotly."""
+    data = _data(report)
+    pictures = _pictures(report)
+    data["spreads"] = [figure for _, _, figure in pictures]
     return page(
         "report",
         "Report.to_html()",
-        _data(report),
+        data,
         report=report,
         finding=report.finding,
         advice=_advice(report),
@@ -59,6 +63,7 @@ def report_html(report: Report) -> str:
         bars=_bars(report.frames),
         worst_shown=_WORST_SHOWN,
         tree=_tree(report),
+        pictures=pictures,
         num_records=sum(len(frame.records) for frame in report.frames),
         low_bits=LOW_BITS,
         module_name=text.module_name,
@@ -66,12 +71,13 @@ def report_html(report: Report) -> str:
 
 
 def page(name: str, who: str, data: Any, **values: Any) -> str:
-    """The template of this name with its script, the report's style and plotly; `data` is what the script draws from.
+    """The template of this name with its script behind chart.js, the report's style and plotly.
 
+    `data` is what the script draws from.
     `who` is named by the ImportError that is raised without jinja2 and plotly.
     """
     environment = _environment(who, _INSTEAD)
-    script = _source(environment, f"{name}.js")
+    script = "\n".join(_source(environment, file) for file in ("chart.js", f"{name}.js"))
     needed("plotly.offline", who, "report", _INSTEAD)
     packed, plotly_hash = _packed_plotly()
     hashes = [_hash(script), plotly_hash]
@@ -146,6 +152,24 @@ def _operands(report: Report) -> list[list[str]]:
         [one.label, one.dtype, _shape(one), _shown(one.abs_min), _shown(one.abs_max), one.note]
         for one in operands
     ]
+
+
+def _pictures(report: Report) -> list[tuple[str, str, dict[str, Any]]]:
+    """Of each spread its label, its numbers in words, and the figure of it against the formats."""
+    spreads: Sequence[Spread] = getattr(report.finding, "spreads", ())
+    if not spreads:
+        return []
+    # They bring torch with them, and few reports have a spread.
+    from .exponent_figure import SHOWN_FORMATS, exponent_figure
+    from .spreading import histogram_of
+
+    made = []
+    for one in spreads:
+        own = () if one.dtype in SHOWN_FORMATS else (one.dtype,)
+        figure = exponent_figure(histogram_of(one), (*SHOWN_FORMATS, *own))
+        words = figure["layout"].pop("title")["text"]
+        made.append((one.label, words, figure))
+    return made
 
 
 # The data of chart and table.

@@ -26,6 +26,7 @@ from .observe import read
 from .operation import Operands, Operation, operation_of
 from .ranges import _is_plain, only_our_dispatch, tensor_health
 from .record import MASK, Record
+from .spread import Spread
 from .writes import Writes
 
 SKIPPED_FILES = (
@@ -41,9 +42,9 @@ _HANDLERS = ("__torch_dispatch__", "__torch_function__")
 class Step:
     """One operation that left a value that is not finite.
 
-    `origin` is the step that began its bad values, None when it began them itself; only then are `source`, `operands`
-    and `remarks` filled. `meant`: they are infinities that are there on purpose; only of them are the signs known.
-    `unwritten` stands for memory that was allocated and that nothing was seen to write.
+    `origin` is the step that began its bad values, None when it began them itself; only then are `source`, `operands`,
+    `remarks` and `spreads` filled. `meant`: they are infinities that are there on purpose; only of them are the
+    signs known. `unwritten` stands for memory that was allocated and that nothing was seen to write.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Step:
     source: str | None = None
     operands: tuple[Record, ...] = ()
     remarks: tuple[str, ...] = ()
+    spreads: tuple[Spread, ...] = ()
 
     @property
     def values(self) -> str:
@@ -158,7 +160,9 @@ class Lineage(TorchDispatchMode):
             step.origin = _origin(sources, step.nan)
             return False
         step.source = self._source()
-        step.operands = given.records(written=bad if operation.written else ())
+        written = bad if operation.written else ()
+        step.operands = given.records(written=written)
+        step.spreads = given.spreads(written=written)
         step.remarks = (
             *(f"{operation.name} was given the number {name} = {value!r}" for name, value in given.numbers),
             *(

@@ -91,6 +91,7 @@ class Recorder(Protocol):
     tells_batch_end: bool
     tells_frames: bool
     tells_backward_start: bool
+    gathers_weights: bool  # from shards, anew in each batch: none is known from the batch before
     watch: int  # by which compiled code finds it; see _live
 
     @property

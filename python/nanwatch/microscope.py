@@ -16,7 +16,9 @@ from .lineage import Lineage
 from .observe import observe
 from .record import to_record
 from .scene import Scene
+from .spreading import spreads_of
 from .walk import call_leaves
+from .wrapped_names import find_module, name_of, unwrapped
 
 
 def examine(start: BatchStart, finding: Finding, *, model: nn.Module) -> Examination:
@@ -44,7 +46,7 @@ def _of_state(finding: Finding, model: nn.Module) -> Examination:
     x = own.get(finding.label)
     if x is None:
         return Examination()
-    return Examination(extent=describe(x), index=_first_bad(x))
+    return Examination(extent=describe(x), index=_first_bad(x), spreads=spreads_of(x, finding.label))
 
 
 def _of_data(start: BatchStart, finding: Finding, model: nn.Module) -> Examination:
@@ -60,10 +62,15 @@ def _of_data(start: BatchStart, finding: Finding, model: nn.Module) -> Examinati
         if any(x is given and x._version != version for _, given, version in start.versions):
             remarks.append(f"{label} of the batch was written to, in place, since it began")
     # Only of the outermost call is the label one of the batch's.
-    same = dict(bad).get(finding.label) if _module(model, finding.module) is start.module else None
+    same = dict(bad).get(finding.label) if _module(model, finding.module) is unwrapped(start.module) else None
     if same is None:
         return Examination(remarks=tuple(remarks))
-    return Examination(extent=describe(same), index=_first_bad(same), remarks=tuple(remarks))
+    return Examination(
+        extent=describe(same),
+        index=_first_bad(same),
+        remarks=tuple(remarks),
+        spreads=spreads_of(same, finding.label),
+    )
 
 
 def _first_bad(x: Tensor) -> tuple[int, ...] | None:
@@ -78,7 +85,7 @@ def _of_second_run(start: BatchStart, finding: Finding, model: nn.Module) -> Exa
     examined: nn.Module | None
     name = finding.module if finding.origin == "produced" else finding.source_module
     if name is None:
-        examined, name = start.module, _name(model, start.module)
+        examined, name = start.module, name_of(model, start.module)
     else:
         examined = _module(model, name)
     if examined is None:
@@ -107,12 +114,5 @@ def _run(scene: Scene, start: BatchStart) -> str:
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
-    # By its path: a shared module has one name in named_modules, and which depends on the order of registration.
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
-def _name(model: nn.Module, module: nn.Module) -> str:
-    return next((name for name, one in model.named_modules() if one is module), "")
+    found = find_module(model, name)
+    return None if found is None else found.module

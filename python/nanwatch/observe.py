@@ -16,7 +16,8 @@ from .ranges import (
     tensor_health,
     unreadable,
 )
-from .record import ALLOWED_INF, LOCAL_SHARD, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
+from .record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
+from .shard import shard_note
 from .walk import Unwalked
 
 # Any wait for the device ends the user's capture with an error.
@@ -60,7 +61,7 @@ def _read(value: Tensor, label: str, role: Role) -> Row:
     if type(value) is Tensor or type(value) is nn.Parameter:
         return label, role, value.shape, dtype_name(value), abs_min, abs_max, isfinite, None, ""
     # By name: importing DTensor where nobody uses it costs 0.3 s.
-    note = LOCAL_SHARD if type(value).__name__ == "DTensor" else ""
+    note = shard_note(value) if type(value).__name__ == "DTensor" else ""
     return label, role, _shape(value), dtype_name(value), abs_min, abs_max, isfinite, None, note
 
 

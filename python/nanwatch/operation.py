@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from .headroom import is_normal, limits
 from .observe import observe, read
 from .ranges import _is_plain, tensor_health
 from .record import Record, Row, to_record
+from .spread import Spread
+from .spreading import spread_of
 from .walk import leaves
 
 # In-place operations that do not look at what was there before.
@@ -22,6 +25,8 @@ _OVERWRITING = frozenset(
 ) | {"log_normal_", "cauchy_", "geometric_", "_foreach_copy_", "_foreach_zero_"}
 # Elementwise operations that never make a finite element of one that is not.
 _CARRYING = frozenset({"add", "sub", "rsub", "mul", "neg", "abs", "clone", "_to_copy"})
+# Each takes one pass over its tensor; more pictures than these nobody looks at.
+_MOST_SPREADS = 4
 _LOGARITHMS = frozenset({"log", "log_", "log2", "log2_", "log10", "log10_"})
 
 
@@ -97,7 +102,7 @@ class Operands(NamedTuple):
     rows: list[Row]
     numbers: list[tuple[str, float]]
     zero_one: bool
-    """Whether a logarithm was given nothing but zeros and ones."""
+    """Whether a logarithm was given zeros and ones, and nothing else."""
 
     @classmethod
     def of(
@@ -122,13 +127,13 @@ class Operands(NamedTuple):
         rows = [
             (read if is_known(x) else observe)(x, f"operand[{i}]", "input") for i, x in enumerate(tensors)
         ]
-        zero_one = operation.is_logarithm and all(bool(((x == 0) | (x == 1)).all()) for x in tensors)
+        zero_one = operation.is_logarithm and all(map(_is_choice, tensors))
         return cls(tensors, rows, numbers, zero_one)
 
     def records(self, *, written: Sequence[Tensor] = ()) -> tuple[Record, ...]:
         """The records of the tensors. With a health where some elements are zero or subnormal, which a division or a
         logarithm does not forgive; but not of those that share memory with what was `written` since."""
-        gone = {x.untyped_storage()._cdata for x in written if _is_plain(x)}
+        gone = _memory(written)
         found = []
         for x, row in zip(self.tensors, self.rows, strict=True):
             record = to_record(row)
@@ -138,6 +143,26 @@ class Operands(NamedTuple):
                 record = replace(record, health=tensor_health(x))
             found.append(record)
         return tuple(found)
+
+    def spreads(self, *, written: Sequence[Tensor] = ()) -> tuple[Spread, ...]:
+        """The spreads of the first tensors that have one and share no memory with what was `written` since."""
+        gone = _memory(written)
+        there = [
+            (x, row[0])
+            for x, row in zip(self.tensors, self.rows, strict=True)
+            if not (_is_plain(x) and x.untyped_storage()._cdata in gone)
+        ]
+        found = (spread_of(x, label) for x, label in there)
+        return tuple(islice((one for one in found if one is not None), _MOST_SPREADS))
+
+
+def _memory(tensors: Sequence[Tensor]) -> set[int]:
+    return {x.untyped_storage()._cdata for x in tensors if _is_plain(x)}
+
+
+def _is_choice(x: Tensor) -> bool:
+    # Zeros alone choose nothing: a value that has vanished looks so.
+    return bool(((x == 0) | (x == 1)).all()) and bool((x == 1).any())
 
 
 def _is_value(kind: str) -> bool:

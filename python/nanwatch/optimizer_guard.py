@@ -168,7 +168,9 @@ class OptimizerGuard:
         if torch._C._current_graph_task_id() != -1:
             # An optimizer that steps inside the backward, as soon as a gradient is there.
             self._recorder.finish_bad_backward()
-        if self._pending is None and self._recorder.gradient_sums_may_overflow:
+        # What FSDP reduces over the ranks it puts into .grad itself, past the hooks.
+        may_be_bad = self._recorder.gradient_sums_may_overflow or self._recorder.gathers_weights
+        if self._pending is None and may_be_bad:
             self._recorder.forget_gradient_sums()
             self._look_at_sums()
         pending = self._pending
@@ -262,10 +264,15 @@ def _steps(optimizer: Optimizer, weights: set[Weight]) -> bool:
 
 
 def _is_inside_step() -> bool:
-    """Whether this runs for an optimizer's `step`, as the backward of a closure does."""
+    """Whether this runs for an optimizer's `step`, as the backward of a closure does.
+
+    Not for that of an object around an optimizer, which is of the optimizer's class in Lightning and Accelerate: it may
+    still ask a GradScaler whether there is to be a step. PyTorch hooks the steps of those that do the work.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+        own = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(own, Optimizer) and getattr(type(own).step, "hooked", False):
             return True
         frame = frame.f_back
     return False

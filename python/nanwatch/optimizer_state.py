@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
 
 from .observe import observe
 from .record import Row
+from .wrapped_names import parameter_names
 
 NAME = "(optimizer)"
 
@@ -50,7 +51,7 @@ class OptimizerState:
 
     def _look(self, optimizer: Optimizer) -> None:
         model = self._model()
-        names = {} if model is None else {id(x): name for name, x in model.named_parameters()}
+        names = {} if model is None else parameter_names(model)
         self._tell(state_rows(optimizer, names))
 
 

@@ -15,7 +15,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from .reading import shorten
+from .sink import ACCEPTED, is_target
 from .text import close_names
+from .wrapped_names import for_names
 
 if TYPE_CHECKING:
     from .report import Report
@@ -50,6 +53,8 @@ class Options:
     reread_weights: int
     trace_batches: frozenset[int]
     trace: Path | None
+    log_to: Any
+    log_every: int
     forecast: bool
     abort_after_batch: int | None
     microscope: bool | None
@@ -88,18 +93,24 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
         )
     if check not in _CHECKS:
         raise ValueError(f'check should be "auto", "module", "batch" or "async", got {check!r}')
+    include, exclude, allow_inf = (
+        tuple(for_names(pattern, names) for pattern in _patterns(option, given[option]))
+        for option in ("include", "exclude", "allow_inf")
+    )
     options = Options(
         **flags,
         max_frames=whole("max_frames", given["max_frames"], 1, MAX_FRAMES),
         on_nonfinite=action,
         check=check,
-        include=_patterns("include", given["include"]),
-        exclude=_patterns("exclude", given["exclude"]),
-        allow_inf=_patterns("allow_inf", given["allow_inf"]),
+        include=include,
+        exclude=exclude,
+        allow_inf=allow_inf,
         every=whole("every", given["every"], 1, MAX_BATCH),
         reread_weights=whole("reread_weights", given["reread_weights"], 1, MAX_BATCH),
         trace_batches=_batches("trace_batches", given["trace_batches"]),
         trace=_file("trace", given["trace"]),
+        log_to=_log_target(given["log_to"]),
+        log_every=whole("log_every", given["log_every"], 1, MAX_BATCH),
         forecast=given["forecast"],
         microscope=_microscope(given["microscope"]),
         output_dir=_folder("output_dir", given["output_dir"]),
@@ -187,6 +198,14 @@ def _scaler(value: Any) -> Any:
 def _optimizer(value: Any) -> Optimizer | None:
     if value is not None and not isinstance(value, Optimizer):
         raise TypeError(f"optimizer should be a torch.optim.Optimizer or None, got {type(value).__name__}")
+    return value
+
+
+def _log_target(value: Any) -> Any:
+    if isinstance(value, str | os.PathLike):
+        return _file("log_to", value)
+    if value is not None and not is_target(value):
+        raise TypeError(f"log_to should be {ACCEPTED}, got {shorten(value)}")
     return value
 
 

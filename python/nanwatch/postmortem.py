@@ -40,10 +40,12 @@ def post_mortem(
     *,
     examines: bool,
     reason: str = "",
+    loss_scale: float | None = None,
 ) -> Report:
     """The report with what a second run of the batch shows, if it `examines`, and written to `output_dir` if any.
 
-    `start` is None where the batch cannot be run again; a `reason` says in words why it must not be.
+    `start` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
+    that of the batch, where it is known.
     """
     finding = report.finding
     if finding is None:
@@ -56,7 +58,7 @@ def post_mortem(
         )
         remarks.append(f"the batch was not run a second time: {why}")
     elif examines and start is not None and finding.phase != "step":
-        finding, examination = _look(finding, report.frames, start, model, remarks)
+        finding, examination = _look(finding, report.frames, start, model, loss_scale, remarks)
     finding = replace(finding, remarks=(*finding.remarks, *remarks))
     if output_dir is None:
         return replace(report, finding=finding)
@@ -64,11 +66,16 @@ def post_mortem(
 
 
 def _look(
-    finding: Finding, frames: Sequence[Frame], start: BatchStart, model: nn.Module, remarks: list[str]
+    finding: Finding,
+    frames: Sequence[Frame],
+    start: BatchStart,
+    model: nn.Module,
+    loss_scale: float | None,
+    remarks: list[str],
 ) -> tuple[Finding, Examination | None]:
     """The finding with what a second run of the batch shows, and with the cures where it failed again."""
     if finding.phase == "backward":
-        seen = examine_backward(start, finding, frames, model=model)
+        seen = examine_backward(start, finding, frames, model=model, loss_scale=loss_scale)
         return enrich(finding, seen), seen
     examination = _attempt("the closer look", lambda: examine(start, finding, model=model), remarks)
     if examination is None:
@@ -77,7 +84,9 @@ def _look(
     if examination.transient is False:
         if doubts := start.doubts():
             remarks.append(f"no cure was tried, as {doubts[0]}")
-        elif tried := _attempt("trying cures", lambda: try_cures(start, closer, model), remarks):
+        elif tried := _attempt(
+            "trying cures", lambda: try_cures(start, closer, model, loss_scale=loss_scale), remarks
+        ):
             closer = replace(closer, cures=tried[0], remarks=(*closer.remarks, *tried[1]))
     return closer, examination
 

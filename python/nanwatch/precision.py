@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import parametrized
 from .casting import NARROW, autocast_kinds, cast, first_float
 from .text import close_names
+from .wrapped_names import find_module, for_names, named_modules
 
 _PLACE = "forward"
 
@@ -58,13 +60,15 @@ def fp32_modules(model: nn.Module, patterns: str | Iterable[str], *, cast_output
         raise TypeError(
             f"patterns should be a pattern or several, such as 'encoder.block.*.wo', got {patterns!r}"
         )
-    named = [(name, one) for name, one in model.named_modules(remove_duplicate=False) if is_called(one)]
+    named = [one for one in named_modules(model, remove_duplicate=False) if is_called(one.module)]
+    names = [one.name for one in named]
+    wanted = tuple(for_names(pattern, names) for pattern in wanted)
     for pattern in wanted:
-        if not any(fnmatchcase(name, pattern) for name, _ in named):
+        if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
-                f"pattern {pattern!r} matches no module that is called; {close_names(pattern, [n for n, _ in named])}"
+                f"pattern {pattern!r} matches no module that is called; {close_names(pattern, names)}"
             )
-    chosen = {id(one): one for name, one in named if any(fnmatchcase(name, pattern) for pattern in wanted)}
+    chosen = {id(one.module): one.module for one in named if any(fnmatchcase(one.name, p) for p in wanted)}
     for one in chosen.values():
         _check(one, "fp32_modules")
     return _claim(list(chosen.values()), torch.float32, cast_output)
@@ -133,12 +137,16 @@ class _StandIn:
         enabled = [kind for kind in self.kinds if torch.is_autocast_enabled(kind)]
         back = self._given_back(given, bool(enabled)) if claim.cast_output else None
         lent = _lend(self.module, to)
+        # A weight that was parametrized before, as parametrize.cached() keeps it, has another dtype.
+        cache = parametrized.exchange({}) if parametrized.is_on() else None
         try:
             args, kwargs = cast(args, NARROW, to), cast(kwargs, NARROW, to)
             # bfloat16 has the range of float32: autocast may stay as it is.
             off = enabled if to is torch.float32 else []
             output = _without_autocast(off, self._behind, args, kwargs)
         finally:
+            if cache is not None:
+                parametrized.exchange(cache)
             _take_back(lent)
         return output if back is None else cast(output, (to,), back, scalars=False)
 
@@ -291,10 +299,12 @@ def _resolve(given: nn.Module | str, model: nn.Module | None) -> nn.Module:
     if isinstance(given, str):
         if model is None:
             raise TypeError(f"run_in_fp32({given!r}) needs the model too: run_in_fp32({given!r}, model)")
-        named = dict(_check(model, "run_in_fp32").named_modules(remove_duplicate=False))
-        if given not in named:
-            raise ValueError(f"{type(model).__name__} has no module {given!r}; {close_names(given, named)}")
-        module = named[given]
+        root = _check(model, "run_in_fp32")
+        found = find_module(root, given)
+        if found is None:
+            names = [one.name for one in named_modules(root)]
+            raise ValueError(f"{type(model).__name__} has no module {given!r}; {close_names(given, names)}")
+        module = found.module
     checked = _check(module, "run_in_fp32")
     if not is_called(checked):
         raise ValueError(

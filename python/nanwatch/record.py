@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from .placement import Placement, read_placement
+
 if TYPE_CHECKING:
     from .ranges import TensorHealth
 
@@ -37,7 +39,8 @@ class Record:
     `shape` is None and `dtype` is "" for a value that is no tensor. `abs_min`, `abs_max` (floats, in the
     units of the tensor) and `isfinite` are None where nothing was read; then `note` says why. `health` is
     filled when the tensor held a non-finite value. `note` is "", "None", "not a tensor", "local shard" (of a
-    DTensor: all that was read), "mask" (an additive mask, whose -inf is meant), "allowed inf" (as `allow_inf` says),
+    DTensor: all that was read), "local shard: Shard(0) at dp=1 of 4, from [8, 0]" (and which one: `placement`), "mask"
+    (an additive mask, whose -inf is meant), "allowed inf" (as `allow_inf` says),
     "skipped step (scale 65536 -> 32768)" (a gradient that no step took), "not in the step's gradients" (one that never
     reached them) or "not checked: <reason>".
     """
@@ -51,6 +54,16 @@ class Record:
     isfinite: bool | None
     health: TensorHealth | None = None
     note: str = ""
+
+    @property
+    def is_shard(self) -> bool:
+        """True when what was read is this process's part of a DTensor; `shape` is that of the whole."""
+        return self.note.startswith(LOCAL_SHARD)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Which part of a DTensor was read, as its note has it; None for other tensors."""
+        return read_placement(self.note.removeprefix(f"{LOCAL_SHARD}: ")) if self.is_shard else None
 
     @property
     def is_fault(self) -> bool:

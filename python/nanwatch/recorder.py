@@ -71,6 +71,7 @@ class PythonRecorder(RecordsBackwards):
         self.tells_batch_start = False
         self.tells_batch_end = False
         self.tells_frames = False
+        self.gathers_weights = False  # nor is anything remembered here
         self.watch = -1
         self.latest_batch = -1
         self.counters = dict.fromkeys(

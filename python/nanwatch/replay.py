@@ -150,8 +150,9 @@ def _own_module(capsule: Capsule, model: Model) -> nn.Module:
 def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
     modules = dict(model.named_modules(remove_duplicate=False))
     plain = {without_wrappers(name): module for name, module in modules.items()}
-    found = modules.get(capsule.module) or plain.get(without_wrappers(capsule.module))
-    for candidate in (found, model):
+    same = plain.get(without_wrappers(capsule.module))
+    found = modules.get(capsule.module) or same
+    for candidate in (found, same, model):
         if candidate is not None and type(candidate).__name__ == capsule.class_name:
             return candidate
     name = capsule.module or "the root module"

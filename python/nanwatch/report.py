@@ -12,6 +12,7 @@ from . import reading, text
 from .finding import ORIGINS, VALUES, Cure, Finding
 from .frame import PHASES, Frame
 from .record import ROLES, Record
+from .spread import Spread
 
 if TYPE_CHECKING:
     from .ranges import TensorHealth
@@ -31,6 +32,11 @@ class Report:
     finding: Finding | None
     batch: int | None
     rank: int = 0
+
+    @property
+    def mesh(self) -> tuple[str, ...]:
+        """Where this rank is in the device meshes that tensors of the frames are sharded over, as `dp=1 of 4`."""
+        return text.mesh_coordinates(self.frames)
 
     def to_text(self, color: bool = False) -> str:
         """The frames in columns and the finding in words; ANSI colours with `color`, which needs `rich`."""
@@ -140,6 +146,17 @@ _CURE: dict[str, reading.Reader[Any]] = {
     "headroom_bits": reading.optional(reading.number),
 }
 
+_SPREAD: dict[str, reading.Reader[Any]] = {
+    "label": reading.text,
+    "dtype": reading.text,
+    "first": reading.count,
+    "counts": reading.tuple_of(reading.count),
+    "num_zero": reading.count,
+    "num_nan": reading.count,
+    "num_posinf": reading.count,
+    "num_neginf": reading.count,
+}
+
 _FINDING: dict[str, reading.Reader[Any]] = {
     "module": reading.text,
     "class_name": reading.text,
@@ -162,13 +179,14 @@ _FINDING: dict[str, reading.Reader[Any]] = {
     "files": reading.tuple_of(reading.text),
     "phase": reading.one_of(PHASES),
     "sequence": reading.optional(reading.count),
+    "spreads": reading.tuple_of(lambda value, where: Spread(**reading.members(value, where, _SPREAD))),
 }
 
 
 def read_finding(value: Any, where: str) -> Finding:
     """The finding that a JSON document has there. Raises ValueError."""
     if isinstance(value, dict):
-        value = {"sequence": None, **value}  # earlier reports have none
+        value = {"sequence": None, "spreads": [], **value}  # earlier reports have neither
     return Finding(**reading.members(value, where, _FINDING))
 
 

@@ -17,6 +17,7 @@ from .finding import Finding, value_of
 from .lineage import Lineage
 from .observe import observe
 from .record import Record, to_record
+from .spreading import spreads_of
 from .stand_in import stand_in
 from .walk import Leaf, call_leaves, leaves
 
@@ -145,4 +146,5 @@ class Scene:
             index=None if record.health is None else record.health.first_nonfinite,
             remarks=(*remarks, *(() if step is None else step.remarks), *guilty.remarks()),
             call=guilty.call,
+            spreads=(*(() if step is None else step.spreads), *spreads_of(x, record.label)),
         )

@@ -186,9 +186,15 @@ def _where(finding: Finding, record: Record | None) -> str:
         where += f" ({finding.extent})"
     if finding.index:
         where += f", the first at {list(finding.index)}"
-    if record is not None and record.shape is not None:
-        where += f"; {record.dtype} of shape {list(record.shape)}"
-    return where
+    if record is None or record.shape is None:
+        return where
+    if not record.is_shard:
+        return f"{where}; {record.dtype} of shape {list(record.shape)}"
+    whole = (
+        None if record.placement is None or not finding.index else record.placement.in_whole(finding.index)
+    )
+    where += "" if whole is None else f" of the shard, {list(whole)} of the whole"
+    return f"{where}; the {record.note} of {record.dtype} of shape {list(record.shape)}"
 
 
 def _why(finding: Finding, frame: Frame | None) -> str:
@@ -253,6 +259,12 @@ def _is_finite_float(record: Record) -> bool:
     return record.isfinite is True and "float" in record.dtype
 
 
+def mesh_coordinates(frames: Sequence[Frame]) -> tuple[str, ...]:
+    """`dp=1 of 4`, for each dimension of the device meshes that sharded tensors of these frames are on."""
+    placements = (record.placement for frame in frames for record in frame.records if record.is_shard)
+    return tuple(dict.fromkeys(place.where for one in placements if one is not None for place in one.places))
+
+
 def styled_lines(
     frames: Sequence[Frame], finding: Finding | None, batch: int | None
 ) -> Iterator[tuple[Style, str]]:
@@ -275,6 +287,8 @@ def styled_lines(
         yield "head", f"All finite{until}" + (" but for gradients that no step took" if skipped else "")
         for number, note in skipped:
             yield "plain", f"Batch {number}: {note}."
+    if mesh := mesh_coordinates(frames):
+        yield "plain", f"This rank in the device mesh: {', '.join(mesh)}."
     yield "plain", f"Last {len(frames)} frames, the oldest first:"
     yield "quiet", COLUMNS
     _, culprit = (None, None) if finding is None else _culprit(finding, frames)

@@ -20,12 +20,14 @@ from .errors import TraceError
 from .extras import needed
 from .frame import PHASES, Frame
 from .record import ROLES, Record
+from .weight_versions import WeightVersions
 
 if TYPE_CHECKING:
     from .frame import FrameRows
     from .ranges import TensorHealth
 
-VERSION = 1
+VERSION = 2
+READ_VERSIONS = (1, 2)
 SUFFIX = ".parquet"
 # Of the schema of every part: a JSON object with the members of FACTS.
 METADATA_KEY = b"nanwatch.trace"
@@ -56,7 +58,10 @@ COLUMNS = (
     ("finite_abs_min", "float64", True),
     ("finite_abs_max", "float64", True),
     ("first_nonfinite", "string", True),
+    ("weight_version", "int64", True),
 )
+# Columns that files before the version of this number lack; read there, they are null.
+ADDED = {"weight_version": 2}
 STRINGS = tuple(name for name, kind, _ in COLUMNS if kind == "string")
 _COUNTS = ("numel", "num_nan", "num_posinf", "num_neginf", "num_zero", "num_subnormal")
 
@@ -95,15 +100,18 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
         raise TraceError(f"{where} is no trace of nanwatch: its metadata lacks {METADATA_KEY.decode()!r}")
     try:
         facts = json.loads(text, parse_constant=reading.refuse_constant)
-        if isinstance(facts, dict) and facts.get("version") != VERSION:
+        if isinstance(facts, dict) and facts.get("version") not in READ_VERSIONS:
             raise ValueError(
-                f"its version is {facts.get('version')!r}, this nanwatch reads version {VERSION}"
+                f"its version is {facts.get('version')!r}, this nanwatch reads versions"
+                f" {' and '.join(map(str, READ_VERSIONS))}"
             )
         facts = reading.members(facts, "metadata", FACTS)
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{where} is no trace that can be read: {error}") from error
     expected = schema()
     for field in expected:
+        if facts["version"] < ADDED.get(field.name, 0):
+            continue
         kinds = [found.field(i).type for i in found.get_all_field_indices(field.name)]
         if kinds != [field.type]:
             got = ", ".join(map(str, kinds)) or "none"
@@ -112,13 +120,17 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
 
 
 class Tabulator:
-    """Makes tables of the frames of one process. Counts the calls of each batch."""
+    """Makes tables of the frames of one process. Counts the calls of each batch, and the changes of its weights.
+
+    `versions` is told of steps by somebody else; without it changes are seen by the ranges alone.
+    """
 
     # Frames of a batch may come late (another thread's, or recomputed in the backward), but not so late.
     _BATCHES_REMEMBERED = 256
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, versions: WeightVersions | None = None) -> None:
         self._rank = rank
+        self._versions = WeightVersions() if versions is None else versions
         self._calls: dict[int, int] = {}
         self._shapes: dict[tuple[int, ...], str] = {}
 
@@ -152,7 +164,11 @@ class Tabulator:
             "recomputed": each([frame.recomputed for frame in frames], pa.bool_()),
             "rank": pa.array(np.full(len(rows), self._rank, np.int32)),
         }
-        for name, kind, _ in COLUMNS[len(columns) :]:
+        versions = list(chain.from_iterable(map(self._versions.column, frames)))
+        columns["weight_version"] = pa.array(versions, pa.int64())
+        for name, kind, _ in COLUMNS:
+            if name in columns:
+                continue
             if not counted:
                 columns[name] = pa.nulls(len(rows), pa.type_for_alias(kind))
             elif name == "first_nonfinite":

@@ -84,18 +84,24 @@ class Trace:
     def table(self, columns: Sequence[str] | None = None, batches: Sequence[int] | None = None) -> Any:
         """A pyarrow.Table of these columns (all without) of these batches (all without), in the order written.
 
-        Columns of strings are dictionary-encoded.
+        Columns of strings are dictionary-encoded. One that a file of an older version lacks is null.
         """
         pa = trace.arrow("pyarrow", "reading a trace")
         compute = trace.arrow("pyarrow.compute", "reading a trace")
         wanted = None if batches is None else compute.field("batch").isin(pa.array(batches, pa.int64()))
         names = [name for name, _, _ in trace.COLUMNS] if columns is None else list(columns)
         try:
-            table = self._dataset.to_table(columns=names, filter=wanted)
+            there = [name for name in names if name in self._dataset.schema.names or name not in trace.ADDED]
+            table = self._dataset.to_table(columns=there, filter=wanted)
             # A file is anybody's, and pyarrow itself would read beyond the end of a list of strings.
             table.validate(full=True)
         except (OSError, ValueError, IndexError) as error:
             raise TraceError(f"{self.path} cannot be read: {spell(error)}") from error
+        for name in names:
+            if name not in there:
+                nothing = pa.nulls(table.num_rows, pa.int64())
+                table = table.append_column(name, nothing)
+        table = table.select(names)
         for name, _, may_be_null in trace.COLUMNS:
             if name in names and not may_be_null and table[name].null_count:
                 raise TraceError(f"{self.path}: column {name!r} has a row without a value")

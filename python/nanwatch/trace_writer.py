@@ -27,6 +27,7 @@ from .trace import SUFFIX, parts_beside
 
 if TYPE_CHECKING:
     from .frame import FrameRows
+    from .weight_versions import WeightVersions
 
 # Written anew with every flush: 128 Ki rows took 0.15 s and 0.5 MB.
 PART_ROWS = 131_072
@@ -63,7 +64,7 @@ class TraceWriter:
 
     `folder` is as `claim` left it; with `becomes_file` it is one file after `close`. `facts` are those of the
     format. `tick` is called by the thread, to hand over what is not handed over yet, and says in how many seconds to
-    call it again.
+    call it again. `versions` is told of the steps of optimizers, if anybody tells of them.
     What goes wrong is one warning, and the end of the trace; what is on disk by then stays.
     """
 
@@ -74,13 +75,14 @@ class TraceWriter:
         tick: Callable[[], float],
         *,
         becomes_file: bool,
+        versions: WeightVersions | None = None,
     ) -> None:
         self.path = folder
         self._facts = facts
         self._tick = tick
         self._becomes_file = becomes_file
         self._temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        self._tabulator = trace.Tabulator(facts["rank"])
+        self._tabulator = trace.Tabulator(facts["rank"], versions)
         self._waiting: deque[list[FrameRows]] = deque()
         self._waiting_rows = 0
         self._tables: list[Any] = []  # of the latest part

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import warnings
 import weakref
@@ -17,10 +16,13 @@ import torch
 from torch import nn
 
 from . import trace
+from .job import place
 from .listener import Recorder
 from .recorder import snapshot
 from .trace import SUFFIX
 from .trace_writer import TraceWriter, claim
+from .weight_steps import WeightSteps
+from .weight_versions import WeightVersions
 
 if TYPE_CHECKING:
     from .frame import FrameRows
@@ -45,7 +47,9 @@ class Tracer:
     `ring` is how many frames the recorder holds. With 0 the frames are not fetched but given, one by one, to `add`.
     """
 
-    def __init__(self, path: Path, recorder: Recorder, ring: int, rank: int, every: int) -> None:
+    def __init__(
+        self, path: Path, recorder: Recorder, ring: int, rank: int, every: int, model: nn.Module
+    ) -> None:
         self._recorder = recorder
         self._ring = ring
         self._given: list[FrameRows] = []
@@ -67,7 +71,9 @@ class Tracer:
         becomes_file = path.suffix == SUFFIX
         # Weakly: the thread must not keep the watch.
         tick = partial(_tick, weakref.ref(self))
-        self.writer = TraceWriter(claim(path), facts, tick, becomes_file=becomes_file)
+        versions = WeightVersions()
+        self.writer = TraceWriter(claim(path), facts, tick, becomes_file=becomes_file, versions=versions)
+        self._steps = WeightSteps(model, lambda keys: versions.step(recorder.latest_batch, keys))
         self._at_exit = partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -115,6 +121,7 @@ class Tracer:
     def close(self) -> None:
         """Hand over the last frames and wait, not for long, until they are on disk. A second time does nothing."""
         atexit.unregister(self._at_exit)
+        self._steps.remove()
         self.gather()
         self.writer.close()
 
@@ -126,13 +133,13 @@ class Tracer:
             self.writer.close(waits=False)
 
 
-def start_tracer(path: Path, recorder: Recorder, ring: int, every: int) -> Tracer | None:
+def start_tracer(path: Path, recorder: Recorder, ring: int, every: int, model: nn.Module) -> Tracer | None:
     """A Tracer; None, with a warning, where the disk is full. What else keeps a file from being made is raised."""
-    rank, world_size = _place()
+    rank, world_size = place()
     if world_size > 1:
         path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
     try:
-        return Tracer(path.absolute(), recorder, ring, rank, every)  # the run may change its folder
+        return Tracer(path.absolute(), recorder, ring, rank, every, model)  # the run may change its folder
     except OSError as error:
         if error.errno not in (ENOSPC, EDQUOT):
             raise
@@ -140,17 +147,6 @@ def start_tracer(path: Path, recorder: Recorder, ring: int, every: int) -> Trace
             f"nanwatch: there is no trace, as {error}; the run goes on", RuntimeWarning, stacklevel=2
         )
         return None
-
-
-def _place() -> tuple[int, int]:
-    """The rank and the number of processes, also before they know each other."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    try:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun's
-    except (KeyError, ValueError):
-        return 0, 1
 
 
 def _version() -> str:

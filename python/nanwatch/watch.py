@@ -12,6 +12,7 @@ from torch import nn
 from .compiled import original_module
 from .options import Check, OnNonfinite, Options, check_model, check_names, check_options
 from .watching import Watch
+from .wrapped_names import named_modules
 
 __all__ = ["Watch", "watch"]
 
@@ -37,6 +38,8 @@ def watch(
     reread_weights: int = 64,
     trace_batches: Iterable[int] = (),
     trace: str | os.PathLike[str] | None = None,
+    log_to: Any = None,
+    log_every: int = 50,
     abort_after_batch: int | None = None,
     forecast: bool = True,
     microscope: bool | None = None,
@@ -67,7 +70,8 @@ def watch(
             a failure. A scale of 65536 has come down to 1 after 16.
         scaler: the GradScaler, whose scale is told with each skipped step. None looks for the one that is in use.
         optimizer: an optimizer whose state is looked at after each of its steps: moments, weights of its own.
-        include, exclude: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots.
+        include, exclude: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots. Names are
+            those in your own model: what DistributedDataParallel and other wrappers put before them may be left out.
         allow_inf: glob patterns on the names of modules whose infinities are meant; a nan in them still counts.
             Additive attention masks are recognised without it.
         every: look at every so many batches only.
@@ -77,6 +81,10 @@ def watch(
         trace: a file (`run.parquet`) or a folder to write every frame into, a row a record, while the run lasts; with
             `trace_batches` only the frames of these batches, which are then not printed. A path that is taken gets a
             number, and with several processes the rank: `Watch.trace_path` has it. Needs `pyarrow` (docs/traces.md).
+        log_to: where to log headroom by module, ranges, forecasts and whether all was finite: a SummaryWriter of
+            TensorBoard, a run of wandb, the path of a folder for TensorBoard, or a callable that takes a dict of them
+            and the number of the batch (docs/trackers.md). What it raises is one warning, and the end of the log.
+        log_every: log one in so many batches, fewer where that would take more than 2 % of the time; faults at once.
         abort_after_batch: raise BatchLimitError when the batch of this number is done.
         forecast: warn of a tensor whose headroom shrinks so steadily that it will overflow soon, and when; at most once
             a module in 1,000 batches. Looks at each of the first batches and then at one in 16 (docs/watching.md).
@@ -91,11 +99,12 @@ def watch(
         enabled: False makes a Watch that watches nothing. The environment goes first: NANWATCH=0 or NANWATCH=1.
 
     Raises TypeError or ValueError, naming what was given and what is accepted, when `model` is not a module whose
-    calls can be seen, or an option is unknown or means nothing.
+    calls can be seen, or an option is unknown or means nothing; ImportError, naming the extra, where
+    `trace` or `log_to` needs a package that is not installed.
     """
     check_names(unknown)
     check_model(model)
     model = original_module(model)
     given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
-    options = check_options([name for name, _ in model.named_modules()], given)
+    options = check_options([one.name for one in named_modules(model)], given)
     return Watch(model, options, measure_time=_measure_time, verify_hits=_verify_hits, room=_room)

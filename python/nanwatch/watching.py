@@ -21,17 +21,16 @@ from .closer_look import CloserLook
 from .errors import BatchLimitError, NonFiniteError
 from .fault_warnings import FaultWarnings
 from .finding import find
-from .forecast import Forecaster
 from .frame import Frame, FrameRows
-from .job import place
+from .job import rank as _rank
 from .listener import Recorder, Settings
 from .observe import observe
 from .optimizer_guard import SkippedStep
 from .options import Options
+from .outlook import Outlook
 from .peers import Peers
 from .record import Record, to_record
 from .recorder import make_recorder
-from .rehearsal import is_rehearsal
 from .report import Report
 from .sighting import Origin
 from .walk import call_leaves
@@ -71,7 +70,6 @@ class Watch:
         # Of rows that a device makes: the faulty batches that ended before theirs had come, and an error that was
         # found while a report was asked for, which is no place to raise it.
         self._left: set[int] = set()
-        self._rehearsals: set[int] = set()
         self._postponed: NonFiniteError | None = None
         # The recorder may hold more frames than are shown: `room` for those who read them batch by batch.
         ring = max(options.max_frames, room)
@@ -100,8 +98,9 @@ class Watch:
         if options.trace is not None and options.enabled:
             from .tracer import start_tracer
 
-            self._tracer = start_tracer(options.trace, self._recorder, ring if fetches else 0, options.every)
-        self._forecaster = Forecaster() if options.forecast else None
+            self._tracer = start_tracer(
+                options.trace, self._recorder, ring if fetches else 0, options.every, model
+            )
         this = weakref.ref(self)
         self._peers: Peers | None = None
         if options.on_nonfinite == "raise" and options.peer_timeout and options.enabled:
@@ -110,7 +109,12 @@ class Watch:
                 options.peer_timeout,
                 lambda name: Report((), None, None) if (own := this()) is None else own._write_frames(name),
             )
-        self._recorder.tells_frames = options.forecast
+        self._outlook = Outlook(
+            self._recorder,
+            forecasts=options.forecast,
+            log_to=options.log_to if options.enabled else None,
+            log_every=options.log_every,
+        )
         self._recorder.tells_batch_start = self._awaits_batch_start()
         self._recorder.tells_batch_end = self._awaits_batch_end()
         self._attachment: Attachment | None = None
@@ -174,6 +178,7 @@ class Watch:
             self._tracer.close()
         if self._peers is not None:
             self._peers.close()
+        self._outlook.close()
 
     def pause(self) -> None:
         """Record nothing until `resume()`; batches meanwhile are not counted."""
@@ -256,9 +261,8 @@ class Watch:
             _print_lines(text.batch_lines(batch))
 
     def frame_recorded(self, frame: FrameRows) -> None:
-        """Print a frame of a traced batch, or write it where `trace` says so; learn how its headroom shrinks."""
-        if self._forecaster is not None and self._recorder.tells_frames:
-            self._forecaster.add(frame)
+        """Print a frame of a traced batch, or write it where `trace` says so; learn what is seen over the batches."""
+        self._outlook.add(frame)
         if frame.batch not in self._options.trace_batches:
             return
         if self._options.trace is None:
@@ -287,9 +291,6 @@ class Watch:
     def _meet(self, frame: FrameRows, caller: str | None, given: Callable[[], list[Record]]) -> None:
         # A forward that is recomputed in the backward repeats what its batch has told.
         if frame.batch != self._faulty:
-            if frame.batch in self._rehearsals or is_rehearsal():
-                self._rehearsals.add(frame.batch)
-                return
             self._faulty = frame.batch
             self._faults.begin()
             # Weights that something else than an optimizer moved by what the backward did wrong: that came first.
@@ -300,6 +301,7 @@ class Watch:
                 self._run_is_open = True
             self._recorder.tells_batch_end = True
             self._publish(self._untold)
+            self._outlook.fault(self._untold.finding)
             if not self._acts_on_reports():
                 self._untold = self._look_closer(self._untold)
         if self._faults.count(frame.name):
@@ -318,8 +320,6 @@ class Watch:
 
     def batch_left(self, batch: int, completed: bool) -> None:
         """As `batch_ended`, but for the batch's fault, which is not known yet."""
-        if is_rehearsal():
-            self._rehearsals.add(batch)
         try:
             self._look_at_raised(completed)
         finally:
@@ -354,18 +354,11 @@ class Watch:
             self._untold = None
         elif completed and batch % self._options.every == 0:
             self._run_is_open = False
-            self._foretell(batch)
+            self._outlook.end(batch)
 
     def _check_limit(self, batch: int, completed: bool) -> None:
         if completed and batch == self._options.abort_after_batch:
             raise BatchLimitError(batch, "abort_after_batch")
-
-    def _foretell(self, batch: int) -> None:
-        if self._forecaster is None:
-            return
-        for forecast in self._forecaster.end(batch) if self._recorder.tells_frames else ():
-            warnings.warn(str(forecast), RuntimeWarning, stacklevel=2)
-        self._recorder.tells_frames = self._forecaster.is_due(batch + 1)
 
     def backward_started(self) -> None:
         """See Listener."""
@@ -373,13 +366,12 @@ class Watch:
 
     def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Hold the failure until a step is about to take it."""
-        if is_rehearsal():
-            return
         before = tuple(frame.to_frame() for frame in self._recorder.frames())
         self._backward.ended(calls, arrivals, before, self._faulty)
 
     def _act_on_step(self, report: Report) -> None:
         """A step is about to take what a backward did wrong, or has left its optimizer so."""
+        self._outlook.fault(report.finding)
         if not self._run_is_open:
             self._failure = report
             self._run_is_open = self._recorder.tells_batch_end = True
@@ -414,7 +406,7 @@ class Watch:
         return (
             self._closer_look.keeps_start
             or self._peers is not None
-            or self._forecaster is not None
+            or self._outlook.awaits_batches
             or self._run_is_open
             or self._tracer is not None
             or self._options.abort_after_batch is not None
@@ -453,10 +445,6 @@ class Watch:
         if self._failure is report:
             self._failure = closer
         return closer
-
-
-def _rank() -> int:
-    return place()[0]
 
 
 def _print_lines(lines: Iterable[str]) -> None:

@@ -67,20 +67,20 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch: the model is where it is trained, and the sanity check is to come."""
-        self._start(pl_module)
+        self._start(trainer, pl_module)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch, unless this is a validation within fit."""
         if not self._is_watching:
-            self._start(pl_module)
+            self._start(trainer, pl_module)
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch."""
-        self._start(pl_module)
+        self._start(trainer, pl_module)
 
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch."""
-        self._start(pl_module)
+        self._start(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -118,8 +118,8 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
         """Stop to watch."""
         self.stop()
 
-    def _start(self, module: Any) -> None:
-        watch = self._deferred.start(module)
+    def _start(self, trainer: Any, module: Any) -> None:
+        watch = self._deferred.start(module, getattr(trainer.precision_plugin, "scaler", None))
         self._is_watching = True
         self._headroom = LeastHeadroom(watch) if self._logs_headroom else None
         self._batches = 0

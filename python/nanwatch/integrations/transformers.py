@@ -59,10 +59,10 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin to watch. Also called again when Trainer begins anew with a smaller batch."""
-        watch = self._deferred.start(model)
-        self._least = LeastHeadroom(watch) if self._logs_headroom else None
         trainer = _trainer_of(self, sys._getframe(1))
         self._trainer = None if trainer is None else weakref.ref(trainer)
+        watch = self._deferred.start(model, getattr(getattr(trainer, "accelerator", None), "scaler", None))
+        self._least = LeastHeadroom(watch) if self._logs_headroom else None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop to watch."""

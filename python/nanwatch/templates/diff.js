@@ -1,12 +1,5 @@
-"use strict";
-// Names come from a user's model and are hostile until shown otherwise: plotly, which reads a little HTML in its texts,
-// gets them through `forPlotly` only.
-
+const { forPlotly, clip, color } = drawing;
 const data = JSON.parse(document.getElementById("data").textContent);
-const forPlotly = (text) =>
-  String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/\s+/g, " ");
-const clip = (text, length) => (text.length <= length ? text : "…" + text.slice(1 - length));
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 // On a logarithmic scale zero has no place, and neither has what is not finite.
 const drawn = (values) => values.map((value) => (typeof value === "number" && value > 0 ? value : null));
 const told = (value) => (typeof value === "number" ? value.toExponential(2) : value);
@@ -32,33 +25,27 @@ function line(one, side, shade, rest) {
   };
 }
 
-function layout(title) {
-  const [ink, quiet, grid] = ["ink", "quiet", "line"].map(color);
-  return {
-    height: 440, margin: { l: 62, r: 12, t: 66, b: 42 },
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: quiet, activecolor: ink },
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: ink },
-    hovermode: "closest",
-    hoverlabel: { align: "left", bgcolor: color("card"), bordercolor: quiet, font: { color: ink }, namelength: 0 },
-    legend: { orientation: "h", x: 0, xanchor: "left", yref: "container", y: 1, yanchor: "top", font: { color: quiet } },
-    xaxis: { title: { text: title }, zeroline: false, showgrid: false, linecolor: grid },
-    yaxis: { type: "log", exponentformat: "power", gridcolor: grid, griddash: "dot", zeroline: false },
-  };
+// Over less than two decades the powers of ten alone are too few marks.
+function marks(lines) {
+  const values = lines.flatMap((one) => one.y).filter((value) => value !== null);
+  const [low, high] = values.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, 0]);
+  return high < 100 * low ? "D2" : high < 1e24 * low ? 1 : undefined;
 }
 
-const config = {
-  responsive: true, displaylogo: false,
-  // Named one by one: plotly has others, of which some talk to a server.
-  modeBarButtons: [["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"], ["toImage"]],
-};
+function layout(place, lines, title) {
+  const grid = color("line");
+  return drawing.layout(place, lines, { l: 62, r: 12, b: 42 }, {
+    xaxis: { title: { text: title }, zeroline: false, showgrid: false, linecolor: grid },
+    yaxis: { type: "log", exponentformat: "power", dtick: marks(lines), gridcolor: grid, griddash: "dot", zeroline: false },
+  });
+}
 
 function draw(id, lines, title) {
   const place = document.getElementById(id);
   if (!place) return undefined;
   if (!place.dataset.drawn) place.replaceChildren();
   place.dataset.drawn = "yes";
-  return Plotly.react(place, lines, layout(title), config);
+  return Plotly.react(place, lines, layout(place, lines, title), drawing.config);
 }
 
 function drawAll() {
@@ -76,24 +63,16 @@ function drawAll() {
   return Promise.all([draw("calls", both, "call"), draw("series", over, "batch")]);
 }
 
-async function unpack(base64) {
-  const packed = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).text();
-}
-
 async function start() {
   try {
-    const script = document.createElement("script");
-    script.textContent = await unpack(document.getElementById("packed-plotly").textContent);
-    document.head.append(script);
+    await drawing.load();
     await drawAll();
   } catch (error) {
     for (const message of document.querySelectorAll("#calls .message, #series .message"))
-      message.textContent = `The chart could not be drawn (${error}). A browser of 2023 or newer draws it.`;
+      message.textContent = `${drawing.failure(error)} ${drawing.needs}`;
     return;
   }
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  drawing.onChange(drawAll);
 }
 
 start();

@@ -1,7 +1,6 @@
-"use strict";
-// Names come from a user's model and are hostile until shown otherwise: they reach the page as textContent only, and
-// plotly, which reads a little HTML in its texts, through `forPlotly`.
+// Names reach the page as textContent only, and plotly through `forPlotly`.
 
+const { forPlotly, clip, color } = drawing;
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const number = (value) => (typeof value === "string" ? { nan: NaN, inf: Infinity, "-inf": -Infinity }[value] : value);
@@ -161,10 +160,6 @@ const ROLES = ["output", "input", "weight", "buffer", "gradient"];
 const MANY = 1500; // records: above, no marks of their own for abs min, and lines in place of points for outputs
 const VIEW = 24; // bits: a limit further from every value than this is told, not shown
 
-const forPlotly = (text) =>
-  String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/\s+/g, " ");
-const clip = (text, length) => (text.length <= length ? text : "…" + text.slice(1 - length));
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const isShown = (value) => Number.isFinite(value) && value > 0;
 
 function hover(r) {
@@ -256,10 +251,10 @@ function limitsAndRange(whole) {
   return { lines, beyond, range: [tens(low - pad), tens(high + pad)] };
 }
 
-function layout(whole) {
+function layout(whole, drawn) {
   const { lines, beyond, range } = limitsAndRange(whole);
   $("beyond").textContent = beyond.length ? `Out of view: ${beyond.join("; ")}.` : "";
-  const [ink, quiet, grid] = ["ink", "quiet", "line"].map(color);
+  const [quiet, grid] = ["quiet", "line"].map(color);
   const shapes = [];
   const annotations = [];
   for (const line of lines) {
@@ -293,25 +288,18 @@ function layout(whole) {
       text: `<b>${forPlotly(data.value)}, first:</b> ${forPlotly(clip(culprit.module, 60))} ${forPlotly(clip(culprit.label, 40))}`,
       showarrow: false, font: { size: 13, color: color("gone") } });
   }
-  return {
-    height: 440, margin: { l: 62, r: 12, t: 66, b: 10 },
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: quiet, activecolor: ink },
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: ink },
-    hovermode: "closest",
-    hoverlabel: { align: "left", bgcolor: color("card"), bordercolor: quiet, font: { color: ink }, namelength: 0 },
-    legend: { orientation: "h", x: 0, xanchor: "left", yref: "container", y: 1, yanchor: "top", font: { color: quiet } },
+  return drawing.layout($("chart"), drawn, { l: 62, r: 12, b: 10 }, {
     xaxis: { range: [-1, records.length], automargin: true, zeroline: false, showgrid: false, linecolor: grid, ...ticks() },
     yaxis: { type: "log", range, exponentformat: "power", dtick: range[1] - range[0] > 24 ? undefined : 1,
       gridcolor: grid, griddash: "dot", zeroline: false },
     yaxis2: { overlaying: "y", range: [0, 1], fixedrange: true, visible: false },
     shapes, annotations,
-  };
+  });
 }
 
 // The last two parts of a frame's name under its records, where there is room for them.
 function ticks() {
-  if (data.frames.length > 48) return { title: { text: "record" } };
+  if (data.frames.length > Math.min(48, $("chart").clientWidth / 20)) return { title: { text: "record" } };
   const at = new Map();
   for (const r of records) at.set(r.frame, [...(at.get(r.frame) || []), r.index]);
   return {
@@ -323,17 +311,8 @@ function ticks() {
 
 let whole = false;
 function drawChart() {
-  return Plotly.react($("chart"), traces(), layout(whole), {
-    responsive: true, displaylogo: false,
-    // Named one by one: plotly has others, of which some talk to a server.
-    modeBarButtons: [["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"], ["toImage"]],
-  });
-}
-
-async function unpack(base64) {
-  const packed = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).text();
+  const drawn = traces();
+  return Plotly.react($("chart"), drawn, layout(whole, drawn), drawing.config);
 }
 
 async function buildChart() {
@@ -346,9 +325,7 @@ async function buildChart() {
   };
   if (!records.some((r) => r.absMax !== null)) return say("No record has a range: nothing could be read.");
   try {
-    const script = document.createElement("script");
-    script.textContent = await unpack($("packed-plotly").textContent);
-    document.head.append(script);
+    await plotly();
     chart.replaceChildren();
     await drawChart();
     chart.on("plotly_click", ({ points: [point] }) => {
@@ -358,7 +335,7 @@ async function buildChart() {
     });
     chart.dataset.drawn = "yes";
   } catch (error) {
-    say(`The chart could not be drawn (${error}); the table below has every number. A browser of 2023 or newer draws it.`);
+    say(`${drawing.failure(error)} The table below has every number. ${drawing.needs}`);
     return;
   }
   for (const id of ["fit", "whole"]) {
@@ -369,10 +346,45 @@ async function buildChart() {
       drawChart();
     });
   }
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawChart);
+  drawing.onChange(drawChart);
+}
+
+// The spreads of what the guilty operation was given and made: figures of Python's, in the page's colours.
+
+function drawSpread(place, { data: bars, layout: own }) {
+  const [quiet, grid] = ["quiet", "line"].map(color);
+  const axis = { gridcolor: grid, linecolor: grid, zeroline: false, tickfont: { color: quiet } };
+  const narrow = place.clientWidth < 460;
+  const axes = Object.fromEntries(["xaxis", "yaxis", "yaxis2"].map((name) => [name, { ...own[name], ...axis }]));
+  axes.yaxis.title = { text: narrow ? "" : own.yaxis.title.text, standoff: 8 };
+  const inPage = drawing.layout(place, [], { l: 52, r: 12, b: 40 }, { ...own, ...axes });
+  const size = { height: 300, margin: { ...inPage.margin, t: 8 } };
+  return Plotly.react(place, bars, { ...inPage, ...size }, { ...drawing.config, displayModeBar: false });
+}
+
+async function buildSpreads() {
+  const places = [...document.querySelectorAll(".spread")];
+  const drawAll = () => Promise.all(places.map((place, i) => drawSpread(place, data.spreads[i])));
+  try {
+    await plotly();
+    for (const place of places) place.replaceChildren();
+    await drawAll();
+    for (const place of places) place.dataset.drawn = "yes";
+  } catch (error) {
+    for (const place of places) place.textContent = `${drawing.failure(error)} ${drawing.needs}`;
+    return;
+  }
+  drawing.onChange(drawAll);
+}
+
+let loading = null;
+function plotly() {
+  loading = loading || drawing.load();
+  return loading;
 }
 
 if (records.length) {
   buildTable();
   buildChart();
 }
+if (data.spreads.length) buildSpreads();

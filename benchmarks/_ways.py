@@ -1,0 +1,128 @@
+"""The ways to run a model whose costs are compared, each a context that can be entered as often as one likes.
+
+All of them share one model: what a way leaves on it is taken off when its context ends and put back at the next, so
+that what a watch remembers of the weights stays, as in a run of many steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import nanwatch
+
+Way = Callable[[], AbstractContextManager[Any]]
+
+# By the name that `--ways` takes; those that look at backwards are for training alone.
+NAMES = ("nanwatch", "transformers", "hooks", "forecast-off", "trace", "gradients", "detect-anomaly")
+OF_BACKWARDS = ("gradients", "detect-anomaly")
+# Far from 1 they need few rounds, and one of them takes as long as several of the others.
+SLOW = ("transformers", "detect-anomaly")
+
+
+class Ways:
+    """The ways of these names on `model`, and the plain one; `by_name` has a context for each.
+
+    `timed` is a second watch as "nanwatch" has it, that measures its own time; None unless "nanwatch" is among them.
+    `folder` is where the trace goes.
+    """
+
+    def __init__(self, model: nn.Module, names: set[str], folder: Path) -> None:
+        self.timed: nanwatch.Watch | None = None
+        self.trace: nanwatch.Watch | None = None
+        self._watches: list[nanwatch.Watch] = []
+        self._model = model
+        self.by_name: dict[str, Way] = {"plain": contextlib.nullcontext}
+        if "nanwatch" in names:
+            self.by_name["nanwatch"] = self._watching()
+            self.by_name["timed"] = self._watching(_measure_time=True)
+            self.timed = self._watches[-1]
+        if "forecast-off" in names:
+            self.by_name["forecast-off"] = self._watching(forecast=False)
+        if "trace" in names:
+            self.by_name["trace"] = self._watching(trace=folder / "trace")
+            self.trace = self._watches[-1]
+        if "gradients" in names:
+            self.by_name["gradients"] = self._watching(gradients=True)
+        if "detect-anomaly" in names:
+            self.by_name["detect-anomaly"] = _anomaly
+        if "transformers" in names:
+            from transformers.debug_utils import DebugUnderflowOverflow
+
+            self.by_name["transformers"] = _swap_hooks(model, lambda: DebugUnderflowOverflow(model))
+        if "hooks" in names:
+            self.by_name["hooks"] = _swap_hooks(
+                model, lambda: model.apply(lambda module: module.register_forward_hook(lambda *_: None))
+            )
+
+    def writer_seconds(self) -> float:
+        """The CPU time so far of the thread that writes the trace. Being in rounds of all ways, it is in no ratio."""
+        if self.trace is None or self.trace._tracer is None:
+            return 0.0
+        identity = self.trace._tracer.writer._thread.ident
+        assert identity is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(identity))
+
+    def stop(self) -> None:
+        """Stop all watches; the trace is whole on disk then."""
+        for watch in self._watches:
+            watch.stop()
+
+    def _watching(self, **options: Any) -> Way:
+        watch = nanwatch.watch(self._model, **options)
+        self._watches.append(watch)
+        place = "_compiled_call_impl"
+        calls = {module: module.__dict__.pop(place) for module in self._model.modules()}
+
+        @contextmanager
+        def installed() -> Iterator[None]:
+            for module, call in calls.items():
+                module.__dict__[place] = call
+            try:
+                yield
+            finally:
+                for module in calls:
+                    del module.__dict__[place]
+                # Hooks on weights outlive graphs, and the next forward puts them back. Nobody else has any here.
+                for x in self._model.parameters() if options.get("gradients") else ():
+                    x._backward_hooks = None
+
+        return installed
+
+
+@contextmanager
+def _anomaly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow
+        with torch.autograd.detect_anomaly():
+            yield
+
+
+def _swap_hooks(model: nn.Module, install: Callable[[], object]) -> Way:
+    """The hooks that `install` registers, without registering them again."""
+    install()
+    hooks = {module: dict(module._forward_hooks) for module in model.modules()}
+    for module in hooks:
+        module._forward_hooks.clear()
+
+    @contextmanager
+    def installed() -> Iterator[None]:
+        for module, kept in hooks.items():
+            module._forward_hooks.update(kept)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                yield
+        finally:
+            for module in hooks:
+                module._forward_hooks.clear()
+
+    return installed

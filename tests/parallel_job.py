@@ -1,0 +1,584 @@
+"""One rank of a job in which many kinds of parallel training run one after the other, each unwatched and watched.
+
+`python parallel_job.py STORE RANK WORLD_SIZE SCENARIO...` prints a JSON object: what each scenario saw, or the
+traceback that ended it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import nanwatch
+from nanwatch.placement import read_placement
+from nanwatch.report import Report
+from nanwatch.shard import shard_note
+
+INF = float("inf")
+Parallelize = Callable[[nn.Module], nn.Module]
+SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {}
+
+
+def scenario(function: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+class Block(nn.Module):
+    """A norm and two layers, and a residual sum."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class WithStatistics(nn.Module):
+    """Has running statistics, which DistributedDataParallel broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.net(x))
+
+
+NAMES = sorted(
+    [f"blocks.{i}{part}" for i in range(2) for part in ("", ".norm", ".up", ".down")] + ["head", ""]
+)
+
+
+# What is compared
+
+
+class Counted:
+    """What was sent: by the backend's own count of collectives, and by the profiler, which sees what is behind it.
+
+    The sequence number of a gloo group goes up with each collective, whoever issues it, also the reducer in C++. The
+    profiler names them, and the sends and receives between two ranks.
+    """
+
+    def __init__(self) -> None:
+        self.collectives: list[int] = []
+        self.events: Counter[str] = Counter()
+
+
+def sequence_numbers() -> list[int]:
+    groups = dist.distributed_c10d._world.pg_map
+    return [group._get_sequence_number_for_group() for group in groups]
+
+
+@contextmanager
+def counting() -> Iterator[Counted]:
+    counted = Counted()
+    before = sequence_numbers()
+    with torch.profiler.profile() as profile:
+        yield counted
+    counted.collectives = [now - then for now, then in zip(sequence_numbers(), before, strict=True)]
+    for event in profile.events():
+        if event.name.startswith(("gloo:", "c10d::")):
+            counted.events[event.name] += 1
+
+
+def local(x: Any) -> Tensor:
+    return (x.to_local() if hasattr(x, "to_local") else x).detach().clone()
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def equal_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return list(a) == list(b) and all(
+        a[name].shape == b[name].shape and torch.equal(bits(a[name]), bits(b[name])) for name in a
+    )
+
+
+def data(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(4, 8, generator=generator)
+
+
+def same_data(step: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+
+def train(
+    build: Callable[[], nn.Module],
+    parallelize: Parallelize,
+    when: str,
+    give: Callable[[int], Tensor] = data,
+    **options: Any,
+) -> tuple[dict[str, Tensor], Counted, nanwatch.Watch | None]:
+    """Three steps. `when` is "never", or when to watch: "before" or "after" the model is made parallel."""
+    torch.manual_seed(0)
+    model = build()
+    options = {"max_frames": 10_000, "on_nonfinite": "record", "_verify_hits": True, **options}
+    watch = nanwatch.watch(model, **options) if when == "before" else None
+    model = parallelize(model)
+    if when == "after":
+        watch = nanwatch.watch(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with counting() as counted:
+        for step in range(3):
+            model(give(step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if watch is not None:
+        watch.stop()
+    kept = {name: local(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
+    return kept, counted, watch
+
+
+def compare(
+    build: Callable[[], nn.Module],
+    parallelize: Parallelize,
+    give: Callable[[int], Tensor] = data,
+    **options: Any,
+) -> dict[str, Any]:
+    plain, sent, _ = train(build, parallelize, "never", give)
+    seen: dict[str, Any] = {"collectives": sum(sent.collectives), "events": dict(sent.events)}
+    for when in ("before", "after"):
+        for gradients in (False, True):
+            weights, counted, watch = train(build, parallelize, when, give, gradients=gradients, **options)
+            assert watch is not None
+            report = watch.report()
+            seen[f"{when}, gradients={gradients}"] = {
+                "equal": equal_bits(plain, weights),
+                "more": [now - then for now, then in zip(counted.collectives, sent.collectives, strict=True)],
+                "same events": counted.events == sent.events,
+                "batches": watch.batch,
+                "stale": watch.counters.get("stale_hits", 0),
+                "finding": report.finding is not None,
+                "names": sorted({f.name for f in report.frames}),
+                "backward names": sorted({f.name for f in report.frames if f.phase == "backward"}),
+                "notes": sorted({r.note for f in report.frames for r in f.records}),
+                "roles of shards": sorted({r.role for f in report.frames for r in f.records if r.is_shard}),
+                "mesh": report.mesh,
+                "rank": report.rank,
+                "same report": Report.from_json(report.to_json()) == report,
+            }
+    return seen
+
+
+# Data parallel
+
+
+@scenario
+def ddp() -> dict[str, Any]:
+    return compare(WithStatistics, nn.parallel.DistributedDataParallel)
+
+
+@cache
+def mesh_of(*names: str) -> Any:
+    """A mesh of all ranks, by two in its last dimension. Made once, as a mesh may make groups."""
+    size = dist.get_world_size()
+    shape = (size,) if len(names) == 1 else (size // 2, 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh_of("dp")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+@scenario
+def fsdp2() -> dict[str, Any]:
+    return compare(Net, sharded)
+
+
+@scenario
+def fsdp2_each_layer() -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    def parallelize(model: nn.Module) -> nn.Module:
+        for module in reversed(list(model.modules())):
+            if not isinstance(module, nn.ModuleList):
+                fully_shard(module, mesh=mesh_of("dp"), reshard_after_forward=True)
+        return model
+
+    return compare(Net, parallelize)
+
+
+@scenario
+def fsdp2_mixed_precision() -> dict[str, Any]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return compare(Net, lambda model: sharded(model, mp_policy=policy, reshard_after_forward=False))
+
+
+@scenario
+def fsdp2_checkpointed() -> dict[str, Any]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def parallelize(model: nn.Module) -> nn.Module:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block)
+        return sharded(model)
+
+    return compare(Net, parallelize)
+
+
+@scenario
+def fsdp2_written() -> dict[str, Any]:
+    """The weights of a sharded model written between two forwards, in place and from a checkpoint: seen at once."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        set_model_state_dict,
+    )
+
+    torch.manual_seed(0)
+    model = sharded(Net())
+    seen = []
+    with (
+        nanwatch.watch(model, max_frames=1000, on_nonfinite="record", _verify_hits=True) as watch,
+        torch.no_grad(),
+    ):
+        model(data(0))
+        for factor in (2.0, 4.0):
+            model.reshard()
+            if factor == 2.0:
+                for x in model.parameters():
+                    x.to_local().mul_(2.0)
+            else:
+                whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+                whole = {name: 2.0 * x for name, x in whole.items()}
+                set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+            model(data(0))
+        for name in ("blocks.0.up", "head"):
+            seen.append(
+                [r.abs_max for f in watch.frames if f.name == name for r in f.records if r.label == "weight"]
+            )
+    return {"seen": seen, "stale": watch.counters["stale_hits"], "hits": watch.counters["cache_hits"]}
+
+
+@scenario
+def fsdp2_bad_gradient() -> dict[str, Any]:
+    """The gradient of one weight overflows on one rank, where nothing else does: no rank takes the step."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = Net()
+    with torch.no_grad():
+        model.head.weight.mul_(1e-25)
+    for module in reversed(list(model.modules())):
+        if not isinstance(module, nn.ModuleList):
+            fully_shard(module, mesh=mesh_of("dp"))
+    is_guilty = dist.get_rank() == 1
+    factor = 1.0
+    model.head.register_forward_pre_hook(lambda _, args: (args[0].detach() * factor,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    with nanwatch.watch(model, gradients=True) as watch:
+        for step in range(2):
+            factor = 1e25 if step == 1 and is_guilty else 1.0
+            (model(data(step)).sum() * (1e15 if step == 1 and is_guilty else 1.0)).backward()
+            before = [local(x) for x in model.parameters()]
+            try:
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append("stepped")
+            except nanwatch.NonFiniteError as error:
+                finding = error.report.finding
+                assert finding is not None
+                unchanged = all(
+                    torch.equal(a, local(b)) for a, b in zip(before, model.parameters(), strict=True)
+                )
+                seen.append([finding.module, finding.label, finding.phase, finding.batch, unchanged])
+        labels = {
+            r.label for f in watch.frames if f.phase == "backward" and f.name == "head" for r in f.records
+        }
+    return {"seen": seen, "labels": sorted(labels)}
+
+
+@scenario
+def strided() -> dict[str, Any]:
+    """Weights that are tensor parallel first and sharded then: their blocks are where they are said to be."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh_of("dp", "tp")
+    seen = {}
+    for width in (8, 5):
+        model = Net(width)
+        split(model, mesh["tp"])
+        for module in reversed(list(model.modules())):
+            if not isinstance(module, nn.ModuleList):
+                fully_shard(module, mesh=mesh["dp"])
+        for name, x in model.named_parameters():
+            words = shard_note(x).removeprefix("local shard: ")
+            placement = read_placement(words)
+            assert placement is not None
+            assert str(placement) == words
+            whole, part = x.full_tensor(), x.to_local()
+            start = placement.start
+            here = (
+                None
+                if start is None
+                else whole[tuple(slice(i, i + n) for i, n in zip(start, part.shape, strict=True))]
+            )
+            seen[f"{width} {name}"] = {
+                "words": words,
+                "numel": part.numel(),
+                "equal": here is not None and torch.equal(here, part),
+            }
+    return seen
+
+
+@scenario
+def fsdp1() -> dict[str, Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    def parallelize(model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+
+    return compare(Net, parallelize)
+
+
+# Tensor parallel
+
+
+def split(model: nn.Module, mesh: Any) -> nn.Module:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    return parallelize_module(model, mesh, plan)
+
+
+@scenario
+def tensor_parallel() -> dict[str, Any]:
+    def parallelize(model: nn.Module) -> nn.Module:
+        return split(model, mesh_of("tp"))
+
+    return compare(Net, parallelize, same_data)
+
+
+@scenario
+def sequence_parallel() -> dict[str, Any]:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    def parallelize(model: nn.Module) -> nn.Module:
+        plan = {
+            "blocks.0": PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Shard(0),), use_local_output=False
+            ),
+            "blocks.*.norm": SequenceParallel(sequence_dim=0),
+            "blocks.*.up": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
+            "blocks.*.down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+            "head": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+        }
+        return parallelize_module(model, mesh_of("tp"), plan)
+
+    return compare(Net, parallelize, same_data)
+
+
+@scenario
+def both() -> dict[str, Any]:
+    """Sharded over one dimension of a mesh and tensor parallel over the other."""
+    from torch.distributed.fsdp import fully_shard
+
+    def parallelize(model: nn.Module) -> nn.Module:
+        mesh = mesh_of("dp", "tp")
+        split(model, mesh["tp"])
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh["dp"])
+        return model
+
+    def give(step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank() // 2)
+        return torch.randn(4, 8, generator=generator)
+
+    return compare(Net, parallelize, give)
+
+
+@scenario
+def hybrid() -> dict[str, Any]:
+    """Sharded over one dimension of a mesh, replicated over the other."""
+    from torch.distributed.fsdp import fully_shard
+
+    def parallelize(model: nn.Module) -> nn.Module:
+        return fully_shard(model, mesh=mesh_of("replica", "shard"))
+
+    return compare(Net, parallelize)
+
+
+# Pipeline parallel
+
+
+@scenario
+def pipeline() -> dict[str, Any]:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank = dist.get_rank()
+
+    def run(when: str, **options: Any) -> tuple[dict[str, Tensor], Counted, nanwatch.Watch | None]:
+        torch.manual_seed(0)
+        net = Net()
+        part = nn.Sequential(net.blocks[0]) if rank == 0 else nn.Sequential(net.blocks[1], net.head)
+        stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+        # Before the first batch the stage is called on memory that was never written.
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.use_deterministic_algorithms(True)
+        schedule = Schedule1F1B(
+            stage, n_microbatches=2, loss_fn=lambda y, target: (y - target).square().sum()
+        )
+        options = {"max_frames": 10_000, "on_nonfinite": "record", "_verify_hits": True, **options}
+        watch = nanwatch.watch(part, **options) if when == "after" else None
+        optimizer = torch.optim.AdamW(part.parameters(), lr=0.05)
+        with counting() as counted:
+            for step in range(3):
+                if rank == 0:
+                    schedule.step(same_data(step))
+                else:
+                    schedule.step(target=torch.ones(4, 3))
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.use_deterministic_algorithms(False)
+        if watch is not None:
+            watch.stop()
+        return {name: local(x) for name, x in part.named_parameters()}, counted, watch
+
+    plain, sent, _ = run("never")
+    seen: dict[str, Any] = {"events": dict(sent.events)}
+    for gradients in (False, True):
+        weights, counted, watch = run("after", gradients=gradients)
+        assert watch is not None
+        report = watch.report()
+        seen[f"gradients={gradients}"] = {
+            "equal": equal_bits(plain, weights),
+            "more": [now - then for now, then in zip(counted.collectives, sent.collectives, strict=True)],
+            "same events": counted.events == sent.events,
+            "names": sorted({f.name for f in report.frames}),
+            "backward names": sorted({f.name for f in report.frames if f.phase == "backward"}),
+            "finding": report.finding is not None,
+            "read": sorted(
+                {r.isfinite for f in report.frames for r in f.records if r.role == "output"}, key=str
+            ),
+            "stale": watch.counters.get("stale_hits", 0),
+            "batches": watch.batch,
+        }
+    return seen
+
+
+# Where in the whole tensor
+
+
+@scenario
+def places() -> dict[str, Any]:
+    """One bad element in each shard, of tensors that do and do not divide evenly: its place, and that by a gather."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    meshes = [mesh_of("dp")] + ([mesh_of("dp", "tp")] if dist.get_world_size() == 4 else [])
+    seen = []
+    for mesh in meshes:
+        chosen = list(product((Shard(0), Shard(1), Replicate()), repeat=mesh.ndim))
+        for shape in ((8, 6), (7, 5), (3, 1), (1, 9)):
+            for placements in chosen:
+                whole = torch.arange(1.0, 1.0 + shape[0] * shape[1]).reshape(shape)
+                x = distribute_tensor(whole, mesh, placements)
+                if x.to_local().numel():
+                    x.to_local().view(-1)[-1] = INF
+                module = nn.Identity()
+                with nanwatch.watch(module, on_nonfinite="record", outputs=False) as watch:
+                    module(x)
+                report = watch.report()
+                record = report.frames[0].records[0]
+                assert record.placement is not None
+                index = report.finding.index if report.finding is not None else None
+                found = None if index is None else record.placement.in_whole(index)
+                _, start = compute_local_shape_and_global_offset(x.shape, mesh, placements)
+                gathered = x.full_tensor()
+                cut = any(isinstance(one, Shard) for one in placements)
+                seen.append(
+                    {
+                        "empty": x.to_local().numel() == 0,
+                        "cut": cut,
+                        "bad in the whole": found is not None and gathered[found].item() == INF,
+                        "value there": None if found is None else whole[found].item(),
+                        "last of the shard": distribute_tensor(whole, mesh, placements)
+                        .to_local()
+                        .view(-1)[-1:]
+                        .tolist(),
+                        "start": None if record.placement.start is None else list(record.placement.start),
+                        "start by torch": list(start),
+                        "says so": found is not None and f"{list(found)} of the whole" in report.to_text(),
+                        "shape": list(record.shape or ()) == list(shape),
+                        "is a DTensor": isinstance(x, DTensor),
+                    }
+                )
+    return {"seen": seen}
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    store, rank, size, *wanted = sys.argv[1:]
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, int(size)), rank=int(rank), world_size=int(size)
+    )
+    seen = {}
+    for name in wanted:
+        try:
+            seen[name] = SCENARIOS[name]()
+        except Exception:
+            seen[name] = {"error": traceback.format_exc()}
+            break  # the other ranks may be in a collective that this one never comes to
+    sys.stdout.write(f"{json.dumps(seen)}\n")
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

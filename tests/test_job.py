@@ -1,0 +1,57 @@
+"""job: which process of how many this is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nanwatch.job import place, rank
+from nanwatch.watch import watch
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4)),
+        ({"RANK": "3"}, (0, 1)),
+        ({"RANK": "first", "WORLD_SIZE": "4"}, (0, 1)),
+        ({"RANK": "", "WORLD_SIZE": ""}, (0, 1)),
+    ],
+)
+def test_before_the_job_has_begun(
+    given: dict[str, str], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what torchrun put into the environment, where that is whole."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert place() == expected
+    assert rank() == expected[0]
+
+
+def test_the_jobs_own_word_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once torch.distributed has begun, it is asked."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert place() == (0, 1)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert place() == (3, 4)
+
+
+def test_a_report_has_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before the process group is made, so that ranks write into folders of their own."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model = nn.Identity()
+    with watch(model, on_nonfinite="record") as w:
+        model(torch.tensor([float("nan")]))
+        report = w.report()
+    assert report.finding is not None
+    assert (report.rank, report.finding.rank) == (3, 3)

@@ -1,0 +1,202 @@
+"""Training in the ways that torch makes parallel, with real ranks: bit-equal, no collective more, the user's names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from netcheck_ranks import environment
+from parallel_job import NAMES, SCENARIOS
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo"),
+]
+
+_JOB = Path(__file__).with_name("parallel_job.py")
+_SECONDS = 480  # on a machine that does ten other things; alone two cores take one
+TRAINED = {
+    2: [
+        *("ddp", "fsdp1", "fsdp2", "fsdp2_each_layer", "fsdp2_mixed_precision", "fsdp2_checkpointed"),
+        *("tensor_parallel", "sequence_parallel"),
+    ],
+    4: ["both", "hybrid"],
+}
+OTHERS = {2: ["pipeline", "fsdp2_written", "fsdp2_bad_gradient", "places"], 4: ["places", "strided"]}
+
+
+def run_job(folder: Path, size: int) -> list[dict[str, Any]]:
+    """What each rank of one job saw in all scenarios."""
+    wanted = TRAINED[size] + OTHERS[size]
+    line = [sys.executable, str(_JOB), str(folder / f"store-{size}")]
+    ranks = [
+        subprocess.Popen(
+            [*line, str(rank), str(size), *wanted],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [rank.communicate(timeout=_SECONDS) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    seen = []
+    for rank, (out, errors) in enumerate(said):
+        assert out.strip(), f"rank {rank} ended with {ranks[rank].returncode}: {errors[-2000:]}"
+        seen.append(json.loads(out.splitlines()[-1]))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """One job of two ranks and one of four: to start the processes is what takes long."""
+    folder = tmp_path_factory.mktemp("jobs")
+    return {size: run_job(folder, size) for size in (2, 4)}
+
+
+def seen_by_all(jobs: dict[int, list[dict[str, Any]]], size: int, name: str) -> list[dict[str, Any]]:
+    for rank, saw in enumerate(jobs[size]):
+        for done, what in saw.items():
+            assert "error" not in what, f"rank {rank} in {done}: {what['error']}"
+        assert name in saw, f"rank {rank} did not come to {name}"
+    return [saw[name] for saw in jobs[size]]
+
+
+CASES = [(size, name) for size, listed in TRAINED.items() for name in listed]
+
+
+def test_every_scenario_is_run() -> None:
+    """None of the job's scenarios is left out."""
+    wanted = {name for listed in (TRAINED, OTHERS) for names in listed.values() for name in names}
+    assert wanted == set(SCENARIOS)
+
+
+@pytest.mark.parametrize(("size", "name"), CASES)
+def test_watched_training_is_bit_equal_and_sends_no_more(jobs: Any, size: int, name: str) -> None:
+    """Watched before and after the model is made parallel, with gradients and without: same weights, same traffic."""
+    for saw in seen_by_all(jobs, size, name):
+        assert saw.pop("collectives") > 0  # or the counting would see nothing
+        assert sum(saw.pop("events").values()) > 0
+        assert len(saw) == 4
+        for when, one in saw.items():
+            assert one["equal"], when
+            assert set(one["more"]) == {0}, when
+            assert one["same events"], when
+            assert not one["finding"], when
+            assert one["batches"] == 2
+            assert one["stale"] == 0
+            assert one["same report"]
+
+
+@pytest.mark.parametrize(("size", "name"), CASES)
+def test_frames_have_the_users_names(jobs: Any, size: int, name: str) -> None:
+    """In forward and backward, whatever was put around or into the model."""
+    expected = (
+        sorted([*(f"net.{part}" if part else "net" for part in NAMES), "norm", ""])
+        if name == "ddp"
+        else NAMES
+    )
+    for saw in seen_by_all(jobs, size, name):
+        for when in ("before", "after"):
+            assert saw[f"{when}, gradients=False"]["names"] == expected
+            assert saw[f"{when}, gradients=True"]["names"] == expected
+            assert saw[f"{when}, gradients=True"]["backward names"] == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "roles", "dims"),
+    [
+        (2, "fsdp2_each_layer", ["weight"], {"dp": 2}),
+        (2, "tensor_parallel", ["gradient", "weight"], {"tp": 2}),
+        (2, "sequence_parallel", ["gradient", "input", "output", "weight"], {"tp": 2}),
+        (4, "both", ["gradient", "weight"], {"tp": 2}),
+    ],
+)
+def test_frames_say_which_shard_was_read(
+    jobs: Any, size: int, name: str, roles: list[str], dims: dict[str, int]
+) -> None:
+    """Each rank's shards are at its own coordinates, and its report has its rank and its place in the mesh."""
+    for rank, saw in enumerate(seen_by_all(jobs, size, name)):
+        coordinate = rank % 2  # in the last dimension of the mesh, the only one in these records
+        (dim, ranks) = next(iter(dims.items()))
+        for when in ("before", "after"):
+            one = saw[f"{when}, gradients=True"]
+            assert one["roles of shards"] == roles
+            assert one["mesh"] == [f"{dim}={coordinate} of {ranks}"]
+            assert one["rank"] == rank
+            notes = [note for note in one["notes"] if note]
+            assert notes
+            assert all(f" at {dim}={coordinate} of {ranks}" in note for note in notes)
+
+
+def test_stages_of_a_pipeline(jobs: Any) -> None:
+    """Each rank has the frames of its own stage; what goes between them is what went before.
+
+    The call on memory that was never written, here filled with nan, by which a stage learns its shapes is no batch.
+    """
+    expected = [["", "0", "0.down", "0.norm", "0.up"], ["", "0", "0.down", "0.norm", "0.up", "1"]]
+    for rank, saw in enumerate(seen_by_all(jobs, 2, "pipeline")):
+        assert saw["events"]["gloo:send"] == saw["events"]["gloo:recv"] > 0
+        for gradients in (False, True):
+            one = saw[f"gradients={gradients}"]
+            assert one["equal"]
+            assert set(one["more"]) == {0}
+            assert one["same events"]
+            assert one["names"] == expected[rank]
+            assert one["backward names"] == (expected[rank] if gradients else [])
+            assert one["read"] == [True]
+            assert not one["finding"]
+            assert one["batches"] == 5  # two microbatches a step
+            assert one["stale"] == 0
+
+
+def test_weights_written_to_a_sharded_model_are_seen(jobs: Any) -> None:
+    """FSDP gathers into the same storage past the version counter: the next batch reads what is there."""
+    for saw in seen_by_all(jobs, 2, "fsdp2_written"):
+        assert saw["stale"] == 0
+        for first, second, third in saw["seen"]:
+            assert (second, third) == (2 * first, 4 * first)
+
+
+def test_a_bad_gradient_that_fsdp_reduced_is_stopped(jobs: Any) -> None:
+    """One weight's gradient overflows on one rank, and is reduced past all hooks: neither rank takes the step."""
+    for saw in seen_by_all(jobs, 2, "fsdp2_bad_gradient"):
+        assert saw["labels"] == ["output.grad"]  # that is: the hooks did not see it
+        assert saw["seen"] == ["stepped", ["head", "weight.grad", "backward", 1, True]]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_bad_element_is_named_in_the_whole_tensor(jobs: Any, size: int) -> None:
+    """The place that the report names is where a gather of the shards has the bad value, even and uneven."""
+    for saw in seen_by_all(jobs, size, "places"):
+        told = [one for one in saw["seen"] if one["cut"] and not one["empty"]]
+        assert len(told) >= 6 * size // 2
+        for one in told:
+            assert one["bad in the whole"]
+            assert one["says so"]
+            assert [one["value there"]] == one["last of the shard"]
+            assert one["start"] == one["start by torch"]
+            assert one["shape"]
+        for one in saw["seen"]:
+            assert one["start"] is None or one["cut"]
+
+
+def test_blocks_of_weights_sharded_twice_are_where_they_are_said_to_be(jobs: Any) -> None:
+    """Tensor parallel weights that are sharded by FSDP2 too, in even and uneven blocks."""
+    ranks = seen_by_all(jobs, 4, "strided")
+    assert any(
+        one["words"] == "StridedShard(0, 2) at dp=1 of 2, Shard(0) at tp=1 of 2, from [12, 0]"
+        for one in ranks[3].values()
+    )
+    for saw in ranks:
+        assert all(one["equal"] for one in saw.values() if one["numel"])

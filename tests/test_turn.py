@@ -1,0 +1,156 @@
+"""turn: a thread that calls the model during a second run neither disturbs it nor is disturbed, and is watched."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import NonFiniteError, turn, watch
+from nanwatch.batch_start import BatchStart
+
+
+class Log(nn.Module):
+    """The log, with noise; counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x.log() + torch.rand(()) * 0
+
+
+class Meeting(nn.Module):
+    """In its second run it lets another thread call it, and looks for a while whether that gets in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = Log()
+        self.owner = threading.get_ident()
+        self.runs = 0
+        self.second_run = threading.Event()
+        self.entered = threading.Event()
+        self.came_in = False
+        self.waits = 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        if threading.get_ident() != self.owner:
+            self.entered.set()
+            return self.log(x)
+        self.runs += 1
+        if self.runs > 1:
+            self.second_run.set()
+            self.came_in = self.came_in or self.entered.wait(self.waits)
+        return self.log(x)
+
+
+def other(model: Meeting, callee: nn.Module, outputs: list[Any]) -> threading.Thread:
+    """A thread that calls that module once the second run is under way."""
+
+    def work() -> None:
+        assert model.second_run.wait(30)
+        outputs.append(callee(torch.full((2,), 2.0)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["the model", "the guilty module"])
+def test_another_thread_waits_and_is_watched_then(part: bool) -> None:
+    """Its call is no part of the second run; afterwards it is a batch of its own, with all that it wrote."""
+    model = Meeting()
+    outputs: list[Any] = []
+    with watch(model) as w:
+        thread = other(model, model.log if part else model, outputs)
+        with pytest.raises(NonFiniteError) as error:
+            model(torch.zeros(2))
+        thread.join(60)
+        assert not thread.is_alive()
+        frames = w.frames
+    assert not model.came_in
+    assert torch.equal(outputs[0], torch.full((2,), 2.0).log())
+    assert model.log.count == 2  # the failed batch's and the other thread's; the second runs' are taken back
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.operation, finding.transient) == ("log", "aten.log.default", False)
+    assert [frame.name for frame in frames if frame.batch == 1] == (["log"] if part else ["log", ""])
+    assert all(turn.ATTRIBUTE not in module.__dict__ for module in model.modules())
+
+
+def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that the second run waits for comes through after one wait for all its calls: nothing hangs."""
+    monkeypatch.setattr(turn, "PATIENCE", 0.1)
+    model = Meeting()
+    model.waits = 60.0
+    outputs: list[Any] = []
+    with watch(model):
+        thread = other(model, model, outputs)
+        with pytest.raises(NonFiniteError):
+            model(torch.zeros(2))
+        thread.join(60)
+        assert not thread.is_alive()
+    assert model.came_in
+    assert torch.equal(outputs[0], torch.full((2,), 2.0).log())
+
+
+def test_a_thread_that_came_before_the_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the failure and the second run nobody slips in: who is told of a start waits for the end of the look."""
+    from nanwatch import postmortem
+
+    model, outputs, threads = Log(), [], []
+    looked = []
+
+    def slow(*given: Any, **options: Any) -> Any:
+        thread = threading.Thread(target=lambda: outputs.append(model(torch.full((2,), 2.0))))
+        thread.start()
+        threads.append(thread)
+        time.sleep(0.3)
+        looked.append(len(outputs))
+        return real(*given, **options)
+
+    real = postmortem.post_mortem
+    monkeypatch.setattr(postmortem, "post_mortem", slow)
+    with watch(model), pytest.raises(NonFiniteError) as error:
+        model(torch.zeros(2))
+    threads[0].join(60)
+    assert looked == [0]
+    assert len(outputs) == 1
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.operation == "aten.log.default"
+
+
+def test_the_hooks_of_gradients_are_quiet_too() -> None:
+    """A backward inside is no backward of any watch, though the weights have its hooks and the graph is alive."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with watch(model, gradients=True) as w:
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        frames = w.frames
+        with turn.unwatched(model):
+            torch.autograd.grad(model(torch.ones(1, 2)).sum(), list(model.parameters()))
+        assert w.frames == frames
+        model(torch.ones(1, 2)).sum().backward()
+        assert len(w.frames) == 2 * len(frames)
+        w.pause()
+        with turn.unwatched(model):
+            pass
+        model(torch.ones(1, 2))
+        assert len(w.frames) == 2 * len(frames)  # still paused
+
+
+def test_a_copy_of_the_model_made_meanwhile_is_a_plain_model() -> None:
+    """As always: in copies and pickles nothing stands before a call."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with watch(model), BatchStart.capture(model, (torch.ones(1, 2),), {}).again():
+        for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert all(module.__dict__.get(turn.ATTRIBUTE) is None for module in one.modules())
