@@ -74,10 +74,10 @@ def test_a_summary_is_that_of_the_numbers(found: list[Digest]) -> None:
 
 @given(digests())
 def test_the_origin_is_the_earliest(found: list[Digest]) -> None:
-    """By batch, then by place in it; all of that place and kind, and nobody else."""
+    """By batch, then by place in it, what a call was given before what it made; all of that place and kind."""
     merged = merged_of(found)
     when = {
-        one.rank: (one.finding.batch, one.finding.sequence, one.rank)
+        one.rank: (one.finding.batch, one.finding.sequence, one.finding.origin == "produced", one.rank)
         for one in found
         if one.finding is not None
     }

@@ -8,7 +8,8 @@ The flow, one file a step (python/nanwatch/):
     -> record      record.py    one tensor: label, shape, dtype, range
     -> frame       frame.py     one call: its records
     -> recorder    recorder.py  the latest frames, bounded
-    -> watch       watching.py  what is done at a fault, at a batch's end, before an optimizer's step
+    -> watch       watching.py  what is met at a fault, at a batch's end, before an optimizer's step
+    -> response    response.py  what is done about it: the other ranks told, the user called, an error raised
     -> finding     finding.py   the first non-finite record, and whether its module made or received it
     -> report      report.py    frames and finding, as text, JSON and HTML (text.py, html.py)
     -> postmortem  postmortem.py the failed batch once more: the operation, the line, the cures that work

@@ -298,6 +298,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with --gradients: act when GradScaler has skipped more than N steps in a row (20)",
     )
+    parser.add_argument(
+        "--peer-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="with several ranks: wait at most S seconds for all to agree on where it began, 0 for none (30)",
+    )
     parser.add_argument("--abort-after-batch", type=int, metavar="N", help="stop after this batch")
     parser.add_argument(
         "--microscope",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -17,7 +16,6 @@ from . import text
 from .backward import Arrival, BackwardCall
 from .backward_watch import BackwardWatch
 from .calls import Attachment
-from .closer_look import CloserLook
 from .errors import BatchLimitError, NonFiniteError
 from .fault_warnings import FaultWarnings
 from .finding import find
@@ -28,11 +26,10 @@ from .observe import observe
 from .optimizer_guard import SkippedStep
 from .options import Options
 from .outlook import Outlook
-from .peers import Peers
 from .record import Record, to_record
 from .recorder import make_recorder
 from .report import Report
-from .sighting import Origin
+from .response import Response
 from .walk import call_leaves
 
 if TYPE_CHECKING:
@@ -63,10 +60,10 @@ class Watch:
         self._untold: Report | None = None
         self._faults = FaultWarnings(speaks=options.on_nonfinite == "warn")
         self._run_is_open = False
-        self._closer_look = CloserLook(model, options)
-        # What was raised inside a forward: it is looked at more closely once the forward has been left, and with it
-        # any lock that it holds.
-        self._raised: dict[int, NonFiniteError] = {}
+        this = weakref.ref(self)
+        self._response = Response(
+            model, options, lambda: Report((), None, None) if (own := this()) is None else own._last_frames()
+        )
         # Of rows that a device makes: the faulty batches that ended before theirs had come, and an error that was
         # found while a report was asked for, which is no place to raise it.
         self._left: set[int] = set()
@@ -101,21 +98,13 @@ class Watch:
             self._tracer = start_tracer(
                 options.trace, self._recorder, ring if fetches else 0, options.every, model
             )
-        this = weakref.ref(self)
-        self._peers: Peers | None = None
-        if options.on_nonfinite == "raise" and options.peer_timeout and options.enabled:
-            self._peers = Peers(
-                model,
-                options.peer_timeout,
-                lambda name: Report((), None, None) if (own := this()) is None else own._write_frames(name),
-            )
         self._outlook = Outlook(
             self._recorder,
             forecasts=options.forecast,
             log_to=options.log_to if options.enabled else None,
             log_every=options.log_every,
         )
-        self._recorder.tells_batch_start = self._awaits_batch_start()
+        self._recorder.tells_batch_start = self._response.awaits_batches
         self._recorder.tells_batch_end = self._awaits_batch_end()
         self._attachment: Attachment | None = None
         self._backward = BackwardWatch(
@@ -124,7 +113,7 @@ class Watch:
             options,
             rank=_rank,
             act=lambda report: None if (own := this()) is None else own._act_on_step(report),
-            let_go=self._closer_look.let_go,
+            let_go=self._response.let_go,
         )
         if options.enabled:
             parts = {"w": options.weights, "b": options.buffers, "i": options.inputs, "o": options.outputs}
@@ -147,10 +136,10 @@ class Watch:
         else:
             self._take_in(wait=True)
             self._postponed = None  # the error under way says more
-            explained = None if self._peers is None else self._peers.explain(error)
-            self._leave()
-            if explained is not None:
-                raise explained from error
+            try:
+                self._response.explain(error)
+            finally:
+                self._leave()
 
     def stop(self) -> None:
         """`look()`, and leave the model as it was found; the frames stay. A second time does nothing.
@@ -176,8 +165,7 @@ class Watch:
             self._attachment.remove()
         if self._tracer is not None:
             self._tracer.close()
-        if self._peers is not None:
-            self._peers.close()
+        self._response.close()
         self._outlook.close()
 
     def pause(self) -> None:
@@ -243,7 +231,7 @@ class Watch:
     def _raise_postponed(self) -> None:
         error, self._postponed = self._postponed, None
         if error is not None:
-            self._recorder.tells_batch_start = self._awaits_batch_start()
+            self._recorder.tells_batch_start = self._response.awaits_batches
             raise error
 
     # What follows is called by the recorder; see Listener.
@@ -253,10 +241,7 @@ class Watch:
     ) -> None:
         """Keep what a second run would need; print the header of a traced batch."""
         self._raise_postponed()
-        if self._peers is not None:
-            self._peers.batch_started(batch)
-        if self._closer_look.keeps_start and module is not None:
-            self._closer_look.batch_started(module, args, kwargs)
+        self._response.batch_started(batch, module, args, kwargs)
         if traced and self._options.trace is None:
             _print_lines(text.batch_lines(batch))
 
@@ -300,9 +285,9 @@ class Watch:
                 self._failure = self._untold
                 self._run_is_open = True
             self._recorder.tells_batch_end = True
-            self._publish(self._untold)
+            self._response.announce(self._untold)
             self._outlook.fault(self._untold.finding)
-            if not self._acts_on_reports():
+            if not self._response.acts:
                 self._untold = self._look_closer(self._untold)
         if self._faults.count(frame.name):
             first = self._untold.finding if self._untold is not None and self._faults.is_first else None
@@ -311,19 +296,19 @@ class Watch:
     def batch_ended(self, batch: int, completed: bool) -> None:
         """Act on the batch's fault where that was put off; end the run when asked to."""
         try:
-            self._look_at_raised(completed)
+            self._response.batch_left(completed, self._look_closer)
             self._conclude(batch, completed)
         finally:
-            self._closer_look.batch_ended(batch)
+            self._response.batch_ended(batch)
             self._recorder.tells_batch_end = self._awaits_batch_end()
         self._check_limit(batch, completed)
 
     def batch_left(self, batch: int, completed: bool) -> None:
         """As `batch_ended`, but for the batch's fault, which is not known yet."""
         try:
-            self._look_at_raised(completed)
+            self._response.batch_left(completed, self._look_closer)
         finally:
-            self._closer_look.batch_ended(batch)
+            self._response.batch_ended(batch)
         self._check_limit(batch, completed)
 
     def batch_looked_at(self, batch: int, completed: bool) -> None:
@@ -333,16 +318,6 @@ class Watch:
         finally:
             self._left.discard(batch)
             self._recorder.tells_batch_end = self._awaits_batch_end()
-
-    def _look_at_raised(self, completed: bool) -> None:
-        raised = self._raised.pop(threading.get_ident(), None)
-        if raised is not None and not completed:
-            raised.report = self._look_closer(raised.report)
-            raised.origin = self._settle(raised.report)
-        elif not completed and self._peers is not None:
-            under_way = sys.exc_info()[1]
-            if (explained := self._peers.explain(under_way)) is not None:
-                raise explained from under_way
 
     def _conclude(self, batch: int, completed: bool) -> None:
         if self._tracer is not None:
@@ -378,42 +353,22 @@ class Watch:
         if self._options.on_nonfinite == "warn" and report.finding is not None:
             told = f"{text.summary(report.finding)}; Watch.report() has the frames that led to it"
             warnings.warn(told, RuntimeWarning, stacklevel=2)
-        self._publish(report)
-        closer = self._look_closer(report)
-        if callable(self._options.on_nonfinite):
-            self._options.on_nonfinite(closer)
-        elif self._options.on_nonfinite == "raise":
-            raise NonFiniteError(closer, self._settle(closer))
+        self._response.announce(report)
+        self._response.act(report, self._look_closer)
 
-    def _publish(self, report: Report) -> None:
-        if self._peers is not None and report.finding is not None:
-            self._peers.publish(report.finding)
-
-    def _settle(self, report: Report) -> Origin | None:
-        return None if self._peers is None else self._peers.settle(report.finding)
-
-    def _write_frames(self, name: str) -> Report:
-        """The latest frames, of a rank that has found nothing itself; also called while this thread is held up."""
+    def _last_frames(self) -> Report:
+        """Of a rank that has found nothing itself; also called while this thread is held up."""
         frames = tuple(frame.to_frame() for frame in self._recorder.frames())
-        report = Report(frames[-self._options.max_frames :], None, self.batch, _rank())
-        self._closer_look.write_frames(report, name)
-        return report
-
-    def _awaits_batch_start(self) -> bool:
-        return self._closer_look.keeps_start or self._peers is not None
+        return Report(frames[-self._options.max_frames :], None, self.batch, _rank())
 
     def _awaits_batch_end(self) -> bool:
         return (
-            self._closer_look.keeps_start
-            or self._peers is not None
+            self._response.awaits_batches
             or self._outlook.awaits_batches
             or self._run_is_open
             or self._tracer is not None
             or self._options.abort_after_batch is not None
         )
-
-    def _acts_on_reports(self) -> bool:
-        return self._options.on_nonfinite == "raise" or callable(self._options.on_nonfinite)
 
     def _report_fault(self, frame: FrameRows, caller: str | None, given: list[Record]) -> Report:
         frames = tuple(frame.to_frame() for frame in self._recorder.frames())
@@ -425,23 +380,15 @@ class Watch:
 
     def _act(self, *, inside: bool = False) -> None:
         report, self._untold = self._untold, None
-        if report is None or not self._acts_on_reports():
-            return
-        if callable(self._options.on_nonfinite):
-            self._options.on_nonfinite(self._look_closer(report))
-        elif inside:
-            error = self._raised[threading.get_ident()] = NonFiniteError(report)
-            raise error
-        else:
-            closer = self._look_closer(report)
-            raise NonFiniteError(closer, self._settle(closer))
+        if report is not None:
+            self._response.act(report, self._look_closer, inside=inside)
 
     def _look_closer(self, report: Report) -> Report:
         # Of faulty batches in a row the first tells most.
         if report is not self._failure and self._options.on_nonfinite != "raise":
             return report
         # Of a batch that was left, what a second run needs is gone, and perhaps the weights have moved on.
-        closer = self._closer_look.at(report, is_late=report.batch in self._left)
+        closer = self._response.look_closer(report, is_late=report.batch in self._left)
         if self._failure is report:
             self._failure = closer
         return closer
