@@ -32,7 +32,8 @@ SLOW = ("transformers", "detect-anomaly")
 class Ways:
     """The ways of these names on `model`, and the plain one; `by_name` has a context for each.
 
-    `timed` is a second watch as "nanwatch" has it, that measures its own time; None unless "nanwatch" is among them.
+    `timed` is a watch that measures its own time, None unless "nanwatch" is among them. It makes no forecasts: those
+    look at each of the first 64 batches, which is more batches than are timed here, and then at one in 16.
     `folder` is where the trace goes.
     """
 
@@ -44,7 +45,7 @@ class Ways:
         self.by_name: dict[str, Way] = {"plain": contextlib.nullcontext}
         if "nanwatch" in names:
             self.by_name["nanwatch"] = self._watching()
-            self.by_name["timed"] = self._watching(_measure_time=True)
+            self.by_name["timed"] = self._watching(_measure_time=True, forecast=False)
             self.timed = self._watches[-1]
         if "forecast-off" in names:
             self.by_name["forecast-off"] = self._watching(forecast=False)

@@ -225,3 +225,15 @@ def test_healthy_trainings_are_silent() -> None:
     """Fifty that learn a sum, at learning rates from slow to fast."""
     for seed in range(50):
         assert trained(seed, [1e-4, 1e-3, 3e-3, 1e-2, 3e-2][seed % 5], 300, diverges=False) == ([], None)
+
+
+def test_a_fast_fall_of_one_tensor_takes_no_points_from_the_others():
+    """Two modules that fall alike, one a little faster: both are foretold, in the same batch."""
+    forecaster = Forecaster()
+    told: list[str] = []
+    for batch in range(30):
+        for module, step in (("a", 0.4), ("b", 0.39)):
+            row = ("output", "output", (4,), "float16", 0.1, 65504 / 2 ** (15 - step * batch), True, None, "")
+            forecaster.add(FrameRows(batch, module, "Linear", [row]))
+        told += [one.module for one in forecaster.end(batch)]
+    assert told == ["a", "b"]

@@ -9,14 +9,15 @@ neither.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite, log2, sqrt
+from functools import cache
+from math import inf, log2, sqrt
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from .frame import FrameRows
-from .headroom import NEAR_FACTOR, headroom_bits
-from .record import Row, to_record
+from .headroom import NEAR_FACTOR, limits
+from .record import is_excused
 from .text import module_name
 
 _Key: TypeAlias = tuple[str, str, str]  # module, label, dtype
@@ -90,7 +91,7 @@ class _Track:
 
     def end(self) -> tuple[float, float, float, float] | None:
         """`(bits now, bits per batch, batches left, give or take)` of a fall that is sure; None of any other."""
-        if len(self.bits) < _LEAST_POINTS or self.bits[-1] > _NEAR_BITS:
+        if len(self.bits) < _LEAST_POINTS:
             return None
         x, y = np.array(self.batches, float), np.array(self.bits)
         if (end := _end(x[-_FITTED:], y[-_FITTED:])) is not None:
@@ -134,6 +135,13 @@ def _end(x: _Points, y: _Points, straight: float = 0.0) -> tuple[float, float, f
     return now, steepest, left, max(sooner, later) + bend + float(x[-1] - x[-2])
 
 
+@cache
+def _end_bits(dtype: str) -> float | None:
+    """log2 of the largest finite number of the format; None for what is none."""
+    ends = limits(dtype)
+    return None if ends is None else log2(ends.largest)
+
+
 def _pairs(points: list[float]) -> list[float]:
     """The mean of every two."""
     return [(a + b) / 2 for a, b in zip(points[::2], points[1::2], strict=True)]
@@ -149,7 +157,7 @@ class Forecaster:
     def __init__(self) -> None:
         self._tracks: dict[_Key, _Track] = {}
         self._batch = -1
-        self._largest: dict[_Key, Row] = {}
+        self._largest: dict[_Key, float] = {}
         self._next = 0
         self._pause = 1
         self._told: dict[str, int] = {}
@@ -165,27 +173,33 @@ class Forecaster:
         """
         if frame.batch != self._batch:
             self._batch, self._largest = frame.batch, {}
-        for row in frame.rows:
-            if row[5] and row[6] and row[1] != "input":
-                key = (frame.name, row[0], row[3])
-                largest = self._largest.get(key)
-                if largest is None or row[5] > (largest[5] or 0.0):
-                    self._largest[key] = row
+        name, largest = frame.name, self._largest
+        for label, role, _, dtype, _, abs_max, is_finite, _, note in frame.rows:
+            if abs_max and is_finite and role != "input" and not (note and is_excused(note)):
+                key = (name, label, dtype)
+                if abs_max > largest.get(key, 0.0):
+                    largest[key] = abs_max
 
     def end(self, batch: int) -> list[Forecast]:
         """The batch is done: what is new to say, at most once a module in 1,000 batches."""
         largest, self._largest = self._largest, {}
         is_fast = False
         found = []
-        for key, row in largest.items():
-            bits = headroom_bits(to_record(row))
-            if bits is None or not isfinite(bits):
+        for key, abs_max in largest.items():
+            end_bits = _end_bits(key[2])
+            if end_bits is None or abs_max == inf:
                 continue
-            track = self._tracks.setdefault(key, _Track())
-            if track.batches and track.batches[-1] >= batch:
+            bits = end_bits - log2(abs_max)
+            track = self._tracks.get(key)
+            if track is None:
+                track = self._tracks[key] = _Track()
+            elif track.batches[-1] >= batch:
                 continue  # another thread's batch was quicker
-            is_fast = is_fast or (track.add(batch, bits) > _FAST_BITS and bits < 2 * _NEAR_BITS)
-            if batch - self._told.get(key[0], -_SILENCE) >= _SILENCE and (end := track.end()) is not None:
+            lost = track.add(batch, bits)
+            is_fast |= lost > _FAST_BITS and bits < 2 * _NEAR_BITS
+            if bits > _NEAR_BITS or batch - self._told.get(key[0], -_SILENCE) < _SILENCE:
+                continue
+            if (end := track.end()) is not None:
                 now, slope, left, margin = end
                 self._told[key[0]] = batch
                 found.append(Forecast(*key, now, -100 * slope, round(batch + left), max(1, round(margin))))

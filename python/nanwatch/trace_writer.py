@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 # Written anew with every flush: 128 Ki rows took 0.15 s and 0.5 MB.
 PART_ROWS = 131_072
-# What is not yet on disk after a kill: so many seconds. Writing takes at most a twentieth of this thread's time.
+# What is not yet on disk after a kill: so many seconds. Writing takes at most a fiftieth of the time of a core.
 FLUSH_SECONDS = 10.0
 _LEAST_SECONDS = 1.0
-_SHARE = 20
+_SHARE = 50
 # Rows that may wait for the disk; a row takes 440 bytes.
 MAX_WAITING_ROWS = 262_144
 CLOSE_SECONDS = 10.0
