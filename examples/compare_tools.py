@@ -47,7 +47,7 @@ except ImportError as error:
     ) from error
 
 MAX_STEPS = 50
-LEARNING_RATE = 30.0
+LEARNING_RATES = {16: 30.0, 512: 100.0}  # by width: with much less nothing overflows
 ROWS = 128
 
 
@@ -190,7 +190,7 @@ def said_by(run: Callable[[], None]) -> dict[str, Any]:
 
 def failing_run(tool: Tool, size: tuple[int, int]) -> tuple[dict[str, Any], int]:
     """What the tool says of the training that overflows, and the step at which it stopped it."""
-    training = Training(*size, LEARNING_RATE)
+    training = Training(*size, LEARNING_RATES[size[0]])
     steps = 0
 
     def run() -> None:
@@ -212,7 +212,7 @@ def failing_run(tool: Tool, size: tuple[int, int]) -> tuple[dict[str, Any], int]
 
 def first_bad_step(size: tuple[int, int]) -> int:
     """The step whose forward is the first to make a value that is not finite, by the loss alone."""
-    training = Training(*size, LEARNING_RATE)
+    training = Training(*size, LEARNING_RATES[size[0]])
     for step in range(MAX_STEPS):
         if not training.loss().isfinite():
             return step
@@ -326,7 +326,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name, tool in TOOLS.items():
         said, steps = failing_run(tool, size)
         found[name] = said | {"stopped_at_step": steps if said["raised"] else None}
-    module = LitTraining(Training(*size, LEARNING_RATE))
+    module = LitTraining(Training(*size, LEARNING_RATES[size[0]]))
     said = said_by(lambda: fit(module, MAX_STEPS, detect_anomaly=True))
     found["lightning detect_anomaly"] = said | {
         "stopped_at_step": len(module.started) - 1 if said["raised"] else None
