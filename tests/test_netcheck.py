@@ -221,6 +221,27 @@ def test_a_native_call_that_hangs_with_the_interpreter_lock_is_ended_too():
     assert done.stdout == ""
 
 
+_NEWS = """
+from nanwatch.netcheck import guard
+clock = guard.Guard(20.0, lambda trouble: print(trouble, flush=True))
+with clock.step("links"):
+    clock.hear("rank 1 failed first, in the step links", True)
+    raise guard.{error}("rank 1 at 10.77.1.2: no answer")
+"""
+
+
+@pytest.mark.parametrize(("error", "follows"), [("LinkError", False), ("StepError", True)])
+def test_a_link_that_is_broken_is_no_consequence_of_earlier_news(error, follows):
+    """Of two ranks that cannot reach each other both are broken, whichever was first to tell."""
+    script = _NEWS.format(error=error)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 1
+    assert f"follows={follows}" in done.stdout
+    assert "no answer; rank 1 failed first" in done.stdout
+
+
 def test_without_a_launcher_it_says_how_to_start_it():
     """Status 2, and torchrun's command line."""
     done = subprocess.run(

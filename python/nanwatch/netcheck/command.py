@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import links, steps, words
-from .guard import GRACE, Guard, StepError, Trouble
+from .guard import GRACE, Guard, LinkError, StepError, Trouble
 from .links import Listener
 from .meeting import Arrival, Meeting, Verdict, reach
 from .place import Place, PlaceError
@@ -264,7 +264,7 @@ class _Check:
         """With the neighbours that cannot be reached any more: a backend seldom says which rank it waited for."""
         try:
             links.connect(self._peers, self._place.master_addr, _LOOK_AROUND)
-        except StepError as error:
+        except LinkError as error:
             return replace(trouble, why=f"{trouble.why}; {error}")
         return trouble
 

@@ -31,6 +31,13 @@ class StepError(RuntimeError):
     """A step failed; the text says how."""
 
 
+class LinkError(StepError):
+    """Of ranks that this one cannot reach: its own trouble, also when another rank has failed before.
+
+    A rank that has told of its failure still answers while the others end.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class Trouble:
     """The step that failed and why, in words; `follows` when it only waited for a rank that had failed before."""
@@ -79,7 +86,7 @@ class Guard:
         try:
             yield
         except Exception as error:
-            self.fail(_words(error))
+            self.fail(_words(error), is_own=isinstance(error, LinkError))
 
     def tick(self, detail: str) -> None:
         """The step goes on with its next part, named by `detail`: the clock starts anew."""
@@ -92,10 +99,10 @@ class Guard:
         if self._news is None:
             self._news = (time.monotonic(), news, follows)
 
-    def fail(self, why: str) -> None:
-        """End the process with the trouble; does not return."""
+    def fail(self, why: str, *, is_own: bool = False) -> None:
+        """End the process with the trouble; does not return. It follows from news of another's, unless it `is_own`."""
         if self._ending.acquire(blocking=False):
-            follows = self._news is not None and self._news[2]
+            follows = self._news is not None and self._news[2] and not is_own
             if self._news is not None and self._news[1] not in why:
                 why = f"{why}; {self._news[1]}"
             if self.detail:

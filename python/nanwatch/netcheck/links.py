@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from .guard import StepError
+from .guard import LinkError
 from .meeting import Arrival
 
 _BYTES = 65536
@@ -59,7 +59,7 @@ class Listener:
 
 
 def connect(peers: Sequence[Arrival], master: str, patience: float) -> None:
-    """Connect to all peers at once, for so many seconds. Raises StepError that names each that did not answer."""
+    """Connect to all peers at once, for so many seconds. Raises LinkError that names each that did not answer."""
 
     def attempt(peer: Arrival) -> str:
         return _attempt(peer, peer.address or master, patience)
@@ -68,7 +68,7 @@ def connect(peers: Sequence[Arrival], master: str, patience: float) -> None:
         failures = [why for why in pool.map(attempt, peers) if why]
     if failures:
         more = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
-        raise StepError("; ".join(failures[:4]) + more)
+        raise LinkError("; ".join(failures[:4]) + more)
 
 
 def _attempt(peer: Arrival, address: str, patience: float) -> str:
