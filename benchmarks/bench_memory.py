@@ -1,6 +1,6 @@
 """What watching costs in memory: the peak of training steps of the models of bench_step.py, watched and not.
 
-    python benchmarks/bench_memory.py [--only gpt2] [--rounds 3] [--json FILE]
+    python benchmarks/bench_memory.py [--only gpt-2] [--rounds 3] [--json FILE]
 
 Each run is a process of its own, plain and watched in turn: a process that had both would keep the larger peak. The
 peak is what the system counts (resident size); the heap is what is in use of it after the last step, by mallinfo2.

@@ -1,6 +1,6 @@
 """What watching costs a whole step: forwards, one-token decodes and training steps of real architectures.
 
-    python benchmarks/bench_step.py [--quick] [--only gpt-2] [--ways nanwatch trace] [--json FILE]
+    python benchmarks/bench_step.py [--quick] [--only gpt-2] [--steps training] [--ways nanwatch trace] [--json FILE]
 
 The same model runs in several ways in turn, a round each: plain, with nanwatch.watch, with the transformers class, with
 an empty forward hook on every module (what PyTorch's own hook machinery costs), watched without forecasts, watched
@@ -20,6 +20,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +126,21 @@ def misses(step: str, row: dict[str, Any]) -> list[str]:
     return [what for what, missed in found.items() if missed]
 
 
+def ratio_cell(way: str, digits: int = 3) -> Callable[[dict[str, Any]], str]:
+    return lambda row: f"{row[f'ratio_{key(way)}']:.{digits}f}"
+
+
 # Heading, and how a row fills it; "-" where it has not what that takes.
-COLUMNS: dict[str, Any] = {
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step": lambda row: f"{row['model']}, {row['step']}",
     "plain": lambda row: duration(row["plain_s"]),
-    "nanwatch": lambda row: f"{row['ratio_nanwatch']:.3f}",
-    "no forecast": lambda row: f"{row['ratio_forecast_off']:.3f}",
-    "trace": lambda row: f"{row['ratio_trace']:.3f}",
-    "gradients": lambda row: f"{row['ratio_gradients']:.3f}",
-    "anomaly": lambda row: f"{row['ratio_detect_anomaly']:.2f}",
-    "transf.": lambda row: f"{row['ratio_transformers']:.2f}",
-    "hooks": lambda row: f"{row['ratio_hooks']:.3f}",
+    "nanwatch": ratio_cell("nanwatch"),
+    "no forecast": ratio_cell("forecast-off"),
+    "trace": ratio_cell("trace"),
+    "gradients": ratio_cell("gradients"),
+    "anomaly": ratio_cell("detect-anomaly", 2),
+    "transf.": ratio_cell("transformers", 2),
+    "hooks": ratio_cell("hooks"),
     "own": lambda row: f"{row['own_share']:.2%}",
     "floor": lambda row: f"{row['floor_s'] / row['plain_s']:.2%}",
     "read": lambda row: f"{row['tensors_read']:.0f}/{row['tensors']:.0f}",
@@ -147,7 +152,7 @@ COLUMNS: dict[str, Any] = {
 
 def cell(row: dict[str, Any], heading: str) -> str:
     try:
-        return str(COLUMNS[heading](row))
+        return COLUMNS[heading](row)
     except KeyError:
         return "-"
 

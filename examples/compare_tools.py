@@ -129,6 +129,10 @@ def debug_mode(model: nn.Module) -> Iterator[None]:
         )
 
 
+def bare(model: nn.Module) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 Tool = Callable[[nn.Module], AbstractContextManager[Any]]
 TOOLS: dict[str, Tool] = {
     "nanwatch": lambda model: nanwatch.watch(model),
@@ -191,23 +195,18 @@ def said_by(run: Callable[[], None]) -> dict[str, Any]:
 def failing_run(tool: Tool, size: tuple[int, int]) -> tuple[dict[str, Any], int]:
     """What the tool says of the training that overflows, and the step at which it stopped it."""
     training = Training(*size, LEARNING_RATES[size[0]])
+    # Once for all steps, but around each of them where the log of a whole training would not fit in memory.
+    for_all, for_each = (bare, tool) if tool is debug_mode else (tool, bare)
     steps = 0
 
     def run() -> None:
         nonlocal steps
-        # Around each step, as DebugMode's log of a whole training would not fit in memory; nanwatch once for all.
-        for steps in range(MAX_STEPS):  # noqa: B007
-            with tool(training.model):
-                training.step()
-
-    def watched() -> None:
-        nonlocal steps
-        with tool(training.model):
+        with for_all(training.model):
             for steps in range(MAX_STEPS):  # noqa: B007
-                training.step()
+                with for_each(training.model):
+                    training.step()
 
-    said = said_by(run if tool is debug_mode else watched)
-    return said, steps
+    return said_by(run), steps
 
 
 def first_bad_step(size: tuple[int, int]) -> int:
@@ -223,7 +222,6 @@ def first_bad_step(size: tuple[int, int]) -> int:
 def cost(size: tuple[int, int], rounds: int) -> dict[str, float]:
     """The median over rounds of a step's time over that of the bare step in the same round."""
     training = Training(*size, 0.0)
-    bare: Tool = lambda model: contextlib.nullcontext()  # noqa: E731
     tools = {"bare": bare, **TOOLS}
     ratios: dict[str, list[float]] = {name: [] for name in TOOLS}
     training.step()

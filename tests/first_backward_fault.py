@@ -9,13 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-
-class Stopped(Exception):
-    """A node gave a gradient that is not finite. `.fault` says which."""
-
-    def __init__(self, fault: BackwardFault) -> None:
-        super().__init__(fault)
-        self.fault = fault
+from first_fault import Stopped, stopped_at
 
 
 class BackwardFault(NamedTuple):
@@ -55,14 +49,7 @@ def first_backward_fault(model: nn.Module, train: Callable[[], Any]) -> Backward
 
     handles = [module.register_forward_pre_hook(begins) for module in names]
     handles += [module.register_forward_hook(ends, with_kwargs=True) for module in names]
-    try:
-        train()
-    except Stopped as stopped:
-        return stopped.fault
-    finally:
-        for handle in handles:
-            handle.remove()
-    raise AssertionError("no backward overflowed")
+    return stopped_at(train, handles)
 
 
 def _looker(node: Any, batch: int) -> Callable[..., None]:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 
 class Stopped(Exception):
-    """A hook saw a non-finite output. `.name` is the module's."""
+    """A hook saw what is not finite. `.fault` says where."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
+    def __init__(self, fault: Any) -> None:
+        super().__init__(fault)
+        self.fault = fault
+
+
+def stopped_at(train: Callable[[], Any], handles: Iterable[RemovableHandle]) -> Any:
+    """The fault at which the hooks of these handles stop `train()`; they are removed."""
+    try:
+        train()
+    except Stopped as stopped:
+        return stopped.fault
+    finally:
+        for handle in handles:
+            handle.remove()
+    raise AssertionError("nothing overflowed")
 
 
 def first_fault(model: nn.Module, train: Callable[[], Any]) -> str:
@@ -30,12 +43,4 @@ def first_fault(model: nn.Module, train: Callable[[], Any]) -> str:
             raise Stopped(names[module])
 
     names = {module: name for name, module in model.named_modules()}
-    handles = [module.register_forward_hook(hook) for module in names]
-    try:
-        train()
-    except Stopped as stopped:
-        return stopped.name
-    finally:
-        for handle in handles:
-            handle.remove()
-    raise AssertionError("nothing overflowed")
+    return stopped_at(train, [module.register_forward_hook(hook) for module in names])

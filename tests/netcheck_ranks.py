@@ -1,4 +1,4 @@
-"""Ranks of netcheck as processes, and what they print taken apart."""
+"""Ranks as processes; those of netcheck, and what they print taken apart."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import nanwatch
@@ -35,6 +36,31 @@ def environment(**changes: str) -> dict[str, str]:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+def run_ranks(
+    world_size: int, command: Sequence[str], seconds: float
+) -> list[subprocess.CompletedProcess[str]]:
+    """Python with this command, a process a rank and no launcher; what each of them left when all had ended."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=environment(RANK=str(rank), WORLD_SIZE=str(world_size)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        said = [rank.communicate(timeout=seconds) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [
+        subprocess.CompletedProcess(rank.args, rank.returncode, *one)
+        for rank, one in zip(ranks, said, strict=True)
+    ]
 
 
 class Ranks:

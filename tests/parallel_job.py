@@ -1,197 +1,37 @@
 """One rank of a job in which many kinds of parallel training run one after the other, each unwatched and watched.
 
-`python parallel_job.py STORE RANK WORLD_SIZE SCENARIO...` prints a JSON object: what each scenario saw, or the
+`RANK=0 WORLD_SIZE=2 python parallel_job.py STORE SCENARIO...` prints a JSON object: what each scenario saw, or the
 traceback that ended it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import nanwatch
 from nanwatch.placement import read_placement
-from nanwatch.report import Report
 from nanwatch.shard import shard_note
+from parallel_models import Block, Net, WithStatistics, mesh_of, shard, shard_each_layer, split
+from parallel_training import Trained, compare, data, difference, local, same_data, start_watch, train
 
 INF = float("inf")
-Parallelize = Callable[[nn.Module], nn.Module]
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {}
 
 
 def scenario(function: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
     SCENARIOS[function.__name__] = function
     return function
-
-
-class Block(nn.Module):
-    """A norm and two layers, and a residual sum."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Two blocks and a head."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class WithStatistics(nn.Module):
-    """Has running statistics, which DistributedDataParallel broadcasts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.net(x))
-
-
-NAMES = sorted(
-    [f"blocks.{i}{part}" for i in range(2) for part in ("", ".norm", ".up", ".down")] + ["head", ""]
-)
-
-
-# What is compared
-
-
-class Counted:
-    """What was sent: by the backend's own count of collectives, and by the profiler, which sees what is behind it.
-
-    The sequence number of a gloo group goes up with each collective, whoever issues it, also the reducer in C++. The
-    profiler names them, and the sends and receives between two ranks.
-    """
-
-    def __init__(self) -> None:
-        self.collectives: list[int] = []
-        self.events: Counter[str] = Counter()
-
-
-def sequence_numbers() -> list[int]:
-    groups = dist.distributed_c10d._world.pg_map
-    return [group._get_sequence_number_for_group() for group in groups]
-
-
-@contextmanager
-def counting() -> Iterator[Counted]:
-    counted = Counted()
-    before = sequence_numbers()
-    with torch.profiler.profile() as profile:
-        yield counted
-    counted.collectives = [now - then for now, then in zip(sequence_numbers(), before, strict=True)]
-    for event in profile.events():
-        if event.name.startswith(("gloo:", "c10d::")):
-            counted.events[event.name] += 1
-
-
-def local(x: Any) -> Tensor:
-    return (x.to_local() if hasattr(x, "to_local") else x).detach().clone()
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
-
-
-def equal_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return list(a) == list(b) and all(
-        a[name].shape == b[name].shape and torch.equal(bits(a[name]), bits(b[name])) for name in a
-    )
-
-
-def data(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(4, 8, generator=generator)
-
-
-def same_data(step: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-
-
-def train(
-    build: Callable[[], nn.Module],
-    parallelize: Parallelize,
-    when: str,
-    give: Callable[[int], Tensor] = data,
-    **options: Any,
-) -> tuple[dict[str, Tensor], Counted, nanwatch.Watch | None]:
-    """Three steps. `when` is "never", or when to watch: "before" or "after" the model is made parallel."""
-    torch.manual_seed(0)
-    model = build()
-    options = {"max_frames": 10_000, "on_nonfinite": "record", "_verify_hits": True, **options}
-    watch = nanwatch.watch(model, **options) if when == "before" else None
-    model = parallelize(model)
-    if when == "after":
-        watch = nanwatch.watch(model, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    with counting() as counted:
-        for step in range(3):
-            model(give(step)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    if watch is not None:
-        watch.stop()
-    kept = {name: local(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
-    return kept, counted, watch
-
-
-def compare(
-    build: Callable[[], nn.Module],
-    parallelize: Parallelize,
-    give: Callable[[int], Tensor] = data,
-    **options: Any,
-) -> dict[str, Any]:
-    plain, sent, _ = train(build, parallelize, "never", give)
-    seen: dict[str, Any] = {"collectives": sum(sent.collectives), "events": dict(sent.events)}
-    for when in ("before", "after"):
-        for gradients in (False, True):
-            weights, counted, watch = train(build, parallelize, when, give, gradients=gradients, **options)
-            assert watch is not None
-            report = watch.report()
-            seen[f"{when}, gradients={gradients}"] = {
-                "equal": equal_bits(plain, weights),
-                "more": [now - then for now, then in zip(counted.collectives, sent.collectives, strict=True)],
-                "same events": counted.events == sent.events,
-                "batches": watch.batch,
-                "stale": watch.counters.get("stale_hits", 0),
-                "finding": report.finding is not None,
-                "names": sorted({f.name for f in report.frames}),
-                "backward names": sorted({f.name for f in report.frames if f.phase == "backward"}),
-                "notes": sorted({r.note for f in report.frames for r in f.records}),
-                "roles of shards": sorted({r.role for f in report.frames for r in f.records if r.is_shard}),
-                "mesh": report.mesh,
-                "rank": report.rank,
-                "same report": Report.from_json(report.to_json()) == report,
-            }
-    return seen
 
 
 # Data parallel
@@ -202,22 +42,8 @@ def ddp() -> dict[str, Any]:
     return compare(WithStatistics, nn.parallel.DistributedDataParallel)
 
 
-@cache
-def mesh_of(*names: str) -> Any:
-    """A mesh of all ranks, by two in its last dimension. Made once, as a mesh may make groups."""
-    size = dist.get_world_size()
-    shape = (size,) if len(names) == 1 else (size // 2, 2)
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
 def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = mesh_of("dp")
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-    return model
+    return shard(model, model.blocks, mesh_of("dp"), **options)
 
 
 @scenario
@@ -227,15 +53,7 @@ def fsdp2() -> dict[str, Any]:
 
 @scenario
 def fsdp2_each_layer() -> dict[str, Any]:
-    from torch.distributed.fsdp import fully_shard
-
-    def parallelize(model: nn.Module) -> nn.Module:
-        for module in reversed(list(model.modules())):
-            if not isinstance(module, nn.ModuleList):
-                fully_shard(module, mesh=mesh_of("dp"), reshard_after_forward=True)
-        return model
-
-    return compare(Net, parallelize)
+    return compare(Net, lambda model: shard_each_layer(model, mesh_of("dp"), reshard_after_forward=True))
 
 
 @scenario
@@ -295,15 +113,11 @@ def fsdp2_written() -> dict[str, Any]:
 @scenario
 def fsdp2_bad_gradient() -> dict[str, Any]:
     """The gradient of one weight overflows on one rank, where nothing else does: no rank takes the step."""
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     model = Net()
     with torch.no_grad():
         model.head.weight.mul_(1e-25)
-    for module in reversed(list(model.modules())):
-        if not isinstance(module, nn.ModuleList):
-            fully_shard(module, mesh=mesh_of("dp"))
+    shard_each_layer(model, mesh_of("dp"))
     is_guilty = dist.get_rank() == 1
     factor = 1.0
     model.head.register_forward_pre_hook(lambda _, args: (args[0].detach() * factor,))
@@ -334,16 +148,12 @@ def fsdp2_bad_gradient() -> dict[str, Any]:
 @scenario
 def strided() -> dict[str, Any]:
     """Weights that are tensor parallel first and sharded then: their blocks are where they are said to be."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = mesh_of("dp", "tp")
     seen = {}
     for width in (8, 5):
         model = Net(width)
-        split(model, mesh["tp"])
-        for module in reversed(list(model.modules())):
-            if not isinstance(module, nn.ModuleList):
-                fully_shard(module, mesh=mesh["dp"])
+        split(model.blocks, mesh["tp"])
+        shard_each_layer(model, mesh["dp"])
         for name, x in model.named_parameters():
             words = shard_note(x).removeprefix("local shard: ")
             placement = read_placement(words)
@@ -383,17 +193,11 @@ def fsdp1() -> dict[str, Any]:
 # Tensor parallel
 
 
-def split(model: nn.Module, mesh: Any) -> nn.Module:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-    return parallelize_module(model, mesh, plan)
-
-
 @scenario
 def tensor_parallel() -> dict[str, Any]:
     def parallelize(model: nn.Module) -> nn.Module:
-        return split(model, mesh_of("tp"))
+        split(model.blocks, mesh_of("tp"))
+        return model
 
     return compare(Net, parallelize, same_data)
 
@@ -427,14 +231,11 @@ def sequence_parallel() -> dict[str, Any]:
 @scenario
 def both() -> dict[str, Any]:
     """Sharded over one dimension of a mesh and tensor parallel over the other."""
-    from torch.distributed.fsdp import fully_shard
 
     def parallelize(model: nn.Module) -> nn.Module:
         mesh = mesh_of("dp", "tp")
-        split(model, mesh["tp"])
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh["dp"])
-        return model
+        split(model.blocks, mesh["tp"])
+        return shard(model, model.blocks, mesh["dp"])
 
     def give(step: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank() // 2)
@@ -446,12 +247,7 @@ def both() -> dict[str, Any]:
 @scenario
 def hybrid() -> dict[str, Any]:
     """Sharded over one dimension of a mesh, replicated over the other."""
-    from torch.distributed.fsdp import fully_shard
-
-    def parallelize(model: nn.Module) -> nn.Module:
-        return fully_shard(model, mesh=mesh_of("replica", "shard"))
-
-    return compare(Net, parallelize)
+    return compare(Net, lambda model: shard(model, (), mesh_of("replica", "shard")))
 
 
 # Pipeline parallel
@@ -463,52 +259,33 @@ def pipeline() -> dict[str, Any]:
 
     rank = dist.get_rank()
 
-    def run(when: str, **options: Any) -> tuple[dict[str, Tensor], Counted, nanwatch.Watch | None]:
+    def run(is_watched: bool, **options: Any) -> Trained:
         torch.manual_seed(0)
         net = Net()
         part = nn.Sequential(net.blocks[0]) if rank == 0 else nn.Sequential(net.blocks[1], net.head)
         stage = PipelineStage(part, rank, 2, torch.device("cpu"))
-        # Before the first batch the stage is called on memory that was never written.
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        torch.use_deterministic_algorithms(True)
         schedule = Schedule1F1B(
             stage, n_microbatches=2, loss_fn=lambda y, target: (y - target).square().sum()
         )
-        options = {"max_frames": 10_000, "on_nonfinite": "record", "_verify_hits": True, **options}
-        watch = nanwatch.watch(part, **options) if when == "after" else None
-        optimizer = torch.optim.AdamW(part.parameters(), lr=0.05)
-        with counting() as counted:
-            for step in range(3):
-                if rank == 0:
-                    schedule.step(same_data(step))
-                else:
-                    schedule.step(target=torch.ones(4, 3))
-                optimizer.step()
-                optimizer.zero_grad()
-        torch.use_deterministic_algorithms(False)
-        if watch is not None:
-            watch.stop()
-        return {name: local(x) for name, x in part.named_parameters()}, counted, watch
+        watch = start_watch(part, **options) if is_watched else None
 
-    plain, sent, _ = run("never")
-    seen: dict[str, Any] = {"events": dict(sent.events)}
+        def step(number: int) -> None:
+            if rank == 0:
+                schedule.step(same_data(number))
+            else:
+                schedule.step(target=torch.ones(4, 3))
+
+        # Before the first batch the stage is called on memory that was never written.
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.use_deterministic_algorithms(True)
+        trained = train(part, step, watch)
+        torch.use_deterministic_algorithms(False)
+        return trained
+
+    plain = run(False)
+    seen: dict[str, Any] = {"events": dict(plain.counted.events)}
     for gradients in (False, True):
-        weights, counted, watch = run("after", gradients=gradients)
-        assert watch is not None
-        report = watch.report()
-        seen[f"gradients={gradients}"] = {
-            "equal": equal_bits(plain, weights),
-            "more": [now - then for now, then in zip(counted.collectives, sent.collectives, strict=True)],
-            "same events": counted.events == sent.events,
-            "names": sorted({f.name for f in report.frames}),
-            "backward names": sorted({f.name for f in report.frames if f.phase == "backward"}),
-            "finding": report.finding is not None,
-            "read": sorted(
-                {r.isfinite for f in report.frames for r in f.records if r.role == "output"}, key=str
-            ),
-            "stale": watch.counters.get("stale_hits", 0),
-            "batches": watch.batch,
-        }
+        seen[f"gradients={gradients}"] = difference(plain, run(True, gradients=gradients))
     return seen
 
 
@@ -518,7 +295,7 @@ def pipeline() -> dict[str, Any]:
 @scenario
 def places() -> dict[str, Any]:
     """One bad element in each shard, of tensors that do and do not divide evenly: its place, and that by a gather."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     meshes = [mesh_of("dp")] + ([mesh_of("dp", "tp")] if dist.get_world_size() == 4 else [])
@@ -556,7 +333,6 @@ def places() -> dict[str, Any]:
                         "start by torch": list(start),
                         "says so": found is not None and f"{list(found)} of the whole" in report.to_text(),
                         "shape": list(record.shape or ()) == list(shape),
-                        "is a DTensor": isinstance(x, DTensor),
                     }
                 )
     return {"seen": seen}
@@ -564,10 +340,9 @@ def places() -> dict[str, Any]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    store, rank, size, *wanted = sys.argv[1:]
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, int(size)), rank=int(rank), world_size=int(size)
-    )
+    path, *wanted = sys.argv[1:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
     seen = {}
     for name in wanted:
         try:

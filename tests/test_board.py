@@ -11,15 +11,15 @@ import torch.distributed as dist
 
 from nanwatch.board import Board
 from nanwatch.sighting import Origin, Sighting
-from sightings import connect, finding
+from sightings import connect, finding, serve
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
 
 @pytest.fixture
 def server() -> Any:
-    """A store of its own, on a port that was free."""
-    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    """A store of its own."""
+    return serve()
 
 
 class Counting:

@@ -53,6 +53,23 @@ class Kept:
         return [batch for batch, _ in self.entries]
 
 
+class Entries(CallableSink):
+    """A sink that keeps the entries themselves."""
+
+    def __init__(self) -> None:
+        super().__init__(print)
+        self.entries: list[LogEntry] = []
+
+    def write(self, entry: LogEntry) -> None:
+        self.entries.append(entry)
+
+
+def frame(batch: int, name: str, high: float) -> FrameRows:
+    """A call whose output ends there, in float16."""
+    row = ("output", "output", (1,), "float16", 0.0, high, True, None, "")
+    return FrameRows(batch, name, "M", [row])  # type: ignore[list-item]
+
+
 def run(model: nn.Module, batches: int, x: torch.Tensor | None = None) -> None:
     with torch.no_grad():
         for _ in range(batches):
@@ -77,12 +94,22 @@ def test_one_in_so_many_batches_is_logged(forecast: bool) -> None:
         }
 
 
-def test_every_and_log_every_go_together() -> None:
-    """Only batches that are looked at can be logged."""
+@pytest.mark.parametrize("log_every", [5, 6, 7, 8])
+@pytest.mark.parametrize("forecast", [True, False])
+def test_every_and_log_every_go_together(log_every: int, forecast: bool) -> None:
+    """Only batches that are looked at can be logged, and the first of them that is due is."""
     kept, model = Kept(), mlp()
-    with nanwatch.watch(model, log_to=kept, log_every=5, every=4):
+    with nanwatch.watch(model, log_to=kept, log_every=log_every, every=4, forecast=forecast):
         run(model, 22)
     assert kept.batches == [0, 8, 16]
+
+
+def test_a_modulus_beyond_its_parts_does_not_end_the_log() -> None:
+    """Of a finite complex number whose modulus is inf there is no power of two, nor a headroom."""
+    kept, model = Kept(), nn.Sequential(Scale())
+    with nanwatch.watch(model, log_to=kept, log_every=1):
+        run(model, 2, torch.tensor([3e38 + 3e38j]))
+    assert kept.entries == [(0, {"nanwatch/is_finite": 1.0}), (1, {"nanwatch/is_finite": 1.0})]
 
 
 def test_forecasts_come_out_the_same_with_a_log() -> None:
@@ -267,23 +294,16 @@ def test_a_forked_child_logs_nothing() -> None:
 
 def test_a_large_model_has_curves_for_its_worst_modules() -> None:
     """Of 300 modules the 256 with the least room get a curve, and keep it when others have less."""
-    entries: list[LogEntry] = []
-
-    class Sink(CallableSink):
-        def write(self, entry: LogEntry) -> None:
-            entries.append(entry)
-
-    logged = Log(Sink(lambda *_: None), 1)
+    sink = Entries()
+    logged = Log(sink, 1)
     for batch, order in enumerate((1, -1)):
         for i in range(300):
-            high = 1.0 + i if order == 1 else 300.0 - i
-            row = ("output", "output", (1,), "float16", 0.0, high, True, None, "")
-            logged.add(FrameRows(batch, f"m{i}", "M", [row]))  # type: ignore[list-item]
+            logged.add(frame(batch, f"m{i}", 1.0 + i if order == 1 else 300.0 - i))
         logged.end(batch, [])
     expected = {f"nanwatch_headroom_bits/m{i}" for i in range(300 - 256, 300)}
-    for entry in entries:
+    for entry in sink.entries:
         assert {tag for tag in entry.scalars if tag.startswith("nanwatch_headroom_bits/")} == expected
-    assert [entry.texts["nanwatch/headroom_module"] for entry in entries] == [
+    assert [entry.texts["nanwatch/headroom_module"] for entry in sink.entries] == [
         "m299 output, float16",
         "m0 output, float16",
     ]
@@ -291,17 +311,11 @@ def test_a_large_model_has_curves_for_its_worst_modules() -> None:
 
 def test_a_batch_that_went_wrong_leaves_nothing_behind() -> None:
     """The frames that were taken before a fault are no part of the next entry."""
-    entries: list[LogEntry] = []
-
-    class Sink(CallableSink):
-        def write(self, entry: LogEntry) -> None:
-            entries.append(entry)
-
-    logged = Log(Sink(lambda *_: None), 1)
-    row = ("output", "output", (1,), "float16", 0.0, 60000.0, True, None, "")
-    logged.add(FrameRows(0, "m", "M", [row]))  # type: ignore[list-item]
+    sink = Entries()
+    logged = Log(sink, 1)
+    logged.add(frame(0, "m", 60000.0))
     logged.end(1, [Forecast("wo", "output", "float16", 1.9, 0.4, 5300, 600)])
-    (entry,) = entries
+    (entry,) = sink.entries
     assert "nanwatch/headroom_bits" not in entry.scalars
     assert entry.batch == 1
 

@@ -48,7 +48,7 @@ def test_the_headroom_is_that_of_the_frames(made: list[FrameRows]) -> None:
         name: bits for name, bits in by_module([one.to_frame() for one in made]).items() if isfinite(bits)
     }
     log = taken(made)
-    found = {name: bits for name, (bits, _, _) in log.headroom().items()}
+    found = {name: bits for name, (bits, _, _) in log.headroom.items()}
     assert found == expected
     assert list(found.values()) == sorted(expected.values())
     entry = log.entry(["a", "", "elsewhere"])
@@ -59,7 +59,7 @@ def test_the_headroom_is_that_of_the_frames(made: list[FrameRows]) -> None:
     assert entry.scalars["nanwatch/is_finite"] == 1.0
     assert all(map(isfinite, entry.scalars.values()))
     if expected:
-        name, (_, label, dtype) = next(iter(log.headroom().items()))
+        name, (_, label, dtype) = next(iter(log.headroom.items()))
         assert entry.texts["nanwatch/headroom_module"] == f"{name or '(root)'} {label}, {dtype}"
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import nanwatch
+from nanwatch import _command_run
 from nanwatch.log_entry import Histogram, LogEntry
-from toys import Scale, mlp
+from toys import Scale, breaks_its_log, mlp
 
 pytest.importorskip("tensorboard", reason="needs TensorBoard: pip install 'nanwatch[tensorboard]'")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -123,18 +124,21 @@ def test_a_writer_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest.
     """As a full disk makes it fail: TensorBoard's thread hands its error to the next call."""
     writer = SummaryWriter(str(tmp_path))
     monkeypatch.setattr(writer, "add_scalar", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    model = mlp()
-    with nanwatch.watch(model, log_to=writer, log_every=1):
-        with pytest.warns(RuntimeWarning, match="raised OSError: disk full"):
-            model(torch.ones(1, 3))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(torch.ones(1, 3))
+    breaks_its_log(writer, "raised OSError: disk full")
     writer.close()
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where a folder asks for a writer, and not before the watch would begin."""
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ImportError, match=r"pip install 'nanwatch\[tensorboard\]'"):
+    with pytest.raises(ImportError, match=r"`tensorboard`.*pip install 'nanwatch\[tensorboard\]'"):
         nanwatch.watch(mlp(), log_to=tmp_path)
+
+
+def test_a_script_does_not_start_without_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`nanwatch run --log-to` says on stderr what to install, with the status of options that make no sense."""
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert _command_run.main(["--log-to", str(tmp_path), __file__]) == 2
+    assert "nanwatch run: watch(log_to=<folder>) needs the package `tensorboard`" in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 import nanwatch
-from toys import Scale, mlp
+from toys import Scale, breaks_its_log, mlp
 from wandb_file import records
 
 
@@ -92,14 +91,8 @@ def test_the_module_stands_for_its_run_and_a_fault_outlives_it(run: Any, tmp_pat
 @pytest.mark.slow
 def test_a_run_that_is_over_is_one_warning(run: Any) -> None:
     """The training goes on after run.finish()."""
-    model = mlp()
     run.finish()
-    with nanwatch.watch(model, log_to=run, log_every=1):
-        with pytest.warns(RuntimeWarning, match="logs no more to log_to="):
-            model(torch.ones(1, 3))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(torch.ones(1, 3))
+    breaks_its_log(run, "logs no more to log_to=")
 
 
 def test_the_module_without_a_run_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,11 +100,8 @@ def test_the_module_without_a_run_is_one_warning(monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("wandb", reason="needs W&B: pip install 'nanwatch[wandb]'")
     import wandb
 
-    model = mlp()
     monkeypatch.setattr(wandb, "run", None)
-    words = r"has no run: call wandb.init\(\) before the first batch"
-    with nanwatch.watch(model, log_to=wandb), pytest.warns(RuntimeWarning, match=words):
-        model(torch.ones(1, 3))
+    breaks_its_log(wandb, r"has no run: call wandb.init\(\) before the first batch")
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,8 @@ def test_where_a_report_has_no_place_its_frames_are_counted(tmp_path):
 def test_headroom_is_that_of_each_rank(tmp_path):
     """One column a rank, the worst module of any rank first."""
     reports = [ran(0), ran(1, factor=1024.0)]
-    table = merge(written(tmp_path, *reports)).headroom()
+    merged = merge(written(tmp_path, *reports))
+    table = {name: merged.column(name) for name in merged.modules()}
     for rank, report in enumerate(reports):
         assert {name: row[rank] for name, row in table.items()} == headroom.by_module(report.frames)
     worst = [min(bits for bits in row if bits is not None) for row in table.values()]

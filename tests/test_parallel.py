@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from netcheck_ranks import environment
-from parallel_job import NAMES, SCENARIOS
+from netcheck_ranks import run_ranks
+from parallel_job import SCENARIOS
+from parallel_models import NAMES
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,27 +32,11 @@ OTHERS = {2: ["pipeline", "fsdp2_written", "fsdp2_bad_gradient", "places"], 4: [
 
 def run_job(folder: Path, size: int) -> list[dict[str, Any]]:
     """What each rank of one job saw in all scenarios."""
-    wanted = TRAINED[size] + OTHERS[size]
-    line = [sys.executable, str(_JOB), str(folder / f"store-{size}")]
-    ranks = [
-        subprocess.Popen(
-            [*line, str(rank), str(size), *wanted],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [rank.communicate(timeout=_SECONDS) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    command = [str(_JOB), str(folder / f"store-{size}"), *TRAINED[size], *OTHERS[size]]
     seen = []
-    for rank, (out, errors) in enumerate(said):
-        assert out.strip(), f"rank {rank} ended with {ranks[rank].returncode}: {errors[-2000:]}"
-        seen.append(json.loads(out.splitlines()[-1]))
+    for rank, done in enumerate(run_ranks(size, command, _SECONDS)):
+        assert done.stdout.strip(), f"rank {rank} ended with {done.returncode}: {done.stderr[-2000:]}"
+        seen.append(json.loads(done.stdout.splitlines()[-1]))
     return seen
 
 

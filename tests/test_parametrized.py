@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import nanwatch
-from nanwatch import NonFiniteError, Report, parametrized, watch
+from nanwatch import Finding, NonFiniteError, parametrized, watch
 from nanwatch.batch_start import BatchStart
 
 
@@ -34,37 +34,30 @@ def model(factor: float, *rest: nn.Module) -> nn.Sequential:
     return made
 
 
-def failed(net: nn.Module, *batches: Tensor, **options: Any) -> Report:
-    """The report of the error that the last of these batches raises, all of them in one block."""
+def failed(net: nn.Module, *batches: Tensor, **options: Any) -> Finding:
+    """The finding of the error that the last of these batches raises, all of them in one block."""
     with watch(net, **options), parametrize.cached():
         for x in batches[:-1]:
             net(x)
         with pytest.raises(NonFiniteError) as error:
             net(batches[-1])
-    return error.value.report
+    finding = error.value.report.finding
+    assert finding is not None
+    return finding
 
 
 def test_a_value_made_by_a_parametrization_comes_again() -> None:
     """What the failed batch itself has put into the cache is computed once more, and so is found."""
-    finding = failed(model(1e30, Times(1.0)), torch.full((2, 3), 1.0), torch.full((2, 3), 1e30)).finding
-    assert finding is not None
+    finding = failed(model(1e30, Times(1.0)), torch.full((2, 3), 1.0), torch.full((2, 3), 1e30))
     assert (finding.module, finding.operation, finding.transient) == ("0", "aten.mm.default", False)
-    finding = failed(
-        model(torch.finfo(torch.float32).max, Times(1.0)).double().float(), torch.ones(2, 3)
-    ).finding
-    assert finding is not None
+    failed(model(torch.finfo(torch.float32).max, Times(1.0)).double().float(), torch.ones(2, 3))
     net = model(1.0)
     with torch.no_grad():
         net[0].parametrizations.weight.original.fill_(3e38)
     net[0].parametrizations.weight[0].factor = 2.0
-    finding = failed(net, torch.ones(2, 3)).finding
-    assert finding is not None
-    assert (finding.module, finding.origin, finding.operation, finding.transient) == (
-        "0.parametrizations.weight.0",
-        "produced",
-        "aten.mul.Tensor",
-        False,
-    )
+    finding = failed(net, torch.ones(2, 3))
+    assert (finding.module, finding.origin) == ("0.parametrizations.weight.0", "produced")
+    assert (finding.operation, finding.transient) == ("aten.mul.Tensor", False)
 
 
 def test_the_second_run_has_the_weight_that_the_first_had() -> None:
@@ -106,8 +99,7 @@ def test_cures_are_tried_with_weights_of_their_own() -> None:
     """In float32 and bfloat16 the weight is computed anew; each cure is true when a user applies it in such a block."""
     net = model(30000.0, Times(1e-3)).half()
     x = torch.full((2, 3), 10.0).half()
-    finding = failed(net, torch.full((2, 3), 0.1).half(), x).finding
-    assert finding is not None
+    finding = failed(net, torch.full((2, 3), 0.1).half(), x)
     assert finding.remarks == ()
     assert [(cure.what.split(",")[0], cure.works) for cure in finding.cures] == [
         ("run `0` in float32", False),
@@ -139,8 +131,7 @@ def test_the_capsule_replays(tmp_path: Path) -> None:
     """It holds the weight that the parametrization is given, and fails as the call did."""
     pytest.importorskip("safetensors")
     net = model(1e30)
-    finding = failed(net, torch.ones(2, 3), torch.full((2, 3), 1e30), output_dir=tmp_path).finding
-    assert finding is not None
+    failed(net, torch.ones(2, 3), torch.full((2, 3), 1e30), output_dir=tmp_path)
     replayed = nanwatch.replay(tmp_path / "batch-1" / "capsule", model(1e30)).finding
     assert replayed is not None
     assert (replayed.module, replayed.label, replayed.value) == ("0", "output", "inf")

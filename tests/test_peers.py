@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
@@ -18,12 +19,16 @@ import torch.distributed as dist
 from torch import nn
 
 import nanwatch
+from nanwatch import peers, verdict
+from nanwatch.board import Board, attempt
 from nanwatch.merge import merge
 from nanwatch.peers import Peers
+from nanwatch.sighting import Sighting
 from nanwatch.verdict import PeerNonFiniteError
-from netcheck_ranks import environment, free_port
+from netcheck_ranks import environment, free_port, run_ranks
+from sightings import connect, finding, serve
 
-_SCRIPT = Path(__file__).parent / "scripts" / "rank_scenarios.py"
+_SCRIPT = Path(__file__).with_name("rank_scenarios.py")
 _GUILTY = re.compile(
     r"first seen in `\S+` of (\S+) \(\w+\) in batch \d+ on (?:rank (\d+)|(?:all )?(\d+) ranks)"
 )
@@ -54,6 +59,10 @@ def random_scenarios(ways: tuple[str, ...], world_size: int, count: int, seed: i
     return found
 
 
+def told_by(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
 def run(scenarios: list[dict[str, Any]], world_size: int, folder: Path) -> list[dict[str, Any]]:
     """What the ranks print, under torchrun."""
     given = folder / "scenarios.json"
@@ -67,7 +76,7 @@ def run(scenarios: list[dict[str, Any]], world_size: int, folder: Path) -> list[
         timeout=60 + 30 * len(scenarios),
     )
     assert done.returncode == int(bool(scenarios[-1].get("exits"))), done.stderr[-3000:]
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    told = told_by(done)
     assert told, done.stderr[-3000:]
     return told
 
@@ -132,29 +141,13 @@ def test_a_rank_that_is_killed_once_it_has_told_is_still_the_origin(tmp_path):
     played = scenario("ddp", "module", 1, exits=True, dies=True)
     given = tmp_path / "scenarios.json"
     given.write_text(json.dumps([played]))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(_SCRIPT), str(given), str(tmp_path)],
-            env=environment(RANK=str(rank), WORLD_SIZE="3"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        ended = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    ranks = run_ranks(3, [str(_SCRIPT), str(given), str(tmp_path)], 120)
     assert ranks[1].returncode == -signal.SIGKILL
-    for rank in (0, 2):
-        told = [json.loads(line) for line in ended[rank][0].splitlines() if line.startswith("{")]
-        assert [one["error"] for one in told if "error" in one] == ["PeerNonFiniteError"], ended[rank][1][
-            -2000:
-        ]
+    for done in (ranks[0], ranks[2]):
+        told = told_by(done)
+        assert [one["error"] for one in told if "error" in one] == ["PeerNonFiniteError"], done.stderr[-2000:]
         assert told[-1]["origin"][:2] == [1, "1.down"]
-        assert ranks[rank].returncode == 1
+        assert done.returncode == 1
 
 
 def verdict_threads() -> int:
@@ -175,9 +168,6 @@ class Job:
     """A job of two as one of its ranks sees it: the other one is a Board on the same store."""
 
     def __init__(self, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        from nanwatch import peers, verdict
-        from sightings import connect
-
         self.server = server
         self.group = type("Group", (), {})()
         monkeypatch.setattr(peers, "_group", lambda: self.group)
@@ -186,11 +176,6 @@ class Job:
 
     def other_fails(self) -> None:
         """Rank 1 has told and has had its say."""
-        from nanwatch import peers
-        from nanwatch.board import Board, attempt
-        from nanwatch.sighting import Sighting
-        from sightings import connect, finding
-
         store = dist.PrefixStore(
             f"nanwatch/verdict/{attempt({})}/{peers._job._num_verdicts}", connect(self.server)
         )
@@ -205,7 +190,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     """A job of two, rank 1 of which does what it is told."""
     for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    return Job(dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), monkeypatch)
+    return Job(serve(), monkeypatch)
 
 
 def until_told(model: nn.Module) -> None:
@@ -315,8 +300,6 @@ def test_a_watch_that_is_dropped_ends_its_thread(job):
     model(torch.ones(2, 4))
     assert verdict_threads() == 1
     del watch, model
-    import gc
-
     gc.collect()
     assert verdict_threads() == 0
 
@@ -324,14 +307,14 @@ def test_a_watch_that_is_dropped_ends_its_thread(job):
 def test_clocks_count_steps_and_batches_since(job):
     """So that a rank that validates in between counts like the others after its next step."""
     model = nn.Linear(4, 4)
-    peers = Peers(model, 10.0, lambda name: nanwatch.Report((), None, None))
+    mine = Peers(model, 10.0, lambda name: nanwatch.Report((), None, None))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     seen = []
     for batch, steps in enumerate((False, True, False, False, True, False)):
-        peers.batch_started(batch)
-        seen.append(peers._clock(batch))
+        mine.batch_started(batch)
+        seen.append(mine._clock(batch))
         if steps:
             optimizer.step()
-    peers.close()
+    mine.close()
     assert seen == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)]
-    assert [peers._clock(batch) for batch in (0, 3, 5)] == [(0, 0), (1, 1), (2, 0)]
+    assert [mine._clock(batch) for batch in (0, 3, 5)] == [(0, 0), (1, 1), (2, 0)]

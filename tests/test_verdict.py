@@ -24,15 +24,15 @@ from nanwatch import Finding
 from nanwatch.board import Board, attempt
 from nanwatch.sighting import Origin, Sighting
 from nanwatch.verdict import Verdict
-from sightings import connect, finding
+from sightings import connect, finding, serve
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
 
 @pytest.fixture
 def server() -> Any:
-    """A store of its own, on a port that was free."""
-    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    """A store of its own."""
+    return serve()
 
 
 @dataclass
@@ -200,7 +200,7 @@ def test_what_on_stuck_raises_is_a_warning_and_is_not_hidden(server):
 @pytest.mark.parametrize("is_connected", [True, False])
 def test_a_store_that_has_gone_leaves_a_rank_with_its_own_finding(is_connected):
     """The rank that held the store died: publish says so in time, settle names what is known, nothing is raised."""
-    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    server = serve()
     verdict = Verdict(connect(server), 1, 4, peer_timeout=3.0)
     if is_connected:
         time.sleep(1.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from nanwatch.errors import NonFiniteError
 from nanwatch.record import Record
 from nanwatch.report import Report
-from nanwatch.watch import Watch
+from nanwatch.watch import Watch, watch
 
 
 class Scale(nn.Module):
@@ -40,6 +41,17 @@ def mlp() -> nn.Sequential:
     """Two layers, the same weights each time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def breaks_its_log(target: Any, words: str) -> None:
+    """What is logged there fails: one warning in the first batch, none in the next, and the run goes on."""
+    model = mlp()
+    with watch(model, log_to=target, log_every=1):
+        with pytest.warns(RuntimeWarning, match=words):
+            model(torch.ones(1, 3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(torch.ones(1, 3))
 
 
 def fresh(x: Tensor) -> tuple[float, float]:

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
             json_file.open("a").close()
         if not is_module and not os.path.exists(target):
             raise ValueError(f"there is no script {target!r}; a module is run with -m")
-    except (TypeError, ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError, ImportError) as error:
         _tell(str(error))
         return _BAD_USE
     run = _Run(options, class_name)

@@ -132,13 +132,13 @@ class _Scene:
         steps: list[Examination] = []
         _run(roots, wanted, gradients, lambda node: _looker(node, steps))
         if steps:
-            self.found = replace(steps[0], **self._smaller_scale(roots, wanted, gradients))
+            self.found = self._with_smaller_scale(steps[0], roots, wanted, gradients)
             raise _Found
 
-    def _smaller_scale(
-        self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]
-    ) -> dict[str, Any]:
-        """What a smaller loss scale would do, as changes to the examination."""
+    def _with_smaller_scale(
+        self, found: Examination, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]
+    ) -> Examination:
+        """What was found, and what a smaller loss scale would do."""
 
         def backward(factor: float) -> list[Record]:
             made: list[Record] = []
@@ -149,11 +149,13 @@ class _Scene:
         try:
             cure = try_smaller(backward, given, self._loss_scale)
         except Exception as error:  # such as a function that cannot be run backward more often
-            return {"remarks": (f"could not try a smaller loss scale: {spell(error)}",)}
+            remark = f"could not try a smaller loss scale: {spell(error)}"
+            return replace(found, remarks=(*found.remarks, remark))
         if cure is None:
-            return {}
+            return found
         # What lies before the module gets gradients that are not there a second time.
-        return {"cures": (replace(cure, what=f"{cure.what}, tried on the backward of {self._module}"),)}
+        cure = replace(cure, what=f"{cure.what}, tried on the backward of {self._module}")
+        return replace(found, cures=(cure,))
 
 
 def _run(

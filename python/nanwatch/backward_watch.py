@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from .backward import Arrival, BackwardCall, find_in_backward
-from .finding import find, finding_of
-from .frame import Frame, FrameRows
+from .finding import Finding, find, finding_of
+from .frame import FrameRows
 from .observe import observe
 from .optimizer_guard import OptimizerGuard, SkippedStep, Weight
 from .optimizer_state import NAME, OptimizerState
@@ -115,22 +115,20 @@ class BackwardWatch:
         self,
         calls: list[BackwardCall],
         arrivals: list[Arrival],
-        before: tuple[Frame, ...],
         faulty: int | None,
     ) -> None:
-        """A backward went wrong. `before` are the frames that led to it; `faulty` is a batch whose failure is known."""
+        """A backward went wrong, and its frames are not yet kept. `faulty` is a batch whose failure is known."""
         calls = [BackwardCall(*call) for call in calls]
         fault = find_in_backward(calls, [Arrival(*one) for one in arrivals], rank=self._rank())
         # The gradients of a faulty forward are its consequence.
         if fault is None or self._guard is None or fault.finding.batch == faulty:
             return
-        frames = (*before, *(frame.to_frame() for frame in fault.frames))
         batch = fault.finding.batch
         # The frames of a backward are kept, and counted, once it has been told of.
         num_before, place = self._recorder.frames_of_batch(batch), fault.finding.sequence
         sequence = None if num_before is None or place is None else num_before + place
         finding = replace(fault.finding, sequence=sequence)
-        report = Report(frames[-self._options.max_frames :], finding, batch, self._rank())
+        report = self._report(finding, batch, fault.frames)
         bad = [(call.frame, row) for call in calls for row in call.frame.rows if is_fault(row)]
         self._guard.hold(report, {frame.batch for frame, _ in bad}, self._weights(bad))
 
@@ -162,8 +160,7 @@ class BackwardWatch:
         sequence = self._recorder.frames_of_batch(batch)
         finding = finding_of(frame, frame.records[0], "produced", None, self._rank(), sequence)
         remark = _REDUCED if frame.records[0].is_shard else _ADDED_UP
-        frames = (*(one.to_frame() for one in self._recorder.frames()), frame)[-self._options.max_frames :]
-        report = Report(frames, replace(finding, remarks=(remark,)), batch, self._rank())
+        report = self._report(replace(finding, remarks=(remark,)), batch, [bad[0][0]])
         self._guard.hold(report, {batch}, self._weights(bad))
 
     def _state_seen(self, rows: list[Row]) -> None:
@@ -173,7 +170,12 @@ class BackwardWatch:
         self._recorder.add_frame(batch, self._node, rows)
         if not any(map(is_fault, rows)):
             return
-        frames = tuple(frame.to_frame() for frame in self._recorder.frames())
         num_frames = self._recorder.frames_of_batch(batch)
-        finding = find(frames[-1:], rank=self._rank(), num_frames=num_frames)
-        self._act(Report(frames, finding, batch, self._rank()))
+        report = self._report(None, batch)
+        finding = find(report.frames[-1:], rank=self._rank(), num_frames=num_frames)
+        self._act(replace(report, finding=finding))
+
+    def _report(self, finding: Finding | None, batch: int, more: Iterable[FrameRows] = ()) -> Report:
+        """With the latest frames, and `more` that are not among them."""
+        frames = (*self._recorder.frames(), *more)[-self._options.max_frames :]
+        return Report(tuple(frame.to_frame() for frame in frames), finding, batch, self._rank())

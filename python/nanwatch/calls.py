@@ -49,7 +49,7 @@ class PythonWatchedCall:
         """Make the call that this stands before, and record it."""
         if is_compiling():
             return self.module._call_impl(*args, **kwargs)  # type: ignore[union-attr]
-        # As turn.calling_module, but in this frame: torch.compile, which skips this one, would follow a call of it.
+        # As StandIn.__call__, but in this frame: torch.compile, which skips this one, would follow a call of it.
         # So it would that of the property.
         caller = sys._getframe(1)
         own = self._module()

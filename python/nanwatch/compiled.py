@@ -42,15 +42,6 @@ def install() -> None:
         _forget_traces()
 
 
-def original_module(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile(module)` stands for; any other one itself."""
-    kind = type(model)
-    if (kind.__module__, kind.__name__) == ("torch._dynamo.eval_frame", "OptimizedModule"):
-        inner = model._modules["_orig_mod"]
-        return model if inner is None else inner
-    return model
-
-
 def _change_dynamo() -> None:
     try:
         _follow_watched_calls()

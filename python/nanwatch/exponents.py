@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import frexp
 
 import torch
 from torch import Tensor
 
 from . import _extension, _ops, _reference
-from .headroom import limits
+from .headroom import floor_log2, limits
 from .ranges import _dtype_name, _is_plain, _readable, _through_public, only_our_dispatch
 
 
@@ -94,11 +93,6 @@ class ExponentHistogram:
             self.num_posinf + other.num_posinf,
             self.num_neginf + other.num_neginf,
         )
-
-
-def floor_log2(value: float) -> int:
-    """The e of 2^e <= value < 2^(e+1), for a finite value above 0."""
-    return frexp(value)[1] - 1
 
 
 def exponent_histogram(x: Tensor) -> ExponentHistogram:

@@ -21,13 +21,15 @@ class FrameRing(deque[FrameRows]):
     def append(self, frame: FrameRows) -> None:
         """Keep the frame and count it."""
         super().append(frame)
-        if frame.batch not in self._counts and frame.batch <= self._forgotten:
-            return
-        self._counts[frame.batch] = self._counts.get(frame.batch, 0) + 1
-        if len(self._counts) > _BATCHES:
-            oldest = min(self._counts.keys() - {frame.batch})
-            del self._counts[oldest]
-            self._forgotten = max(self._forgotten, oldest)
+        if frame.batch not in self._counts:
+            if frame.batch <= self._forgotten:
+                return
+            if len(self._counts) == _BATCHES:
+                oldest = min(self._counts)
+                del self._counts[oldest]
+                self._forgotten = max(self._forgotten, oldest)
+            self._counts[frame.batch] = 0
+        self._counts[frame.batch] += 1
 
     def extend(self, frames: Iterable[FrameRows]) -> None:
         """Keep these and count them."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, log2, sqrt
+from math import frexp, inf, isfinite, log2, sqrt
 from typing import NamedTuple
 
 from .frame import Frame
@@ -74,6 +74,11 @@ def has_vanished(record: Record) -> bool:
 def limits(dtype_name: str) -> Limits | None:
     """The limits of a format ("float16"; of its parts for "complex64"); None for a dtype that cannot overflow."""
     return _LIMITS.get(_PARTS.get(dtype_name, dtype_name))
+
+
+def floor_log2(value: float) -> int:
+    """The e of 2^e <= value < 2^(e+1), for a finite value above 0."""
+    return frexp(value)[1] - 1
 
 
 def headroom_bits(record: Record) -> float | None:

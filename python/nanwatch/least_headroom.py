@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .headroom import headroom_bits
 from .record import is_fault, to_record
+from .text import module_name
 from .watch import Watch
 
 
@@ -21,7 +22,7 @@ class Least:
     @property
     def place(self) -> str:
         """Module, label and format in words: "encoder.wo output, float16"."""
-        return f"{self.module or 'the root module'} {self.label}, {self.dtype}"
+        return f"{module_name(self.module)} {self.label}, {self.dtype}"
 
 
 class LeastHeadroom:

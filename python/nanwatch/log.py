@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
 
 from .errors import spell
@@ -34,9 +35,8 @@ class Log:
         self._not_before = 0.0
         # Settled between batches: one whose first frames were not taken is not logged by its last.
         self._has_time = True
-        self._is_warm = (
-            False  # the first entry opens a file, or imports a package: it says nothing of the others
-        )
+        # The first entry opens a file, or imports a package: it says nothing of the others.
+        self._is_warm = False
         self._batch = BatchLog(-1)
         self._modules: dict[str, None] = {}
         self._told_of: int | None = None  # the latest batch that was logged as faulty
@@ -55,15 +55,14 @@ class Log:
             own = self._batch = BatchLog(frame.batch)
         own.add(frame)
 
-    def end(self, batch: int, forecasts: Iterable[Forecast]) -> None:
+    def end(self, batch: int, forecasts: Sequence[Forecast]) -> None:
         """The batch is done, and all was finite: log it if its frames were taken, and the forecasts in any case."""
-        told = list(forecasts)
         taken, self._batch = self._batch, BatchLog(-1)
         if taken.batch == batch:
             self._next = batch + self._every
-            self._write(lambda: self._entry(taken, told))
-        elif told:
-            self._write(lambda: BatchLog(batch).entry((), told))
+            self._write(lambda: self._entry(taken, forecasts))
+        elif forecasts:
+            self._write(lambda: BatchLog(batch).entry((), forecasts))
         self._has_time = monotonic() >= self._not_before
 
     def fault(self, finding: Finding) -> None:
@@ -79,30 +78,34 @@ class Log:
         """Log no more. The user's own tracker stays open. A second time does nothing."""
         sink, self._sink = self._sink, None
         if sink is not None and self._process == os.getpid():
-            self._safely(sink.close)
+            with self._safely():
+                sink.close()
 
-    def _entry(self, taken: BatchLog, told: list[Forecast]) -> LogEntry:
-        for name in taken.headroom():
+    def _entry(self, taken: BatchLog, forecasts: Sequence[Forecast]) -> LogEntry:
+        for name in taken.headroom:
             if len(self._modules) >= _MOST_MODULES:
                 break
             self._modules[name] = None
-        return taken.entry(self._modules, told)
+        return taken.entry(self._modules, forecasts)
 
     def _write(self, make: Callable[[], LogEntry], *, flushes: bool = False) -> None:
         sink = self._sink
         if sink is None or self._process != os.getpid():
             return
         begun = monotonic()
-        if self._safely(lambda: sink.write(make())) and flushes:
-            self._safely(sink.flush)
+        with self._safely():
+            sink.write(make())
+            if flushes:
+                sink.flush()
         ended = monotonic()
         if self._is_warm:
             self._not_before = ended + _SHARE * (ended - begun)
         self._is_warm = True
 
-    def _safely(self, act: Callable[[], object]) -> bool:
+    @contextmanager
+    def _safely(self) -> Iterator[None]:
         try:
-            act()
+            yield
         except Exception as error:
             self._sink = None
             warnings.warn(
@@ -110,5 +113,3 @@ class Log:
                 RuntimeWarning,
                 stacklevel=2,
             )
-            return False
-        return True

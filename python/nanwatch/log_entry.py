@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, floor, inf, isfinite, log2
+from functools import cached_property
+from math import ceil, floor, inf, log2
 from typing import TYPE_CHECKING
 
 from .finding import Finding
@@ -69,37 +70,42 @@ class BatchLog:
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
-        self._largest: dict[tuple[str, str, str], Row] = {}
+        self._largest: dict[tuple[str, str, str], tuple[float, Row]] = {}
 
     def add(self, frame: FrameRows) -> None:
         """Take a frame of this batch."""
         for row in frame.rows:
-            if row[5] is not None and row[6] and row[1] != "input":
+            abs_max = row[5]
+            # Finite complex numbers may have a modulus that is too large for a float.
+            if abs_max and row[6] and row[1] != "input" and abs_max != inf:
                 key = (frame.name, row[0], row[3])
                 largest = self._largest.get(key)
-                if largest is None or row[5] > (largest[5] or 0.0):
-                    self._largest[key] = row
+                if largest is None or abs_max > largest[0]:
+                    self._largest[key] = (abs_max, row)
 
+    @cached_property
     def headroom(self) -> dict[str, tuple[float, str, str]]:
-        """Of each module the least bits that are a number, with label and dtype; the worst first."""
+        """Of each module the least bits that are a number, with label and dtype; the worst first.
+
+        To be asked for when all frames are taken.
+        """
         least: dict[str, tuple[float, str, str]] = {}
-        for (module, label, dtype), row in self._largest.items():
+        for (module, label, dtype), (_, row) in self._largest.items():
             bits = headroom_bits(to_record(row))
-            if bits is not None and isfinite(bits) and bits < least.get(module, (inf,))[0]:
+            if bits is not None and bits < least.get(module, (inf,))[0]:
                 least[module] = (bits, label, dtype)
         return dict(sorted(least.items(), key=lambda item: item[1][0]))
 
     def ranges(self) -> dict[str, Histogram]:
         """By role, how many tensors have their largest magnitude in each power of two."""
         found: dict[str, list[float]] = {}
-        for row in self._largest.values():
-            if row[5]:
-                found.setdefault(row[1], []).append(log2(row[5]))
+        for abs_max, row in self._largest.values():
+            found.setdefault(row[1], []).append(log2(abs_max))
         return {role: Histogram.of(values) for role, values in found.items()}
 
-    def entry(self, shown: Iterable[str], forecasts: Iterable[Forecast] = ()) -> LogEntry:
+    def entry(self, shown: Iterable[str], forecasts: Sequence[Forecast] = ()) -> LogEntry:
         """The entry, with a number for each of the modules in `shown` that has one."""
-        headroom = self.headroom()
+        headroom = self.headroom
         scalars = {IS_FINITE: 1.0}
         texts = {}
         if headroom:
@@ -109,10 +115,9 @@ class BatchLog:
         scalars |= {
             f"{HEADROOM}/{spell_module(name)}": headroom[name][0] for name in shown if name in headroom
         }
-        told = list(forecasts)
-        scalars |= {f"{FORECAST}/{spell_module(one.module)}": float(one.batch) for one in told}
-        if told:
-            texts[TOLD] = "\n\n".join(map(str, told))
+        scalars |= {f"{FORECAST}/{spell_module(one.module)}": float(one.batch) for one in forecasts}
+        if forecasts:
+            texts[TOLD] = "\n\n".join(map(str, forecasts))
         histograms = {f"{RANGES}/{role}": made for role, made in self.ranges().items()}
         return LogEntry(self.batch, scalars, histograms, texts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil, inf, isfinite, log2
+from math import ceil, frexp, inf, isfinite, log2
 
 from .finding import Cure
 from .headroom import headroom_bits, limits
@@ -50,12 +50,8 @@ def _largest_divisor(given: Sequence[Record]) -> float:
         for one in given
         if one.abs_max and (ends := limits(one.dtype)) is not None
     ]
-    # Whole powers of two, for a division that rounds nothing.
-    least = min(divisors, default=1.0)
-    power = 1.0
-    while power * 2 <= least and power < _MOST:
-        power *= 2
-    return power
+    # Rounded down to a power of two, for a division that rounds nothing.
+    return max(1.0, 2.0 ** (frexp(min(*divisors, _MOST))[1] - 1)) if divisors else 1.0
 
 
 def _room(made: Sequence[Record]) -> float:

@@ -7,27 +7,42 @@ from dataclasses import dataclass
 from math import inf, isnan
 from pathlib import Path
 from statistics import median_low
+from typing import NamedTuple
 
 from .merge_digest import Digest, Place
 from .merge_document import is_merged, read_merged
 from .report import Report
-from .sighting import earliest
+from .sighting import Sighting, earliest
 
 _FILE = "report.json"
 _OUTLYING = 8  # ranks that are named of a module; all are counted
 _LEAST_DISTANCE = 1.0  # bits: a factor of two lies between healthy ranks too, which see other data
 
 
+class RanksRange(NamedTuple):
+    """A range, and the ranks that have it."""
+
+    abs_min: float
+    abs_max: float
+    ranks: tuple[int, ...]
+
+
+class RankBits(NamedTuple):
+    """A rank, and its bits of headroom."""
+
+    rank: int
+    bits: float
+
+
 @dataclass(frozen=True, slots=True)
 class WeightRanges:
-    """A weight on all ranks that saw it in one batch: `ranges` has one entry a range, that of most ranks first, with
-    its abs_min, its abs_max and its ranks."""
+    """A weight on all ranks that saw it in one batch: `ranges` has that of most ranks first."""
 
     batch: int
     module: str
     label: str
     shape: tuple[int, ...] | None
-    ranges: tuple[tuple[float, float, tuple[int, ...]], ...]
+    ranges: tuple[RanksRange, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +50,7 @@ class ModuleHeadroom:
     """The bits of headroom of one module over the `num_ranks` ranks that saw it.
 
     `spread` is the most less the least, None where that is no number. Outlying are the ranks that are further from the
-    median than a bit and than four times the median distance from it; `outlying` has the rank and the bits of the
-    furthest eight.
+    median than a bit and than four times the median distance from it; `outlying` has the furthest eight.
     """
 
     module: str
@@ -49,7 +63,7 @@ class ModuleHeadroom:
     spread: float | None
     num_nonfinite: int
     num_outlying: int
-    outlying: tuple[tuple[int, float], ...]
+    outlying: tuple[RankBits, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +81,7 @@ class Merged:
     @property
     def failed(self) -> list[Digest]:
         """Those with a finding, the earliest first: by batch, by place in it, by rank."""
-        seen = [(sighting.order, one) for one in self.digests if (sighting := one.sighting) is not None]
-        return [one for _, one in sorted(seen, key=lambda pair: pair[0])]
+        return [one for _, one in self._seen()]
 
     @property
     def origins(self) -> list[Digest]:
@@ -76,11 +89,15 @@ class Merged:
 
         More than one where ranks saw theirs at one place.
         """
-        seen = [(sighting, one) for one in self.digests if (sighting := one.sighting) is not None]
-        inside = min((s for s, _ in seen if not s.came_with_the_data), key=lambda s: s.order, default=None)
-        data = min((s for s, _ in seen if s.came_with_the_data), key=lambda s: s.order, default=None)
+        seen = self._seen()
+        inside = next((sighting for sighting, _ in seen if not sighting.came_with_the_data), None)
+        data = next((sighting for sighting, _ in seen if sighting.came_with_the_data), None)
         first = earliest(inside, data)
         return [one for sighting, one in seen if first is not None and sighting.place == first.place]
+
+    def _seen(self) -> list[tuple[Sighting, Digest]]:
+        seen = [(sighting, one) for one in self.digests if (sighting := one.sighting) is not None]
+        return sorted(seen, key=lambda pair: pair[0].order)
 
     def modules(self) -> list[str]:
         """All modules that have a headroom on some rank, that with the least on any rank first."""
@@ -93,10 +110,6 @@ class Merged:
     def column(self, module: str) -> list[float | None]:
         """The bits of headroom of the module on each rank, None where it has none."""
         return [digest.headroom.get(module) for digest in self.digests]
-
-    def headroom(self) -> dict[str, list[float | None]]:
-        """Bits of headroom of each module, one column a rank; the worst module first."""
-        return {name: self.column(name) for name in self.modules()}
 
     def summary(self, module: str) -> ModuleHeadroom:
         """The module's headroom over all ranks. Raises KeyError when no rank has any."""
@@ -124,7 +137,7 @@ class Merged:
             spread=None if len(seen) == 1 or isnan(spread) else spread,
             num_nonfinite=sum(bits == -inf for bits, _ in seen),
             num_outlying=len(outlying),
-            outlying=tuple((rank, bits) for _, rank, bits in outlying[:_OUTLYING]),
+            outlying=tuple(RankBits(rank, bits) for _, rank, bits in outlying[:_OUTLYING]),
         )
 
     def weights(self) -> list[WeightRanges]:
@@ -139,7 +152,10 @@ class Merged:
                 key = tuple(None if isnan(end) else end for end in pair)  # a nan is not equal to itself
                 seen.setdefault(place, {}).setdefault(key, (pair, []))[1].append(digest.rank)
         found = [
-            WeightRanges(*place, tuple((*pair, tuple(ranks)) for pair, ranks in _most_first(groups.values())))
+            WeightRanges(
+                *place,
+                tuple(RanksRange(*pair, tuple(ranks)) for pair, ranks in _most_first(groups.values())),
+            )
             for place, groups in seen.items()
         ]
         return sorted(found, key=lambda one: (one.batch, one.module, one.label, one.shape or ()))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from math import isfinite, isnan
+from dataclasses import replace
+from math import isnan
 from sys import intern
 from typing import TYPE_CHECKING, Any
 
 from . import reading
 from .merge_digest import Digest, pair_of, place
-from .report import Report, read_finding
+from .report import plain, read_finding
 
 if TYPE_CHECKING:
-    from .merge import Merged, ModuleHeadroom, WeightRanges
+    from .merge import Merged
 
 SCHEMA = "nanwatch.merged"
 VERSION = 1
@@ -38,56 +38,20 @@ def document(merged: Merged) -> dict[str, Any]:
         "ranks": merged.ranks,
         "num_failed": len(failed),
         "origin_ranks": [one.rank for one in origins],
-        "origins": [_finding_of(one) for one in origins[:MOST_RANKS]],
-        "findings": [_finding_of(one) for one in failed[:MOST_RANKS]],
-        "headroom": [_summary(merged.summary(name)) for name in modules],
-        "headroom_bits": {name: [_plain(bits) for bits in merged.column(name)] for name in modules}
+        "origins": [plain(one.finding) for one in origins[:MOST_RANKS]],
+        "findings": [plain(one.finding) for one in failed[:MOST_RANKS]],
+        "headroom": [plain(merged.summary(name)) for name in modules],
+        "headroom_bits": {name: [plain(bits) for bits in merged.column(name)] for name in modules}
         if is_whole
         else None,
         "differences": [
-            {**_weight(one, _RANGES), "num_ranges": len(one.ranges)} for one in weights if len(one.ranges) > 1
+            {**plain(replace(one, ranges=one.ranges[:_RANGES])), "num_ranges": len(one.ranges)}
+            for one in weights
+            if len(one.ranges) > 1
         ],
-        "weights": [_weight(one, None) for one in weights] if is_whole else None,
+        "weights": [plain(one) for one in weights] if is_whole else None,
         "left_out": list(merged.left_out),
     }
-
-
-def _finding_of(digest: Digest) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Report((), digest.finding, None, digest.rank).to_json())["finding"]
-    return found
-
-
-def _summary(one: ModuleHeadroom) -> dict[str, Any]:
-    return {
-        "module": one.module,
-        "num_ranks": one.num_ranks,
-        "least": _plain(one.least),
-        "least_rank": one.least_rank,
-        "median": _plain(one.median),
-        "most": _plain(one.most),
-        "most_rank": one.most_rank,
-        "spread": _plain(one.spread),
-        "num_nonfinite": one.num_nonfinite,
-        "num_outlying": one.num_outlying,
-        "outlying": [{"rank": rank, "bits": _plain(bits)} for rank, bits in one.outlying],
-    }
-
-
-def _weight(one: WeightRanges, most: int | None) -> dict[str, Any]:
-    return {
-        "batch": one.batch,
-        "module": one.module,
-        "label": one.label,
-        "shape": None if one.shape is None else list(one.shape),
-        "ranges": [
-            {"abs_min": _plain(low), "abs_max": _plain(high), "ranks": list(ranks)}
-            for low, high, ranks in one.ranges[:most]
-        ],
-    }
-
-
-def _plain(number: float | None) -> float | str | None:
-    return number if number is None or isfinite(number) else str(number)
 
 
 # Reading back.
@@ -100,12 +64,7 @@ def is_merged(text: str) -> bool:
 
 def read_merged(text: str) -> tuple[list[Digest], list[str]]:
     """The digests of a document, and what it left out. Raises ValueError for what cannot be merged with others."""
-    try:
-        return _digests(json.loads(text, parse_constant=reading.refuse_constant))
-    except RecursionError:
-        raise ValueError("not a merged report: nested too deeply; pass what merge --json printed") from None
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"not a merged report: {error}; pass what merge --json printed") from error
+    return reading.document(text, _digests, "a merged report", "pass what merge --json printed")
 
 
 def _anything(value: Any, where: str) -> Any:

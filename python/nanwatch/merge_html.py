@@ -7,12 +7,12 @@ jinja2 escapes them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, inf, isfinite
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 from . import text
 from .html import LOW_BITS, NEAR_BITS, WIDEST_BAR, bits_words, level_of, still_page
-from .merge_text import count_ranks, finding_summary, range_line, spell_ranks
+from .merge_text import count_ranks, finding_summary, range_line, spell_bits, spell_ranks
 
 if TYPE_CHECKING:
     from .merge import Merged
@@ -54,7 +54,7 @@ def merged_html(merged: Merged) -> str:
         shown=_SHOWN,
         module_name=text.module_name,
         number=_number,
-        spread=lambda bits: "" if bits is None else f"{bits:.1f}",
+        spread=spell_bits,
         range_line=range_line,
         finding_summary=finding_summary,
         count_ranks=count_ranks,
@@ -115,6 +115,4 @@ def _share(bits: float | None) -> int | None:
 
 
 def _number(bits: float | None) -> str:
-    if bits is None:
-        return ""
-    return f"{bits:.1f}" if isfinite(bits) else "none" if bits == -inf else "all zero"
+    return "none" if bits == -inf else "all zero" if bits == inf else spell_bits(bits)

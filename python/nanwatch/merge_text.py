@@ -43,6 +43,11 @@ def count_ranks(number: int) -> str:
     return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
+def spell_bits(bits: float | None) -> str:
+    """A number of bits; "" where there is none."""
+    return "" if bits is None else f"{bits:.1f}"
+
+
 def finding_summary(digest: Digest) -> str:
     """What this rank found and where, in one line that ends with its number; "" for one without a finding."""
     if digest.finding is None:
@@ -107,8 +112,8 @@ def _table_lines(merged: Merged, modules: Sequence[str], ranks: Sequence[int]) -
     width = _width(shown)
     yield f"{'module':<{width}} {'spread':>8} " + " ".join(f"{rank:>7}" for rank in ranks)
     for name in shown:
-        cells = " ".join(f"{'' if bits is None else f'{bits:.1f}':>7}" for bits in merged.column(name))
-        spread = _number(merged.summary(name).spread)
+        cells = " ".join(f"{spell_bits(bits):>7}" for bits in merged.column(name))
+        spread = spell_bits(merged.summary(name).spread)
         yield f"{text.module_name(name):<{width}} {spread:>8} {cells}".rstrip()
 
 
@@ -117,20 +122,16 @@ def _summary_lines(rows: Sequence[ModuleHeadroom]) -> Iterable[str]:
     width = _width([row.module for row in rows])
     yield f"{'module':<{width}} {'spread':>8} {'least':>7} {'median':>7} {'most':>7} {'not finite':>10}  outlying ranks"
     for row in rows:
-        cells = " ".join(f"{_number(bits):>7}" for bits in (row.least, row.median, row.most))
+        cells = " ".join(f"{spell_bits(bits):>7}" for bits in (row.least, row.median, row.most))
         far = ", ".join(f"{rank} ({bits:.1f})" for rank, bits in row.outlying)
         more = (
             f" and {row.num_outlying - len(row.outlying)} more"
             if row.num_outlying > len(row.outlying)
             else ""
         )
-        line = f"{text.module_name(row.module):<{width}} {_number(row.spread):>8} {cells} {row.num_nonfinite:>10}"
+        line = f"{text.module_name(row.module):<{width}} {spell_bits(row.spread):>8} {cells} {row.num_nonfinite:>10}"
         yield f"{line}  {far}{more}".rstrip()
 
 
 def _width(names: Sequence[str]) -> int:
     return max((len(text.module_name(name)) for name in names), default=6)
-
-
-def _number(bits: float | None) -> str:
-    return "" if bits is None else f"{bits:.1f}"

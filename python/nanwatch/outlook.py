@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 class Outlook:
     """Tells the recorder of which batches frames are wanted, and those who want them what they see.
 
-    `log_to` is None or as `watch` takes it, `log_every` in batches. Raises as `sink_of` does.
+    `every`, `log_to` and `log_every` are as `watch` takes them. Raises as `sink_of` does.
     """
 
-    def __init__(self, recorder: Recorder, *, forecasts: bool, log_to: Any, log_every: int) -> None:
+    def __init__(
+        self, recorder: Recorder, *, every: int, forecasts: bool, log_to: Any, log_every: int
+    ) -> None:
         self._recorder = recorder
+        self._every = every
         self._forecaster = Forecaster() if forecasts else None
         self._log: Log | None = None
         if log_to is not None:
@@ -52,7 +55,7 @@ class Outlook:
             forecasts = self._forecaster.end(batch)
         if self._log is not None:
             self._log.end(batch, forecasts)
-        self._recorder.tells_frames = self._is_due(batch + 1)
+        self._recorder.tells_frames = self._is_due(batch + self._every)
         for forecast in forecasts:
             warnings.warn(str(forecast), RuntimeWarning, stacklevel=2)
 

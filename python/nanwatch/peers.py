@@ -14,8 +14,9 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,8 +26,10 @@ from .errors import NonFiniteError, spell
 from .finding import Finding
 from .job import place
 from .report import Report
-from .sighting import Origin
-from .verdict import PeerNonFiniteError, Verdict
+
+if TYPE_CHECKING:  # of use only in a job of several ranks
+    from .sighting import Origin
+    from .verdict import PeerNonFiniteError, Verdict
 
 # A look at the store a second, give or take a quarter: so long until a failure elsewhere is known here.
 _NEWS = 2.0
@@ -93,12 +96,11 @@ class _Job:
         self._reports: weakref.WeakKeyDictionary[Peers, Report] = weakref.WeakKeyDictionary()
         self._verdict: Verdict | None = None
         self._group: Callable[[], Any] = lambda: None
-        self._num_verdicts = (
-            0  # that have ended by a failure: the same on all ranks, as every one of them raises
-        )
+        # That have ended by a failure: the same number on all ranks, as every one of them raises.
+        self._num_verdicts = 0
         self._lock = threading.RLock()
         self._handle: Any = None
-        self._excepthook: Any = None
+        self._excepthook: partial[None] | None = None
 
     def connect(self, peers: Peers, peer_timeout: float) -> Verdict | None:
         """The verdict of the process group there is now; None without one, or in a group of one."""
@@ -109,16 +111,23 @@ class _Job:
             return None
         if self._verdict is None or self._group() is not group:
             with self._lock:
-                self._end()
-                rank, world_size = place()
-                self._group = weakref.ref(group)
-                self._verdict = Verdict(
-                    None, rank, world_size, peer_timeout, name=str(self._num_verdicts), on_stuck=self._stuck
-                )
-                self._handle = register_optimizer_step_post_hook(self._stepped)
-                self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
+                if self._verdict is None or self._group() is not group:  # no other thread was first
+                    self._begin(group, peer_timeout)
         self._peers.add(peers)
         return self._verdict
+
+    def _begin(self, group: Any, peer_timeout: float) -> None:
+        from .verdict import Verdict
+
+        self._end()
+        rank, world_size = place()
+        self._group = weakref.ref(group)
+        self._verdict = Verdict(
+            None, rank, world_size, peer_timeout, name=str(self._num_verdicts), on_stuck=self._stuck
+        )
+        self._handle = register_optimizer_step_post_hook(self._stepped)
+        # Each verdict's own, with the one before it: others may have put theirs over the last one's.
+        self._excepthook = sys.excepthook = partial(self._uncaught, sys.excepthook)
 
     def leave(self, peers: Peers) -> None:
         """One watch has stopped; the last one ends the verdict."""
@@ -150,7 +159,8 @@ class _Job:
         verdict = self._verdict
         if verdict is None or error is None or isinstance(error, NonFiniteError):
             return None
-        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError | RecursionError):
+        # What gloo raises, and what c10d does; the other kinds of RuntimeError are no collective's.
+        if type(error) is RuntimeError or isinstance(error, torch.distributed.DistError):
             until = time.monotonic() + _NEWS
             while not verdict.pending() and not verdict.trouble and time.monotonic() < until:
                 time.sleep(0.05)
@@ -158,6 +168,8 @@ class _Job:
 
     def failed_elsewhere(self, peers: Peers | None) -> PeerNonFiniteError | None:
         """The error to raise now that another rank has failed; the frames of this one are written down first."""
+        from .verdict import PeerNonFiniteError
+
         reports = self._write_last_frames()
         origin = self.settle(None)
         if origin is None:
@@ -185,10 +197,13 @@ class _Job:
         self.steps += 1
 
     def _uncaught(
-        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        self,
+        hook: Callable[..., Any],
+        kind: type[BaseException],
+        error: BaseException,
+        traceback: TracebackType | None,
     ) -> None:
-        """sys.excepthook: a backward's collective fails in code of which no watch sees the end."""
-        hook = self._excepthook or sys.__excepthook__
+        """sys.excepthook, before `hook`: a backward's collective fails in code of which no watch sees the end."""
         explained = self.explain(error, None) if issubclass(kind, Exception) else None
         if explained is None:
             hook(kind, error, traceback)
@@ -202,8 +217,8 @@ class _Job:
                 return
             verdict, self._verdict = self._verdict, None
             self._handle.remove()
-            if sys.excepthook == self._uncaught:
-                sys.excepthook = self._excepthook
+            if sys.excepthook is self._excepthook:
+                sys.excepthook = self._excepthook.args[0]
             self._group = lambda: None
             self._reports.clear()
             verdict.stop()

@@ -5,6 +5,7 @@ A reader takes a value and the place of it in the document, so that an error nam
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from math import inf, isfinite, nan
 from typing import Any, TypeAlias, TypeVar
@@ -16,6 +17,16 @@ Reader: TypeAlias = Callable[[Any, str], _T]
 def refuse_constant(name: str) -> float:
     """For json.loads(parse_constant=…): NaN and Infinity are no JSON."""
     raise ValueError(f'{name} is no JSON number; "{name}" in quotes was expected')
+
+
+def document(text: str, read: Callable[[Any], _T], what: str, advice: str) -> _T:
+    """What `read` makes of a JSON text. Raises ValueError: that it is not `what`, why, and the advice."""
+    try:
+        return read(json.loads(text, parse_constant=refuse_constant))
+    except RecursionError:
+        raise ValueError(f"not {what}: nested too deeply; {advice}") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"not {what}: {error}; {advice}") from error
 
 
 def text(value: Any, where: str) -> str:

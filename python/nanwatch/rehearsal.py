@@ -7,7 +7,11 @@ written. What is in there may be nan.
 from __future__ import annotations
 
 import functools
+import warnings
+from contextlib import nullcontext
 from typing import Any
+
+from torch import nn
 
 from ._when_imported import when_imported
 
@@ -15,23 +19,27 @@ _STAGE = "torch.distributed.pipelining.stage"
 # The first is the name in torch 2.8, which rehearses on zeros; the others are those of 2.13.
 _REHEARSALS = ("_shape_inference", "_forward_metadata_inference", "_backward_metadata_inference")
 
-_installed = False
 
-
+@functools.cache
 def install() -> None:
     """Leave such calls unrecorded from now on: at once, or when pipelining is imported, which may never happen."""
-    global _installed
-    if not _installed:
-        _installed = True
-        when_imported(_STAGE, _change_stage)
+    when_imported(_STAGE, _change_stage)
 
 
 def _change_stage() -> None:
-    from torch.distributed.pipelining.stage import PipelineStage
+    try:
+        from torch.distributed.pipelining.stage import PipelineStage
 
-    for name in _REHEARSALS:
-        if hasattr(PipelineStage, name):
-            setattr(PipelineStage, name, _unrecorded(getattr(PipelineStage, name)))
+        for name in _REHEARSALS:
+            if hasattr(PipelineStage, name):
+                setattr(PipelineStage, name, _unrecorded(getattr(PipelineStage, name)))
+    except Exception as error:  # the import is the user's
+        warnings.warn(
+            "nanwatch: what a pipeline stage runs to learn the shapes of its tensors is taken for batches"
+            f" ({type(error).__name__}: {error})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _unrecorded(rehearse: Any) -> Any:
@@ -39,7 +47,8 @@ def _unrecorded(rehearse: Any) -> Any:
     def unrecorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         from .turn import unwatched
 
-        with unwatched(self.submod):
+        module = getattr(self, "submod", None)
+        with unwatched(module) if isinstance(module, nn.Module) else nullcontext():
             return rehearse(self, *args, **kwargs)
 
     return unrecorded

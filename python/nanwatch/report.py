@@ -52,7 +52,7 @@ class Report:
 
     def to_json(self) -> str:
         """One strict JSON document; nan and the infinities are the strings "nan", "inf" and "-inf"."""
-        document = {"schema": SCHEMA, "version": VERSION, **_plain(self)}
+        document = {"schema": SCHEMA, "version": VERSION, **plain(self)}
         return json.dumps(document, allow_nan=False)
 
     def to_html(self) -> str:
@@ -67,25 +67,18 @@ class Report:
     @classmethod
     def from_json(cls, document: str) -> Report:
         """The report that `to_json` wrote. Raises ValueError, saying where, for anything else."""
-        try:
-            return _report(json.loads(document, parse_constant=reading.refuse_constant))
-        except RecursionError:
-            raise ValueError(
-                "not a nanwatch report: nested too deeply; pass what Report.to_json() wrote"
-            ) from None
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"not a nanwatch report: {error}; pass the whole text that Report.to_json() wrote"
-            ) from error
+        advice = "pass the whole text that Report.to_json() wrote"
+        return reading.document(document, _report, "a nanwatch report", advice)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """For JSON: dataclasses and named tuples as dicts, tuples as lists, nan and the infinities as strings."""
     if isinstance(value, float):
         return value if isfinite(value) else str(value)
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     names = _field_names(type(value))
-    return {name: _plain(getattr(value, name)) for name in names} if names else value
+    return {name: plain(getattr(value, name)) for name in names} if names else value
 
 
 def _field_names(kind: type) -> tuple[str, ...]:

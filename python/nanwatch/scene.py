@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -42,13 +41,6 @@ class _Guilty(NamedTuple):
         ]
 
 
-class _Thread(threading.local):
-    """The calls of the examined module that are under way in one thread."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Guilty] = []
-
-
 class Scene:
     """The suspect, in whose record the bad value was seen, and the module whose calls are examined for what made it.
 
@@ -67,7 +59,8 @@ class Scene:
         self._examined = examined
         self._name = name
         self._lineage = lineage
-        self._thread = _Thread()
+        # The calls of the examined module: all of the thread that makes the second run.
+        self._under_way: list[_Guilty] = []
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -82,12 +75,11 @@ class Scene:
         """Make the call, and look at what the finding speaks of."""
         if self.found is not None:
             return module._call_impl(*args, **kwargs)
-        under_way = self._thread.calls
         own = None
         if module is self._examined:
             own = _Guilty.of(Call(self._name, module, args, kwargs, RngState.capture(), Autocast.capture()))
         # A receiver that nobody called was called by the batch.
-        guilty = own if self._is_producer or not under_way else under_way[-1]
+        guilty = own if self._is_producer or not self._under_way else self._under_way[-1]
         is_receiver = not self._is_producer and module is self._suspect
         self.was_called = self.was_called or module is self._suspect
         if is_receiver:
@@ -101,13 +93,12 @@ class Scene:
         return result
 
     def _examine(self, own: _Guilty) -> Any:
-        under_way = self._thread.calls
-        under_way.append(own)
+        self._under_way.append(own)
         try:
-            with nullcontext() if len(under_way) > 1 else self._lineage:
+            with nullcontext() if len(self._under_way) > 1 else self._lineage:
                 return own.call.module._call_impl(*own.call.args, **own.call.kwargs)
         finally:
-            under_way.pop()
+            self._under_way.pop()
 
     def _look(self, given: list[Leaf], guilty: _Guilty | None) -> None:
         """See whether the value of the finding is there; where it is, settle what made it."""

@@ -6,9 +6,8 @@ Plain numbers, no torch: a report is read where there may be none.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import frexp
 
-from .headroom import limits
+from .headroom import floor_log2, limits
 
 _MOST = 2**63
 
@@ -34,10 +33,11 @@ class Spread:
         ends = limits(self.dtype)
         if ends is None:
             raise ValueError(f"the spread of {self.label} has the dtype {self.dtype!r}, which has no limits")
-        least, most = (frexp(end)[1] - 1 for end in (ends.smallest_subnormal, ends.largest))
-        if self.counts and not (least <= self.first and self.first + len(self.counts) - 1 <= most):
+        least, most = floor_log2(ends.smallest_subnormal), floor_log2(ends.largest)
+        last = self.first + len(self.counts) - 1
+        if self.counts and not least <= self.first <= last <= most:
             raise ValueError(
-                f"the spread of {self.label} goes from 2^{self.first} to 2^{self.first + len(self.counts) - 1};"
+                f"the spread of {self.label} goes from 2^{self.first} to 2^{last};"
                 f" {self.dtype} has 2^{least} to 2^{most}"
             )
         beside = (self.num_zero, self.num_nan, self.num_posinf, self.num_neginf)

@@ -1,7 +1,8 @@
-"""What stands before the calls of some modules for the time of a second run."""
+"""What stands before the calls of some modules for a time."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,31 +11,54 @@ from typing import Any
 from torch import nn
 
 from .calls import ATTRIBUTE, put
-from .turn import calling_module
 
 # Makes the call of a module, as `module._call_impl(*args, **kwargs)` would.
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class _StandIn:
-    def __init__(self, module: nn.Module, run: Run, below: Any) -> None:
+class StandIn:
+    """What stands in a module's place for a time, before `below` or, where that is None, the module's own call."""
+
+    def __init__(self, module: nn.Module, below: Any) -> None:
         self._module = module
-        self._run = run
         self._below = below
-        self._thread = threading.get_ident()
 
     def __reduce__(self) -> Any:
         """In a copy or a pickle of the module nothing stands here."""
         return type(None), ()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Make the call through `run`; a replica of DataParallel, or another thread, makes its own, unseen."""
-        module = calling_module(self._module)
-        if module is not self._module:
-            return module._call_impl(*args, **kwargs)
-        if threading.get_ident() != self._thread:
-            return (module._call_impl if self._below is None else self._below)(*args, **kwargs)
-        return self._run(module, args, kwargs)
+        """Make the call through `run`; a replica of DataParallel makes its own, unseen.
+
+        A replica has a copy of the original's __dict__, and with it the very object that stands there: only the frame
+        of nn.Module.__call__ knows which of them calls.
+        """
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == "_wrapped_call_impl" and caller.f_locals["self"] is not self._module:
+            return caller.f_locals["self"]._call_impl(*args, **kwargs)
+        return self.run(self._module, args, kwargs)
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the module's call."""
+        raise NotImplementedError
+
+    def run_below(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make it as if this did not stand there."""
+        return (module._call_impl if self._below is None else self._below)(*args, **kwargs)
+
+
+class _OfThisThread(StandIn):
+    """Makes the calls of the thread that made it through a function; those of others unseen."""
+
+    def __init__(self, module: nn.Module, run: Run, below: Any) -> None:
+        super().__init__(module, below)
+        self._run = run
+        self._thread = threading.get_ident()
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call."""
+        own = threading.get_ident() == self._thread
+        return (self._run if own else self.run_below)(module, args, kwargs)
 
 
 @contextmanager
@@ -46,9 +70,9 @@ def stand_in(modules: Iterable[nn.Module], run: Run) -> Iterator[None]:
     before = [(module, module.__dict__.get(ATTRIBUTE)) for module in modules]
     try:
         for module, below in before:
-            put(module, _StandIn(module, run, below))
+            put(module, _OfThisThread(module, run, below))
         yield
     finally:
         for module, call in before:
-            if isinstance(module.__dict__.get(ATTRIBUTE), _StandIn):
+            if isinstance(module.__dict__.get(ATTRIBUTE), _OfThisThread):
                 put(module, call)

@@ -190,9 +190,8 @@ def _where(finding: Finding, record: Record | None) -> str:
         return where
     if not record.is_shard:
         return f"{where}; {record.dtype} of shape {list(record.shape)}"
-    whole = (
-        None if record.placement is None or not finding.index else record.placement.in_whole(finding.index)
-    )
+    placement = record.placement
+    whole = None if placement is None or not finding.index else placement.in_whole(finding.index)
     where += "" if whole is None else f" of the shard, {list(whole)} of the whole"
     return f"{where}; the {record.note} of {record.dtype} of shape {list(record.shape)}"
 

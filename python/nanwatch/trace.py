@@ -163,9 +163,10 @@ class Tabulator:
             "phase": each([frame.phase for frame in frames], None),
             "recomputed": each([frame.recomputed for frame in frames], pa.bool_()),
             "rank": pa.array(np.full(len(rows), self._rank, np.int32)),
+            "weight_version": pa.array(
+                list(chain.from_iterable(map(self._versions.column, frames))), pa.int64()
+            ),
         }
-        versions = list(chain.from_iterable(map(self._versions.column, frames)))
-        columns["weight_version"] = pa.array(versions, pa.int64())
         for name, kind, _ in COLUMNS:
             if name in columns:
                 continue

@@ -57,6 +57,10 @@ class Trace:
             # The latest part knows best what was lost.
             found = datasets.dataset(str(parts[-1]), format=how).schema
             facts = trace.facts_of(_plain(found), str(place))
+            # Columns that a file of an older version lacks are null.
+            for field in trace.schema():
+                if field.name not in found.names:
+                    found = found.append(field)
             dataset = datasets.dataset([str(part) for part in parts], format=how, schema=found)
         except (OSError, ValueError) as error:
             if isinstance(error, TraceError):
@@ -91,17 +95,11 @@ class Trace:
         wanted = None if batches is None else compute.field("batch").isin(pa.array(batches, pa.int64()))
         names = [name for name, _, _ in trace.COLUMNS] if columns is None else list(columns)
         try:
-            there = [name for name in names if name in self._dataset.schema.names or name not in trace.ADDED]
-            table = self._dataset.to_table(columns=there, filter=wanted)
+            table = self._dataset.to_table(columns=names, filter=wanted)
             # A file is anybody's, and pyarrow itself would read beyond the end of a list of strings.
             table.validate(full=True)
         except (OSError, ValueError, IndexError) as error:
             raise TraceError(f"{self.path} cannot be read: {spell(error)}") from error
-        for name in names:
-            if name not in there:
-                nothing = pa.nulls(table.num_rows, pa.int64())
-                table = table.append_column(name, nothing)
-        table = table.select(names)
         for name, _, may_be_null in trace.COLUMNS:
             if name in names and not may_be_null and table[name].null_count:
                 raise TraceError(f"{self.path}: column {name!r} has a row without a value")

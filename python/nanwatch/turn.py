@@ -6,7 +6,6 @@ states that it puts back, and lose what it writes into buffers. So it waits, and
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from .calls import ATTRIBUTE, chain, put
+from .stand_in import StandIn
 
 # In seconds. A thread that the second run itself waits for must come through at last: better disturbed than stuck.
 PATIENCE = 60.0
@@ -44,38 +44,20 @@ class Turn:
         self._free.set()
 
 
-def calling_module(own: nn.Module) -> Any:
-    """The module whose call the caller of this stands before: `own`, unless a replica has it.
-
-    A replica for DataParallel has a copy of the original's __dict__, and with it the very object that stands there:
-    only the frame of nn.Module.__call__ knows which of them calls.
-    """
-    frame = sys._getframe(2)
-    return frame.f_locals["self"] if frame.f_code.co_name == "_wrapped_call_impl" else own
-
-
-class _Gate:
+class _Gate(StandIn):
     """What stands in a module's place during a turn: through it its thread goes unwatched, and others later."""
 
     def __init__(self, module: nn.Module, turn: Turn, below: Any) -> None:
-        self._module = module
+        super().__init__(module, below)
         self._turn = turn
-        self._below = below
 
-    def __reduce__(self) -> Any:
-        """In a copy or a pickle of the module nothing stands here."""
-        return type(None), ()
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call."""
-        module = calling_module(self._module)
-        if module is not self._module:
-            return module._call_impl(*args, **kwargs)
         if not self._turn.is_ours():
             self._turn.wait()
             if self._turn.is_over and module.__dict__.get(ATTRIBUTE) is not self:
                 return nn.Module.__call__(module, *args, **kwargs)
-        return (module._call_impl if self._below is None else self._below)(*args, **kwargs)
+        return self.run_below(module, args, kwargs)
 
 
 @contextmanager

@@ -90,7 +90,6 @@ class Verdict:
         self._trouble = ""
         self._reported = False
         self._is_stuck = False
-        self._settled = False
         self._has_left = False
         # Written by the callers.
         self._mine: Sighting | None = None
@@ -203,7 +202,7 @@ class Verdict:
         self._trouble = f"the store cannot be asked: {spell(error)}"
 
     def _look(self) -> None:
-        if self._trouble or self._settled:
+        if self._trouble or self._has_left:
             return
         if self._news is None:
             if self._board.has_news():
@@ -214,7 +213,6 @@ class Verdict:
             self._is_stuck = True
             self._report()
         if self._is_stuck and (self._board.is_complete() or waited > self.peer_timeout * 2 / 3):
-            self._settled = True
             self._learn()
             if self._on_stuck is not None and self._known is not None:
                 self._tell_stuck(self._on_stuck, self._known)
@@ -249,7 +247,6 @@ class Verdict:
     def _settle(self, until: float) -> None:
         if not self._board.has_news():
             return
-        self._settled = True
         self._report()
         self._wait(self._board.is_complete, until)
         self._learn()

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compiled import original_module
 from .options import Check, OnNonfinite, Options, check_model, check_names, check_options
 from .watching import Watch
-from .wrapped_names import named_modules
+from .wrapped_names import named_modules, original_module
 
 __all__ = ["Watch", "watch"]
 

@@ -100,6 +100,7 @@ class Watch:
             )
         self._outlook = Outlook(
             self._recorder,
+            every=options.every,
             forecasts=options.forecast,
             log_to=options.log_to if options.enabled else None,
             log_every=options.log_every,
@@ -263,7 +264,7 @@ class Watch:
             lambda: [to_record(observe(x, label, "input")) for label, x in call_leaves(args, kwargs or {})],
         )
         at_once = self._options.check in ("auto", "module") or frame.recomputed
-        if at_once and self._options.on_nonfinite != "warn":
+        if at_once and self._response.acts:
             # The end of a recomputation is told to nobody.
             self._act(inside=not frame.recomputed)
 
@@ -341,8 +342,7 @@ class Watch:
 
     def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Hold the failure until a step is about to take it."""
-        before = tuple(frame.to_frame() for frame in self._recorder.frames())
-        self._backward.ended(calls, arrivals, before, self._faulty)
+        self._backward.ended(calls, arrivals, self._faulty)
 
     def _act_on_step(self, report: Report) -> None:
         """A step is about to take what a backward did wrong, or has left its optimizer so."""
@@ -358,8 +358,8 @@ class Watch:
 
     def _last_frames(self) -> Report:
         """Of a rank that has found nothing itself; also called while this thread is held up."""
-        frames = tuple(frame.to_frame() for frame in self._recorder.frames())
-        return Report(frames[-self._options.max_frames :], None, self.batch, _rank())
+        frames = self._recorder.frames()[-self._options.max_frames :]
+        return Report(tuple(frame.to_frame() for frame in frames), None, self.batch, _rank())
 
     def _awaits_batch_end(self) -> bool:
         return (

@@ -57,6 +57,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def original_module(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` stands for; any other one itself."""
+    return model.get_submodule(key) if (key := held_key(model)) == "_orig_mod" else model
+
+
 def is_recorded(module: nn.Module) -> bool:
     """Whether the calls of a module are frames. Those of a wrapper only mark batches: the module in it sees the same.
 
@@ -85,8 +90,8 @@ def named_modules(model: nn.Module, name: str = "", *, remove_duplicate: bool = 
 def child_name(parent: nn.Module, name: str, key: str) -> str:
     """The name of what `parent`, whose own name is `name`, has under `key`; of what is inside, if that is a wrapper."""
     held = held_key(parent)
-    if held is not None:
-        name = name[: name.rindex("(")].removesuffix(".")
+    if held is not None and name.endswith(")"):  # but for one that held nothing yet when it was named
+        name = name.rpartition("(")[0].removesuffix(".")
     return name if key == held else _joined(name, key)
 
 

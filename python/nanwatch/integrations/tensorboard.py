@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,15 @@ class TensorBoardSink:
 
     def __init__(self, target: Any) -> None:
         self._writer: Any = None
-        self._own: Path | None = None
+        self._make: Callable[[], Any] | None = None  # a writer of its own
         if isinstance(target, str | os.PathLike):
-            needed("tensorboard", _WHO, "tensorboard")
-            needed("torch.utils.tensorboard", _WHO, "tensorboard")
+            needed("tensorboard", _WHO, "tensorboard")  # first, or torch would be said to be what is missing
+            module = needed("torch.utils.tensorboard", _WHO, "tensorboard")
             rank, world_size = place()
             folder = Path(target).absolute()  # the run may change its folder
-            self._own = folder.with_name(f"{folder.name}-rank{rank}") if world_size > 1 else folder
+            if world_size > 1:
+                folder = folder.with_name(f"{folder.name}-rank{rank}")
+            self._make = partial(module.SummaryWriter, folder)
         else:
             self._writer = target
 
@@ -50,15 +54,15 @@ class TensorBoardSink:
 
     def close(self) -> None:
         """Close the writer if it is its own; write what waits to the file if it is the user's."""
-        if self._own is None:
+        if self._make is None:
             self.flush()
         elif self._writer is not None:
             self._writer.close()
 
     def _open(self) -> Any:
         """The writer; None when the user has closed it, as it would begin another file then."""
-        if self._writer is None:
-            self._writer = needed("torch.utils.tensorboard", _WHO, "tensorboard").SummaryWriter(self._own)
+        if self._writer is None and self._make is not None:
+            self._writer = self._make()
         return None if getattr(self._writer, "all_writers", True) is None else self._writer
 
 

@@ -57,11 +57,17 @@ const drawing = (() => {
     return new Response(stream).text();
   }
 
-  // Runs plotly, which lies in the page as base64 of gzip.
-  async function load() {
+  async function run() {
     const script = document.createElement("script");
     script.textContent = await unpack(document.getElementById("packed-plotly").textContent);
     document.head.append(script);
+  }
+
+  // Runs plotly, which lies in the page as base64 of gzip; once, whoever asks.
+  let loading = null;
+  function load() {
+    loading = loading || run();
+    return loading;
   }
 
   // Calls `draw` when colours or width are not what they were.
@@ -76,5 +82,5 @@ const drawing = (() => {
 
   const failure = (error) => `The chart could not be drawn (${error}).`;
   const needs = "A browser of 2023 or newer draws it.";
-  return { forPlotly, clip, color, layout, config, load, onChange, failure, needs };
+  return { forPlotly, clip, color, NARROW, layout, config, load, onChange, failure, needs };
 })();

@@ -325,11 +325,10 @@ async function buildChart() {
   };
   if (!records.some((r) => r.absMax !== null)) return say("No record has a range: nothing could be read.");
   try {
-    await plotly();
+    await drawing.load();
     chart.replaceChildren();
     await drawChart();
     chart.on("plotly_click", ({ points: [point] }) => {
-      const record = records[point.x];
       $("filter").value = records[point.x].name;
       refilter();
     });
@@ -354,7 +353,7 @@ async function buildChart() {
 function drawSpread(place, { data: bars, layout: own }) {
   const [quiet, grid] = ["quiet", "line"].map(color);
   const axis = { gridcolor: grid, linecolor: grid, zeroline: false, tickfont: { color: quiet } };
-  const narrow = place.clientWidth < 460;
+  const narrow = place.clientWidth < drawing.NARROW;
   const axes = Object.fromEntries(["xaxis", "yaxis", "yaxis2"].map((name) => [name, { ...own[name], ...axis }]));
   axes.yaxis.title = { text: narrow ? "" : own.yaxis.title.text, standoff: 8 };
   const inPage = drawing.layout(place, [], { l: 52, r: 12, b: 40 }, { ...own, ...axes });
@@ -366,7 +365,7 @@ async function buildSpreads() {
   const places = [...document.querySelectorAll(".spread")];
   const drawAll = () => Promise.all(places.map((place, i) => drawSpread(place, data.spreads[i])));
   try {
-    await plotly();
+    await drawing.load();
     for (const place of places) place.replaceChildren();
     await drawAll();
     for (const place of places) place.dataset.drawn = "yes";
@@ -375,12 +374,6 @@ async function buildSpreads() {
     return;
   }
   drawing.onChange(drawAll);
-}
-
-let loading = null;
-function plotly() {
-  loading = loading || drawing.load();
-  return loading;
 }
 
 if (records.length) {

@@ -21,13 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import nanwatch
 from nanwatch.verdict import PeerNonFiniteError
+from parallel_models import shard, split
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WIDTH = 8
@@ -51,8 +50,7 @@ def step_of(way: str, watched: list[nanwatch.Watch], options: dict[str, object])
     torch.manual_seed(0)
     blocks = [Block() for _ in range(WORLD if way == "pipeline" else 2)]
     if way == "pipeline":
-        rank = RANK
-        mine = blocks[rank]
+        mine = blocks[RANK]
         watched.append(nanwatch.watch(mine, **options))
         schedule = ScheduleGPipe(
             PipelineStage(mine, RANK, WORLD, torch.device("cpu")),
@@ -62,8 +60,8 @@ def step_of(way: str, watched: list[nanwatch.Watch], options: dict[str, object])
         optimizer = torch.optim.SGD(mine.parameters(), 0.01)
 
         def step(x: torch.Tensor) -> None:
-            given = (x,) if rank == 0 else ()
-            schedule.step(*given, **({"target": torch.zeros(len(x), WIDTH)} if rank == WORLD - 1 else {}))
+            given = (x,) if RANK == 0 else ()
+            schedule.step(*given, **({"target": torch.zeros(len(x), WIDTH)} if RANK == WORLD - 1 else {}))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -74,12 +72,9 @@ def step_of(way: str, watched: list[nanwatch.Watch], options: dict[str, object])
     else:
         mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp" if way == "fsdp2" else "tp",))
         if way == "fsdp2":
-            for block in blocks:
-                fully_shard(block, mesh=mesh)
-            run = fully_shard(model, mesh=mesh)
+            run = shard(model, blocks, mesh)
         else:
-            for block in blocks:
-                parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            split(blocks, mesh)
             run = model
     watched.append(nanwatch.watch(model, **options))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
