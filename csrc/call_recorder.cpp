@@ -259,13 +259,19 @@ std::optional<int64_t> CallRecorder::frames_of_batch(int64_t batch) const {
   return count == BatchCounts::kForgotten ? std::nullopt : std::optional<int64_t>(count);
 }
 
-py::list CallRecorder::frames() const {
+std::pair<int64_t, py::list> CallRecorder::frames_since(int64_t kept) const {
+  const int64_t pushed = ring_.pushed();
+  const size_t held = ring_.size();
   // Copied first: making Python objects may run other code, and that another call.
-  std::vector<FrameData> copies(ring_.size());
-  for (size_t i = 0; i < copies.size(); ++i) copies[i].copy(ring_.oldest(i));
+  std::vector<FrameData> copies(std::min(held, size_t(std::max(int64_t(0), pushed - kept))));
+  for (size_t i = 0; i < copies.size(); ++i) copies[i].copy(ring_.oldest(held - copies.size() + i));
   py::list found;
   for (const FrameData& frame : copies) found.append(to_python(frame));
-  return found;
+  return {pushed, std::move(found)};
+}
+
+py::list CallRecorder::frames() const {
+  return frames_since(0).second;
 }
 
 }  // namespace nanwatch

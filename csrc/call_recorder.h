@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "call_observer.h"
@@ -56,6 +57,8 @@ class CallRecorder {
   void forget_gradients(const std::vector<at::Tensor>& leaves);  // and see no more
 
   pybind11::list frames() const;
+  // How many there have been, and of these the ones after the first `kept`, as far as the ring holds them.
+  std::pair<int64_t, pybind11::list> frames_since(int64_t kept) const;
 
   // Looks at the batches that wait for a device, as far as their rows have come, or with `wait` at all that have ended.
   // Throws what the listener raises.

@@ -228,6 +228,7 @@ void bind_recorder(py::module_& m) {
       .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("module"), py::arg("observed"),
            py::arg("allow_inf"))
       .def("frames", &CallRecorder::frames)
+      .def("frames_since", &CallRecorder::frames_since)
       .def("frames_of_batch", &CallRecorder::frames_of_batch)
       .def("pending_frames", &CallRecorder::pending_frames)
       .def("look", &CallRecorder::look_from_python, py::arg("wait"))

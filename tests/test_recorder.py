@@ -327,3 +327,18 @@ def test_the_walk_of_a_call_is_that_of_leaves(make: Callable[[], Any], recorder:
         for text, (_, x) in zip(known, expected, strict=True)
         if text and (x is None or type(x) is not str) and type(x).__name__ in ("Unwalked", "NoneType")
     ]
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_frames_since_are_the_latest_of_those_that_came_later(recorder: str) -> None:
+    """Whatever number was asked for, and however many of them the ring has let go."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with watched(model, recorder, max_frames=7) as watch:
+        for batches in range(5):
+            made = 3 * batches  # frames of a batch: both layers and the whole
+            held = watch._recorder.frames()
+            assert len(held) == min(made, 7)
+            for kept in range(made + 1):
+                found = watch._recorder.frames_since(kept)
+                assert found == (made, held[max(0, len(held) - (made - kept)) :])
+            model(torch.full((1, 2), float(batches)))

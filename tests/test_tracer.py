@@ -9,6 +9,7 @@ import pickle
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,41 @@ def test_frames_of_several_threads_all_arrive(
     assert w.counters["frames"] == len(found) == 4 * 4 * 150
     for name in ("0", "1", "2", ""):
         assert sum(one.name == name for one in found) == 600
+
+
+class Interrupted:
+    """A recorder in whose work the garbage collector comes, and with it somebody who runs a batch."""
+
+    def __init__(self, recorder: Any, come: Callable[[], object]) -> None:
+        self._recorder = recorder
+        self._come = come
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._recorder, name)
+
+    def frames_since(self, kept: int) -> Any:
+        """The frames, and then a batch before anybody has them."""
+        found = self._recorder.frames_since(kept)
+        come, self._come = self._come, lambda: None
+        come()
+        return found
+
+
+def test_a_batch_within_the_fetching_is_written_once(tmp_path: Path, recorder: str) -> None:
+    """Its end asks for frames again, while those before it are on their way."""
+    model = mlp()
+    with watch(model, trace=tmp_path / "run.parquet") as w:
+        assert w._tracer is not None
+
+        def come() -> None:
+            model(torch.ones(2, 3))
+            w._tracer.gather()
+
+        w._tracer._recorder = Interrupted(w._tracer._recorder, come)
+        model(torch.ones(2, 3))
+        w._tracer.gather()
+        w._tracer._recorder = w._tracer._recorder._recorder
+    assert [one.name for one in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""] * 2
 
 
 def test_a_compiled_model_gives_the_rows_of_the_interpreter(tmp_path: Path) -> None:

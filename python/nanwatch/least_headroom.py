@@ -41,10 +41,9 @@ class LeastHeadroom:
 
     def look(self) -> None:
         """Take in the frames that were recorded since the last look."""
-        recorded = self._watch._recorder.frames_kept
-        fresh, self._frames_seen = recorded - self._frames_seen, recorded
+        self._frames_seen, fresh = self._watch._recorder.frames_since(self._frames_seen)
         # 2 µs a frame, as no Frame is built.
-        for frame in self._watch._recorder.frames()[-fresh:] if fresh else ():
+        for frame in fresh:
             for row in frame.rows:
                 dtype, abs_max = row[3], row[5]
                 faulty = is_fault(row)

@@ -112,6 +112,9 @@ class Recorder(Protocol):
     def frames(self) -> list[FrameRows]:
         """The latest frames, oldest first."""
 
+    def frames_since(self, kept: int, /) -> tuple[int, list[FrameRows]]:
+        """How many frames there have been, and the latest of those after the first `kept`, both at one moment."""
+
     def frames_of_batch(self, batch: int, /) -> int | None:
         """How many frames of a batch there have been among `frames()`; None where 16 later batches have had some."""
 

@@ -12,8 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from . import _extension
 from .frame import FrameRows
 from .frame_ring import FrameRing
 from .gradients import RecordsBackwards
-from .listener import Listener, Recorder, Settings
+from .listener import Listener, Settings
 from .observe import arrived, observe
 from .record import Role, Row, is_fault
 from .walk import Unwalked, call_leaves, is_container, leaves, spell_key
@@ -99,6 +97,12 @@ class PythonRecorder(RecordsBackwards):
     def frames(self) -> list[FrameRows]:
         """See Recorder."""
         return list(self._frames)
+
+    def frames_since(self, kept: int, /) -> tuple[int, list[FrameRows]]:
+        """See Recorder."""
+        with self.lock:  # whatever other threads record
+            new = self.frames_kept - kept
+            return self.frames_kept, list(self._frames)[-new:] if new > 0 else []
 
     def frames_of_batch(self, batch: int, /) -> int | None:
         """See Recorder."""
@@ -307,16 +311,6 @@ def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
         if x is not None:
             found.setdefault(id(x), (name, x))
     return list(found.values())
-
-
-def snapshot(recorder: Recorder) -> tuple[int, list[FrameRows]]:
-    """How many frames were kept and the latest of them, both at one moment, whatever other threads record."""
-    if isinstance(recorder, PythonRecorder):
-        with recorder.lock:
-            return recorder.frames_kept, recorder.frames()
-    # Nothing but C from the one to the other, so no other thread runs in between.
-    kept, frames = map(methodcaller("__call__"), (partial(getattr, recorder, "frames_kept"), recorder.frames))
-    return kept, frames
 
 
 def make_recorder(settings: Settings, listener: Listener) -> Any:

@@ -125,8 +125,9 @@ class Tabulator:
     `versions` is told of steps by somebody else; without it changes are seen by the ranges alone.
     """
 
-    # Frames of a batch may come late (another thread's, or recomputed in the backward), but not so late.
-    _BATCHES_REMEMBERED = 256
+    # Frames of a batch may come late, recomputed in the backward or of a thread that others held up while they ran
+    # hundreds of small batches; but not while so many others have frames.
+    _BATCHES_REMEMBERED = 4096
 
     def __init__(self, rank: int, versions: WeightVersions | None = None) -> None:
         self._rank = rank
@@ -181,10 +182,10 @@ class Tabulator:
         return pa.table(columns, schema=schema())
 
     def _call(self, batch: int) -> int:
-        call = self._calls.get(batch, 0)
-        self._calls[batch] = call + 1
+        call = self._calls.pop(batch, 0)
+        self._calls[batch] = call + 1  # at the end: the first one is the longest without a frame
         if len(self._calls) > self._BATCHES_REMEMBERED:
-            del self._calls[min(self._calls)]
+            del self._calls[next(iter(self._calls))]
         return call
 
     def _shape(self, shape: tuple[int, ...] | None) -> str | None:

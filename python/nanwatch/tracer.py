@@ -18,7 +18,6 @@ from torch import nn
 from . import trace
 from .job import place
 from .listener import Recorder
-from .recorder import snapshot
 from .trace import SUFFIX
 from .trace_writer import TraceWriter, claim
 from .weight_steps import WeightSteps
@@ -27,8 +26,8 @@ from .weight_versions import WeightVersions
 if TYPE_CHECKING:
     from .frame import FrameRows
 
-# A recorder gives all frames that it holds or none, at 3.4 µs a frame. So it holds several batches, and is asked when
-# it is nearly full, or once a second: 1024 frames then cost 3.5 ms a second.
+# A frame takes 3.4 µs to fetch, while nobody else runs Python. So the recorder holds several batches, and is asked when
+# it is nearly full, or once a second.
 _LEAST_RING = 1024
 _RING_PER_MODULE = 3
 _GATHER_SECONDS = 1.0
@@ -59,6 +58,7 @@ class Tracer:
         self._fetched = monotonic()
         # Not a plain lock: the garbage collector may run anybody's code within, and that may call the model.
         self._lock = threading.RLock()
+        self._gathers = False
         trace.arrow("pyarrow.parquet", "trace=")
         facts = {
             "version": trace.VERSION,
@@ -107,16 +107,24 @@ class Tracer:
             self._given.clear()
             return
         with self._lock:
-            self._fetched = monotonic()
-            if self._ring == 0:
-                given, self._given = self._given, []
-                self.writer.put(given)
+            if self._gathers:  # called within: what is new is for the next time
                 return
-            made, held = snapshot(self._recorder)
-            new = made - self._taken
-            self._taken = made
-            self.writer.lose(new - len(held))
-            self.writer.put(held[-new:] if new else ())
+            self._gathers = True
+            try:
+                self._gather()
+            finally:
+                self._gathers = False
+
+    def _gather(self) -> None:
+        self._fetched = monotonic()
+        if self._ring == 0:
+            given, self._given = self._given, []
+            self.writer.put(given)
+            return
+        made, new = self._recorder.frames_since(self._taken)
+        self.writer.lose(made - self._taken - len(new))
+        self._taken = made
+        self.writer.put(new)
 
     def close(self) -> None:
         """Hand over the last frames and wait, not for long, until they are on disk. A second time does nothing."""
