@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from ._commands import command_parser
-from .comparison import RTOL, diff
+from .comparison import RTOL, compare
 from .difference import KINDS
+from .progress import shown
 
 _DIFFER, _FAILED = 1, 2
 _EXAMPLES = """\
@@ -26,10 +27,12 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        batches = None if options.batches is None else (options.batches[0], options.batches[1])
-        found = diff(options.a, options.b, batches=batches, rtol=options.rtol, ignore=options.ignore)
-        if options.html is not None:
-            options.html.write_text(found.to_html(), encoding="utf-8")
+        with shown() as tell:
+            batches = None if options.batches is None else (options.batches[0], options.batches[1])
+            found = compare(options.a, options.b, batches, options.rtol, options.ignore, tell)
+            if options.html is not None:
+                tell("drawing the page")
+                options.html.write_text(found.to_html(), encoding="utf-8")
     except (ValueError, OSError, ImportError) as error:
         print(f"python -m nanwatch diff: {error}", file=sys.stderr)
         return _FAILED

@@ -10,7 +10,9 @@ from typing import Any
 
 from ._commands import command_parser
 from .fitting import FORMATS, Need, fits
+from .progress import shown
 from .text import module_name
+from .trace_file import Trace
 
 _FAILED = 2
 _EXAMPLES = """\
@@ -31,7 +33,8 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        found = fits(options.trace, options.margin_bits)
+        with shown() as tell:
+            found = fits(Trace.open(options.trace, tell), options.margin_bits)
     except (ValueError, OSError, ImportError) as error:
         print(f"python -m nanwatch formats: {error}", file=sys.stderr)
         return _FAILED

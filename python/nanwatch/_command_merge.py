@@ -10,6 +10,7 @@ from ._commands import command_parser
 from .merge import merge
 from .merge_document import document
 from .merge_text import merged_text
+from .progress import shown
 
 _EXAMPLES = """\
 exit status: 0 when all is finite, 1 when a rank has a finding, 2 when there is nothing to read
@@ -40,13 +41,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with a heat map too")
     options = parser.parse_args(arguments)
     try:
-        merged = merge(*options.paths)
-        if options.html is not None:
-            from .merge_html import merged_html
+        with shown() as tell:
+            merged = merge(*options.paths, tell=tell)
+            if options.html is not None:
+                from .merge_html import merged_html
 
-            options.html.write_text(merged_html(merged), encoding="utf-8")
+                tell("drawing the page")
+                options.html.write_text(merged_html(merged), encoding="utf-8")
+            tell("comparing the ranks")
+            printed = json.dumps(document(merged), indent=2) if options.json else merged_text(merged)
     except (ValueError, OSError, ImportError) as error:
         print(f"python -m nanwatch merge: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(document(merged), indent=2) if options.json else merged_text(merged))
+    print(printed)
     return 1 if merged.failed else 0

@@ -17,6 +17,7 @@ import torch
 from . import text
 from ._commands import command_parser
 from .capsule import Capsule
+from .progress import Tell, shown
 from .replay import Replayed, dtype_of, rerun
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -70,14 +71,16 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     options = _parser().parse_args(arguments)
     # What the user's own code prints while it is imported or run is no part of what this prints.
-    with contextlib.redirect_stdout(sys.stderr):
+    with shown() as tell, contextlib.redirect_stdout(sys.stderr):
         try:
+            tell(f"reading {options.capsule}")
             capsule = Capsule.open(options.capsule)
+            tell(f"importing {options.model}")
             model = _model(options.model)
         except (_UseError, ValueError, ImportError) as error:
             print(f"python -m nanwatch replay: {error}", file=sys.stderr)
             return _FAILED
-        runs = [_run(capsule, model, name, options.device) for name in ("", *options.dtype)]
+        runs = _runs(capsule, model, options.dtype, options.device, tell)
     if options.json:
         print(json.dumps(_document(capsule, runs), indent=2))
     else:
@@ -136,6 +139,14 @@ def _model(spelt: str) -> torch.nn.Module:
     return made
 
 
+def _runs(capsule: Capsule, model: Any, dtypes: list[str], device: str | None, tell: Tell) -> list[_Run]:
+    runs: list[_Run] = []
+    for name in ("", *dtypes):
+        tell(f"replaying in {_label(capsule, name)}", len(runs), 1 + len(dtypes), "runs")
+        runs.append(_run(capsule, model, name, device))
+    return runs
+
+
 def _run(capsule: Capsule, model: Any, name: str, device: str | None) -> _Run:
     try:
         return _Run(name, rerun(capsule, model, getattr(torch, name) if name else None, device))
@@ -144,8 +155,12 @@ def _run(capsule: Capsule, model: Any, name: str, device: str | None) -> _Run:
         return _Run(name, None, f"{type(error).__name__}: {error}")
 
 
+def _label(capsule: Capsule, dtype: str) -> str:
+    return dtype or f"{dtype_of(capsule)} (as recorded)"
+
+
 def _labels(capsule: Capsule, runs: list[_Run]) -> list[str]:
-    return [run.dtype or f"{dtype_of(capsule)} (as recorded)" for run in runs]
+    return [_label(capsule, run.dtype) for run in runs]
 
 
 def _lines(capsule: Capsule, runs: list[_Run]) -> list[str]:

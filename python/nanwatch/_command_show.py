@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from ._commands import command_parser
+from .progress import Tell, shown
 from .report import Report
 from .trace_file import Trace, batch_words
 
@@ -25,16 +26,18 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        report, heading = _report(options.file, options.batch)
-        if options.html is not None:
-            options.html.write_text(report.to_html(), encoding="utf-8")
+        with shown() as tell:
+            report, heading = _report(options.file, options.batch, tell)
+            if options.html is not None:
+                from .html import report_html
+
+                options.html.write_text(report_html(report, tell), encoding="utf-8")
+            tell("making the text")
+            printed = report.to_json() if options.json else "\n".join([*heading, report.to_text()])
     except (ValueError, OSError, ImportError) as error:
         print(f"python -m nanwatch show: {error}", file=sys.stderr)
         return _FAILED
-    if options.json:
-        print(report.to_json())
-    else:
-        print("\n".join([*heading, report.to_text()]))
+    print(printed)
     return 0
 
 
@@ -48,13 +51,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _report(file: Path, batch: int | None) -> tuple[Report, list[str]]:
+def _report(file: Path, batch: int | None, tell: Tell) -> tuple[Report, list[str]]:
     """The report, and what stands above it."""
     if _is_json(file):
         if batch is not None:
             raise ValueError(f"--batch is for a trace, and {file} is a report; leave it out")
+        tell(f"reading {file.name}")
         return Report.from_json(file.read_text(encoding="utf-8")), []
-    trace = Trace.open(file)
+    trace = Trace.open(file, tell)
     if not trace.batches:
         raise ValueError(f"{trace.path} has no batch")
     heading = [f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}"]

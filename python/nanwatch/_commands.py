@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 
 # What a shell makes of a program that SIGPIPE has ended.
 _CUT = 128 + 13
@@ -17,26 +18,38 @@ _CUT = 128 + 13
 class Command:
     """A sub-command: what `--help` says of it, and the module whose `main(arguments) -> int` runs it.
 
-    `only_prints`: when nobody reads what it prints there is nothing left to do.
+    `only_prints`: when nobody reads what it prints there is nothing left to do. `runs_user_code`: where Ctrl-C struck
+    may be what the user wants to know.
     """
 
     summary: str
     module: str
     only_prints: bool = True
+    runs_user_code: bool = False
 
     def run(self, arguments: list[str]) -> int:
         """Run it and return the exit status. Only now is its module imported."""
         main: Callable[[list[str]], int] = importlib.import_module(f".{self.module}", __package__).main
-        return until_cut(lambda: main(arguments)) if self.only_prints else main(arguments)
+        if not self.only_prints:
+            return main(arguments)
+        return until_cut(lambda: main(arguments), shows_place=self.runs_user_code)
 
 
-def until_cut(command: Callable[[], int]) -> int:
-    """The command's exit status, or 141 where the reader of its output went away, as `head` does."""
+def until_cut(command: Callable[[], int], *, shows_place: bool = False) -> int:
+    """The command's exit status, or 141 where the reader of its output went away, as `head` does.
+
+    Ctrl-C goes up as KeyboardInterrupt, at which the interpreter ends by SIGINT: what a shell calls 130, and what ends
+    a loop in a script too. With `shows_place` it prints the traceback, without it nothing.
+    """
     try:
         try:
             status = command()
         except SystemExit:
             _flush()
+            raise
+        except KeyboardInterrupt:
+            if not shows_place:
+                sys.excepthook = _QuietHook(sys.excepthook)
             raise
         # Now, as at the interpreter's end it would break where nobody can catch it.
         _flush()
@@ -47,6 +60,19 @@ def until_cut(command: Callable[[], int]) -> int:
         os.dup2(nothing, sys.stdout.fileno())
         os.close(nothing)
         return _CUT
+
+
+class _QuietHook:
+    """A sys.excepthook that has nothing to say of Ctrl-C."""
+
+    def __init__(
+        self, before: Callable[[type[BaseException], BaseException, TracebackType | None], object]
+    ) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            self._before(kind, error, place)
 
 
 def _flush() -> None:
@@ -63,7 +89,9 @@ COMMANDS = {
     "netcheck": Command(
         "can the ranks of a job reach each other? Start it with torchrun", "netcheck", only_prints=False
     ),
-    "replay": Command("make the call in a capsule again, in one dtype or several", "_command_replay"),
+    "replay": Command(
+        "make the call in a capsule again, in one dtype or several", "_command_replay", runs_user_code=True
+    ),
     "run": Command("watch the model of an unchanged training script", "_command_run", only_prints=False),
     "show": Command("the frames of a trace, or a saved report", "_command_show"),
 }

@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from .progress import Tell, silent
+
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Pairs: TypeAlias = "list[tuple[int, int]]"
 
@@ -63,7 +65,7 @@ class Call:
     records: tuple[int, ...]
 
 
-def align(a: Rows, b: Rows, batches: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+def align(a: Rows, b: Rows, batches: Sequence[tuple[int, int]], tell: Tell = silent) -> tuple[Ints, Ints]:
     """Rows of `a` and the rows of `b` that answer to them, for these pairs of batches, in the order of `a`.
 
     Of each side the rows of a batch stand together, and those of a call.
@@ -75,7 +77,9 @@ def align(a: Rows, b: Rows, batches: Sequence[tuple[int, int]]) -> tuple[Ints, I
     in_a, in_b = np.array(batches, np.int64).reshape(-1, 2).T
     starts_a, ends_a = (np.searchsorted(a.batch, in_a + past).tolist() for past in (0, 1))
     starts_b, ends_b = (np.searchsorted(b.batch, in_b + past).tolist() for past in (0, 1))
-    for start_a, end_a, start_b, end_b in zip(starts_a, ends_a, starts_b, ends_b, strict=True):
+    bounds = zip(starts_a, ends_a, starts_b, ends_b, strict=True)
+    for done, (start_a, end_a, start_b, end_b) in enumerate(bounds):
+        tell("aligning", done, len(batches), "batches")
         one, other = pattern_a[start_a:end_a], pattern_b[start_b:end_b]
         if np.array_equal(one, other):
             found_a.append(np.arange(start_a, end_a))

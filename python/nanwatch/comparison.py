@@ -12,6 +12,7 @@ import numpy as np
 from .align import Ints, Rows, align
 from .difference import KINDS, Difference, Growth, Kind, Place, Series
 from .headroom import limits
+from .progress import Tell, silent
 from .text import without_wrappers
 from .trace_file import Trace, batch_words, strings
 
@@ -57,17 +58,31 @@ def diff(
 
     Raises TraceError for what is no trace, and ValueError for batches that are not there or have no call in common.
     """
+    return compare(a, b, batches, rtol, ignore)
+
+
+def compare(
+    a: Trace | str | os.PathLike[str],
+    b: Trace | str | os.PathLike[str] | None = None,
+    batches: tuple[int, int] | None = None,
+    rtol: float = RTOL,
+    ignore: Sequence[Kind] = (),
+    tell: Tell = silent,
+) -> Difference:
+    """`diff`, which tells how far it is."""
     if not 0 <= rtol < 1:
         raise ValueError(f"rtol should be at least 0 and below 1, got {rtol!r}")
     if unknown := [kind for kind in ignore if kind not in KINDS]:
         raise ValueError(f"ignore should be some of {', '.join(KINDS)}, got {unknown[0]!r}")
     if b is None and batches is None:
         raise ValueError("one trace alone: name a second one, or two of its batches")
-    one = a if isinstance(a, Trace) else Trace.open(a)
-    other = one if b is None else b if isinstance(b, Trace) else Trace.open(b)
+    one = a if isinstance(a, Trace) else Trace.open(a, tell)
+    other = one if b is None else b if isinstance(b, Trace) else Trace.open(b, tell)
     pairs, remarks = _batches(one, other, batches)
     sides = _Side(one, [i for i, _ in pairs]), _Side(other, [j for _, j in pairs])
-    comparison = _Comparison(*sides, pairs, rtol, frozenset(ignore))
+    tell("aligning")
+    comparison = _Comparison(*sides, pairs, rtol, frozenset(ignore), tell)
+    tell("comparing")
     names = [str(trace.path) for trace in (one, other)]
     if batches is not None:
         names = [f"{name} batch {batch}" for name, batch in zip(names, batches, strict=True)]
@@ -153,7 +168,13 @@ class _Comparison:
     """Two sides, aligned."""
 
     def __init__(
-        self, a: _Side, b: _Side, batches: list[tuple[int, int]], rtol: float, ignored: frozenset[Kind]
+        self,
+        a: _Side,
+        b: _Side,
+        batches: list[tuple[int, int]],
+        rtol: float,
+        ignored: frozenset[Kind],
+        tell: Tell,
     ) -> None:
         self.a, self.b, self.batches, self.rtol, self.ignored = a, b, batches, rtol, ignored
         self.names = {name: _Names() for name in ("module", "class", "label", "role", "shape", "dtype")}
@@ -166,7 +187,7 @@ class _Comparison:
             Rows(side.batch, side.call, number["module"], number["class"], side.again, record)
             for side, number, record in zip((a, b), self.numbers, self.records, strict=True)
         ]
-        self.in_a, self.in_b = align(rows[0], rows[1], batches)
+        self.in_a, self.in_b = align(rows[0], rows[1], batches, tell)
         if len(self.in_a) == 0:
             raise ValueError("the two have no call of a module in common; are they of the same model?")
 

@@ -23,6 +23,7 @@ from . import text
 from .extras import needed
 from .frame import Frame
 from .headroom import NEAR_FACTOR, by_module, headroom_bits, limits, shrinking
+from .progress import Tell, silent
 from .record import Record
 
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ WIDEST_BAR = 40.0  # bits; float16 has 40 from its smallest number to its larges
 _ADVICE = ("Where", "Why", "Next")  # of text.finding_lines; the rest of a finding is told by its fields
 
 
-def report_html(report: Report) -> str:
+def report_html(report: Report, tell: Tell = silent) -> str:
     """The report as one HTML document, to be written as UTF-8. Raises ImportError without jinja2 and plotly."""
-    data = _data(report)
+    data = _data(report, tell)
+    tell("drawing the page")
     pictures = _pictures(report)
     data["spreads"] = [figure for _, _, figure in pictures]
     return page(
@@ -175,13 +177,14 @@ def _pictures(report: Report) -> list[tuple[str, str, dict[str, Any]]]:
 # The data of chart and table.
 
 
-def _data(report: Report) -> dict[str, Any]:
+def _data(report: Report, tell: Tell) -> dict[str, Any]:
     """What the page's script draws from; see `records` in report.js for the columns."""
     finding = report.finding
     named = None if finding is None else (finding.module, finding.batch, finding.label)
     rows: list[list[Any]] = []
     culprit = None
     for number, frame in enumerate(report.frames):
+        tell("drawing the page", number, len(report.frames), "frames")
         for record in frame.records:
             if culprit is None and record.is_fault and (frame.name, frame.batch, record.label) == named:
                 culprit = len(rows)

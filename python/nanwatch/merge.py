@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from .merge_digest import Digest, Place
 from .merge_document import is_merged, read_merged
+from .progress import Tell, silent
 from .report import Report
 from .sighting import Sighting, earliest
 
@@ -171,7 +172,7 @@ def _most_first(
     return sorted(groups, key=lambda group: (-len(group[1]), group[1]))
 
 
-def merge(*paths: Path) -> Merged:
+def merge(*paths: Path, tell: Tell = silent) -> Merged:
     """Merge every `report.json` below the folders, and the files: a report each, or what `merge --json` printed.
 
     Of several reports of one rank the earliest failure counts. Raises ValueError when there is none that can be read;
@@ -179,7 +180,10 @@ def merge(*paths: Path) -> Merged:
     """
     kept: dict[int, Digest] = {}
     left_out: list[str] = []
-    for path in _files(paths):
+    tell(f"looking for {_FILE}")
+    files = list(_files(paths))
+    for done, path in enumerate(files):
+        tell("reading reports", done, len(files), "files")
         try:
             text = path.read_text(encoding="utf-8")
             # One report at a time: parsed it is some ten times its file.

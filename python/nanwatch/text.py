@@ -328,8 +328,8 @@ def wants_color(file: TextIO) -> bool:
 
 def _colored(lines: Sequence[tuple[Style, str]]) -> str:
     instead = "leave color=False"
-    console_kind = needed("rich.console", "color=True", "demo", instead).Console
-    styled = needed("rich.text", "color=True", "demo", instead).Text
+    console_kind = needed("rich.console", "color=True", "terminal", instead).Console
+    styled = needed("rich.text", "color=True", "terminal", instead).Text
     width = max((len(line) for _, line in lines), default=0) + 1
     console = console_kind(width=width, color_system="standard", force_terminal=True, no_color=False)
     with console.capture() as capture:

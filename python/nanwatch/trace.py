@@ -19,6 +19,7 @@ from . import reading
 from .errors import TraceError
 from .extras import needed
 from .frame import PHASES, Frame
+from .progress import Tell, silent
 from .record import ROLES, Record
 from .weight_versions import WeightVersions
 
@@ -213,20 +214,21 @@ def _strings(values: Iterable[str | None]) -> Any:
 # Back.
 
 
-def frames_of(table: Any) -> tuple[Frame, ...]:
+def frames_of(table: Any, tell: Tell = silent) -> tuple[Frame, ...]:
     """The frames of a table with the columns of a trace. TraceError for values that are none of a trace."""
     try:
-        return tuple(_frames(table.to_pylist()))
+        return tuple(_frames(table.to_pylist(), tell))
     except (ValueError, RecursionError) as error:
         raise TraceError(f"not a row of a trace: {error}") from error
 
 
-def _frames(rows: list[dict[str, Any]]) -> Iterable[Frame]:
+def _frames(rows: list[dict[str, Any]], tell: Tell) -> Iterable[Frame]:
     start = 0
     for end in range(1, len(rows) + 1):
         first = rows[start]
         if end < len(rows) and all(rows[end][name] == first[name] for name in ("batch", "call", "rank")):
             continue
+        tell("making frames", end, len(rows), "rows")
         records = tuple(_record(row) for row in rows[start:end])
         phase = reading.one_of(PHASES)(first["phase"], "phase")
         yield Frame(first["batch"], first["module"], first["class"], records, phase, first["recomputed"])

@@ -15,6 +15,7 @@ from . import trace
 from .errors import TraceError, spell
 from .finding import find
 from .frame import Frame
+from .progress import Tell, silent
 from .report import Report
 from .trace import SUFFIX, parts_beside
 
@@ -33,14 +34,18 @@ class Trace:
     Needs `pyarrow`. What is no trace of a version that is read here is a TraceError, a ValueError.
     """
 
-    def __init__(self, path: Path, dataset: Any, facts: dict[str, Any]) -> None:
+    def __init__(self, path: Path, dataset: Any, facts: dict[str, Any], tell: Tell = silent) -> None:
         self.path = path
+        self._tell = tell
         self._dataset = dataset
         self._facts = facts
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Trace:
-        """The trace at `path`. Raises TraceError for what is none, FileNotFoundError for nothing."""
+    def open(cls, path: str | os.PathLike[str], tell: Tell = silent) -> Trace:
+        """The trace at `path`, which tells `tell` how far a read is.
+
+        Raises TraceError for what is none, FileNotFoundError for nothing.
+        """
         place = Path(path)
         datasets = trace.arrow("pyarrow.dataset", "reading a trace")
         # Killed in the moment when the file took the place of the parts.
@@ -66,7 +71,7 @@ class Trace:
             if isinstance(error, TraceError):
                 raise
             raise TraceError(f"{parts[-1]} is no Parquet file that can be read: {spell(error)}") from error
-        return cls(place, dataset, facts)
+        return cls(place, dataset, facts, tell)
 
     @property
     def rank(self) -> int:
@@ -95,7 +100,8 @@ class Trace:
         wanted = None if batches is None else compute.field("batch").isin(pa.array(batches, pa.int64()))
         names = [name for name, _, _ in trace.COLUMNS] if columns is None else list(columns)
         try:
-            table = self._dataset.to_table(columns=names, filter=wanted)
+            table = self._read(names, wanted)
+            self._tell(f"checking {self.path.name}")
             # A file is anybody's, and pyarrow itself would read beyond the end of a list of strings.
             table.validate(full=True)
         except (OSError, ValueError, IndexError) as error:
@@ -105,13 +111,26 @@ class Trace:
                 raise TraceError(f"{self.path}: column {name!r} has a row without a value")
         return table
 
+    def _read(self, names: list[str], wanted: Any) -> Any:
+        pa = trace.arrow("pyarrow", "reading a trace")
+        # How many rows a filter lets through only the end of the read can say.
+        total = self._dataset.count_rows() if wanted is None else None
+        scanner = self._dataset.scanner(columns=names, filter=wanted)
+        what, rows, pieces = f"reading {self.path.name}", 0, []
+        self._tell(what, rows, total, "rows")
+        for piece in scanner.to_batches():
+            pieces.append(piece)
+            rows += piece.num_rows
+            self._tell(what, rows, total, "rows")
+        return pa.Table.from_batches(pieces, scanner.projected_schema)
+
     def frames(self, batch: int) -> tuple[Frame, ...]:
         """The frames of a batch in the order of their calls. ValueError, naming those there are, without the batch."""
         table = self.table(batches=[batch])
         if table.num_rows == 0:
             raise ValueError(f"{self.path} has no batch {batch}; it has {batch_words(self.batches)}")
         # Calls of several threads may stand in turns.
-        return trace.frames_of(table.sort_by([("rank", "ascending"), ("call", "ascending")]))
+        return trace.frames_of(table.sort_by([("rank", "ascending"), ("call", "ascending")]), self._tell)
 
     def report(self, batch: int) -> Report:
         """The frames of a batch as a report. What it finds knows nothing of what the batch was called with."""
