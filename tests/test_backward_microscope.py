@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -148,3 +149,67 @@ def test_weights_that_a_module_keeps_in_a_list_of_its_own() -> None:
     assert finding.operation is not None
     assert finding.operation.endswith("Backward0")
     assert all(a is b for a, b in zip(model[0]._flat_weights, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_an_overflow_of_a_sum_with_both_signs_is_found(recorder: str) -> None:
+    """The signs of inputs and gradients fit each other, so that all products of the sum are positive: from equal
+    gradients it would be zero. A user's hook on the weight sees one backward.
+    """
+    model = nn.Sequential(nn.Linear(1, 2, bias=False).half())
+    nn.init.zeros_(model[0].weight)
+    signs = torch.tensor([[1.0], [-1.0]]).repeat(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[bool] = []
+    model[0].weight.register_hook(lambda g: calls.append(True))
+    with watched(model, recorder, gradients=True):
+        (model(100 * signs.half()).float() * signs * torch.tensor([1.0, -50.0])).sum().backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.label, finding.index, finding.operation) == ("weight.grad", (1, 0), "MmBackward0")
+    assert len(calls) == 1
+    assert model[0].weight.grad is not None
+    assert not model[0].weight.any()
+
+
+class NoSecond(torch.autograd.Function):
+    """A product that has a first derivative and no second."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class OnceDifferentiable(nn.Module):
+    """Such a product with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1).half())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoSecond.apply(x, self.weight)
+
+
+def test_where_signs_cannot_be_told_the_rest_stands() -> None:
+    """Without a second derivative nothing is found here: that is a remark, and the finding is what it was."""
+    model = nn.Sequential(OnceDifferentiable())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    signs = torch.tensor([[1.0], [-1.0]]).repeat(8, 1)
+    with watch(model, gradients=True):
+        (model(100 * signs.half()).float() * signs * 50).sum().backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.operation) == ("0", "weight.grad", None)
+    assert any("no operation made a bad gradient" in one for one in finding.remarks)

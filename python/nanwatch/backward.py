@@ -64,7 +64,7 @@ def find_in_backward(
     record = to_record(_row(calls, first))
     sequence = sum(call.frame.batch == frame.batch for call in calls[: first.call])
     finding = finding_of(frame, record, origin, source, rank, sequence)
-    remarks = _remarks(calls, makers, first)
+    remarks = _remarks(calls, arrivals, now, first)
     frames = [call.frame for call in calls[: first.call + 1]]
     if around is not None:
         # Of the module around the last finite gradients belong to what led here.
@@ -102,14 +102,30 @@ def _around(calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], here: Ar
     return next((one for one in above if _was_reached(arrivals, one, here.time)), None)
 
 
-def _remarks(calls: Sequence[BackwardCall], makers: Sequence[Arrival], first: Arrival) -> tuple[str, ...]:
+def _remarks(
+    calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], now: Sequence[Arrival], first: Arrival
+) -> tuple[str, ...]:
     """Who else may have made the value: a gradient is the sum over all that the tensor was given to."""
-    above = {first.call, *_above(calls, first.call)}
-    names = {calls[one.call].frame.name for one in makers if one.call not in above}
-    if not names:
+    if first.part == "output" or not _was_reached(arrivals, first.call, first.time):
         return ()
-    listed = ", ".join(name or "the root module" for name in sorted(names))
-    what = "weight is shared with" if first.part == "weight" else "same tensor was given to"
-    return (
-        f"the {what} {listed}: the gradient is the sum over all of them, and each may have made the value",
-    )
+    above = {first.call, *_above(calls, first.call)}
+    others = [one for one in now if one.call not in above and _was_reached(arrivals, one.call, first.time)]
+    given = _names(calls, [one for one in others if one.part != "output"])
+    # A module that returns what it has used itself, and whose other outputs had gradients.
+    returned = _names(calls, [one for one in others if one.part == "output"])
+    found = []
+    if given:
+        what = "weight is shared with" if first.part == "weight" else "same tensor was given to"
+        found.append(
+            f"the {what} {given}: the gradient is the sum over all of them, and each may have made the value"
+        )
+    if returned:
+        found.append(
+            f"the same tensor is an output of {returned}, whose other outputs had gradients: the gradient is the sum"
+            " over all that was made of it, and what was made of it there may have made the value"
+        )
+    return tuple(found)
+
+
+def _names(calls: Sequence[BackwardCall], arrivals: Sequence[Arrival]) -> str:
+    return ", ".join(sorted({calls[one.call].frame.name or "the root module" for one in arrivals}))

@@ -2,13 +2,15 @@
 
 The loss is no part of the model, so the gradients of the call's outputs are not there a second time. Gradients of the
 size that was seen stand in for them: an operation whose derivative is not finite shows with any, an overflow with those
-as large as the largest. The same backward from smaller ones shows whether a smaller loss scale would have been enough.
+as large as the largest, and one in a weight's gradient with the signs that add up there. The same backward from smaller
+ones shows whether a smaller loss scale would have been enough.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +68,7 @@ def examine_backward(
                     "no gradient of its outputs was seen, so there was none to start a second backward from",
                 )
             )
-        scene = _Scene(name, magnitudes, loss_scale)
+        scene = _Scene(finding, name, magnitudes, loss_scale)
         with start.again() as call, stand_in({guilty.module}, scene.run):
             try:
                 call()
@@ -86,7 +88,8 @@ def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[st
             continue
         for record in frame.records:
             label = record.label.removesuffix(".grad")
-            if label.startswith("output") and record.isfinite and record.abs_max:
+            # All zeros stand for themselves: zero times a pole is nan.
+            if label.startswith("output") and record.isfinite and record.abs_max is not None:
                 found[label] = [record.abs_min or record.abs_max / 1024, record.abs_max]
     return found
 
@@ -94,8 +97,11 @@ def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[st
 class _Scene:
     """Makes the calls of the guilty module, and the backward of each."""
 
-    def __init__(self, module: str, magnitudes: dict[str, list[float]], loss_scale: float | None) -> None:
+    def __init__(
+        self, finding: Finding, module: str, magnitudes: dict[str, list[float]], loss_scale: float | None
+    ) -> None:
         self.found = Examination()
+        self._label, self._index = finding.label.removesuffix(".grad"), finding.index
         self._module = f"`{module}`" if module else "the model"
         self._magnitudes = magnitudes
         self._loss_scale = loss_scale
@@ -119,16 +125,26 @@ class _Scene:
                 label: x for label, x in leaves(output, "output") if isinstance(x, Tensor) and x.requires_grad
             }
             if outputs and wanted:
-                for attempt in (0, 1):
-                    self._backward(outputs, wanted, attempt)
+                self._backward(outputs, wanted, module._parameters.get(self._label))
         return tree_map_only(Tensor, torch.detach, output)
 
-    def _backward(self, outputs: dict[str, Tensor], wanted: list[Tensor], attempt: int) -> None:
-        seen = {label: sizes[attempt] for label, sizes in self._magnitudes.items() if label in outputs}
-        if not seen:
+    def _backward(self, outputs: dict[str, Tensor], wanted: list[Tensor], weight: Tensor | None) -> None:
+        sizes = {label: seen for label, seen in self._magnitudes.items() if label in outputs}
+        if not sizes:
             return
-        roots = [outputs[label] for label in seen]
-        gradients = [torch.full_like(outputs[label], size) for label, size in seen.items()]
+        roots = [outputs[label] for label in sizes]
+        for attempt in (0, 1):
+            gradients = [
+                torch.full_like(x, size[attempt]) for x, size in zip(roots, sizes.values(), strict=True)
+            ]
+            self._look(roots, wanted, gradients)
+        # A weight's gradient is a sum over the batch: of products with both signs equal gradients leave little.
+        signs = _signs(roots, weight, self._index) if weight is not None and weight.requires_grad else []
+        if signs:
+            gradients = [sign * size[1] for sign, size in zip(signs, sizes.values(), strict=True)]
+            self._look(roots, wanted, gradients)
+
+    def _look(self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]) -> None:
         steps: list[Examination] = []
         _run(roots, wanted, gradients, lambda node: _looker(node, steps))
         if steps:
@@ -163,17 +179,43 @@ def _run(
 ) -> None:
     """A backward from these gradients of the roots to what is wanted, with what `hook(node)` gives at each node."""
     handles = [node.register_hook(hook(node)) for node in _nodes(x.grad_fn for x in roots) if node]
-    # The user's hooks on weights may add up what they are given. Emptied and filled again: the engine holds the dict.
-    own = [(hooks, dict(hooks)) for x in wanted if (hooks := x._backward_hooks)]
+    try:
+        with _without_hooks(wanted):
+            torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _without_hooks(tensors: list[Tensor]) -> Iterator[None]:
+    """The user's hooks on these may add up what they are given. Emptied and filled again: the engine holds the dict."""
+    own = [(hooks, dict(hooks)) for x in tensors if (hooks := x._backward_hooks)]
     try:
         for hooks, _ in own:
             hooks.clear()
-        torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
+        yield
     finally:
         for hooks, before in own:
             hooks.update(before)
-        for handle in handles:
-            handle.remove()
+
+
+def _signs(roots: list[Tensor], weight: Tensor, index: tuple[int, ...] | None) -> list[Tensor]:
+    """For each root ones with the signs that make all it adds to this element of the weight's gradient positive.
+
+    Empty where that cannot be told, as where an operation has no second derivative.
+    """
+    ones = [torch.ones_like(x).requires_grad_() for x in roots]
+    try:
+        with _without_hooks([weight]):
+            (made,) = torch.autograd.grad(roots, [weight], ones, create_graph=True)
+            found = torch.autograd.grad(made[index or ()].sum(), ones, allow_unused=True)
+    except Exception:
+        return []
+    return [
+        torch.ones_like(x) if share is None else torch.where(share < 0, -1.0, 1.0).to(x)
+        for x, share in zip(roots, found, strict=True)
+    ]
 
 
 def _nodes(roots: Any) -> list[Any]:

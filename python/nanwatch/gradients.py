@@ -194,8 +194,9 @@ class _TensorHook:
     part: Part
     label: str
 
-    def __call__(self, gradient: Tensor) -> None:
-        if is_compiling():
+    def __call__(self, gradient: Tensor | None) -> None:
+        # Of one operation's results those that nobody used get None, as each part of unbind but the one that was.
+        if gradient is None or is_compiling():
             return  # compiled autograd follows hooks, and this leads nowhere that it could
         # What a call was given may get its gradient from elsewhere, too: the call itself has no part in this backward.
         has_part = self.part != "input" or self.call.backward == torch._C._current_graph_task_id()
@@ -210,8 +211,9 @@ class _LeafHook:
     bound: float = 0.0
     looked_at: int = 0
 
-    def __call__(self, gradient: Tensor) -> None:
-        if is_compiling() or (gradients := self.gradients()) is None:
+    def __call__(self, gradient: Tensor | None) -> None:
+        # None comes from a Function whose backward gives none.
+        if gradient is None or is_compiling() or (gradients := self.gradients()) is None:
             return
         task = torch._C._current_graph_task_id()
         alive = [(call, part, label) for one, part, label in self.users if (call := one()) is not None]
