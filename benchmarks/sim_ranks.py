@@ -5,7 +5,7 @@ own, and a proxy before it counts bytes. Messages are what the Verdicts ask of t
 pauses between looks are those of a real job, so a run takes minutes; its times are no measure of anything.
 
     TORCH_CPP_LOG_LEVEL=ERROR python benchmarks/sim_ranks.py     # 1,000 writers, two scenarios
-    python benchmarks/sim_ranks.py --writers 50 --json sim.json
+    python benchmarks/sim_ranks.py --writers 8 256 1000 --json benchmarks/results/sim-ranks.json
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -132,6 +133,28 @@ def serve(pipe: Any, most_files: int) -> None:
     asyncio.run(main())
 
 
+@contextmanager
+def served(most_files: int) -> Iterator[tuple[int, Callable[[], tuple[Traffic, int]]]]:
+    """The store and the proxy in a process of their own: the proxy's port, and what gives its traffic and the keys."""
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(there, most_files), daemon=True
+    )
+    process.start()
+    there.close()  # so that its end is heard of
+
+    def counts() -> tuple[Traffic, int]:
+        here.send(True)
+        traffic, keys = here.recv()
+        return Traffic(**traffic), keys
+
+    try:
+        yield here.recv(), counts
+    finally:
+        process.terminate()
+        process.join(30)
+
+
 def raise_limit(files: int) -> None:
     """Let this process have so many open files. Raises SystemExit where the system forbids it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -175,19 +198,12 @@ SCENARIOS = {"all fail at once": all_fail, "one fails, the others settle": one_f
 def play(name: str, number: int, patience: float = PATIENCE) -> Outcome:
     """All writers of a scenario, from their connection to their verdict."""
     writers, true_rank, num_failed = SCENARIOS[name](number)
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(there, FILES_EACH * number + 256), daemon=True
-    )
-    process.start()
-    there.close()  # so that its end is heard of
-    port = here.recv()
     ready = threading.Barrier(number)
     counting: dict[int, Counter[str]] = {}
     make_store = verdict._own_store
     verdict._own_store = lambda store, prefix: Counting(make_store(store, prefix), counting[id(store)])
 
-    def live(writer: Writer) -> None:
+    def live(writer: Writer, port: int) -> None:
         try:
             store = dist.TCPStore(
                 "127.0.0.1", port, None, False, timedelta(seconds=patience), wait_for_workers=False
@@ -212,18 +228,16 @@ def play(name: str, number: int, patience: float = PATIENCE) -> Outcome:
         finally:
             one.stop()
 
-    threads = [threading.Thread(target=live, args=(writer,), daemon=True) for writer in writers]
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(patience)
-        here.send(True)
-        traffic, keys = here.recv()
+        with served(FILES_EACH * number + 256) as (port, counts):
+            threads = [threading.Thread(target=live, args=(writer, port), daemon=True) for writer in writers]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(patience)
+            traffic, keys = counts()
     finally:
         verdict._own_store = make_store
-        process.terminate()
-        process.join(30)
     each = [sum(writer.calls.values()) for writer in writers]
     by_call: Counter[str] = sum((writer.calls for writer in writers), Counter())
     errors = [writer.error for writer in writers if writer.error]
@@ -236,9 +250,9 @@ def play(name: str, number: int, patience: float = PATIENCE) -> Outcome:
         messages_least=min(each),
         messages_most=max(each),
         by_call=dict(by_call),
-        connections=traffic["connections"],
-        bytes_sent=traffic["sent"],
-        bytes_received=traffic["received"],
+        connections=traffic.connections,
+        bytes_sent=traffic.sent,
+        bytes_received=traffic.received,
         keys=keys,
     )
 
@@ -293,13 +307,13 @@ def table(outcomes: list[Outcome]) -> str:
 def main(arguments: list[str] | None = None, say: Callable[[str], None] = print) -> int:
     """Status 0 when every writer was right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--writers", type=int, default=1000)
+    parser.add_argument("--writers", type=int, nargs="+", default=[1000])
     parser.add_argument("--only", choices=SCENARIOS, action="append")
     parser.add_argument("--json", type=Path, help="write what was counted to this file")
     options = parser.parse_args(arguments)
-    raise_limit(FILES_EACH * options.writers + 256)
+    raise_limit(FILES_EACH * max(options.writers) + 256)
     threading.stack_size(512 * 1024)  # 2,000 threads
-    outcomes = [play(name, options.writers) for name in options.only or SCENARIOS]
+    outcomes = [play(name, number) for number in options.writers for name in options.only or SCENARIOS]
     say(table(outcomes))
     for one in outcomes:
         for error in one.errors[:5]:

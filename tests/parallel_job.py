@@ -22,7 +22,16 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch.placement import read_placement
 from nanwatch.shard import shard_note
-from parallel_models import Block, Net, WithStatistics, mesh_of, shard, shard_each_layer, split
+from parallel_models import (
+    Block,
+    Net,
+    WithStatistics,
+    mesh_of,
+    shard,
+    shard_blocks,
+    shard_each_layer,
+    split,
+)
 from parallel_training import Trained, compare, data, difference, local, same_data, start_watch, train
 
 INF = float("inf")
@@ -54,6 +63,44 @@ def fsdp2() -> dict[str, Any]:
 @scenario
 def fsdp2_each_layer() -> dict[str, Any]:
     return compare(Net, lambda model: shard_each_layer(model, mesh_of("dp"), reshard_after_forward=True))
+
+
+@scenario
+def fsdp2_blocks() -> dict[str, Any]:
+    """The blocks alone are sharded: the model itself and its head are on every rank."""
+    return compare(Net, lambda model: shard_blocks(model, model.blocks, mesh_of("dp")))
+
+
+@scenario
+def fsdp2_raised() -> dict[str, Any]:
+    """A report made inside a forward, where the weights at hand are gathered, and one of the backward's gradients."""
+    seen: dict[str, Any] = {}
+    ways = {
+        "blocks": lambda model: shard_blocks(model, model.blocks, mesh_of("dp")),
+        "blocks and root": sharded,
+        "root": lambda model: shard(model, (), mesh_of("dp")),
+    }
+    for way, parallelize in ways.items():
+        model = parallelize(Net())
+        reports = {}
+        with nanwatch.watch(model, gradients=True) as watch:
+            (model(data(0)).sum() * INF).backward()
+            reports["backward"] = watch.report()
+        with nanwatch.watch(model, microscope=False, peer_timeout=0):
+            try:
+                model(data(0) * INF)
+            except nanwatch.NonFiniteError as error:
+                reports["forward"] = error.report
+        seen |= {
+            f"{way}, {phase}": {
+                "phase": report.finding and report.finding.phase,
+                "shards": any(r.is_shard for f in report.frames for r in f.records),
+                "mesh": report.mesh,
+                "text": report.to_text().splitlines()[1],
+            }
+            for phase, report in reports.items()
+        }
+    return seen
 
 
 @scenario

@@ -22,12 +22,15 @@ _JOB = Path(__file__).with_name("parallel_job.py")
 _SECONDS = 480  # on a machine that does ten other things; alone two cores take one
 TRAINED = {
     2: [
-        *("ddp", "fsdp1", "fsdp2", "fsdp2_each_layer", "fsdp2_mixed_precision", "fsdp2_checkpointed"),
-        *("tensor_parallel", "sequence_parallel"),
+        *("ddp", "fsdp1", "fsdp2", "fsdp2_blocks", "fsdp2_each_layer", "fsdp2_mixed_precision"),
+        *("fsdp2_checkpointed", "tensor_parallel", "sequence_parallel"),
     ],
-    4: ["both", "hybrid"],
+    4: ["fsdp2", "fsdp2_blocks", "both", "hybrid"],
 }
-OTHERS = {2: ["pipeline", "fsdp2_written", "fsdp2_bad_gradient", "places"], 4: ["places", "strided"]}
+OTHERS = {
+    2: ["pipeline", "fsdp2_written", "fsdp2_bad_gradient", "fsdp2_raised", "places"],
+    4: ["fsdp2_raised", "places", "strided"],
+}
 
 
 def run_job(folder: Path, size: int) -> list[dict[str, Any]]:
@@ -108,18 +111,49 @@ def test_frames_have_the_users_names(jobs: Any, size: int, name: str) -> None:
 def test_frames_say_which_shard_was_read(
     jobs: Any, size: int, name: str, roles: list[str], dims: dict[str, int]
 ) -> None:
-    """Each rank's shards are at its own coordinates, and its report has its rank and its place in the mesh."""
+    """Each rank's shards are at its own coordinates, and its report has its rank."""
     for rank, saw in enumerate(seen_by_all(jobs, size, name)):
         coordinate = rank % 2  # in the last dimension of the mesh, the only one in these records
         (dim, ranks) = next(iter(dims.items()))
         for when in ("before", "after"):
             one = saw[f"{when}, gradients=True"]
             assert one["roles of shards"] == roles
-            assert one["mesh"] == [f"{dim}={coordinate} of {ranks}"]
+            assert f"{dim}={coordinate} of {ranks}" in one["mesh"]
             assert one["rank"] == rank
             notes = [note for note in one["notes"] if note]
             assert notes
             assert all(f" at {dim}={coordinate} of {ranks}" in note for note in notes)
+
+
+def places_in_the_mesh(size: int, name: str, rank: int) -> list[str]:
+    """What init_device_mesh makes of a rank, row by row."""
+    if name in ("ddp", "fsdp1"):  # both have no mesh of their own
+        return []
+    if name in ("both", "hybrid"):
+        first, last = ("dp", "tp") if name == "both" else ("replica", "shard")
+        return [f"{first}={rank // 2} of 2", f"{last}={rank % 2} of 2"]
+    return [f"{'tp' if name.endswith('_parallel') else 'dp'}={rank} of {size}"]
+
+
+@pytest.mark.parametrize(("size", "name"), CASES)
+def test_reports_say_where_the_rank_is_in_the_mesh(jobs: Any, size: int, name: str) -> None:
+    """Also where every weight in the frames was gathered, so that no frame has a shard."""
+    for rank, saw in enumerate(seen_by_all(jobs, size, name)):
+        for when in ("before", "after"):
+            for gradients in (False, True):
+                assert saw[f"{when}, gradients={gradients}"]["mesh"] == places_in_the_mesh(size, name, rank)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_reports_of_a_failure_say_where_the_rank_is_in_the_mesh(jobs: Any, size: int) -> None:
+    """Made inside a forward or backward, while FSDP2 has put gathered weights in the place of all or of some shards."""
+    for rank, saw in enumerate(seen_by_all(jobs, size, "fsdp2_raised")):
+        assert len(saw) == 6
+        for when, one in saw.items():
+            assert one["phase"] == when.rpartition(", ")[2]
+            assert one["mesh"] == [f"dp={rank} of {size}"], when
+            assert one["text"] == f"This rank in the device mesh: dp={rank} of {size}."
+        assert not any(one["shards"] for when, one in saw.items() if when.endswith("forward"))
 
 
 def test_stages_of_a_pipeline(jobs: Any) -> None:

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
-import random
-import re
-import signal
-import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,133 +15,10 @@ from torch import nn
 import nanwatch
 from nanwatch import peers, verdict
 from nanwatch.board import Board, attempt
-from nanwatch.merge import merge
 from nanwatch.peers import Peers
 from nanwatch.sighting import Sighting
 from nanwatch.verdict import PeerNonFiniteError
-from netcheck_ranks import environment, free_port, run_ranks
 from sightings import connect, finding, serve
-
-_SCRIPT = Path(__file__).with_name("rank_scenarios.py")
-_GUILTY = re.compile(
-    r"first seen in `\S+` of (\S+) \(\w+\) in batch \d+ on (?:rank (\d+)|(?:all )?(\d+) ranks)"
-)
-
-needs_gloo = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
-
-
-def scenario(way: str, kind: str, rank: int, batch: int = 3, **more: Any) -> dict[str, Any]:
-    return {"way": way, "kind": kind, "rank": rank, "batch": batch, "port": free_port(), **more}
-
-
-def random_scenarios(ways: tuple[str, ...], world_size: int, count: int, seed: int) -> list[dict[str, Any]]:
-    """Each way in turn; what happens, where and when is drawn."""
-    draw = random.Random(seed)
-    found = []
-    for number in range(count):
-        way = ways[number % len(ways)]
-        # A batch of a pipeline begins in its first stage, and its stages never fail at once.
-        kinds = ["module", "data", "straggler", "all"]
-        kind = draw.choice(kinds[:3] if way == "pipeline" else kinds)
-        rank = 0 if way == "pipeline" and kind == "data" else draw.randrange(world_size)
-        if kind == "data" and way == "tp":
-            kind = "module"  # its ranks share their data
-        check = draw.choice(["auto", "batch"])
-        found.append(scenario(way, kind, rank, draw.randrange(1, 6), check=check))
-    return found
-
-
-def told_by(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def run(scenarios: list[dict[str, Any]], world_size: int, folder: Path) -> list[dict[str, Any]]:
-    """What the ranks print, under torchrun."""
-    given = folder / "scenarios.json"
-    given.write_text(json.dumps(scenarios))
-    line = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}", "--master_port"]
-    done = subprocess.run(
-        [*line, str(free_port()), str(_SCRIPT), str(given), str(folder)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60 + 30 * len(scenarios),
-    )
-    assert done.returncode == int(bool(scenarios[-1].get("exits"))), done.stderr[-3000:]
-    told = told_by(done)
-    assert told, done.stderr[-3000:]
-    return told
-
-
-def check(played: dict[str, Any], told: list[dict[str, Any]], world_size: int, folder: Path) -> None:
-    """All ranks name the guilty one, in time; so do the files that they have left."""
-    guilty = 0 if played["kind"] == "all" else played["rank"]
-    for rank in range(world_size):
-        mine = [one for one in told if one["rank"] == rank]
-        assert mine, f"rank {rank} of {played} said nothing"
-        for one in mine:
-            words = one["said"]
-            found = _GUILTY.search(words)
-            assert found is not None, words
-            assert found[1] == ("up" if played["way"] == "pipeline" else "0.up") or played["kind"] != "data"
-            if played["kind"] == "all":
-                assert found[3] == str(world_size), (played, words)
-            else:
-                assert found[2] == str(guilty), (played, words)
-            if one.get("origin"):
-                assert one["origin"][0] == guilty
-                assert one["origin"][4] == (world_size if played["kind"] == "all" else 1)
-                assert one["seconds"] < 30
-                assert one.get("destroyed_in", 0) < 30
-                assert one["is_peer"] is (not (played["kind"] == "all" or rank == guilty)) or (
-                    played["way"] in ("tp", "fsdp2")  # where it may have come through a collective first
-                )
-    merged = merge(folder)
-    assert merged.origins[0].rank == guilty
-    assert merged.ranks == list(range(world_size))
-
-
-@needs_gloo
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "count"), [(2, 10), (4, 4)])
-def test_data_parallel_and_pipelined_jobs_name_the_guilty_rank(world_size, count, tmp_path):
-    """Random faults, one after another in the same processes: each has a verdict, and the group can be destroyed."""
-    scenarios = random_scenarios(("ddp", "pipeline"), world_size, count, seed=world_size)
-    told = run(scenarios, world_size, tmp_path)
-    for number, played in enumerate(scenarios):
-        mine = [one for one in told if one["scenario"] == number]
-        assert sum("destroyed_in" in one for one in mine) == world_size
-        check(played, mine, world_size, tmp_path / str(number))
-
-
-@needs_gloo
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "way", "seed"),
-    [(2, "fsdp2", 0), (2, "fsdp2", 1), (2, "tp", 2), (2, "tp", 3), (4, "fsdp2", 4), (4, "tp", 5)],
-)
-def test_sharded_jobs_name_the_guilty_rank(world_size, way, seed, tmp_path):
-    """The process that raises ends, and torchrun then ends the others: by then each has told the origin."""
-    played = random_scenarios((way,), world_size, 1, seed)[0] | {"exits": True}
-    check(played, run([played], world_size, tmp_path), world_size, tmp_path / "0")
-
-
-@needs_gloo
-@pytest.mark.slow
-def test_a_rank_that_is_killed_once_it_has_told_is_still_the_origin(tmp_path):
-    """Without a launcher the others live on: they raise what the dead one found."""
-    played = scenario("ddp", "module", 1, exits=True, dies=True)
-    given = tmp_path / "scenarios.json"
-    given.write_text(json.dumps([played]))
-    ranks = run_ranks(3, [str(_SCRIPT), str(given), str(tmp_path)], 120)
-    assert ranks[1].returncode == -signal.SIGKILL
-    for done in (ranks[0], ranks[2]):
-        told = told_by(done)
-        assert [one["error"] for one in told if "error" in one] == ["PeerNonFiniteError"], done.stderr[-2000:]
-        assert told[-1]["origin"][:2] == [1, "1.down"]
-        assert done.returncode == 1
 
 
 def verdict_threads() -> int:
@@ -318,3 +189,22 @@ def test_clocks_count_steps_and_batches_since(job):
     mine.close()
     assert seen == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)]
     assert [mine._clock(batch) for batch in (0, 3, 5)] == [(0, 0), (1, 1), (2, 0)]
+
+
+def test_clocks_begin_anew_with_each_verdict(job):
+    """The rank that failed was stopped before a step that others had made: with what follows all count alike again."""
+    model = nn.Linear(4, 4)
+    mine = Peers(model, 10.0, lambda name: nanwatch.Report((), None, None))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in range(3):
+        mine.batch_started(batch)
+        optimizer.step()
+    job.other_fails()
+    assert mine.settle(None) is not None
+    seen = []
+    for batch in (3, 4):
+        mine.batch_started(batch)
+        seen.append(mine._clock(batch))
+    mine.close()
+    assert seen == [(0, 0), (0, 1)]
+    assert mine._clock(2) == (0, 0)  # from before: as early as can be

@@ -113,13 +113,14 @@ def test_a_fault_in_a_recomputation_is_raised_where_it_is_seen(check: Any) -> No
 
 
 def test_what_could_not_be_written_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk: the files that are there are named, the rest is a remark, and the report itself is whole."""
+    """A full disk: what is there is whole and named, the rest is a remark, and the report itself is whole."""
     write = Path.write_text
 
-    def full(self: Path, *args: Any, **kwargs: Any) -> int:
-        if self.name == "report.json":
+    def full(self: Path, text: str, **kwargs: Any) -> int:
+        if "report.json" in self.name:
+            write(self, text[:100], **kwargs)
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, *args, **kwargs)
+        return write(self, text, **kwargs)
 
     monkeypatch.setattr(Path, "write_text", full)
     finding = failed(Log(), output_dir=tmp_path).finding
@@ -127,7 +128,7 @@ def test_what_could_not_be_written_is_not_named(tmp_path: Path, monkeypatch: pyt
     names = [Path(path).name for path in finding.files]
     assert "report.json" not in names
     assert "report.txt" in names
-    assert all(Path(path).exists() for path in finding.files)
+    assert {Path(path) for path in finding.files} == set((tmp_path / "batch-0").iterdir())
     assert any("report.json" in remark and "No space" in remark for remark in finding.remarks)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ from torch import nn
 
 from nanwatch.record import LOCAL_SHARD
 from nanwatch.report import Report
-from nanwatch.shard import _chunk, shard_note
+from nanwatch.shard import _chunk, parameter_mesh, shard_note
 from nanwatch.watch import watch
 from toys import Scale
 
@@ -101,3 +105,46 @@ def test_replicated_and_partial_tensors_have_no_start(one_process_mesh: Any) -> 
 def test_a_placement_that_cannot_be_told_is_still_a_shard() -> None:
     """Whatever goes wrong in telling which one: the note says that it is a shard, and nothing is raised."""
     assert shard_note(nn.Linear(1, 1)) == LOCAL_SHARD
+
+
+def test_parameters_say_where_this_process_is_in_their_meshes(x: Any) -> None:
+    """Each dimension once; of plain parameters, of no model at all and of one that cannot be asked there is nothing."""
+    model = nn.Sequential(nn.Linear(2, 2), Scale(), nn.Linear(2, 2))
+    assert parameter_mesh(model) == ()
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(x)
+    assert parameter_mesh(model) == ("mesh[0]=0 of 1",)
+    assert parameter_mesh(None) == ()
+
+    class Broken(nn.Linear):
+        def _get_fsdp_state(self) -> None:
+            raise AssertionError("No FSDP state found")
+
+    assert parameter_mesh(nn.Sequential(model, Broken(2, 2))) == ()
+
+
+def test_a_report_has_the_mesh_of_its_model_when_that_has_gone(x: Any) -> None:
+    """The latest that was known, with no frame that would have a shard."""
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(x)
+    seen = watch(model, on_nonfinite="record")
+    seen.stop()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert seen.report().mesh == ("mesh[0]=0 of 1",)
+
+
+def test_the_mesh_of_the_parameters_comes_before_that_of_the_frames(x: Any) -> None:
+    """Each place once, in text and JSON. A report from before has what its frames say."""
+    model = Scale()
+    with watch(model, on_nonfinite="record") as seen:
+        model(x)
+    report = replace(seen.report(), parameter_mesh=("dp=1 of 4", "mesh[0]=0 of 1"))
+    assert report.mesh == ("dp=1 of 4", "mesh[0]=0 of 1")
+    assert "This rank in the device mesh: dp=1 of 4, mesh[0]=0 of 1.\n" in report.to_text()
+    assert Report.from_json(report.to_json()) == report
+    document = json.loads(report.to_json())
+    del document["parameter_mesh"]
+    assert Report.from_json(json.dumps(document)).mesh == ("mesh[0]=0 of 1",)

@@ -1,4 +1,4 @@
-"""benchmarks/sim_ranks.py with a few writers: every one is right, and the traffic is what its parts are."""
+"""benchmarks/sim_ranks.py and count_verdict.py: every writer is right, and the traffic is what its parts are."""
 
 from __future__ import annotations
 
@@ -37,3 +37,26 @@ def test_every_writer_names_the_true_origin(tmp_path: Path, monkeypatch: pytest.
         assert one["by_call"]["set"] == failed + 1  # and the one that says that all are there
         assert one["keys"] <= 8
         assert name in told[0]
+
+
+def test_the_steps_of_one_rank_do_not_grow_with_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """benchmarks/count_verdict.py for two sizes of job: as many calls, and as many bytes but for a few digits."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    count_verdict = importlib.import_module("count_verdict")
+    path = tmp_path / "verdict.json"
+    told: list[str] = []
+    assert count_verdict.main(["--ranks", "3", "200", "--json", str(path)], told.append) == 0
+    steps = json.loads(path.read_text())
+    few, many = ([one for one in steps if one["ranks"] == ranks] for ranks in (3, 200))
+    assert [(one["what"], one["by_call"]) for one in few] == [(one["what"], one["by_call"]) for one in many]
+    for one, other in zip(few, many, strict=True):
+        assert abs(one["sent"] - other["sent"]) <= 8  # a rank has more digits
+        assert one["received"] == pytest.approx(other["received"], abs=8)
+    calls = {one["what"]: one["by_call"] for one in few}
+    assert calls["looks while all is well"] == {"check": 1}
+    assert calls["fails"]["compare_set"] == calls["fails"]["set"] == 1
+    # It says that it has had its say, if that is new, and farewell.
+    assert calls["settles without having failed"]["add"] == calls["settles then"]["add"] + 1
+    assert "200 ranks, all fail at once" in told[0]

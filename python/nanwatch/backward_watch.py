@@ -18,6 +18,7 @@ from .optimizer_state import NAME, OptimizerState
 from .options import Options
 from .record import Row, is_fault
 from .report import Report
+from .shard import parameter_mesh
 from .wrapped_names import find_module, named_modules
 
 _ADDED_UP = (
@@ -178,4 +179,5 @@ class BackwardWatch:
     def _report(self, finding: Finding | None, batch: int, more: Iterable[FrameRows] = ()) -> Report:
         """With the latest frames, and `more` that are not among them."""
         frames = (*self._recorder.frames(), *more)[-self._options.max_frames :]
-        return Report(tuple(frame.to_frame() for frame in frames), finding, batch, self._rank())
+        told = tuple(frame.to_frame() for frame in frames)
+        return Report(told, finding, batch, self._rank(), parameter_mesh(self._model()))

@@ -49,11 +49,12 @@ class Peers:
         # The first batch after so many optimizer steps: of the latest such numbers, for rows that come late.
         self._firsts: deque[tuple[int, int]] = deque([(0, 0)], maxlen=64)
         self._job = _job
+        self._began = 0  # the verdict that the steps are counted from, by its number
         weakref.finalize(self, _job.leave_if_last)
 
     def batch_started(self, batch: int) -> None:
         """Raises PeerNonFiniteError when another rank has failed."""
-        verdict = self._job.connect(self, self._peer_timeout)
+        verdict = self._connect(batch)
         if verdict is None:
             return
         if self._job.steps != self._firsts[-1][1]:
@@ -63,7 +64,7 @@ class Peers:
 
     def publish(self, finding: Finding) -> None:
         """Tell the others what this rank found, before anything slow."""
-        verdict = self._job.connect(self, self._peer_timeout)
+        verdict = self._connect(finding.batch)
         if verdict is not None:
             verdict.publish(finding, finding.sequence or 0, self._clock(finding.batch), self._part)
 
@@ -82,6 +83,15 @@ class Peers:
         """Say and hear no more."""
         self._job.leave(self)
 
+    def _connect(self, batch: int) -> Verdict | None:
+        verdict = self._job.connect(self, self._peer_timeout)
+        if self._began != self._job.num_begun:
+            # Anew on all ranks: of a failure before, one was stopped before the step that others had made.
+            self._began = self._job.num_begun
+            self._firsts.clear()
+            self._firsts.append((batch, self._job.steps))
+        return verdict
+
     def _clock(self, batch: int) -> tuple[int, int]:
         first, steps = next((one for one in reversed(self._firsts) if one[0] <= batch), self._firsts[0])
         return steps, max(0, batch - first)
@@ -91,7 +101,8 @@ class _Job:
     """What all watches of this process share."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = 0  # since the verdict began
+        self.num_begun = 0
         self._peers: weakref.WeakSet[Peers] = weakref.WeakSet()
         self._reports: weakref.WeakKeyDictionary[Peers, Report] = weakref.WeakKeyDictionary()
         self._verdict: Verdict | None = None
@@ -122,6 +133,8 @@ class _Job:
         self._end()
         rank, world_size = place()
         self._group = weakref.ref(group)
+        self.steps = 0
+        self.num_begun += 1
         self._verdict = Verdict(
             None, rank, world_size, peer_timeout, name=str(self._num_verdicts), on_stuck=self._stuck
         )

@@ -166,8 +166,19 @@ def _told(report: Report, finding: Finding, remarks: list[str], files: Iterable[
 
 def _written(path: Path, report: Report, remarks: list[str]) -> bool:
     form = _FORMS[path.name]
-    done = _attempt(f"writing {path.name}", lambda: path.write_text(form(report), encoding="utf-8"), remarks)
+    done = _attempt(f"writing {path.name}", lambda: _write_whole(path, form(report)), remarks)
     return done is not None
+
+
+def _write_whole(path: Path, text: str) -> Path:
+    """All of the text or no file of this name: a launcher may end this process while it writes."""
+    under_way = path.with_name(f".{path.name}.tmp")
+    try:
+        under_way.write_text(text, encoding="utf-8")
+        return under_way.replace(path)
+    except OSError:
+        under_way.unlink(missing_ok=True)
+        raise
 
 
 def write_frames(report: Report, folder: Path) -> Path:
@@ -177,7 +188,7 @@ def write_frames(report: Report, folder: Path) -> Path:
     """
     made = make_numbered(folder, lambda one: one.mkdir(parents=True))
     for name in ("report.json", "report.txt"):
-        (made / name).write_text(_FORMS[name](report), encoding="utf-8")
+        _write_whole(made / name, _FORMS[name](report))
     return made
 
 

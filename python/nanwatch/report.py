@@ -26,21 +26,24 @@ _T = TypeVar("_T")
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a watch saw: `frames` (oldest first), the `finding` (None when all is finite), `batch` (the latest
-    number, None before the first batch) and the `rank` of the process."""
+    number, None before the first batch) and the `rank` of the process. `parameter_mesh` is where this rank is in the
+    device meshes that the model's parameters are sharded over, as `mesh` has it, also while they are gathered."""
 
     frames: tuple[Frame, ...]
     finding: Finding | None
     batch: int | None
     rank: int = 0
+    parameter_mesh: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> tuple[str, ...]:
-        """Where this rank is in the device meshes that tensors of the frames are sharded over, as `dp=1 of 4`."""
-        return text.mesh_coordinates(self.frames)
+        """Where this rank is in the device meshes that the model's parameters and tensors of the frames are sharded
+        over, as `dp=1 of 4`."""
+        return tuple(dict.fromkeys((*self.parameter_mesh, *text.mesh_coordinates(self.frames))))
 
     def to_text(self, color: bool = False) -> str:
         """The frames in columns and the finding in words; ANSI colours with `color`, which needs `rich`."""
-        return text.report_text(self.frames, self.finding, self.batch, color=color)
+        return text.report_text(self.frames, self.finding, self.batch, self.mesh, color=color)
 
     def __str__(self) -> str:
         return self.to_text()
@@ -190,11 +193,14 @@ _REPORT: dict[str, reading.Reader[Any]] = {
     "finding": reading.optional(read_finding),
     "batch": reading.optional(reading.count),
     "rank": reading.count,
+    "parameter_mesh": reading.tuple_of(reading.text),
 }
 
 
 def _report(document: Any) -> Report:
     if isinstance(document, dict) and document.get("schema") == SCHEMA and document.get("version") != VERSION:
         raise ValueError(f"its version is {document.get('version')!r}, this nanwatch reads version {VERSION}")
+    if isinstance(document, dict):
+        document = {"parameter_mesh": [], **document}  # earlier reports have none
     found = reading.members(document, "report", _REPORT)
-    return Report(found["frames"], found["finding"], found["batch"], found["rank"])
+    return Report(**{name: value for name, value in found.items() if name not in ("schema", "version")})

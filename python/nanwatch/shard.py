@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from torch import nn
 
 from .placement import MeshPlace, Placement
 from .record import LOCAL_SHARD
@@ -30,14 +32,49 @@ def shard_note(x: Any) -> str:
         return LOCAL_SHARD  # which is true of every DTensor
 
 
+def parameter_mesh(model: nn.Module | None) -> tuple[str, ...]:
+    """`dp=1 of 4`, for each dimension of the device meshes that parameters of `model` are sharded over. Never raises.
+
+    Also of parameters that FSDP has gathered for the call that is under way, which are plain tensors meanwhile.
+    """
+    meshes: dict[int, Any] = {}
+    try:
+        for module in () if model is None else model.modules():
+            for x in (*module._parameters.values(), *_gathered(module)):
+                if type(x).__name__ == "DTensor":
+                    meshes.setdefault(id(x.device_mesh), x.device_mesh)
+        said = (
+            MeshPlace("", name, here, size).where
+            for mesh in meshes.values()
+            for name, here, size in zip(_names(mesh), mesh.get_coordinate() or (), mesh.shape, strict=False)
+        )
+        return tuple(dict.fromkeys(said))
+    except Exception:
+        return ()  # a report is worth more than its place
+
+
+def _gathered(module: Any) -> Iterator[Any]:
+    """The sharded parameters of a group of FSDP2's, which it keeps to itself while they are gathered."""
+    if not hasattr(type(module), "_get_fsdp_state"):
+        return
+    state = module._get_fsdp_state()
+    # A list in torch 2.13; in 2.8 there is one group or none.
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        for one in () if group is None else group.fsdp_params:
+            yield one.sharded_param
+
+
+def _names(mesh: Any) -> list[str]:
+    return [str(name) for name in mesh.mesh_dim_names or (f"mesh[{i}]" for i in range(mesh.ndim))]
+
+
 def _note(x: Any, coordinate: Any) -> str:
     if coordinate is None:
         return f"{LOCAL_SHARD}: none on this rank"
     mesh = x.device_mesh
-    names = mesh.mesh_dim_names or [f"mesh[{i}]" for i in range(mesh.ndim)]
     places = [
-        MeshPlace(_kind(placement), str(name), here, mesh.size(i))
-        for i, (placement, name, here) in enumerate(zip(x.placements, names, coordinate, strict=True))
+        MeshPlace(_kind(placement), name, here, mesh.size(i))
+        for i, (placement, name, here) in enumerate(zip(x.placements, _names(mesh), coordinate, strict=True))
     ]
     return f"{LOCAL_SHARD}: {Placement(tuple(places), _start(x, coordinate))}"
 

@@ -265,7 +265,7 @@ def mesh_coordinates(frames: Sequence[Frame]) -> tuple[str, ...]:
 
 
 def styled_lines(
-    frames: Sequence[Frame], finding: Finding | None, batch: int | None
+    frames: Sequence[Frame], finding: Finding | None, batch: int | None, mesh: Sequence[str] = ()
 ) -> Iterator[tuple[Style, str]]:
     """The lines of a report, each with the part it plays."""
     until = "" if batch is None else f" up to batch {batch}"
@@ -286,7 +286,7 @@ def styled_lines(
         yield "head", f"All finite{until}" + (" but for gradients that no step took" if skipped else "")
         for number, note in skipped:
             yield "plain", f"Batch {number}: {note}."
-    if mesh := mesh_coordinates(frames):
+    if mesh:
         yield "plain", f"This rank in the device mesh: {', '.join(mesh)}."
     yield "plain", f"Last {len(frames)} frames, the oldest first:"
     yield "quiet", COLUMNS
@@ -309,10 +309,15 @@ def styled_lines(
 
 
 def report_text(
-    frames: Sequence[Frame], finding: Finding | None, batch: int | None, *, color: bool = False
+    frames: Sequence[Frame],
+    finding: Finding | None,
+    batch: int | None,
+    mesh: Sequence[str] = (),
+    *,
+    color: bool = False,
 ) -> str:
     """The whole report as text, without a newline at its end; with ANSI colours when `color`."""
-    lines = list(styled_lines(frames, finding, batch))
+    lines = list(styled_lines(frames, finding, batch, mesh))
     return _colored(lines) if color else "\n".join(line for _, line in lines)
 
 

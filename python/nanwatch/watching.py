@@ -18,7 +18,7 @@ from .backward_watch import BackwardWatch
 from .calls import Attachment
 from .errors import BatchLimitError, NonFiniteError
 from .fault_warnings import FaultWarnings
-from .finding import find
+from .finding import Finding, find
 from .frame import Frame, FrameRows
 from .job import rank as _rank
 from .listener import Recorder, Settings
@@ -30,6 +30,7 @@ from .record import Record, to_record
 from .recorder import make_recorder
 from .report import Report
 from .response import Response
+from .shard import parameter_mesh
 from .walk import call_leaves
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Watch:
         room: int = 0,
     ) -> None:
         self._options = options
+        self._model = weakref.ref(model)
+        self._mesh: tuple[str, ...] = ()  # as last seen: a report may be asked for when the model has gone
         # The report of the first of the latest run of faulty batches, the latest faulty batch, its report as long as
         # nobody was told.
         self._failure: Report | None = None
@@ -161,6 +164,7 @@ class Watch:
         self._recorder.look(True)
 
     def _leave(self) -> None:
+        self._mesh = parameter_mesh(self._model()) or self._mesh
         self._backward.remove()
         if self._attachment is not None:
             self._attachment.remove()
@@ -220,7 +224,7 @@ class Watch:
             self._attachment.warn_of_lost()
         self._take_in(wait=self._options.check != "async")
         frames = self.frames
-        return self._failure or self._backward.held or Report(frames, None, self.batch, _rank())
+        return self._failure or self._backward.held or self._report(frames, None, self.batch)
 
     def _take_in(self, *, wait: bool) -> None:
         try:
@@ -359,7 +363,7 @@ class Watch:
     def _last_frames(self) -> Report:
         """Of a rank that has found nothing itself; also called while this thread is held up."""
         frames = self._recorder.frames()[-self._options.max_frames :]
-        return Report(tuple(frame.to_frame() for frame in frames), None, self.batch, _rank())
+        return self._report(tuple(frame.to_frame() for frame in frames), None, self.batch)
 
     def _awaits_batch_end(self) -> bool:
         return (
@@ -373,10 +377,13 @@ class Watch:
     def _report_fault(self, frame: FrameRows, caller: str | None, given: list[Record]) -> Report:
         frames = tuple(frame.to_frame() for frame in self._recorder.frames())
         current = [one for one in frames if one.batch == frame.batch]
-        rank = _rank()
         num_frames = self._recorder.frames_of_batch(frame.batch)
-        finding = find(current, batch_inputs=given, caller=caller, rank=rank, num_frames=num_frames)
-        return Report(frames[-self._options.max_frames :], finding, frame.batch, rank)
+        finding = find(current, batch_inputs=given, caller=caller, rank=_rank(), num_frames=num_frames)
+        return self._report(frames[-self._options.max_frames :], finding, frame.batch)
+
+    def _report(self, frames: tuple[Frame, ...], finding: Finding | None, batch: int | None) -> Report:
+        self._mesh = parameter_mesh(self._model()) or self._mesh
+        return Report(frames, finding, batch, _rank(), self._mesh)
 
     def _act(self, *, inside: bool = False) -> None:
         report, self._untold = self._untold, None
