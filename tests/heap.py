@@ -20,8 +20,8 @@ class _Mallinfo2(ctypes.Structure):
     ]
 
 
-def growth(run: Callable[[int], None], few: int, many: int) -> tuple[int, int]:
-    """By how many bytes the C heap and Python's memory in use grow over `many` rounds, after `few`.
+def assert_no_growth(run: Callable[[int], None], few: int, many: int, least: int) -> None:
+    """Neither the C heap nor Python's memory in use grows by `least` bytes a round over `many` rounds, after `few`.
 
     Skips the test where the C library does not tell.
     """
@@ -46,6 +46,8 @@ def growth(run: Callable[[int], None], few: int, many: int) -> tuple[int, int]:
         run(few)
         python = in_use()[1]
         run(many)
-        return heap, in_use()[1] - python
+        python = in_use()[1] - python
     finally:
         tracemalloc.stop()
+    assert heap < many * least
+    assert python < many * least

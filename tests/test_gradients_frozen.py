@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nanwatch
 from first_backward_fault import first_backward_fault
-from heap import growth
-from hooked_gradients import HookedGradients, Seen, gradients_of, new_frames, train
+from heap import assert_no_growth
+from hooked_gradients import HookedGradients, Seen, gradients_of, largest_of_weights, new_frames, train
 from nanwatch.watch import watch
 from test_noninterference import assert_same_bits
 from test_recorder import RECORDERS, watched
@@ -432,10 +432,8 @@ def test_nothing_grows_while_a_part_is_frozen_and_thawed(recorder: str) -> None:
 
     # The forecasts keep numbers of the latest batches.
     with watched(model, recorder, gradients=True, forecast=False):
-        heap, python = growth(run, 100, 250)
-    # A call takes more than 50 bytes, and there are 25 in each step.
-    assert heap < 250 * 25 * 10
-    assert python < 250 * 25 * 10
+        # A call takes more than 50 bytes, and there are 25 in each step.
+        assert_no_growth(run, 100, 250, 25 * 10)
 
 
 # torch.compile
@@ -459,13 +457,7 @@ def test_a_compiled_model_with_frozen_parts(recorder: str, case: str, backend: s
         torch._dynamo.config.patch(error_on_recompile=True),
     ):
         assert_same_bits(train(compiled, WORDS[:3], loss_of), expected)
-        rows = {
-            (f"{frame.name}.{r.label}".removesuffix(".grad"), r.abs_max)
-            for frame in w.frames
-            if frame.phase == "backward" and frame.batch == w.batch
-            for r in frame.records
-            if not r.label.startswith(("input", "output"))
-        }
+        rows = largest_of_weights(w)
     last = {name: x.abs().max().item() for name, x in gradients_of(ours).items() if x is not None}
     assert rows == set(last.items())
     torch._dynamo.reset()

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nanwatch
 from first_backward_fault import first_backward_fault
-from heap import growth
-from hooked_gradients import HookedGradients, Seen, gradients_of, new_frames, train
+from heap import assert_no_growth
+from hooked_gradients import HookedGradients, Seen, gradients_of, largest_of_weights, new_frames, train
 from test_noninterference import assert_same_bits
 from test_recorder import RECORDERS, watched
 
@@ -551,10 +551,8 @@ def test_nothing_grows_while_results_go_unused(case: str, recorder: str) -> None
 
     # The forecasts keep numbers of the latest batches.
     with watched(model, recorder, gradients=True, forecast=False):
-        heap, python = growth(run, 300, 800)
-    # A call takes more than 50 bytes, and there are 4 or more in each step.
-    assert heap < 800 * 4 * 10
-    assert python < 800 * 4 * 10
+        # A call takes more than 50 bytes, and there are 4 or more in each step.
+        assert_no_growth(run, 300, 800, 4 * 10)
 
 
 # torch.compile
@@ -575,13 +573,7 @@ def test_a_compiled_model_with_unused_results(recorder: str, case: str, backend:
     torch._dynamo.reset()
     with watched(ours, recorder, gradients=True, max_frames=1000) as w:
         trace = train(torch.compile(ours, backend=backend), chosen.batches()[:3], chosen.loss_of)
-        rows = {
-            (f"{frame.name}.{r.label}".removesuffix(".grad"), r.abs_max)
-            for frame in w.frames
-            if frame.phase == "backward" and frame.batch == w.batch
-            for r in frame.records
-            if not r.label.startswith(("input", "output"))
-        }
+        rows = largest_of_weights(w)
     torch._dynamo.reset()
     assert_same_bits(trace, expected)
     assert rows == {(name, x.abs().max().item()) for name, x in gradients_of(ours).items() if x is not None}
