@@ -421,7 +421,7 @@ def test_what_the_backward_needed_is_gone_with_it(case: str, recorder: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_nothing_grows_while_a_part_is_frozen_and_thawed(recorder: str) -> None:
-    """Over 250 steps neither the C heap nor Python's memory grows by what a call, a hook or a frame would take."""
+    """Over many steps neither the C heap nor Python's memory grows by what a call, a hook or a frame would take."""
     model = CASES["all but adapters"].built()
 
     def run(steps: int) -> None:
@@ -433,7 +433,7 @@ def test_nothing_grows_while_a_part_is_frozen_and_thawed(recorder: str) -> None:
     # The forecasts keep numbers of the latest batches.
     with watched(model, recorder, gradients=True, forecast=False):
         # A call takes more than 50 bytes, and there are 25 in each step.
-        assert_no_growth(run, 100, 250, 25 * 10)
+        assert_no_growth(run, 100, 25 * 10)
 
 
 # torch.compile

@@ -535,7 +535,7 @@ def test_what_nobody_uses_is_gone_when_it_would_be(recorder: str) -> None:
 @pytest.mark.parametrize("recorder", RECORDERS)
 @pytest.mark.parametrize("case", ["a chunk", "a branch", "later layers"])
 def test_nothing_grows_while_results_go_unused(case: str, recorder: str) -> None:
-    """Over 800 steps, with one leaf for an input in all of them, and some forwards without a backward: neither the C
+    """Over many steps, with one leaf for an input in all of them, and some forwards without a backward: neither the C
     heap nor Python's memory grows by what a call, a hook or a frame would take.
     """
     model, loss_of = CASES[case].built(), CASES[case].loss_of
@@ -552,7 +552,7 @@ def test_nothing_grows_while_results_go_unused(case: str, recorder: str) -> None
     # The forecasts keep numbers of the latest batches.
     with watched(model, recorder, gradients=True, forecast=False):
         # A call takes more than 50 bytes, and there are 4 or more in each step.
-        assert_no_growth(run, 300, 800, 4 * 10)
+        assert_no_growth(run, 300, 4 * 10)
 
 
 # torch.compile
