@@ -84,11 +84,14 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
                           Node::Slot* slot, FrameData* frame) {
   if (options_.gradients && THPVariable_Unpack(object).requires_grad())
     taps.push_back({THPVariable_Unpack(object), label, role});
-  if (table_ != nullptr && late_tensor(object, label, role, memory, slot, frame)) return true;
   View view;
-  if (!plain_view(object, &view) || view.dims > 255) {
+  const bool may_be_late = !options_.counts;
+  if (may_be_late && table_ != nullptr && late_tensor(object, label, role, memory, slot, frame)) return true;
+  if (options_.counts || !plain_view(object, &view) || view.dims > 255) {
     // The first tensor of a device: until then the devices cost nothing.
-    if (table_ == nullptr && meets_device(object) && late_tensor(object, label, role, memory, slot, frame)) return true;
+    if (may_be_late && table_ == nullptr && meets_device(object) &&
+        late_tensor(object, label, role, memory, slot, frame))
+      return true;
     ++counters.tensors;
     ++counters.tensors_read;
     return row_from_python(object, label, role, node, frame);

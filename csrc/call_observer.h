@@ -38,6 +38,7 @@ struct Options {
   bool verify_hits = false;  // read again on every cache hit and count the differences
   bool measure_time = false;
   bool gradients = false;
+  bool counts = false;  // every row is Python's, with the counts of its tensor
 };
 
 // A tensor of a call that may get a gradient.

@@ -69,7 +69,8 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object l
       id_(next_id++) {
   std::sort(traced_.begin(), traced_.end());
   living().insert(id_);
-  if (options.gradients) gradient_log_ = std::make_shared<GradientLog>(this, observer_.observe_helper());
+  if (options.gradients)
+    gradient_log_ = std::make_shared<GradientLog>(this, observer_.observe_helper(), options.counts);
 }
 
 CallRecorder::~CallRecorder() {

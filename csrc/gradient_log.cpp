@@ -210,7 +210,7 @@ double GradientLog::arrived(const at::Tensor& gradient, const void* place, uint3
       row.dtype = int8_t(gradient.scalar_type());
       row.dims = uint8_t(view.dims);
     }
-    if (!is_plain || !row.range.isfinite) {
+    if (!is_plain || !row.range.isfinite || counts_) {
       row.python = row_from_python(gradient, row.label);
       if (row.python == nullptr) return 0;
       const py::gil_scoped_acquire lock;

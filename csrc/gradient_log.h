@@ -65,8 +65,9 @@ struct Backward {
 
 class GradientLog : public std::enable_shared_from_this<GradientLog> {
  public:
-  // `observe` as in Helpers. The recorder outlives its log, or says so with `leave`.
-  GradientLog(CallRecorder* recorder, pybind11::object observe) : recorder_(recorder), observe_(std::move(observe)) {}
+  // `observe` as in Helpers; with `counts` it makes every row. The recorder outlives its log, or says so with `leave`.
+  GradientLog(CallRecorder* recorder, pybind11::object observe, bool counts)
+      : recorder_(recorder), observe_(std::move(observe)), counts_(counts) {}
   GradientLog(const GradientLog&) = delete;
   GradientLog& operator=(const GradientLog&) = delete;
   ~GradientLog();
@@ -110,6 +111,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
 
   CallRecorder* recorder_;  // used under the interpreter lock
   pybind11::object observe_;
+  const bool counts_;
   std::vector<std::unique_ptr<Backward>> backwards_;
   std::vector<Labels::Id> labels_;  // of a tensor's gradient, by that of the tensor
   int64_t next_number_ = 0;

@@ -212,9 +212,9 @@ void bind_recorder(py::module_& m) {
       .def(py::init([](py::object listener, py::object frame_type, const py::dict& helpers, size_t max_frames,
                        int64_t every, std::vector<int64_t> traced, bool weights, bool buffers, bool inputs,
                        bool outputs, int64_t reread_weights, bool verify_hits, bool measure_time, bool gradients,
-                       const std::string& check) {
-             const Options options{check_of(check), weights,     buffers,      inputs,   outputs,
-                                   reread_weights,  verify_hits, measure_time, gradients};
+                       bool counts, const std::string& check) {
+             const Options options{check_of(check), weights,     buffers,      inputs,    outputs,
+                                   reread_weights,  verify_hits, measure_time, gradients, counts};
              return std::make_unique<CallRecorder>(
                  options,
                  Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"], helpers["spell_key"],
@@ -224,7 +224,7 @@ void bind_recorder(py::module_& m) {
            py::kw_only(), py::arg("listener"), py::arg("frame_type"), py::arg("helpers"), py::arg("max_frames"),
            py::arg("every"), py::arg("traced"), py::arg("weights"), py::arg("buffers"), py::arg("inputs"),
            py::arg("outputs"), py::arg("reread_weights"), py::arg("verify_hits"), py::arg("measure_time"),
-           py::arg("gradients"), py::arg("check"))
+           py::arg("gradients"), py::arg("counts"), py::arg("check"))
       .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("module"), py::arg("observed"),
            py::arg("allow_inf"))
       .def("frames", &CallRecorder::frames)

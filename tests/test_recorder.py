@@ -6,7 +6,7 @@ import math
 import random
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -342,3 +342,65 @@ def test_frames_since_are_the_latest_of_those_that_came_later(recorder: str) -> 
                 found = watch._recorder.frames_since(kept)
                 assert found == (made, held[max(0, len(held) - (made - kept)) :])
             model(torch.full((1, 2), float(batches)))
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int8]
+)
+def test_counts_are_those_of_each_tensor(recorder: str, dtype: torch.dtype) -> None:
+    """Of weights, inputs and outputs, finite or not, of any layout, those that numpy counts."""
+
+    class Through(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"same": x, "half": x[:, ::2], "none": x[:0]}
+
+    bits = torch.arange(-128, 128, dtype=torch.int8).reshape(8, 32)
+    x = (bits.float() * 2.0**-20).to(dtype) if dtype.itemsize > 1 else bits.view(dtype)
+    if dtype.is_floating_point:
+        x[0, 0], x[7, 31] = 0.0, float("inf")
+    model = Through()
+    with watched(model, recorder, counts=True, on_nonfinite="record") as watch:
+        for _ in range(2):  # the second time it would be known
+            model(x)
+    frame = watch.frames[-1]
+    given = {"input[0]": x, "output[same]": x, "output[half]": x[:, ::2], "output[none]": x[:0]}
+    assert {record.label for record in frame.records} == set(given)
+    for record in frame.records:
+        values = values_of(given[record.label])
+        assert record.health is not None
+        assert record.health.numel == values.size
+        assert record.health.num_zero == (values == 0).sum()
+        assert record.health.num_posinf == (values == np.inf).sum()
+        assert record.health.num_nan == np.isnan(values).sum()
+        if dtype.is_floating_point:
+            small = np.abs(values) < torch.finfo(dtype).smallest_normal
+            assert record.health.num_subnormal == (small & (values != 0)).sum()
+        np.testing.assert_equal(record.abs_min, record.health.abs_min)  # a nan is one
+        np.testing.assert_equal(record.abs_max, record.health.abs_max)
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_counts_change_nothing_else(recorder: str) -> None:
+    """Frames, gradients' frames, findings and the trained weights are the same but for the counts."""
+
+    def trained(counts: bool) -> tuple[list[Frame], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with watched(model, recorder, counts=counts, gradients=True, max_frames=100) as watch:
+            for _ in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return list(watch.frames), model.state_dict()
+
+    plain, counted = trained(False), trained(True)
+    assert all(torch.equal(plain[1][name], counted[1][name]) for name in plain[1])
+    records = [record for frame in counted[0] for record in frame.records]
+    assert all(record.health is not None for record in records)
+    assert any(record.role == "gradient" for record in records)
+    assert [
+        replace(frame, records=tuple(replace(record, health=None) for record in frame.records))
+        for frame in counted[0]
+    ] == plain[0]

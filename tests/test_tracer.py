@@ -212,6 +212,24 @@ def test_frames_of_several_threads_all_arrive(
         assert sum(one.name == name for one in found) == 600
 
 
+def test_counts_that_were_asked_for_are_in_the_trace(tmp_path: Path, recorder: str) -> None:
+    """Of every row of every batch; without being asked for only of what is not finite."""
+    model = mlp()
+    for counts in (True, False):
+        with watch(model, trace=tmp_path / f"{counts}.parquet", counts=counts, max_frames=100) as w:
+            for _ in range(2):
+                model(torch.tensor([[0.0, 1e-39, 2.0]]))
+        table = Trace.open(tmp_path / f"{counts}.parquet").table()
+        records = [record for frame in w.frames for record in frame.records]
+        columns = ("numel", "num_nan", "num_zero", "num_subnormal")
+        found = list(zip(*(table[name].to_pylist() for name in columns), strict=True))
+        if counts:
+            assert found == [tuple(getattr(record.health, name) for name in columns) for record in records]
+            assert found[2] == (3, 0, 1, 1)  # what the first layer was given, after its weight and bias
+        else:
+            assert set(found) == {(None,) * 4}
+
+
 class Interrupted:
     """A recorder in whose work the garbage collector comes, and with it somebody who runs a batch."""
 

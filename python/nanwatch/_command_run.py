@@ -53,6 +53,7 @@ _HELP = {
     "buffers": "look at buffers of floating point (on unless told)",
     "inputs": "look at inputs (on unless told)",
     "outputs": "look at outputs (on unless told)",
+    "counts": "count zeros, subnormals, nans and infinities of every tensor, for --trace and reports; slow",
 }
 # Boolean options of `watch` become flags by themselves, but for those that mean something else here.
 _NO_FLAG = ("enabled",)

@@ -53,13 +53,14 @@ class PythonGradients:
     when it is over, with a list of rows for each call. What these raise, the backward raises.
     """
 
-    def __init__(self, started: Callable[[], None], keep: Callable[..., None]) -> None:
+    def __init__(self, started: Callable[[], None], keep: Callable[..., None], counts: bool) -> None:
         self.tells_start = False
         self.tensors_read = 0
         self.sums_may_overflow = False
         self.sums_looked_at = 0
         self._started = started
         self._keep = keep
+        self._counts = counts
         self._backwards: dict[int, _Backward] = {}
         self._calls = 0
 
@@ -112,7 +113,11 @@ class PythonGradients:
             backward.times += 1
             self.tensors_read += 1
         for call, part, label in users:
-            row = observe(gradient, label, "gradient") if known is None else (label, *known[1:])
+            row = (
+                observe(gradient, label, "gradient", counts=self._counts)
+                if known is None
+                else (label, *known[1:])
+            )
             known = row
             if part == "output":
                 call.backward = task
@@ -280,13 +285,14 @@ class RecordsBackwards:
     _listener: Any
     _nodes: list[Any]
 
-    def __init__(self, gradients: bool) -> None:
+    def __init__(self, gradients: bool, counts: bool) -> None:
         this = weakref.ref(self)
         self._gradients: PythonGradients | None = None
         if gradients:
             self._gradients = PythonGradients(
                 lambda: None if (own := this()) is None else own._listener.backward_started(),
                 lambda *found: None if (own := this()) is None else own._keep_backward(*found),
+                counts,
             )
         # Of calls in compiled code the latest of each module, for the gradients of its weights.
         self._compiled_calls: dict[str, object] = {}

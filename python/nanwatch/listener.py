@@ -32,6 +32,7 @@ class Settings:
     verify_hits: bool = False
     measure_time: bool = False
     gradients: bool = False
+    counts: bool = False
     check: Check = "auto"
 
 

@@ -25,16 +25,24 @@ _CAPTURING = f"{NOT_CHECKED}: in a CUDA graph capture"
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 
 
-def observe(value: Any, label: str, role: Role, allow_inf: bool = False) -> Row:
+def observe(value: Any, label: str, role: Role, allow_inf: bool = False, *, counts: bool = False) -> Row:
     """The row of `value`: its range when it is a tensor that can be read, else the note that says why not.
 
     Never raises and never builds a graph. A tensor that is not finite, or that looks like an additive mask, is looked
-    at a second time, for the counts and the index, while it is at hand. `allow_inf`: infinities in it are meant.
+    at a second time, for the counts and the index, while it is at hand; with `counts` every tensor is. `allow_inf`:
+    infinities in it are meant.
     """
     row = read(value, label, role)
     if row[6] is False or (row[4] == 0 and _may_be_finite_mask(value, row)):
-        return _examine(value, row, allow_inf)
-    return row
+        row = _examine(value, row, allow_inf)
+    return _counted(value, row) if counts and row[6] else row
+
+
+def _counted(x: Tensor, row: Row) -> Row:
+    try:
+        return (*row[:7], tensor_health(x), row[8])
+    except Exception:
+        return row
 
 
 def read(value: Any, label: str, role: Role) -> Row:

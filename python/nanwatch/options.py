@@ -62,6 +62,7 @@ class Options:
     peer_timeout: float
     enabled: bool
     gradients: bool
+    counts: bool
     max_skipped_steps: int
     scaler: Any
     optimizer: Optimizer | None
@@ -78,7 +79,7 @@ class Options:
 def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
     """The options for a model whose modules have these names. TypeError or ValueError for what means nothing."""
     flags = {option: given[option] for option in ("weights", "buffers", "inputs", "outputs")}
-    switches = {name: given[name] for name in ("gradients", "forecast", "enabled")}
+    switches = {name: given[name] for name in ("gradients", "counts", "forecast", "enabled")}
     for option, flag in {**flags, **switches}.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{option} should be True or False, got {flag!r}")
@@ -118,6 +119,7 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
         abort_after_batch=None if last is None else whole("abort_after_batch", last, 0, MAX_BATCH),
         enabled=_switch(given["enabled"]),
         gradients=given["gradients"],
+        counts=given["counts"],
         max_skipped_steps=whole("max_skipped_steps", given["max_skipped_steps"], 0, MAX_BATCH),
         scaler=_scaler(given["scaler"]),
         optimizer=_optimizer(given["optimizer"]),

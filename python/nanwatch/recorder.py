@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class PythonRecorder(RecordsBackwards):
         self._frames = FrameRing(settings.max_frames)
         self._thread = _Thread()
         self.lock = threading.Lock()  # held while a frame is kept and counted
-        super().__init__(settings.gradients)
+        super().__init__(settings.gradients, settings.counts)
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool) -> int:
         """See Recorder."""
@@ -194,7 +195,7 @@ class PythonRecorder(RecordsBackwards):
         completed = False
         try:
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
-                class_name, rows, read = planned_rows(plan, tensors, node.allow_inf)
+                class_name, rows, read = planned_rows(plan, tensors, node.allow_inf, self._settings.counts)
                 self._count(rows)
                 if thread.compiled is not None:
                     thread.given = (tuple(x for one in thread.compiled if (x := one()) is not None), None)
@@ -268,7 +269,7 @@ class PythonRecorder(RecordsBackwards):
             values += [("input", label, x) for label, x in call_leaves(args, kwargs)]
         if settings.outputs:
             values += [("output", label, x) for label, x in leaves(output, "output")]
-        found = [observe(x, label, role, node.allow_inf) for role, label, x in values]
+        found = [observe(x, label, role, node.allow_inf, counts=settings.counts) for role, label, x in values]
         self._count(found)
         return found, [one for one in values if isinstance(one[2], Tensor)]
 
@@ -283,7 +284,7 @@ _VALUES: dict[str, Any] = {"n": None, "x": 0}
 
 
 def planned_rows(
-    plan: str, tensors: Sequence[Tensor], allow_inf: bool
+    plan: str, tensors: Sequence[Tensor], allow_inf: bool, counts: bool
 ) -> tuple[str, list[Row], list[tuple[Role, str, Tensor]]]:
     """The class, the rows and their tensors of a call in compiled code; csrc/compiled_call.cpp says what a plan is."""
     class_name, *lines = plan.split("\n")
@@ -300,7 +301,7 @@ def planned_rows(
             own.add(id(value))
         if isinstance(value, Tensor):
             read.append((role, label, value))
-        rows.append(observe(value, label, role, allow_inf))
+        rows.append(observe(value, label, role, allow_inf, counts=counts))
     return class_name, rows, read
 
 
@@ -318,7 +319,7 @@ def make_recorder(settings: Settings, listener: Listener) -> Any:
     if _extension.C is None:
         return PythonRecorder(settings, listener)
     helpers = {
-        "observe": observe,
+        "observe": partial(observe, counts=True) if settings.counts else observe,
         "leaves": leaves,
         "is_container": is_container,
         "spell_key": spell_key,

@@ -27,6 +27,7 @@ def watch(
     inputs: bool = True,
     outputs: bool = True,
     gradients: bool = False,
+    counts: bool = False,
     max_skipped_steps: int = 20,
     scaler: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -65,6 +66,9 @@ def watch(
         gradients: look in every backward at the gradients of what is looked at in the forward. A failure there is
             acted on when an optimizer's step is about to take it, before any weight changes; see docs/gradients.md.
             Without it no gradient is read, also not those that a step is about to take.
+        counts: count the zeros, subnormals, nans and infinities of every tensor, for its record's `health` and the
+            columns of a trace, and not only of those that are not finite. Each is then read anew, twice, and on a GPU
+            waited for: for a few batches, or with `every`.
         max_skipped_steps: how many steps in a row may be skipped for their gradients, as a GradScaler does; one more is
             a failure. A scale of 65536 has come down to 1 after 16.
         scaler: the GradScaler, whose scale is told with each skipped step. None looks for the one that is in use.

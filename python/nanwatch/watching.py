@@ -92,6 +92,7 @@ class Watch:
             measure_time=measure_time,
             check=options.check,
             gradients=options.gradients,
+            counts=options.counts,
         )
         self._recorder: Recorder = make_recorder(settings, self)
         self._tracer: Tracer | None = None
