@@ -102,20 +102,58 @@ def candidates(model: nn.Module) -> list[tuple[str, Change]]:
     return found
 
 
+def in_half(model: nn.Module, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """Both in float16."""
+    numbers = {name: x.half() for name, x in inputs.items() if torch.is_tensor(x) and x.is_floating_point()}
+    return copy.deepcopy(model).half(), inputs | numbers
+
+
+def compiled(path: Path, model: nn.Module, inputs: dict[str, Any]) -> Trace:
+    """The trace of a call of the compiled model."""
+    torch._dynamo.reset()
+    try:
+        with watch(model, trace=path, on_nonfinite="record"), torch.no_grad():
+            torch.compile(model, backend="aot_eager")(**inputs)
+    finally:
+        torch._dynamo.reset()
+    return Trace.open(path)
+
+
 @pytest.mark.slow
-def test_twenty_random_changes_are_all_named(tmp_path: Path) -> None:
-    """On GPT-2, T5, Llama and ResNet: whichever module is changed, and however, is where the traces first part."""
-    rng = random.Random(0)
+@pytest.mark.parametrize("way", ["runs", "precisions", "eager and compiled", "batches"])
+def test_twenty_random_changes_are_all_named(tmp_path: Path, way: str) -> None:
+    """On GPT-2, T5, Llama and ResNet: whichever module is changed, and however, is where the traces first part.
+
+    Of two runs; of one in float32 and, changed, in float16; of one in the interpreter and, changed, in compiled code;
+    of two batches, with the change between them.
+    """
+    rng = random.Random(way)
     for number in range(20):
         name = ("gpt2", "t5", "llama", "resnet")[number % 4]
         model = copy.deepcopy(built(name)).eval()
-        inputs = [inputs_of(name, seed) for seed in range(2)]
-        before = run(tmp_path / f"{number}a.parquet", model, *inputs)
+        inputs = inputs_of(name, number)
+        before = run(tmp_path / f"{number}a.parquet", model, inputs)
         # A module that nobody calls has no frame.
         called = {frame.name for frame in before.frames(0)}
-        changed, change = rng.choice([one for one in candidates(model) if one[0] in called])
-        change(model.get_submodule(changed))
-        found = diff(before, run(tmp_path / f"{number}b.parquet", model, *inputs))
+        possible = [one for one in candidates(model) if one[0] in called]
+        if way == "precisions":  # a dtype inside would be one difference among many
+            possible = [one for one in possible if one[1] is not cast]
+        changed, change = rng.choice(possible)
+        path = tmp_path / f"{number}b.parquet"
+        if way == "batches":
+            with watch(model, trace=path), torch.no_grad():
+                model(**inputs)
+                change(model.get_submodule(changed))
+                model(**inputs)
+            found = diff(path, batches=(0, 1))
+        else:
+            change(model.get_submodule(changed))
+            if way == "runs":
+                found = diff(before, run(path, model, inputs))
+            elif way == "precisions":
+                found = diff(before, run(path, *in_half(model, inputs)), rtol=0.02, ignore=["dtype"])
+            else:
+                found = diff(before, compiled(path, model, inputs))
         assert found.first is not None, (number, name, changed)
         assert found.first.module == changed, (number, name, change, found.to_text())
 
