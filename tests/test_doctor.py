@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import nanwatch
-from nanwatch import __main__ as doctor
+from nanwatch import _command_doctor as doctor
 from nanwatch import _extension, _ops, _selfcheck
 
 PACKAGE = Path(nanwatch.__file__).parent
@@ -63,9 +63,10 @@ def test_json_is_one_document_and_nothing_else():
     assert found["devices"][0]["device"] == "cpu"
 
 
-def test_the_text_names_versions_devices_and_threads():
-    """Without --json it is lines for a person, one fact each."""
-    done = run("-m", "nanwatch")
+@pytest.mark.parametrize("name", [["doctor"], []])
+def test_the_text_names_versions_devices_and_threads(name):
+    """Without --json it is lines for a person, one fact each; the command's name may be left out."""
+    done = run("-m", "nanwatch", *name)
     assert done.returncode == 0, done.stderr
     labels = [line.split("  ")[0].strip() for line in done.stdout.splitlines()]
     for label in ("nanwatch", "python", "torch", "compiled part", "threads", "cpu"):
@@ -73,9 +74,11 @@ def test_the_text_names_versions_devices_and_threads():
     assert torch.__version__ in done.stdout
 
 
-def test_help_shows_examples():
+@pytest.mark.parametrize("name", [["doctor"], []])
+def test_help_shows_examples(name):
     """--help is enough to use it."""
-    done = run("-m", "nanwatch", "--help")
+    done = run("-m", "nanwatch", *name, "--help")
+    assert "exit status" in done.stdout
     assert done.returncode == 0
     assert "--selfcheck" in done.stdout
     assert "examples:" in done.stdout
@@ -149,7 +152,7 @@ def test_a_damaged_build_record_is_ignored(copied, text):
 def test_one_openmp_runtime_serves_torch_and_nanwatch():
     """A second libgomp would bring a second pool of threads to the same cores."""
     script = (
-        "import torch, nanwatch; from nanwatch import __main__ as doctor;"
+        "import torch, nanwatch; from nanwatch import _command_doctor as doctor;"
         "x = torch.ones(1 << 24); x.sum(); nanwatch.abs_range(x); print(len(doctor._openmp_libraries()))"
     )
     done = run("-c", script)

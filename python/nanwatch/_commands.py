@@ -82,6 +82,7 @@ def _flush() -> None:
 
 COMMANDS = {
     "diff": Command("where two traces, or two batches of one, part", "_command_diff"),
+    "doctor": Command("what is installed, what serves which device, and what is missing", "_command_doctor"),
     "formats": Command(
         "the narrowest format that holds what each module makes, by a trace", "_command_formats"
     ),
