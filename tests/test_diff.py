@@ -131,8 +131,8 @@ def test_twenty_random_changes_are_all_named(tmp_path: Path, way: str) -> None:
     for number in range(20):
         name = ("gpt2", "t5", "llama", "resnet")[number % 4]
         model = copy.deepcopy(built(name)).eval()
-        inputs = inputs_of(name, number)
-        before = run(tmp_path / f"{number}a.parquet", model, inputs)
+        inputs, more = inputs_of(name, number), inputs_of(name, number + 1)
+        before = run(tmp_path / f"{number}a.parquet", model, inputs, more)
         # A module that nobody calls has no frame.
         called = {frame.name for frame in before.frames(0)}
         possible = [one for one in candidates(model) if one[0] in called]
@@ -149,7 +149,7 @@ def test_twenty_random_changes_are_all_named(tmp_path: Path, way: str) -> None:
         else:
             change(model.get_submodule(changed))
             if way == "runs":
-                found = diff(before, run(path, model, inputs))
+                found = diff(before, run(path, model, inputs, more))
             elif way == "precisions":
                 found = diff(before, run(path, *in_half(model, inputs)), rtol=0.02, ignore=["dtype"])
             else:

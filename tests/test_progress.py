@@ -385,12 +385,16 @@ def test_without_stderr_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> Non
         assert tell is progress.silent
 
 
-def test_in_the_background_the_shells_line_is_not_touched(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def owner(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The group of processes whose terminal it is: this one, until a test puts another there."""
+    found = [os.getpgrp()]
+    monkeypatch.setattr(os, "tcgetpgrp", lambda descriptor: found[0])
+    return found
+
+
+def test_in_the_background_the_shells_line_is_not_touched(terminal: Terminal, owner: list[int]) -> None:
     """Sent there it writes no more, not even to take itself away; back again it shows itself."""
-    owner = [os.getpgrp()]
-    monkeypatch.setattr(os, "tcgetpgrp", lambda descriptor: owner[0])
     with shown_on(terminal) as tell:
         tell("working")
         until(lambda: b"working" in terminal.written)
@@ -404,11 +408,9 @@ def test_in_the_background_the_shells_line_is_not_touched(
 
 
 def test_work_that_ends_in_the_background_erases_nothing(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+    terminal: Terminal, owner: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the line was there a moment before: below it stands the shell's own by now."""
-    owner = [os.getpgrp()]
-    monkeypatch.setattr(os, "tcgetpgrp", lambda descriptor: owner[0])
     with shown_on(terminal) as tell:
         tell("working")
         until(lambda: b"working" in terminal.written)
