@@ -26,7 +26,6 @@ from torch import nn
 import nanwatch
 from nanwatch import __main__ as command
 from nanwatch import progress
-from nanwatch.comparison import compare
 from nanwatch.html import report_html
 from nanwatch.merge import merge
 from nanwatch.report import Report
@@ -485,7 +484,8 @@ def test_reading_tells_the_rows(place: Path) -> None:
 def test_comparing_and_merging_tell_batches_and_files(place: Path) -> None:
     """Each one, counted from none, out of all; and the result is that of the function that tells nobody."""
     told, tell = collected()
-    assert compare("a.parquet", "b.parquet", tell=tell) == nanwatch.diff("a.parquet", "b.parquet")
+    a, b = (nanwatch.Trace.open(f"{name}.parquet", tell) for name in "ab")
+    assert nanwatch.diff(a, b) == nanwatch.diff("a.parquet", "b.parquet")
     batches = [one for one in told if one[3] == "batches"]
     assert batches == [("aligning", i, 2, "batches") for i in range(2)]
     told.clear()

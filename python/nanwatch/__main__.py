@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from . import _command_doctor
@@ -27,13 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _without_command(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m nanwatch",
-        description=_command_doctor.DESCRIPTION,
-        epilog=f"{help_text()}\n\n{_EXAMPLES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[_command_doctor.options_parser()],
-    )
+    parser = _command_doctor.parser("", f"{help_text()}\n\n{_EXAMPLES}")
     parser.add_argument(
         "command", nargs="?", choices=COMMANDS, help="without one: what is installed, as `doctor` says"
     )

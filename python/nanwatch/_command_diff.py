@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 from ._commands import command_parser
-from .comparison import RTOL, compare
+from .comparison import RTOL, diff
 from .difference import KINDS
 from .progress import shown
+from .trace_file import Trace
 
 _DIFFER, _FAILED = 1, 2
 _EXAMPLES = """\
@@ -29,7 +30,9 @@ def main(arguments: list[str]) -> int:
     try:
         with shown() as tell:
             batches = None if options.batches is None else (options.batches[0], options.batches[1])
-            found = compare(options.a, options.b, batches, options.rtol, options.ignore, tell)
+            one = Trace.open(options.a, tell)
+            other = None if options.b is None else Trace.open(options.b, tell)
+            found = diff(one, other, batches=batches, rtol=options.rtol, ignore=options.ignore)
             if options.html is not None:
                 tell("drawing the page")
                 options.html.write_text(found.to_html(), encoding="utf-8")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from . import _extension, _selfcheck
+from ._commands import command_parser
 
-DESCRIPTION = "What is installed, which implementation serves which device, and why a part is missing."
 _EXAMPLES = """\
 exit status: 0, or 1 when the self-check found a difference
 
@@ -151,28 +151,19 @@ def _outcome_line(outcome: _selfcheck.Outcome) -> str:
     return f"{outcome.implementation:<24}{outcome.dtype:<16}{verdict}"
 
 
-def options_parser() -> argparse.ArgumentParser:
-    """Of the options that the doctor has with its name and without it."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(
+def parser(name: str, examples: str) -> argparse.ArgumentParser:
+    """Of the doctor called by this name, or by none."""
+    description = "What is installed, which implementation serves which device, and why a part is missing."
+    made = command_parser(name, description, examples)
+    made.add_argument(
         "--selfcheck", action="store_true", help="compare every implementation with the reference"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document on stdout and nothing else"
-    )
-    return parser
+    return made
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nanwatch doctor",
-        description=DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[options_parser()],
-    )
-    options = parser.parse_args(arguments)
+    options = parser("doctor", _EXAMPLES).parse_args(arguments)
 
     found = facts()
     if not options.json:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
 
 # What a shell makes of a program that SIGPIPE has ended.
 _CUT = 128 + 13
@@ -49,7 +49,7 @@ def until_cut(command: Callable[[], int], *, shows_place: bool = False) -> int:
             raise
         except KeyboardInterrupt:
             if not shows_place:
-                sys.excepthook = _QuietHook(sys.excepthook)
+                sys.excepthook = partial(_tell_all_but_ctrl_c, sys.excepthook)
             raise
         # Now, as at the interpreter's end it would break where nobody can catch it.
         _flush()
@@ -62,17 +62,9 @@ def until_cut(command: Callable[[], int], *, shows_place: bool = False) -> int:
         return _CUT
 
 
-class _QuietHook:
-    """A sys.excepthook that has nothing to say of Ctrl-C."""
-
-    def __init__(
-        self, before: Callable[[type[BaseException], BaseException, TracebackType | None], object]
-    ) -> None:
-        self._before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
-            self._before(kind, error, place)
+def _tell_all_but_ctrl_c(before: Callable[..., object], kind: type[BaseException], *rest: object) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        before(kind, *rest)
 
 
 def _flush() -> None:
@@ -107,7 +99,7 @@ def help_text() -> str:
 def command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
     """The parser of a command that prints for people, or with --json for programs."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m nanwatch {name}",
+        prog=f"python -m nanwatch {name}".rstrip(),
         description=description,
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,

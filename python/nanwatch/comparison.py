@@ -12,7 +12,7 @@ import numpy as np
 from .align import Ints, Rows, align
 from .difference import KINDS, Difference, Growth, Kind, Place, Series
 from .headroom import limits
-from .progress import Tell, silent
+from .progress import Tell
 from .text import without_wrappers
 from .trace_file import Trace, batch_words, strings
 
@@ -51,38 +51,27 @@ def diff(
     is equal to anything.
 
     Args:
-        a, b: traces, or their paths. Without `b`, two batches of `a` are compared.
+        a, b: traces, or their paths. Without `b`, two batches of `a` are compared. What a Trace was opened to tell is
+            told how far this is, too.
         batches: compare this batch of `a` with that of `b`; without, all batches that both have, each with its like.
         rtol: relative difference of ranges that is still equal, at least 0 and below 1.
         ignore: kinds of difference to pass over, such as ("dtype",) for a model in float16 and in float32.
 
     Raises TraceError for what is no trace, and ValueError for batches that are not there or have no call in common.
     """
-    return compare(a, b, batches, rtol, ignore)
-
-
-def compare(
-    a: Trace | str | os.PathLike[str],
-    b: Trace | str | os.PathLike[str] | None = None,
-    batches: tuple[int, int] | None = None,
-    rtol: float = RTOL,
-    ignore: Sequence[Kind] = (),
-    tell: Tell = silent,
-) -> Difference:
-    """`diff`, which tells how far it is."""
     if not 0 <= rtol < 1:
         raise ValueError(f"rtol should be at least 0 and below 1, got {rtol!r}")
     if unknown := [kind for kind in ignore if kind not in KINDS]:
         raise ValueError(f"ignore should be some of {', '.join(KINDS)}, got {unknown[0]!r}")
     if b is None and batches is None:
         raise ValueError("one trace alone: name a second one, or two of its batches")
-    one = a if isinstance(a, Trace) else Trace.open(a, tell)
-    other = one if b is None else b if isinstance(b, Trace) else Trace.open(b, tell)
+    one = a if isinstance(a, Trace) else Trace.open(a)
+    other = one if b is None else b if isinstance(b, Trace) else Trace.open(b)
     pairs, remarks = _batches(one, other, batches)
     sides = _Side(one, [i for i, _ in pairs]), _Side(other, [j for _, j in pairs])
-    tell("aligning")
-    comparison = _Comparison(*sides, pairs, rtol, frozenset(ignore), tell)
-    tell("comparing")
+    one.tell("aligning")
+    comparison = _Comparison(*sides, pairs, rtol, frozenset(ignore), one.tell)
+    one.tell("comparing")
     names = [str(trace.path) for trace in (one, other)]
     if batches is not None:
         names = [f"{name} batch {batch}" for name, batch in zip(names, batches, strict=True)]

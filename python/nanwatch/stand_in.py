@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from .calls import ATTRIBUTE, put
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class StandIn:
+class StandIn(ABC):
     """What stands in a module's place for a time, before `below` or, where that is None, the module's own call."""
 
     def __init__(self, module: nn.Module, below: Any) -> None:
@@ -38,9 +39,9 @@ class StandIn:
             return caller.f_locals["self"]._call_impl(*args, **kwargs)
         return self.run(self._module, args, kwargs)
 
+    @abstractmethod
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the module's call."""
-        raise NotImplementedError
 
     def run_below(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make it as if this did not stand there."""

@@ -36,7 +36,7 @@ class Trace:
 
     def __init__(self, path: Path, dataset: Any, facts: dict[str, Any], tell: Tell = silent) -> None:
         self.path = path
-        self._tell = tell
+        self.tell = tell
         self._dataset = dataset
         self._facts = facts
 
@@ -101,7 +101,7 @@ class Trace:
         names = [name for name, _, _ in trace.COLUMNS] if columns is None else list(columns)
         try:
             table = self._read(names, wanted)
-            self._tell(f"checking {self.path.name}")
+            self.tell(f"checking {self.path.name}")
             # A file is anybody's, and pyarrow itself would read beyond the end of a list of strings.
             table.validate(full=True)
         except (OSError, ValueError, IndexError) as error:
@@ -117,11 +117,11 @@ class Trace:
         total = self._dataset.count_rows() if wanted is None else None
         scanner = self._dataset.scanner(columns=names, filter=wanted)
         what, rows, pieces = f"reading {self.path.name}", 0, []
-        self._tell(what, rows, total, "rows")
+        self.tell(what, rows, total, "rows")
         for piece in scanner.to_batches():
             pieces.append(piece)
             rows += piece.num_rows
-            self._tell(what, rows, total, "rows")
+            self.tell(what, rows, total, "rows")
         return pa.Table.from_batches(pieces, scanner.projected_schema)
 
     def frames(self, batch: int) -> tuple[Frame, ...]:
@@ -130,7 +130,7 @@ class Trace:
         if table.num_rows == 0:
             raise ValueError(f"{self.path} has no batch {batch}; it has {batch_words(self.batches)}")
         # Calls of several threads may stand in turns.
-        return trace.frames_of(table.sort_by([("rank", "ascending"), ("call", "ascending")]), self._tell)
+        return trace.frames_of(table.sort_by([("rank", "ascending"), ("call", "ascending")]), self.tell)
 
     def report(self, batch: int) -> Report:
         """The frames of a batch as a report. What it finds knows nothing of what the batch was called with."""
