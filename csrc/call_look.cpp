@@ -100,10 +100,13 @@ bool CallRecorder::close(Thread& thread, bool completed) {
   return !batch.recomputed && (check_ != Check::async || is_traced(batch.number));
 }
 
-// Looks at the batches of this thread, or of all, that have ended and whose rows have come; with `wait`, at all that
-// have ended. False with an exception set if the listener raised.
+// Looks at the batches of this thread, or of all, that have ended and whose rows have come, and at the replays, which
+// have their numbers only now; with `wait`, at all that have ended. False with an exception set if the listener raised.
 bool CallRecorder::look(Thread& thread, bool wait, bool all) {
-  if (!graphs_.empty() && !look_at_replays(wait)) return false;
+  return look_at_batches(thread, wait, all) && (graphs_.empty() || look_at_replays(wait));
+}
+
+bool CallRecorder::look_at_batches(Thread& thread, bool wait, bool all) {
   const RowTable& table = *RowTable::instance();
   while (true) {
     const auto found = std::find_if(pending_.begin(), pending_.end(), [&](const std::unique_ptr<PendingBatch>& batch) {
@@ -133,7 +136,14 @@ void CallRecorder::captured(Thread& thread, bool completed) {
     if (!observer_.observe_given(given_to(thread).ptr(), thread.kwargs, &graph->given)) PyErr_Clear();
     graph->given.late.graph_of_batch = nullptr;
   }
-  if (RowTable::instance()->end_graph(*graph) == 0) graphs_.push_back(graph);
+  if (RowTable::instance()->end_graph(*graph) == 0) {
+    graphs_.push_back(graph);
+  } else if (PyErr_WarnEx(PyExc_RuntimeWarning,
+                          "nanwatch: this batch was not captured into one CUDA graph as a whole: its replays are not "
+                          "seen",
+                          1) != 0) {
+    PyErr_WriteUnraisable(nullptr);
+  }
 }
 
 // Tells of the replays that have ended since the last look, each a batch of its own.

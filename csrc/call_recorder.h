@@ -67,6 +67,7 @@ class CallRecorder {
 
   CallObserver& observer() { return observer_; }
   int64_t latest_batch() const { return latest_batch_; }
+  bool is_under_way() { return !this_thread().nodes.empty(); }
   int64_t frames_kept() const { return ring_.pushed(); }
   std::optional<int64_t> frames_of_batch(int64_t batch) const;
 
@@ -116,6 +117,7 @@ class CallRecorder {
   bool look(Thread& thread, bool wait, bool all);
   bool tell_of(PendingBatch& batch);
   void captured(Thread& thread, bool completed);
+  bool look_at_batches(Thread& thread, bool wait, bool all);
   bool look_at_replays(bool wait);
   void abandon(Thread& thread);
   bool end_compiled(Thread& thread, bool completed);

@@ -1,8 +1,11 @@
 // Calls of watched modules inside compiled code. There is no module call any more; what python/nanwatch/compiled.py put
-// into the graph in its place are two operators, and these find their recorder by its number:
+// into the graph in its place are operators, and these find their recorder by its number:
 //
 //   begin_(sequence, watch, callee, tensors)                  before a call that no watched call of the graph made
 //   record_(sequence, watch, callee, caller, plan, tensors)   after every call, with all the tensors of its frame
+//
+// and where those will be captured into a CUDA graph one that stays outside of it:
+//   look_(sequence, watch)                                    before the first call, at what the replays have left
 //
 // `sequence` is declared as written, so that a compiler keeps the operators and their order. The plan is a text made
 // when the call was traced: the class, then a line for every value of the frame:
@@ -73,6 +76,11 @@ void record_(const at::Tensor& sequence, int64_t watch, int64_t callee, int64_t 
   if (!looked(sequence, watch, look))
     call_reference<void(const at::Tensor&, int64_t, int64_t, int64_t, c10::string_view, at::TensorList)>(
         "nanwatch::record_", sequence, watch, callee, caller, plan, tensors);
+}
+
+void look_(const at::Tensor& sequence, int64_t watch) {
+  if (!looked(sequence, watch, [](CallRecorder* recorder) { recorder->look_from_python(false); }))
+    call_reference<void(const at::Tensor&, int64_t)>("nanwatch::look_", sequence, watch);
 }
 
 }  // namespace
@@ -264,6 +272,12 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
 }
 
 TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
+  m.impl("begin_", begin_);
+  m.impl("record_", record_);
+  m.impl("look_", look_);
+}
+
+TORCH_LIBRARY_IMPL(nanwatch, CUDA, m) {
   m.impl("begin_", begin_);
   m.impl("record_", record_);
 }

@@ -67,11 +67,11 @@ int device_of(void* tensor) {
   return is_plain_cuda(object) ? int(THPVariable_Unpack(object).device().index()) : -1;
 }
 
-int stream_of(int device, void** stream, int* capturing) {
+int stream_of(int device, void** stream, uint64_t* capture) {
   return on_device(device, [&] {
     *stream = current_stream(torch_device(device));
     uint64_t id = 0;
-    return nanwatch_cuda_stream(device, *stream, &id, capturing);
+    return nanwatch_cuda_stream(device, *stream, &id, capture);
   });
 }
 
@@ -87,7 +87,7 @@ int observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* 
     const LaunchPlace place(torch_device(device),
                             in_graph ? LaunchPlace::Workspace::kept_or_own : LaunchPlace::Workspace::kept);
     if (place.error != 0) return place.error;
-    if (bool(place.capturing) != in_graph || place.stream != stream) return kNanwatchCapturing;
+    if ((place.capture != 0) != in_graph || place.stream != stream) return kNanwatchCapturing;
     if (place.workspace == nullptr) return kNanwatchNoWorkspace;
     return nanwatch_cuda_observe(tensors, count, target, place.workspace, device, stream);
   });

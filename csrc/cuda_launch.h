@@ -120,8 +120,8 @@ class Workspaces {
 struct LaunchPlace {
   int device;
   void* stream;
-  int capturing = 0;
-  int error = 0;  // of finding the place out; then nothing can be launched
+  uint64_t capture = 0;  // the number of the one that the stream is in
+  int error = 0;         // of finding the place out; then nothing can be launched
   void* workspace = nullptr;
 
   enum class Workspace { kept, kept_or_own };
@@ -131,11 +131,11 @@ struct LaunchPlace {
   explicit LaunchPlace(const at::Device& on, Workspace wanted = Workspace::kept_or_own)
       : device(on.index()), stream(current_stream(on)) {
     uint64_t id = 0;
-    error = nanwatch_cuda_stream(device, stream, &id, &capturing);
+    error = nanwatch_cuda_stream(device, stream, &id, &capture);
     if (error != 0) return;
     // A graph is replayed on other streams, and beside this one: its nodes have a workspace, and a memset, of their
     // own.
-    if (!capturing && id != 0) workspace = Workspaces::instance().find(device, stream, id);
+    if (capture == 0 && id != 0) workspace = Workspaces::instance().find(device, stream, id);
     if (workspace != nullptr || wanted == Workspace::kept) return;
     // Lives until the stream has passed the launch: the caching allocator reuses a block in stream order.
     own_ = at::empty({int64_t(nanwatch_cuda_workspace())}, at::TensorOptions(at::kByte).device(on));

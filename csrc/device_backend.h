@@ -18,8 +18,8 @@ typedef struct NanwatchBackend {
   int64_t takes_host_memory;
   // The device that holds a plain strided tensor (a PyObject*); -1 for anything else.
   int (*device_of)(void* tensor);
-  // The stream that is current there, and whether it is being captured into a graph.
-  int (*stream)(int device, void** stream, int* capturing);
+  // The stream that is current there, and the number of the capture into a graph that it is in (0: none).
+  int (*stream)(int device, void** stream, uint64_t* capture);
   // Host memory that every device writes at `*address`. For good.
   int (*allocate)(int device, size_t bytes, void** memory, void** address);
   // As nanwatch_cuda_observe: all of it is enqueued, or none. While the stream is being captured, into the graph.

@@ -26,6 +26,7 @@ struct GraphRows {
   const uint64_t *step = nullptr, *done = nullptr;  // as the host sees them
   uint64_t *step_address = nullptr, *done_address = nullptr;
   int device = -1;
+  uint64_t capture = 0;            // the number of the capture that made it
   std::vector<LatePtr> rows = {};  // each one's slot is the first of kReplays
   std::deque<Entry> entries = {};
   FrameData given = {};

@@ -80,7 +80,8 @@ struct LateFrame {
   struct Lane {
     int device;
     void* stream;
-    int error, capturing;
+    int error;
+    uint64_t capture;  // that the stream was in then
   };
   struct Read {
     LatePtr row;

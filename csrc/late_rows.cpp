@@ -91,7 +91,7 @@ const LateFrame::Lane& LateFrame::lane_of(int device, const NanwatchBackend& bac
   for (const Lane& lane : lanes)
     if (lane.device == device) return lane;
   Lane lane{device, nullptr, 0, 0};
-  lane.error = backend.stream(device, &lane.stream, &lane.capturing);
+  lane.error = backend.stream(device, &lane.stream, &lane.capture);
   lanes.push_back(lane);
   return lanes.back();
 }
@@ -109,11 +109,12 @@ bool CallObserver::late_tensor(PyObject* object, Labels::Id label, Role role, Me
     return false;
   const LateFrame::Lane& lane = frame->late.lane_of(device, *backend);
   if (lane.error != 0) return false;
-  if (lane.capturing != 0) {
+  if (lane.capture != 0) {
     if (frame->late.graph_of_batch == nullptr) return false;  // a part of a batch alone is captured
-    if (frame->late.graph() == nullptr) *frame->late.graph_of_batch = table_->new_graph(device);
+    if (frame->late.graph() == nullptr) *frame->late.graph_of_batch = table_->new_graph(device, lane.capture);
   }
-  if ((lane.capturing != 0) != (frame->late.graph() != nullptr)) return false;
+  const GraphRows* const graph = frame->late.graph();
+  if (lane.capture != (graph != nullptr ? graph->capture : 0)) return false;
   const LatePtr row =
       range_of<LatePtr>(object, frame->batch, memory, slot, LateReader{*this, x, *format, device, frame});
   const auto at = uint32_t(frame->shapes.size());

@@ -261,12 +261,14 @@ int nanwatch_cuda_step(uint64_t* step, uint64_t* done, int device, void* stream)
   return checked(cudaLaunchKernel(step_kernel, dim3(1), dim3(1), arguments, 0, static_cast<cudaStream_t>(stream)));
 }
 
-int nanwatch_cuda_stream(int device, void* stream, uint64_t* id, int* capturing) {
+int nanwatch_cuda_stream(int device, void* stream, uint64_t* id, uint64_t* capture) {
   if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (const int error = nanwatch::checked(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status)))
+  unsigned long long of_capture = 0;
+  if (const int error =
+          nanwatch::checked(cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &of_capture)))
     return error;
-  *capturing = status != cudaStreamCaptureStatusNone;
+  *capture = status == cudaStreamCaptureStatusNone ? 0 : of_capture + 1;  // nothing says that none has the number 0
   *id = 0;
 #if CUDART_VERSION >= 12000
   unsigned long long number = 0;

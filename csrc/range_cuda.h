@@ -71,9 +71,9 @@ int nanwatch_cuda_health(const NanwatchTensor* tensor, double* row, void* worksp
 int nanwatch_cuda_observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, void* workspace,
                           int device, void* stream);
 
-// A number that no other stream of this process ever has (0: this toolkit knows none), and whether the stream is being
-// captured.
-int nanwatch_cuda_stream(int device, void* stream, uint64_t* id, int* capturing);
+// A number that no other stream of this process ever has (0: this toolkit knows none), and the number of the capture
+// that the stream is in (0: none).
+int nanwatch_cuda_stream(int device, void* stream, uint64_t* id, uint64_t* capture);
 
 // Device memory, and host memory that kernels of every device write at `*address`. For good: there is no way to give
 // it back. May wait for the device; disturbs no capture, not even another thread's.

@@ -149,7 +149,7 @@ int RowTable::send(LateFrame* frame) {
 
 // ---- graphs ---------------------------------------------------------------------------------------------------------
 
-std::shared_ptr<GraphRows> RowTable::new_graph(int device) {
+std::shared_ptr<GraphRows> RowTable::new_graph(int device, uint64_t capture) {
   if (allocate(device) != 0 || graph_next_ == kSlots + kGraphSlots) return nullptr;
   const auto graph = std::make_shared<GraphRows>();
   // Its two counters are in a slot of their own.
@@ -162,21 +162,22 @@ std::shared_ptr<GraphRows> RowTable::new_graph(int device) {
   graph->step_address = there;
   graph->done_address = there + 1;
   graph->device = device;
+  graph->capture = capture;
   return graph;
 }
 
 int RowTable::end_graph(const GraphRows& graph) const {
   void* stream = nullptr;
-  int capturing = 0;
-  if (const int error = backend_->stream(graph.device, &stream, &capturing)) return error;
-  if (capturing == 0) return kNanwatchCapturing;
+  uint64_t capture = 0;
+  if (const int error = backend_->stream(graph.device, &stream, &capture)) return error;
+  if (capture != graph.capture) return kNanwatchCapturing;
   return backend_->step(graph.step_address, graph.done_address, graph.device, stream);
 }
 
 Mark RowTable::mark_now(int device) const {
   void* stream = nullptr;
-  int capturing = 0;
-  (void)backend_->stream(device, &stream, &capturing);
+  uint64_t capture = 0;
+  (void)backend_->stream(device, &stream, &capture);
   return Mark(backend_, device, stream);
 }
 

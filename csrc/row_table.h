@@ -54,7 +54,7 @@ class RowTable {
   int send(LateFrame* frame);
 
   // A place for the rows of a graph; null if there is no room left. It is for good: nobody says when a graph is gone.
-  std::shared_ptr<GraphRows> new_graph(int device);
+  std::shared_ptr<GraphRows> new_graph(int device, uint64_t capture);
   // The captured batch has ended.
   int end_graph(const GraphRows& graph) const;
   // Behind all that is enqueued on the stream that is current on this device.

@@ -262,6 +262,7 @@ void bind_recorder(py::module_& m) {
       .def_readwrite("tells_frames", &CallRecorder::tells_frames)
       .def_readwrite("gathers_weights", &CallRecorder::gathers_weights)
       .def_property_readonly("latest_batch", &CallRecorder::latest_batch)
+      .def_property_readonly("is_under_way", &CallRecorder::is_under_way)
       .def_property_readonly("frames_kept", &CallRecorder::frames_kept)
       .def_property_readonly("counters", [](CallRecorder& self) {
         const CallObserver& observer = self.observer();

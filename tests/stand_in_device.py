@@ -55,7 +55,7 @@ class Target(ctypes.Structure):
 _OUT = ctypes.POINTER(ctypes.c_void_p)
 _KINDS: dict[str, Any] = {
     "device_of": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object),
-    "stream": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _OUT, ctypes.POINTER(ctypes.c_int)),
+    "stream": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _OUT, ctypes.POINTER(ctypes.c_uint64)),
     "allocate": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_size_t, _OUT, _OUT),
     "observe": ctypes.CFUNCTYPE(
         ctypes.c_int,
@@ -144,6 +144,7 @@ class StandIn:
     holds: bool = True  # else every operation runs at once
     stream: int = 1  # the current one, of every device
     capturing: bool = False
+    capture: int = 1  # its number while it is
     broken: bool = False
     fail_next: int = 0  # the next observe fails with this
     waits: int = 0
@@ -186,9 +187,9 @@ class StandIn:
             return -1
         return self.place(x) if _is_plain(x) and x.device.type == "cpu" else -1
 
-    def _stream(self, device: int, stream: Any, capturing: Any) -> int:
+    def _stream(self, device: int, stream: Any, capture: Any) -> int:
         stream[0] = self.stream
-        capturing[0] = int(self.capturing)
+        capture[0] = self.capture if self.capturing else 0
         return 0
 
     def _allocate(self, device: int, size: int, memory: Any, address: Any) -> int:

@@ -123,8 +123,8 @@ library.ops_host_backend.restype = ctypes.c_void_p
 backend = Backend.from_address(library.ops_host_backend())
 assert not backend.takes_host_memory
 memory, address, stream, event = (ctypes.c_void_p() for _ in range(4))
-capturing = ctypes.c_int(7)
-assert backend.stream(0, ctypes.pointer(stream), ctypes.pointer(capturing)) == 0 and capturing.value == 0
+capture = ctypes.c_uint64(7)
+assert backend.stream(0, ctypes.pointer(stream), ctypes.pointer(capture)) == 0 and capture.value == 0
 assert backend.allocate(0, 16 * ctypes.sizeof(Row), ctypes.pointer(memory), ctypes.pointer(address)) == 0
 xs = [large, x.detach(), torch.tensor([0.0, float("-inf")]), torch.ones(3, dtype=torch.int8)]
 described = (DescribedTensor * len(xs))(*map(describe, xs))

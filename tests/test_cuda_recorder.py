@@ -119,6 +119,27 @@ def test_replays_of_a_graph() -> None:
     assert error.value.report.finding.batch == 5
 
 
+def test_replays_of_reduce_overhead() -> None:
+    """A compiled function that calls the model: a batch for the first call and for each replay, with their numbers."""
+    model = nn.Sequential(Scale(2.0), nn.Linear(4, 4)).cuda()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.eye(4))
+        model[1].bias.zero_()
+    with torch.no_grad(), watch(model, max_frames=100, microscope=False) as w:
+        step = torch.compile(lambda x: model(x), mode="reduce-overhead", fullgraph=True)
+        for value in (1.0, 3.0, 5.0, 7.0):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert step(torch.full((2, 4), value, device="cuda"))[0, 0].item() == 2 * value
+        w.look()
+        found = [f.records[-1].abs_max for f in w.frames if f.name == ""]
+        assert found == [2.0, 6.0, 10.0, 14.0]
+        torch.compiler.cudagraph_mark_step_begin()
+        step(torch.full((2, 4), INF, device="cuda"))
+        torch.cuda.synchronize()
+        with pytest.raises(NonFiniteError):
+            step(torch.ones(2, 4, device="cuda"))
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
 def test_a_model_over_two_devices() -> None:
     """Frames of both devices, in the order of the calls."""

@@ -56,6 +56,13 @@ def record(
         recorder.record_compiled(callee, caller, plan, list(tensors))
 
 
+def look(sequence: Tensor, watch: int) -> None:
+    """See `_ops.look_`."""
+    _count(sequence)
+    if (recorder := _recorders.get(watch)) is not None:
+        recorder.look(False)
+
+
 def _count(sequence: Tensor) -> None:
-    if sequence.device.type != "meta":
+    if sequence.device.type == "cpu":
         sequence.add_(1)

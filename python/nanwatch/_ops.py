@@ -77,7 +77,7 @@ _count_from = _define("count_from(Tensor x, int[] codes) -> Tensor", _reference.
 
 
 def _fake_nothing(*_: object) -> None:
-    """Of what these two write, the number of calls so far, nobody reads the value."""
+    """Of what these write, the number of calls so far, nobody reads the value."""
 
 
 # No argument is called `node` or `self`: Inductor hands an operator's arguments on by name, among names of its own.
@@ -90,6 +90,8 @@ record_ = _define(
     _live.record,
     _fake_nothing,
 )
+
+look_ = _define("look_(Tensor(a!) sequence, int watch) -> ()", _live.look, _fake_nothing)
 
 
 def abs_range(x: Tensor) -> Tensor:

@@ -120,8 +120,8 @@ class Attachment:
         self._told_of_lost = False
         self._watch = _live.enter(model, recorder)
         # What the operators in compiled code are said to write; see _ops.record_.
-        with torch.inference_mode(False):
-            self._sequence = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._sequence = _new_sequence(torch.device("cpu"))
+        self._device_sequences: dict[torch.device, torch.Tensor] = {}
         compiled.install()
         rehearsal.install()
         self._observed = observed
@@ -215,6 +215,12 @@ class Attachment:
                     # Its call is under way, and went past its place.
                     self._recorder.adopt_compiled(self._nodes[module])
 
+    def put_sequence(self, call: Any, device: torch.device) -> None:
+        """Give the call, as `device_sequence`, what the operators in a graph that is all on this device write."""
+        if device not in self._device_sequences:
+            self._device_sequences[device] = _new_sequence(device)
+        call.device_sequence = self._device_sequences[device]
+
     def remove(self) -> None:
         """Leave every module as it was found. A second time does nothing."""
         self._recorder.paused = True
@@ -224,6 +230,11 @@ class Attachment:
         for module in list(self._names):
             _unlink(module, self._recorder)
         self._names.clear()
+
+
+def _new_sequence(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def put(module: nn.Module, call: Any) -> None:

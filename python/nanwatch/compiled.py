@@ -19,7 +19,17 @@ from torch import nn
 
 from ._live import NOBODY
 from ._when_imported import when_imported
-from .dynamo_values import Site, given_leaves, output_leaves, own_leaves, put_begin, put_record
+from .cuda_graphs import captured_on
+from .dynamo_values import (
+    Leaf,
+    Site,
+    device_of,
+    given_leaves,
+    output_leaves,
+    own_leaves,
+    put_begin,
+    put_record,
+)
 
 _DYNAMO = "torch._dynamo"
 
@@ -73,9 +83,10 @@ def _follow_watched_calls() -> None:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         sites: list[Site] = []
         with _Doubtful(self.value):
-            sites = _sites(self, tx)
+            given = given_leaves(args, kwargs)
+            sites = _sites(self, tx, given)
             for site in reversed(sites):
-                put_begin(tx, site, given_leaves(args, kwargs))
+                put_begin(tx, site, given)
         under_way = _under_way(tx)
         if sites:
             under_way.append(self.value)
@@ -117,7 +128,7 @@ def _under_way(tx: Any) -> list[nn.Module]:
     return under_way
 
 
-def _sites(variable: Any, tx: Any) -> list[Site]:
+def _sites(variable: Any, tx: Any, given: list[Leaf]) -> list[Site]:
     """A Site for every recorder that watches the module, the innermost first."""
     from torch._dynamo.guards import GuardBuilder, install_guard
 
@@ -141,17 +152,36 @@ def _sites(variable: Any, tx: Any) -> list[Site]:
                 attachment.relink()
         calls = chain(module)
     sites: list[Site] = []
+    devices = _devices(tx)
     place = variable.var_getattr(tx, ATTRIBUTE)
     for call in calls:
         # `site` says which recorder, module and options this is. It is guarded on; what is in it are constants.
         place.var_getattr(tx, "site").as_python_constant()
         watch, node, parts = call.place
         caller = _caller(_under_way(tx), call)
-        sites.append(
-            Site(place.var_getattr(tx, "sequence"), watch, node, caller, type(module).__name__, parts)
-        )
+        sequence, outside = place.var_getattr(tx, "sequence"), None
+        is_first = watch not in devices
+        if is_first:
+            devices[watch] = captured_on(tx, call.recorder, _devices_of(module, given))
+        device = devices[watch]
+        if device is not None:
+            call.attachment().put_sequence(call, device)
+            outside = sequence if is_first else None
+            sequence = place.var_getattr(tx, "device_sequence")
+        sites.append(Site(sequence, outside, device, watch, node, caller, type(module).__name__, parts))
         place = place.var_getattr(tx, "inner")
     return sites[::-1]
+
+
+def _devices(tx: Any) -> dict[int, torch.device | None]:
+    """Of each watch in this trace the device that it will be captured on, if it will be."""
+    devices: dict[int, torch.device | None] = tx.output.__dict__.setdefault("_nanwatch_devices", {})
+    return devices
+
+
+def _devices_of(module: nn.Module, given: list[Leaf]) -> set[torch.device]:
+    """Those of the module's weights and of the tensors that it is given."""
+    return {x.device for x in module.parameters()} | {device for leaf in given if (device := device_of(leaf))}
 
 
 def _caller(under_way: list[nn.Module], call: Any) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from . import _ops, traced
@@ -21,10 +22,13 @@ class Site(NamedTuple):
     """A call in a graph: what the operators are given besides its tensors.
 
     `sequence` is Dynamo's variable; `parts` are the letters of what is looked at (w, b, i, o), none for a call that
-    only begins and ends a batch.
+    only begins and ends a batch. Where the batch will be captured into a CUDA graph `device` is its device, and in the
+    first call of the trace `outside` is the variable for what stays on the host.
     """
 
     sequence: Any
+    outside: Any
+    device: torch.device | None
     watch: int
     callee: int
     caller: int
@@ -39,14 +43,18 @@ Leaf: TypeAlias = tuple[str, str, Any]
 def put_begin(tx: Any, site: Site, found: list[Leaf]) -> None:
     """Put `begin_` into the graph where nothing in the graph has made the call."""
     if site.caller == NOBODY:
-        _, tensors = _plan(tx, "", found)
+        if site.outside is not None:
+            _call(tx, _ops.look_, site.outside, _constant(site.watch))
+        _, tensors = _plan(tx, "", found, site.device)
         _call(tx, _ops.begin_, site.sequence, _constant(site.watch), _constant(site.callee), tensors)
 
 
 def put_record(tx: Any, site: Site, found: list[Leaf]) -> None:
     """Put `record_` into the graph."""
     if site.parts or site.caller == NOBODY:
-        lines, tensors = _plan(tx, site.class_name, [leaf for leaf in found if leaf[0] in site.parts])
+        lines, tensors = _plan(
+            tx, site.class_name, [leaf for leaf in found if leaf[0] in site.parts], site.device
+        )
         numbers = map(_constant, (site.watch, site.callee, site.caller))
         _call(tx, _ops.record_, site.sequence, *numbers, lines, tensors)
 
@@ -80,6 +88,17 @@ def output_leaves(output: Any) -> list[Leaf]:
     found: list[Leaf] = []
     _add(output, "o", "output", 0, found)
     return found
+
+
+def device_of(leaf: Leaf) -> torch.device | None:
+    """Of a tensor its device. Nothing is guarded on."""
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.lazy import LazyVariableTracker
+
+    value = leaf[2]
+    if issubclass(type(value), LazyVariableTracker):
+        value = value.realize() if value.is_realized() else value.original_value()
+    return value.device if issubclass(type(value), Tensor | TensorVariable) else None
 
 
 def _add(variable: Any, role: str, label: str, depth: int, found: list[Leaf]) -> None:
@@ -134,8 +153,8 @@ def _unread(role: str, label: str) -> str:
     return f"{role}u {label}\t{traced.NOT_READ}"
 
 
-def _plan(tx: Any, class_name: str, found: list[Leaf]) -> tuple[Any, Any]:
-    """The text and the list of tensors for an operator, as variables."""
+def _plan(tx: Any, class_name: str, found: list[Leaf], device: torch.device | None) -> tuple[Any, Any]:
+    """The text and the list of tensors for an operator, as variables; with a device of tensors on it alone."""
     from torch._dynamo.variables import ListVariable, TensorVariable
     from torch._dynamo.variables.base import VariableTracker
 
@@ -154,7 +173,25 @@ def _plan(tx: Any, class_name: str, found: list[Leaf]) -> tuple[Any, Any]:
         if text.as_python_constant():
             lines.append(text.as_python_constant())
         tensors += inside.items
-    return _constant("\n".join(lines)), ListVariable(tensors)
+    text, tensors = "\n".join(lines), tensors
+    if device is not None:
+        text, tensors = _only_on(device, text, tensors)
+    return _constant(text), ListVariable(tensors)
+
+
+def _only_on(device: torch.device, text: str, tensors: list[Any]) -> tuple[str, list[Any]]:
+    """The same with the lines of the other tensors unread: a captured graph takes nothing that is not on its device."""
+    kept, remaining = [], iter(tensors)
+    lines = text.split("\n")
+    for i, line in enumerate(lines):
+        if i == 0 or line[1] != "t":
+            continue
+        tensor = next(remaining)
+        if tensor.device == device:
+            kept.append(tensor)
+        else:
+            lines[i] = f"{line[0]}u{line[2:]}\t{traced.NOT_CAPTURED}"
+    return "\n".join(lines), kept
 
 
 def _call(tx: Any, function: Any, *args: Any) -> Any:

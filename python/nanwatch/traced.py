@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS
 
 NOT_READ = "in compiled code only plain tensors are read"
+NOT_CAPTURED = "a CUDA graph reads what is on its own device"
 _SCALARS = (int, float, complex, str, bytes)
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 

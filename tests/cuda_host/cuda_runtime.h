@@ -258,6 +258,11 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* 
   *status = cudaStreamCaptureStatus(cuda_host::state().capturing);
   return cudaSuccess;
 }
+inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id) {
+  *status = cudaStreamCaptureStatus(cuda_host::state().capturing);
+  *id = 0;  // of the first one
+  return cudaSuccess;
+}
 inline cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
   *id = reinterpret_cast<uintptr_t>(stream) + 1;
   return cudaSuccess;
