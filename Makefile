@@ -84,6 +84,7 @@ bench: $(READY)
 
 bench-gpu: $(READY)
 	$(PY) benchmarks/bench_range.py --device cuda $(ARGS)
+	$(PY) benchmarks/bench_step.py --device cuda $(STEP_ARGS)
 
 selfcheck: $(READY)
 	$(PY) -m nanwatch --selfcheck $(ARGS)

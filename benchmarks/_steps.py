@@ -110,8 +110,10 @@ def training(loss: Callable[[nn.Module], torch.Tensor]) -> Callable[[nn.Module],
     return make
 
 
-def causal_training(batch: int, length: int) -> Callable[[nn.Module], Step]:
-    ids = tokens(batch, length)
+def causal_training(
+    batch: int, length: int, device: torch.device | str = "cpu"
+) -> Callable[[nn.Module], Step]:
+    ids = tokens(batch, length).to(device)
     return training(lambda model: model(input_ids=ids, labels=ids, use_cache=False).loss)
 
 

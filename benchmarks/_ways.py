@@ -22,7 +22,7 @@ import nanwatch
 
 Way = Callable[[], AbstractContextManager[Any]]
 
-# By the name that `--ways` takes; those that look at backwards are for training alone.
+# By the name that `--ways` takes; those that look at backwards are for training alone. "async" is for a GPU.
 NAMES = ("nanwatch", "transformers", "hooks", "forecast-off", "trace", "gradients", "detect-anomaly")
 OF_BACKWARDS = ("gradients", "detect-anomaly")
 # Far from 1 they need few rounds, and one of them takes as long as several of the others.
@@ -45,8 +45,12 @@ class Ways:
         self.by_name: dict[str, Way] = {"plain": contextlib.nullcontext}
         if "nanwatch" in names:
             self.by_name["nanwatch"] = self._watching()
-            self.by_name["timed"] = self._watching(_measure_time=True, forecast=False)
+            # Where the host waits for a device at the end of a batch, that is no time of its own.
+            check = "async" if "async" in names else "auto"
+            self.by_name["timed"] = self._watching(_measure_time=True, forecast=False, check=check)
             self.timed = self._watches[-1]
+        if "async" in names:
+            self.by_name["async"] = self._watching(check="async")
         if "forecast-off" in names:
             self.by_name["forecast-off"] = self._watching(forecast=False)
         if "trace" in names:
