@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
+from nanwatch.attempt import Attempt
 from nanwatch.frame import Frame
 from nanwatch.merge import Merged
 from nanwatch.merge_digest import Digest, Place
@@ -26,6 +27,10 @@ PLACES = st.builds(
     st.sampled_from(NAMES),
     st.sampled_from(["weight", "bias"]),
     st.sampled_from([None, (), (2, 3)]),
+)
+
+ATTEMPTS = st.builds(
+    Attempt, st.text(), st.integers(0, 10**9), st.text(), st.floats(0, 253_402_300_799, allow_subnormal=False)
 )
 
 

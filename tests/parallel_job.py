@@ -32,7 +32,17 @@ from parallel_models import (
     shard_each_layer,
     split,
 )
-from parallel_training import Trained, compare, data, difference, local, same_data, start_watch, train
+from parallel_training import (
+    Parallelize,
+    Trained,
+    compare,
+    data,
+    difference,
+    local,
+    same_data,
+    start_watch,
+    train,
+)
 
 INF = float("inf")
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {}
@@ -302,23 +312,65 @@ def hybrid() -> dict[str, Any]:
 
 @scenario
 def pipeline() -> dict[str, Any]:
+    return two_stages(dist.get_rank(), None, lambda part: part)
+
+
+@scenario
+def pipeline_of_shards() -> dict[str, Any]:
+    """Each stage is on two ranks, sharded. (As DistributedDataParallel torch 2.13 fails, watched or not.)"""
+    mesh = mesh_of("pp", "dp")
+    return two_stages(
+        mesh.get_local_rank("pp"), mesh.get_group("pp"), lambda part: shard(part, part, mesh["dp"])
+    )
+
+
+@scenario
+def traced_pipeline() -> dict[str, Any]:
+    """Stages that torch makes out of a traced model, which are modules of its own."""
+    from torch.distributed.pipelining import ScheduleGPipe, SplitPoint
+    from torch.distributed.pipelining import pipeline as make_pipeline
+
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    net = Net()
+    seen = {}
+    with start_watch(net) as watch:
+        pipe = make_pipeline(net, (same_data(0),), split_spec={"blocks.1": SplitPoint.BEGINNING})
+        stage = pipe.build_stage(rank, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: (y - target).square().sum())
+        before = watch.batch
+        with start_watch(stage.submod, gradients=True) as staged:
+            for number in range(2):
+                given = (torch.cat([same_data(number)] * 2),) if rank == 0 else ()
+                schedule.step(*given, **({"target": torch.ones(8, 3)} if rank else {}))
+        seen["new batches of the model"] = watch.batch - before
+    for phase in ("forward", "backward"):
+        seen[phase] = sorted({f.name for f in staged.frames if f.phase == phase})
+    return seen | {"batches": staged.batch, "finding": staged.report().finding is not None}
+
+
+def two_stages(number: int, group: Any, parallelize: Parallelize) -> dict[str, Any]:
+    """The stage of this number, in a group with one rank of each; watched before it is made a stage and after."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    rank = dist.get_rank()
-
-    def run(is_watched: bool, **options: Any) -> Trained:
+    def run(when: str, **options: Any) -> Trained:
         torch.manual_seed(0)
         net = Net()
-        part = nn.Sequential(net.blocks[0]) if rank == 0 else nn.Sequential(net.blocks[1], net.head)
-        stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+        part: nn.Module = (
+            nn.Sequential(net.blocks[0]) if number == 0 else nn.Sequential(net.blocks[1], net.head)
+        )
+        watch = start_watch(part, **options) if when == "before" else None
+        part = parallelize(part)
+        stage = PipelineStage(part, number, 2, torch.device("cpu"), group=group)
         schedule = Schedule1F1B(
             stage, n_microbatches=2, loss_fn=lambda y, target: (y - target).square().sum()
         )
-        watch = start_watch(part, **options) if is_watched else None
+        if when == "after":
+            watch = start_watch(part, **options)
 
-        def step(number: int) -> None:
-            if rank == 0:
-                schedule.step(same_data(number))
+        def step(batch: int) -> None:
+            if number == 0:
+                schedule.step(data(batch))
             else:
                 schedule.step(target=torch.ones(4, 3))
 
@@ -329,10 +381,11 @@ def pipeline() -> dict[str, Any]:
         torch.use_deterministic_algorithms(False)
         return trained
 
-    plain = run(False)
-    seen: dict[str, Any] = {"events": dict(plain.counted.events)}
-    for gradients in (False, True):
-        seen[f"gradients={gradients}"] = difference(plain, run(True, gradients=gradients))
+    plain = run("never")
+    seen: dict[str, Any] = {"stage": number, "events": dict(plain.counted.events)}
+    for when in ("before", "after"):
+        for gradients in (False, True):
+            seen[f"{when}, gradients={gradients}"] = difference(plain, run(when, gradients=gradients))
     return seen
 
 

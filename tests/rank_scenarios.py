@@ -3,8 +3,9 @@
     torchrun --nproc_per_node 2 rank_scenarios.py SCENARIOS.json OUTPUT_DIR
 
 A scenario is {"way", "kind", "rank", "batch", "port"}; without a port the job's store is the launcher's, and with
-"attempt" it is played by that start of an elastic job alone. A line is printed a rank and scenario, as JSON; one more
-when a rank is told while it waits in a collective. After the last scenario the error ends the process.
+"attempt" it is played by that start of an elastic job alone. Its reports go into "folder", or its number. A line is
+printed a rank and scenario, as JSON; one more when a rank is told while it waits in a collective. After the last
+scenario the error ends the process.
 """
 
 from __future__ import annotations
@@ -54,22 +55,28 @@ def step_of(scenario: dict, watched: list[nanwatch.Watch], options: dict[str, ob
     way = scenario["way"]
     torch.manual_seed(0)
     blocks = [Block() for _ in range(WORLD if way == "pipeline" else 2)]
+    group, number, stages = None, RANK, WORLD
     if scenario["kind"] == "backward":
         with torch.no_grad():
             blocks[-1].down.weight.mul_(64)  # what comes out of its backward is larger than what goes in
-    if way == "pipeline":
-        mine = blocks[RANK]
+    if way == "stages":  # two, of several ranks each
+        mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("pp", "dp"))
+        group, number, stages = mesh.get_group("pp"), mesh.get_local_rank("pp"), 2
+        shard(blocks[number], (), mesh["dp"])
+    if way in ("pipeline", "stages"):
+        mine = blocks[number]
         watched.append(nanwatch.watch(mine, **options))
         schedule = ScheduleGPipe(
-            PipelineStage(mine, RANK, WORLD, torch.device("cpu")),
+            PipelineStage(mine, number, stages, torch.device("cpu"), group=group),
             2,
             loss_fn=lambda y, target: (y - target).square().mean(),
         )
         optimizer = torch.optim.SGD(mine.parameters(), 0.01)
 
         def step(x: torch.Tensor, factor: float) -> None:
-            given = (x,) if RANK == 0 else ()
-            schedule.step(*given, **({"target": torch.zeros(len(x), WIDTH)} if RANK == WORLD - 1 else {}))
+            given = (x,) if number == 0 else ()
+            is_last = number == stages - 1
+            schedule.step(*given, **({"target": torch.zeros(len(x), WIDTH)} if is_last else {}))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -207,7 +214,7 @@ def main() -> None:
 
         warnings.simplefilter("always")
         warnings.showwarning = show
-        told, error = play(scenario, Path(sys.argv[2]) / str(number))
+        told, error = play(scenario, Path(sys.argv[2]) / scenario.get("folder", str(number)))
         say({"scenario": number, **told})
     if error is not None:
         raise error

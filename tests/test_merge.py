@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import nanwatch
 from nanwatch import Report, headroom
 from nanwatch import __main__ as doctor
-from nanwatch.merge import merge
+from nanwatch.attempt import Attempt
+from nanwatch.merge import by_attempt, merge
+from nanwatch.merge_digest import Digest
+from sightings import finding
 
 
 def model() -> torch.nn.Sequential:
@@ -162,3 +167,146 @@ def test_the_folders_that_a_watch_writes_are_read(tmp_path):
     (origin,) = merge(tmp_path).origins
     assert origin.finding is not None
     assert origin.finding.origin == "data"
+
+
+FIRST, SECOND = Attempt("job7", 0, "", 1000.0), Attempt("job7", 1, "", 1060.0)
+
+
+def restarted(folder: Path, *after: Report) -> Path:
+    """Two ranks that failed in batch 1, and what came after a restart, in one folder."""
+    before = (replace(one, attempt=FIRST) for one in (ran(0, 2), ran(1, 2, "data", 1)))
+    return written(folder, *before, *after)
+
+
+def test_the_latest_attempt_that_failed_is_merged(tmp_path, capsys):
+    """Batches begin anew: its batch 3 is the origin and not batch 1 of the attempt before, which is named in a line."""
+    restarted(tmp_path, *(replace(ran(rank, 4, "weight", 3), attempt=SECOND) for rank in range(3)))
+    assert doctor.main(["merge", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "3 ranks: 0, 1, 2",
+        "Of attempt 1 of run job7, begun 1970-01-01 00:17:40 UTC",
+        "First: nan first seen in `weight` of 2 (Linear) in batch 3, rank 0",
+    ]
+    assert lines[5] == (
+        "Not merged: attempt 0 of run job7, begun 1970-01-01 00:16:40 UTC, 2 ranks:"
+        " nan first seen in `input[0]` of 0 (Linear) in batch 1, rank 1"
+    )
+
+
+def test_an_attempt_without_a_finding_is_not_the_one(tmp_path):
+    """The job failed, was started again, and wrote the frames of ranks that found nothing."""
+    merged = merge(restarted(tmp_path, replace(ran(0, 9), attempt=SECOND)))
+    assert (merged.attempt, [one.attempt for one in merged.others]) == (FIRST, [SECOND])
+    assert [one.rank for one in merged.origins] == [1]
+
+
+@pytest.mark.parametrize(("given", "status"), [("1", 0), ("job7/1", 0), ("0", 1), ("job7/0", 1)])
+def test_an_attempt_is_chosen(tmp_path, capsys, given, status):
+    """By its number, or with the run id before it."""
+    restarted(tmp_path, replace(ran(0, 9), attempt=SECOND))
+    assert doctor.main(["merge", str(tmp_path), "--attempt", given]) == status
+    assert capsys.readouterr().out.splitlines()[1].startswith(f"Of attempt {given[-1]} of run job7")
+
+
+def test_of_two_runs_with_that_number_it_is_the_later(tmp_path):
+    """A job that was given to the scheduler again, with the same folder; the earlier one is had by its id."""
+    again = Attempt("job6", 0, "", 2000.0)
+    restarted(tmp_path, replace(ran(0, 2), attempt=again))
+    assert merge(tmp_path, attempt="0").attempt == again
+    assert merge(tmp_path, attempt="job7/0").attempt == FIRST
+
+
+@pytest.mark.parametrize("given", ["2", "one", "", "/1", "job8/1", "job7/"])
+def test_an_attempt_that_is_not_there_is_an_error(tmp_path, capsys, given):
+    """With those that are."""
+    restarted(tmp_path, replace(ran(0, 9), attempt=SECOND))
+    assert doctor.main(["merge", str(tmp_path), "--attempt", given]) == 2
+    told = capsys.readouterr().err
+    assert f"there is no attempt {given!r}: there is attempt 0 of run job7, begun" in told
+    assert "; attempt 1 of run job7, begun" in told
+
+
+def test_reports_that_name_no_attempt_are_merged_as_ever(tmp_path, capsys):
+    """Without a word of attempts; and where others name theirs, as those of one before."""
+    written(tmp_path, ran(0, 2), ran(1, 2, "data", 1))
+    assert doctor.main(["merge", str(tmp_path)]) == 1
+    assert "ttempt" not in capsys.readouterr().out
+    assert doctor.main(["merge", str(tmp_path), "--attempt", "0"]) == 2
+    assert "no report names any" in capsys.readouterr().err
+    written(tmp_path, replace(ran(0, 5, "data", 4), attempt=FIRST))
+    assert doctor.main(["merge", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert told.startswith("1 rank: 0\nOf attempt 0 of run job7")
+    assert "Not merged: reports that name no attempt, 2 ranks: nan first seen in" in told
+
+
+def test_of_many_attempts_the_latest_are_named(tmp_path, capsys):
+    """Twenty of them, the earliest first; the rest is counted."""
+    one = ran(0, 2, "data", 1)
+    for number in range(30):
+        attempt = Attempt("job7", number, "", 60.0 * number)
+        written(tmp_path / str(number), replace(one, attempt=attempt))
+    assert doctor.main(["merge", str(tmp_path)]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Not merged: ")]
+    assert [line.split()[3] for line in lines[:-1]] == [str(number) for number in range(9, 29)]
+    assert lines[-1] == "Not merged: 9 attempts before these"
+
+
+def test_the_folders_of_two_attempts_stand_side_by_side(tmp_path, monkeypatch):
+    """Both fail in one batch of one rank, in one output_dir: each report is whole, and tells its attempt."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        net = model()
+        with nanwatch.watch(net, output_dir=tmp_path), pytest.raises(nanwatch.NonFiniteError):
+            net(torch.full((2, 4), float("inf")))
+    merged = merge(tmp_path)
+    assert merged.left_out == ()
+    assert [one.attempt.number for one in (*merged.others, merged)] == [0, 1]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([None, "a", "b"]),  # run
+            st.sampled_from([0, 1]),  # the attempt
+            st.integers(0, 3),  # rank
+            st.one_of(st.none(), st.integers(0, 3)),  # batch of its finding
+        ),
+        min_size=1,
+    )
+)
+def test_ranks_are_compared_within_their_attempt(rows):
+    """Against a plain grouping; the launcher of the odd ranks has restarted once more, and worlds differ in size."""
+    digests = [
+        Digest(
+            rank,
+            None if batch is None else replace(finding(batch=batch, rank=rank), sequence=0),
+            {},
+            {},
+            None
+            if run is None
+            else Attempt(run, at + rank % 2, f"host:{at}", 100.0 * at + 10 * (run == "b") + rank),
+        )
+        for run, at, rank, batch in rows
+    ]
+    seen = {}
+    for run, at, rank, batch in rows:
+        place = (-1, "") if run is None else (at, run)
+        seen.setdefault(place, {}).setdefault(rank, []).append(99 if batch is None else batch)
+    made = by_attempt(digests)
+    assert len(made) == len(seen)
+    for one, (place, ranks) in zip(made, sorted(seen.items()), strict=True):
+        assert one.ranks == sorted(ranks)
+        assert [99 if d.finding is None else d.finding.batch for d in one.digests] == [
+            min(ranks[rank]) for rank in sorted(ranks)
+        ]
+        assert len({digest.attempt for digest in one.digests}) == 1
+        if place == (-1, ""):
+            assert one.attempt is None
+            continue
+        at, run = place
+        assert one.attempt.run_id == run
+        assert one.attempt.number == at + max(rank % 2 for rank in ranks)
+        assert one.attempt.begun == 100.0 * at + 10 * (run == "b") + min(ranks)

@@ -7,6 +7,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf, isfinite, isnan
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 
 from merges import NAMES, digests, merged_of, report, saved
 from nanwatch import __main__ as command
-from nanwatch.merge import merge
+from nanwatch.attempt import Attempt
+from nanwatch.merge import by_attempt, merge
 from nanwatch.merge_digest import Digest
 from nanwatch.merge_document import MOST_RANKS, document
 from nanwatch.merge_text import merged_text, spell_ranks
@@ -95,6 +97,57 @@ def test_the_origin_is_the_earliest(found: list[Digest]) -> None:
         == (first.batch, first.sequence, first.origin)
     ]
     assert [one.rank for one in merged.origins] == sorted(alike)
+
+
+@given(st.lists(digests(), min_size=2, max_size=4), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_attempts_go_through_documents(found: list[list[Digest]], groups: int, chance: random.Random) -> None:
+    """Each node merges what it has of them, and then all are merged: as one merge of all reports, for each attempt."""
+    every = [
+        replace(digest, attempt=Attempt("job", number, "", 100.0 * number + digest.rank))
+        for number, of_attempt in enumerate(found)
+        for digest in of_attempt
+    ]
+    shuffled = chance.sample(every, len(every))
+    with tempfile.TemporaryDirectory() as folder:
+        parts = []
+        for i in range(groups):
+            if part := by_attempt(shuffled[i::groups]):
+                chosen = chance.randrange(len(part))
+                whole = replace(part[chosen], others=(*part[:chosen], *part[chosen + 1 :]))
+                parts.append(Path(folder, f"{i}.json"))
+                parts[-1].write_text(json.dumps(document(whole), allow_nan=False))
+        for number, of_attempt in enumerate(found):
+            again = merge(*parts, attempt=str(number))
+            begun = 100.0 * number + min(one.rank for one in of_attempt)
+            assert again.attempt == Attempt("job", number, "", begun)
+            assert {one.attempt.number for one in again.others if one.attempt is not None} == (
+                set(range(len(found))) - {number}
+            )
+            told = document(replace(again, others=()))
+            assert told.pop("attempt") == {"run_id": "job", "number": number, "master": "", "begun": begun}
+            plain_one = document(merged_of(of_attempt))
+            assert plain_one.pop("attempt") is None
+            assert json.dumps(told) == json.dumps(plain_one)
+
+
+def test_a_document_of_before_has_no_attempt(tmp_path: Path) -> None:
+    """It is merged as it was."""
+    made = document(merged_of([Digest.of(report(0))]))
+    del made["attempt"], made["other_attempts"]
+    (tmp_path / "old.json").write_text(json.dumps(made))
+    assert merge(tmp_path / "old.json") == merged_of([Digest.of(report(0))])
+
+
+def test_an_attempt_of_many_ranks_is_left_out_and_named(tmp_path: Path) -> None:
+    """The world was larger before the restart: of that only summaries are in the document."""
+    before = [replace(one, attempt=Attempt("job", 0, "", 0.0)) for one in many(MOST_RANKS + 1, low=-1)]
+    after = [replace(one, attempt=Attempt("job", 1, "", 60.0)) for one in many(2, low=-1)]
+    first, second = by_attempt([*before, *after])
+    (tmp_path / "all.json").write_text(json.dumps(document(replace(second, others=(first,)))))
+    merged = merge(tmp_path / "all.json")
+    assert (merged.ranks, merged.others) == ([0, 1], ())
+    (why,) = merged.left_out
+    assert why.startswith("attempt 0 of run job, begun 1970-01-01 00:00:00 UTC: it is of 257 ranks")
 
 
 def many(number: int, low: int) -> list[Digest]:
@@ -180,6 +233,10 @@ def _set(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("headroom_bits", {"a": [1.0]}), "has 1 numbers for 2 ranks"),
         (_set("headroom_bits", {"a": ["nan", 1.0]}), "should be a number of bits"),
         (_set("more", 1), "which this version does not know"),
+        (_set("attempt", {"number": 1}), "document.attempt has no 'run_id'"),
+        (_set("other_attempts", [{}]), "document.other_attempts[0] has no 'schema'"),
+        (_set("other_attempts", [[]]), "document.other_attempts[0] should be an object"),
+        (_set("other_attempts", 1), "document.other_attempts should be a list"),
         (lambda made: made.pop("weights"), "has no 'weights'"),
         (lambda made: made["weights"][0]["ranges"][0]["ranks"].append(77), "names rank 77"),
     ],

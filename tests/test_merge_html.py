@@ -16,6 +16,8 @@ from chromium import Browser
 from html_page import HOSTILE, Page
 from merges import digests, merged_of, report
 from nanwatch import __main__ as command
+from nanwatch.attempt import Attempt
+from nanwatch.merge import by_attempt
 from nanwatch.merge_digest import Digest, Place
 from nanwatch.merge_html import merged_html
 from nanwatch.merge_text import finding_summary
@@ -138,6 +140,24 @@ def test_of_many_ranks_a_column_is_several(number: int) -> None:
     assert int(first) <= 200 <= int(last)
     assert title.endswith(", least on rank 200: 7.0 bits")
     assert len(document) < 1_000_000
+
+
+def test_the_attempt_is_named_and_the_others_are() -> None:
+    """Above the finding which one it is, and below it where the others failed; none is named where no report does."""
+    hostile = HOSTILE[0]
+    first, second = (
+        [replace(one, attempt=Attempt(hostile, number, "", 60.0 * number)) for one in few()]
+        for number in range(2)
+    )
+    before, after = by_attempt([*first, *second])
+    page = Page(merged_html(replace(after, others=(before,))))
+    assert page.unbalanced == []
+    assert f"4 ranks: 0, 1, 2, 3 · {' '.join(str(after.attempt).split())}" in page.text
+    assert (
+        f"Not merged {' '.join(str(before.attempt).split())}, 4 ranks: {finding_summary(few()[2])}"
+        in page.text
+    )
+    assert "ttempt" not in Page(merged_html(merged_of(few()))).text
 
 
 def test_a_map_has_the_worst_modules() -> None:

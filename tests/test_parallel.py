@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ TRAINED = {
         *("ddp", "fsdp1", "fsdp2", "fsdp2_blocks", "fsdp2_each_layer", "fsdp2_mixed_precision"),
         *("fsdp2_checkpointed", "tensor_parallel", "sequence_parallel"),
     ],
-    4: ["fsdp2", "fsdp2_blocks", "both", "hybrid"],
+    4: ["ddp", "fsdp2", "fsdp2_blocks", "tensor_parallel", "both", "hybrid"],
 }
 OTHERS = {
-    2: ["pipeline", "fsdp2_written", "fsdp2_bad_gradient", "fsdp2_raised", "places"],
-    4: ["fsdp2_raised", "places", "strided"],
+    2: ["pipeline", "traced_pipeline", "fsdp2_written", "fsdp2_bad_gradient", "fsdp2_raised", "places"],
+    4: ["pipeline_of_shards", "fsdp2_raised", "places", "strided"],
 }
 
 
@@ -105,6 +106,7 @@ def test_frames_have_the_users_names(jobs: Any, size: int, name: str) -> None:
         (2, "fsdp2_each_layer", ["weight"], {"dp": 2}),
         (2, "tensor_parallel", ["gradient", "weight"], {"tp": 2}),
         (2, "sequence_parallel", ["gradient", "input", "output", "weight"], {"tp": 2}),
+        (4, "tensor_parallel", ["gradient", "weight"], {"tp": 4}),
         (4, "both", ["gradient", "weight"], {"tp": 2}),
     ],
 )
@@ -113,8 +115,8 @@ def test_frames_say_which_shard_was_read(
 ) -> None:
     """Each rank's shards are at its own coordinates, and its report has its rank."""
     for rank, saw in enumerate(seen_by_all(jobs, size, name)):
-        coordinate = rank % 2  # in the last dimension of the mesh, the only one in these records
         (dim, ranks) = next(iter(dims.items()))
+        coordinate = rank % ranks  # in the last dimension of the mesh, the only one in these records
         for when in ("before", "after"):
             one = saw[f"{when}, gradients=True"]
             assert one["roles of shards"] == roles
@@ -156,25 +158,40 @@ def test_reports_of_a_failure_say_where_the_rank_is_in_the_mesh(jobs: Any, size:
         assert not any(one["shards"] for when, one in saw.items() if when.endswith("forward"))
 
 
-def test_stages_of_a_pipeline(jobs: Any) -> None:
+@pytest.mark.parametrize(("size", "name"), [(2, "pipeline"), (4, "pipeline_of_shards")])
+def test_stages_of_a_pipeline(jobs: Any, size: int, name: str) -> None:
     """Each rank has the frames of its own stage; what goes between them is what went before.
 
     The call on memory that was never written, here filled with nan, by which a stage learns its shapes is no batch.
     """
     expected = [["", "0", "0.down", "0.norm", "0.up"], ["", "0", "0.down", "0.norm", "0.up", "1"]]
-    for rank, saw in enumerate(seen_by_all(jobs, 2, "pipeline")):
+    for rank, saw in enumerate(seen_by_all(jobs, size, name)):
+        assert saw["stage"] == rank // (size // 2)
         assert saw["events"]["gloo:send"] == saw["events"]["gloo:recv"] > 0
-        for gradients in (False, True):
-            one = saw[f"gradients={gradients}"]
+        for when, gradients in product(("before", "after"), (False, True)):
+            one = saw[f"{when}, gradients={gradients}"]
             assert one["equal"]
             assert set(one["more"]) == {0}
             assert one["same events"]
-            assert one["names"] == expected[rank]
-            assert one["backward names"] == (expected[rank] if gradients else [])
+            assert one["names"] == expected[saw["stage"]]
+            assert one["backward names"] == (expected[saw["stage"]] if gradients else [])
             assert one["read"] == [True]
             assert not one["finding"]
             assert one["batches"] == 5  # two microbatches a step
             assert one["stale"] == 0
+
+
+def test_stages_of_a_traced_pipeline(jobs: Any) -> None:
+    """Watched as they are they have the names of the model; the model itself is called no more."""
+    expected = [
+        ["", "blocks.0", "blocks.0.down", "blocks.0.norm", "blocks.0.up"],
+        ["", "blocks.1", "blocks.1.down", "blocks.1.norm", "blocks.1.up", "head"],
+    ]
+    for rank, saw in enumerate(seen_by_all(jobs, 2, "traced_pipeline")):
+        assert saw["forward"] == saw["backward"] == expected[rank]
+        assert saw["batches"] == 3
+        assert not saw["finding"]
+        assert saw["new batches of the model"] == 0
 
 
 def test_weights_written_to_a_sharded_model_are_seen(jobs: Any) -> None:

@@ -14,15 +14,25 @@ from torch import nn
 
 import nanwatch
 from nanwatch import peers, verdict
-from nanwatch.board import Board, attempt
+from nanwatch.attempt import store_key
+from nanwatch.board import Board
 from nanwatch.peers import Peers
 from nanwatch.sighting import Sighting
 from nanwatch.verdict import PeerNonFiniteError
 from sightings import connect, finding, serve
 
+_before: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    """Threads of other tests, which may hang in a store that has gone, are not counted."""
+    _before.clear()
+    _before.update(threading.enumerate())
+
 
 def verdict_threads() -> int:
-    return sum(thread.name == "nanwatch verdict" for thread in threading.enumerate())
+    return sum(thread.name == "nanwatch verdict" for thread in set(threading.enumerate()) - _before)
 
 
 def test_a_process_alone_asks_nobody(one_process_mesh):
@@ -45,12 +55,14 @@ class Job:
         monkeypatch.setattr(peers, "place", lambda: (0, 2))
         monkeypatch.setattr(verdict, "_default_store", lambda: connect(server))
 
+    def board(self) -> Board:
+        """As rank 1 sees the store."""
+        prefix = f"nanwatch/verdict/{store_key({})}/{peers._job._num_verdicts}"
+        return Board(dist.PrefixStore(prefix, connect(self.server)), 2)
+
     def other_fails(self) -> None:
         """Rank 1 has told and has had its say."""
-        store = dist.PrefixStore(
-            f"nanwatch/verdict/{attempt({})}/{peers._job._num_verdicts}", connect(self.server)
-        )
-        board = Board(store, 2)
+        board = self.board()
         board.publish(Sighting.of(finding(batch=1, module="there", rank=1), 1, 3, (0, 1), ""))
         board.report()
         board.leave()
@@ -85,6 +97,43 @@ def test_the_next_batch_raises_what_another_rank_found(job, tmp_path):
     assert verdict_threads() == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["peer-rank-0", "peer-rank-0.2"]
     assert nanwatch.Report.from_json((tmp_path / "peer-rank-0" / "report.json").read_text()).finding is None
+
+
+def until_known() -> None:
+    """Until the verdict has seen the failure of another rank; at most about 20 s."""
+    for _ in range(400):
+        if peers._job.is_pending():
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("it was never seen")
+
+
+def test_the_end_of_the_run_raises_what_another_rank_found(job):
+    """A rank that is done with its batches, but not yet with the `with`, is told too."""
+    model = nn.Linear(4, 4)
+
+    def train() -> None:
+        with nanwatch.watch(model, peer_timeout=10):
+            model(torch.ones(2, 4))
+            job.other_fails()
+            until_known()
+
+    with pytest.raises(PeerNonFiniteError, match="on rank 1"):
+        train()
+    assert verdict_threads() == 0
+
+
+def test_a_rank_that_stops_and_knows_is_not_waited_for(job):
+    """stop() raises nothing, and says that this rank has had its say."""
+    model = nn.Linear(4, 4)
+    watch = nanwatch.watch(model, peer_timeout=10)
+    model(torch.ones(2, 4))
+    job.other_fails()
+    until_known()
+    assert not job.board().is_complete()
+    watch.stop()
+    assert job.board().is_complete()
+    assert job.board().all_left()
 
 
 def test_an_error_of_a_collective_inside_a_forward_is_explained(job):
@@ -173,6 +222,26 @@ def test_a_watch_that_is_dropped_ends_its_thread(job):
     del watch, model
     gc.collect()
     assert verdict_threads() == 0
+
+
+def test_a_watch_that_is_collected_while_another_begins_is_in_nobodys_way(job, monkeypatch):
+    """Python collects where it is, say in the thread that is being started: nothing waits and the verdict stays."""
+    ended = []
+
+    class Collecting(verdict.Verdict):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            collects = threading.Thread(target=peers._job.leave_if_last, daemon=True)
+            collects.start()
+            collects.join(5)
+            ended.append(not collects.is_alive())
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(verdict, "Verdict", Collecting)
+    model = nn.Linear(4, 4)
+    with nanwatch.watch(model, peer_timeout=10):
+        model(torch.ones(2, 4))
+        assert ended == [True]
+        assert verdict_threads() == 1
 
 
 def test_clocks_count_steps_and_batches_since(job):

@@ -22,6 +22,7 @@ _SCRIPT = Path(__file__).with_name("rank_scenarios.py")
 _GUILTY = re.compile(
     r"first seen in `\S+` of (\S+) \(\w+\) in batch \d+ on (?:rank (\d+)|(?:all )?(\d+) ranks)"
 )
+_IN_STAGES = ("pipeline", "stages")
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,8 +51,10 @@ def random_scenarios(ways: tuple[str, ...], world_size: int, count: int, seed: i
         way = ways[number % len(ways)]
         # A batch of a pipeline begins in its first stage, and its stages never fail at once.
         kinds = ["module", "data", "straggler", "all"]
-        kind = draw.choice(kinds[:3] if way == "pipeline" else kinds)
-        rank = 0 if way == "pipeline" and kind == "data" else draw.randrange(world_size)
+        kind = draw.choice(kinds[:3] if way in _IN_STAGES else kinds)
+        # Only ranks of the first stage are given data.
+        first = {"pipeline": 1, "stages": world_size // 2}.get(way, world_size)
+        rank = draw.randrange(first if kind == "data" else world_size)
         if kind == "data" and way == "tp":
             kind = "module"  # its ranks share their data
         check = draw.choice(["auto", "batch"])
@@ -91,8 +94,14 @@ def run(
     return told
 
 
-def check(played: dict[str, Any], told: list[dict[str, Any]], world_size: int, folder: Path) -> None:
-    """All ranks name the guilty one, in time; so do the files that they have left."""
+def check(
+    played: dict[str, Any],
+    told: list[dict[str, Any]],
+    world_size: int,
+    folder: Path,
+    attempt: str | None = None,
+) -> None:
+    """All ranks name the guilty one, in time; so do the files that they have left, of this attempt if there are two."""
     guilty = 0 if played["kind"] == "all" else played["rank"]
     for rank in range(world_size):
         mine = [one for one in told if one["rank"] == rank]
@@ -101,7 +110,7 @@ def check(played: dict[str, Any], told: list[dict[str, Any]], world_size: int, f
             words = one["said"]
             found = _GUILTY.search(words)
             assert found is not None, words
-            assert found[1] == ("up" if played["way"] == "pipeline" else "0.up") or played["kind"] != "data"
+            assert found[1] == ("up" if played["way"] in _IN_STAGES else "0.up") or played["kind"] != "data"
             if played["kind"] == "all":
                 assert found[3] == str(world_size), (played, words)
             else:
@@ -113,9 +122,9 @@ def check(played: dict[str, Any], told: list[dict[str, Any]], world_size: int, f
                 assert one.get("destroyed_in", 0) < 30
                 assert one["is_peer"] is (not (played["kind"] == "all" or rank == guilty)) or (
                     # where it may have come through a collective first
-                    played["way"] in ("tp", "fsdp2") or played["kind"] == "backward"
+                    played["way"] in ("tp", "fsdp2", "stages") or played["kind"] == "backward"
                 )
-    merged = merge(folder)
+    merged = merge(folder, attempt=attempt)
     assert merged.origins[0].rank == guilty
     assert merged.ranks == list(range(world_size))
 
@@ -133,7 +142,10 @@ def test_data_parallel_and_pipelined_jobs_name_the_guilty_rank(world_size, count
 
 @pytest.mark.parametrize(
     ("world_size", "way", "seed"),
-    [(2, "fsdp2", 0), (2, "fsdp2", 1), (2, "tp", 2), (2, "tp", 3), (4, "fsdp2", 4), (4, "tp", 5)],
+    [
+        *((2, "fsdp2", 0), (2, "fsdp2", 1), (2, "tp", 2), (2, "tp", 3)),
+        *((4, "fsdp2", 4), (4, "tp", 5), (4, "stages", 7), (4, "stages", 8)),
+    ],
 )
 def test_sharded_jobs_name_the_guilty_rank(world_size, way, seed, tmp_path):
     """The process that raises ends, and torchrun then ends the others: by then each has told the origin."""
@@ -173,18 +185,64 @@ def test_a_backward_that_overflows_on_one_rank_is_that_ranks(world_size, way, co
 
 @pytest.mark.parametrize("second", ["healthy", "data"])
 def test_the_second_attempt_of_an_elastic_job_has_its_own_verdict(second, tmp_path):
-    """It trains on to its end, or fails somewhere else and says so: nothing is left of the first one's failure."""
-    first = scenario("ddp", "module", 1, exits=True, attempt=0) | {"port": None}
-    then = scenario("ddp", second, 0, 5, exits=second != "healthy", attempt=1) | {"port": None}
+    """It trains on to its end, or fails somewhere else and says so: nothing is left of the first one's failure.
+
+    Both write into one folder, and a merge tells them apart.
+    """
+    given = {"port": None, "folder": "run"}
+    first = scenario("ddp", "module", 1, exits=True, attempt=0) | given
+    then = scenario("ddp", second, 0, 5, exits=second != "healthy", attempt=1) | given
+    folder = tmp_path / "run"
     told = run([first, then], 2, tmp_path, "--max_restarts=1", "--standalone")
-    check(first, [one for one in told if one["scenario"] == 0], 2, tmp_path / "0")
+    check(first, [one for one in told if one["scenario"] == 0], 2, folder, "0")
+    latest = merge(folder)
     again = [one for one in told if one["scenario"] == 1]
     if second == "healthy":
         assert [one["error"] for one in again] == [None, None]
-        assert not (tmp_path / "1").exists()
+        assert (latest.attempt.number, latest.others) == (0, ())
+        assert sorted(path.name for path in folder.iterdir()) == ["batch-3-rank-1", "peer-rank-0"]
     else:
-        check(then, again, 2, tmp_path / "1")
+        check(then, again, 2, folder, "1")
+        assert (latest.attempt.number, [one.attempt.number for one in latest.others]) == (1, [0])
+        assert len(list(folder.rglob("report.json"))) == 4
         assert [one["origin"][:3] for one in again if one.get("origin")] == [[0, "0.up", "data"]] * 2
+
+
+def test_launchers_that_count_restarts_for_themselves_have_one_verdict(tmp_path):
+    """One worker quits, and only its launcher counts that: after it the ranks hear of each other all the same."""
+    port = free_port()
+    launchers = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"),
+                *("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=job7"),
+                *(f"--max_restarts={restarts}", "--local_addr=127.0.0.1"),
+                *(str(_SCRIPT.with_name("elastic_node.py")), name, str(tmp_path)),
+            ],
+            env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, restarts in (("steady", 0), ("quits", 1))
+    ]
+    try:
+        ended = [one.communicate(timeout=120) for one in launchers]
+    finally:
+        for one in launchers:
+            one.kill()
+            one.wait()
+    told = {}
+    for out, errors in ended:
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        assert len(lines) == 1, errors[-3000:]
+        told[lines[0]["node"]] = lines[0]
+    assert {name: one["restarts"] for name, one in told.items()} == {"steady": 0, "quits": 1}
+    origins = [one["origin"] for one in told.values()]
+    assert origins[0] == origins[1]
+    assert f"on rank {told['quits']['rank']}, already in the data of the batch" in origins[0]
+    merged = merge(tmp_path)
+    assert (merged.ranks, merged.attempt.number, merged.others) == ([0, 1], 1, ())
 
 
 @pytest.mark.parametrize("dies", ["told", "settling"])

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 import nanwatch
 from nanwatch import Finding
-from nanwatch.board import Board, attempt
+from nanwatch.attempt import store_key
+from nanwatch.board import Board
 from nanwatch.sighting import Origin, Sighting
 from nanwatch.verdict import Verdict
 from sightings import connect, finding, serve
@@ -185,7 +186,7 @@ def test_what_on_stuck_raises_is_a_warning_and_is_not_hidden(server):
     def broken(origin: Origin) -> None:
         raise OSError("disk full")
 
-    board = Board(dist.PrefixStore(f"nanwatch/verdict/{attempt({})}/", connect(server)), 2)
+    board = Board(dist.PrefixStore(f"nanwatch/verdict/{store_key({})}/", connect(server)), 2)
     board.publish(Sighting.of(finding(), 0, 1, None, ""))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

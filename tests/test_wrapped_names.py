@@ -183,6 +183,35 @@ def test_data_parallel_over_several_devices_is_recorded() -> None:
     assert is_recorded(mlp())
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_training_under_data_parallel_is_bit_equal(when: str, gradients: bool) -> None:
+    """Watched before it is wrapped and after, as unwatched; the frames have the model's names."""
+
+    def trained(when: str) -> tuple[list[Tensor], list[str]]:
+        torch.manual_seed(0)
+        model: nn.Module = mlp()
+        seen = [watch(model, gradients=gradients)] if when == "before" else []
+        model = nn.DataParallel(model)
+        if when == "after":
+            seen.append(watch(model, gradients=gradients))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for _ in range(3):
+            model(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for one in seen:
+            one.stop()
+        names = sorted({frame.name for one in seen for frame in one.frames})
+        return [x.detach() for x in model.parameters()], names
+
+    plain, none = trained("never")
+    weights, names = trained(when)
+    assert none == []
+    assert names == ["", "0", "1", "2"]
+    assert [x.numpy().tobytes() for x in weights] == [x.numpy().tobytes() for x in plain]
+
+
 def test_parameters_and_optimizer_state_have_the_users_names() -> None:
     """As in the plain model, tied parameters once."""
     plain = mlp()

@@ -18,6 +18,7 @@ exit status: 0 when all is finite, 1 when a rank has a finding, 2 when there is 
 examples:
   python -m nanwatch merge run                the folder that watch(output_dir="run") wrote on all ranks
   python -m nanwatch merge run --html merged.html
+  python -m nanwatch merge run --attempt 0    of an elastic job that was restarted: its first attempt
   python -m nanwatch merge run --json > node3.json
   python -m nanwatch merge node*.json         what merges of up to 256 ranks each have printed, as one
 """
@@ -39,10 +40,16 @@ def main(arguments: list[str]) -> int:
         help="a folder with the ranks' folders in it; a report; or what merge --json printed",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with a heat map too")
+    parser.add_argument(
+        "--attempt",
+        metavar="N",
+        help="of a job that torchrun restarted: merge the attempt after N restarts, as N or RUN_ID/N"
+        " (default: the latest with a finding)",
+    )
     options = parser.parse_args(arguments)
     try:
         with shown() as tell:
-            merged = merge(*options.paths, tell=tell)
+            merged = merge(*options.paths, attempt=options.attempt, tell=tell)
             if options.html is not None:
                 from .merge_html import merged_html
 

@@ -8,7 +8,6 @@ the number is kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .sighting import Origin, Sighting, earliest
@@ -25,13 +24,6 @@ _FAILED, _INSIDE, _DATA, _NUM_FAILED, _NUM_REPORTED, _COMPLETE, _NUM_LEFT = (
     "complete",
     "num_left",
 )
-
-
-def attempt(environment: Mapping[str, str]) -> str:
-    """What tells one start of an elastic job from another: its run id and the number of restarts."""
-    return (
-        f"{environment.get('TORCHELASTIC_RUN_ID', '')}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    )
 
 
 class Board:

@@ -1,10 +1,15 @@
-"""The job that this process is one of: its rank there, and how many there are."""
+"""The job that this process is one of: its rank there, how many there are, and which attempt of it this is."""
 
 from __future__ import annotations
 
 import os
+import time
 
 import torch
+
+from .attempt import Attempt
+
+_BEGUN = time.time()
 
 
 def place() -> tuple[int, int]:
@@ -21,3 +26,8 @@ def place() -> tuple[int, int]:
 def rank() -> int:
     """The rank."""
     return place()[0]
+
+
+def attempt() -> Attempt | None:
+    """The start of an elastic job that this process belongs to; None where torchrun has not started it."""
+    return Attempt.of(os.environ, _BEGUN)

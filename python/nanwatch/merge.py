@@ -1,14 +1,18 @@
-"""The reports of several ranks as one: the origin, headroom by module and rank, and replicas that differ."""
+"""The reports of several ranks as one: the origin, headroom by module and rank, and replicas that differ.
+
+Ranks of one attempt of an elastic job are compared with each other, and never with those of another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf, isnan
 from pathlib import Path
 from statistics import median_low
 from typing import NamedTuple
 
+from .attempt import Attempt
 from .merge_digest import Digest, Place
 from .merge_document import is_merged, read_merged
 from .progress import Tell, silent
@@ -69,10 +73,19 @@ class ModuleHeadroom:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """One digest a rank, sorted by rank; what was left out, and why."""
+    """One digest a rank, sorted by rank, all of one attempt; what was left out, and why; the other attempts.
+
+    `others`, the earliest first, have no others themselves.
+    """
 
     digests: tuple[Digest, ...]
     left_out: tuple[str, ...]
+    others: tuple[Merged, ...] = ()
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The attempt of all of it, None where the reports name none."""
+        return self.digests[0].attempt
 
     @property
     def ranks(self) -> list[int]:
@@ -172,14 +185,26 @@ def _most_first(
     return sorted(groups, key=lambda group: (-len(group[1]), group[1]))
 
 
-def merge(*paths: Path, tell: Tell = silent) -> Merged:
+def merge(*paths: Path, attempt: str | None = None, tell: Tell = silent) -> Merged:
     """Merge every `report.json` below the folders, and the files: a report each, or what `merge --json` printed.
 
-    Of several reports of one rank the earliest failure counts. Raises ValueError when there is none that can be read;
-    one that cannot be is left out and named.
+    Of several attempts of an elastic job it is the latest with a finding, or the latest; or else `attempt`, as "1" or
+    "RUN_ID/1". Of several reports of one rank the earliest failure counts. Raises ValueError when there is none that
+    can be read, or no such attempt; a report that cannot be read is left out and named.
     """
-    kept: dict[int, Digest] = {}
     left_out: list[str] = []
+    attempts = by_attempt(_read(paths, left_out, tell))
+    if not attempts:
+        what = " and ".join(map(str, paths))
+        why = f": {left_out[0]}" if left_out else "; pass the folder that watch(output_dir=...) was given"
+        raise ValueError(f"no {_FILE} of nanwatch below {what}{why}")
+    chosen = _chosen(attempts, attempt)
+    others = tuple(one for one in attempts if one is not chosen)
+    return replace(chosen, left_out=tuple(left_out), others=others)
+
+
+def _read(paths: Sequence[Path], left_out: list[str], tell: Tell) -> Iterator[Digest]:
+    """The digests of all files, and why others have none."""
     tell(f"looking for {_FILE}")
     files = list(_files(paths))
     for done, path in enumerate(files):
@@ -194,15 +219,49 @@ def merge(*paths: Path, tell: Tell = silent) -> Merged:
             left_out.append(f"{path}: {error}")
             continue
         left_out += reasons
-        for digest in digests:
-            other = kept.get(digest.rank)
-            if other is None or _when(digest) < _when(other):
-                kept[digest.rank] = digest
-    if not kept:
-        what = " and ".join(map(str, paths))
-        why = f": {left_out[0]}" if left_out else "; pass the folder that watch(output_dir=...) was given"
-        raise ValueError(f"no {_FILE} of nanwatch below {what}{why}")
-    return Merged(tuple(kept[rank] for rank in sorted(kept)), tuple(left_out))
+        yield from digests
+
+
+def by_attempt(digests: Iterable[Digest]) -> list[Merged]:
+    """A merge for each attempt that they are of, the earliest first; those that name none come before."""
+    kept: dict[object, dict[int, Digest]] = {}
+    for digest in digests:
+        ranks = kept.setdefault(digest.attempt and digest.attempt.key, {})
+        other = ranks.get(digest.rank)
+        if other is None or _when(digest) < _when(other):
+            ranks[digest.rank] = digest
+    made = [_of_one_attempt([ranks[rank] for rank in sorted(ranks)]) for ranks in kept.values()]
+    return sorted(
+        made, key=lambda one: (one.attempt.begun, one.attempt.run_id) if one.attempt else (-inf, "")
+    )
+
+
+def _of_one_attempt(digests: Sequence[Digest]) -> Merged:
+    seen = [one.attempt for one in digests if one.attempt is not None]
+    if not seen:
+        return Merged(tuple(digests), ())
+    # Each launcher counts for itself, and each process begins at its own moment.
+    attempt = replace(seen[0], number=max(one.number for one in seen), begun=min(one.begun for one in seen))
+    return Merged(tuple(replace(one, attempt=attempt) for one in digests), ())
+
+
+def _chosen(attempts: Sequence[Merged], wanted: str | None) -> Merged:
+    if wanted is None:
+        return ([one for one in attempts if one.failed] or attempts)[-1]
+    run_id, slash, number = wanted.rpartition("/")
+    fitting = [
+        one
+        for one in attempts
+        if one.attempt is not None
+        and str(one.attempt.number) == number
+        and (not slash or one.attempt.run_id == run_id)
+    ]
+    if not fitting:
+        there = "; ".join(str(one.attempt) for one in attempts if one.attempt is not None)
+        raise ValueError(
+            f"there is no attempt {wanted!r}: {f'there is {there}' if there else 'no report names any'}"
+        )
+    return fitting[-1]
 
 
 def _files(paths: Sequence[Path]) -> Iterable[Path]:

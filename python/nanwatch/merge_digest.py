@@ -11,6 +11,7 @@ from sys import intern
 from typing import NamedTuple
 
 from . import headroom
+from .attempt import Attempt
 from .finding import Finding
 from .record import Record
 from .report import Report
@@ -32,13 +33,14 @@ class Digest:
 
     `finding` has the rank of the report, and a sequence always: where the report has none it is the number of frames
     that the report holds of the batch before the faulty one. `headroom` is in bits, by module; `weights` has abs_min
-    and abs_max.
+    and abs_max. `attempt` is that of the report, and after a merge the same on all ranks of it.
     """
 
     rank: int
     finding: Finding | None
     headroom: dict[str, float]
     weights: dict[Place, tuple[float, float]]
+    attempt: Attempt | None = None
 
     @classmethod
     def of(cls, report: Report) -> Digest:
@@ -51,7 +53,7 @@ class Digest:
             for record in frame.records
             if (pair := _comparable(record)) is not None
         }
-        return cls(report.rank, _finding(report), bits, weights)
+        return cls(report.rank, _finding(report), bits, weights, report.attempt)
 
     @property
     def sighting(self) -> Sighting | None:

@@ -8,6 +8,7 @@ from sys import intern
 from typing import TYPE_CHECKING, Any
 
 from . import reading
+from .attempt import Attempt, read_attempt
 from .merge_digest import Digest, pair_of, place
 from .report import plain, read_finding
 
@@ -27,7 +28,7 @@ def document(merged: Merged) -> dict[str, Any]:
     """The whole for programs; nan and the infinities are spelt as strings, as in a report.
 
     `headroom_bits` and `weights` are null where there are more than 256 ranks, and `findings` and `origins` are the
-    first 256; `num_failed` and `origin_ranks` are of all.
+    first 256; `num_failed` and `origin_ranks` are of all. `other_attempts` has a document of each.
     """
     modules, weights = merged.modules(), merged.weights()
     is_whole = len(merged.digests) <= MOST_RANKS
@@ -35,6 +36,7 @@ def document(merged: Merged) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "version": VERSION,
+        "attempt": plain(merged.attempt),
         "ranks": merged.ranks,
         "num_failed": len(failed),
         "origin_ranks": [one.rank for one in origins],
@@ -50,6 +52,7 @@ def document(merged: Merged) -> dict[str, Any]:
             if len(one.ranges) > 1
         ],
         "weights": [plain(one) for one in weights] if is_whole else None,
+        "other_attempts": [document(one) for one in merged.others],
         "left_out": list(merged.left_out),
     }
 
@@ -95,6 +98,7 @@ _WEIGHT: dict[str, reading.Reader[Any]] = {
 _DOCUMENT: dict[str, reading.Reader[Any]] = {
     "schema": reading.one_of((SCHEMA,)),
     "version": reading.one_of((VERSION,)),
+    "attempt": reading.optional(read_attempt),
     "ranks": reading.list_of(reading.count),
     "num_failed": reading.count,
     "origin_ranks": _anything,
@@ -104,20 +108,47 @@ _DOCUMENT: dict[str, reading.Reader[Any]] = {
     "headroom_bits": reading.optional(reading.mapping_of(reading.list_of(reading.optional(_bits)))),
     "differences": _anything,
     "weights": reading.optional(reading.list_of(lambda value, where: reading.members(value, where, _WEIGHT))),
+    "other_attempts": reading.list_of(_anything),
     "left_out": reading.list_of(reading.text),
 }
 
 
 def _digests(found: Any) -> tuple[list[Digest], list[str]]:
-    found = reading.members(found, "document", _DOCUMENT)
+    found = _members(found, "document")
+    if not _is_whole(found):
+        raise ValueError(_summaries(found))
+    digests, left_out = _of_ranks(found), list(found["left_out"])
+    for number, other in enumerate(found["other_attempts"]):
+        other = _members(other, f"document.other_attempts[{number}]")
+        if _is_whole(other):
+            digests += _of_ranks(other)
+        else:
+            left_out.append(f"{other['attempt']}: {_summaries(other)}")
+    return digests, left_out
+
+
+def _members(found: Any, where: str) -> dict[str, Any]:
+    if isinstance(found, dict):
+        found = {"attempt": None, "other_attempts": [], **found}  # earlier documents have neither
+    return reading.members(found, where, _DOCUMENT)
+
+
+def _is_whole(found: dict[str, Any]) -> bool:
+    return found["headroom_bits"] is not None and found["weights"] is not None
+
+
+def _summaries(found: dict[str, Any]) -> str:
+    return (
+        f"it is of {len(found['ranks'])} ranks and has their summaries alone; merge groups of up to {MOST_RANKS} ranks"
+        " first, and then their documents"
+    )
+
+
+def _of_ranks(found: dict[str, Any]) -> list[Digest]:
     ranks: list[int] = found["ranks"]
-    if found["headroom_bits"] is None or found["weights"] is None:
-        raise ValueError(
-            f"it is of {len(ranks)} ranks and has their summaries alone; merge groups of up to {MOST_RANKS} ranks"
-            " first, and then their documents"
-        )
+    attempt: Attempt | None = found["attempt"]
     findings = {one.rank: one for one in found["findings"]}
-    digests = {rank: Digest(rank, findings.get(rank), {}, {}) for rank in ranks}
+    digests = {rank: Digest(rank, findings.get(rank), {}, {}, attempt) for rank in ranks}
     if len(digests) != len(ranks) or not findings.keys() <= digests.keys():
         raise ValueError("its findings are not of its ranks")
     for name, column in found["headroom_bits"].items():
@@ -134,4 +165,4 @@ def _digests(found: Any) -> tuple[list[Digest], list[str]]:
                 if rank not in digests:
                     raise ValueError(f"document.weights names rank {rank}, which is not among its ranks")
                 digests[rank].weights[which] = pair
-    return list(digests.values()), found["left_out"]
+    return list(digests.values())

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from . import text
 from .html import LOW_BITS, NEAR_BITS, WIDEST_BAR, bits_words, level_of, still_page
-from .merge_text import count_ranks, finding_summary, range_line, spell_bits, spell_ranks
+from .merge_text import (
+    attempt_words,
+    count_ranks,
+    finding_summary,
+    other_summary,
+    range_line,
+    spell_bits,
+    spell_ranks,
+)
 
 if TYPE_CHECKING:
     from .merge import Merged
@@ -36,6 +44,8 @@ def merged_html(merged: Merged) -> str:
         "merge --html",
         merged=merged,
         headline=_headline(merged),
+        attempt=attempt_words(merged),
+        others=[other_summary(one) for one in merged.others],
         first=first,
         later=[one for one in merged.failed if one.rank not in named],
         rows=[

@@ -56,15 +56,36 @@ def finding_summary(digest: Digest) -> str:
     return f"{text.summary(finding)}, rank {digest.rank}"
 
 
+def attempt_words(merged: Merged) -> str:
+    """Which attempt it is of; "" where the reports name none."""
+    return str(merged.attempt or "")
+
+
+def other_summary(merged: Merged) -> str:
+    """An attempt that was not merged: which one, of how many ranks, and in short where it failed."""
+    who = f"{attempt_words(merged) or 'reports that name no attempt'}, {count_ranks(len(merged.digests))}"
+    first = merged.origins
+    if not first:
+        return f"{who}: without a finding"
+    more = f" and {count_ranks(len(first) - 1)} more at the same place" if len(first) > 1 else ""
+    return f"{who}: {finding_summary(first[0])}{more}"
+
+
 def _lines(merged: Merged) -> Iterable[str]:
     ranks = merged.ranks
     yield f"{count_ranks(len(ranks))}: {spell_ranks(ranks)}"
+    if words := attempt_words(merged):
+        yield f"Of {words}"
     first, failed = merged.origins, merged.failed
     named = {one.rank for one in first}
     yield from _finding_lines("First", first, "at the same place")
     yield from _finding_lines("Later", [one for one in failed if one.rank not in named], "with a finding")
     if not failed:
         yield "All finite"
+    for one in merged.others[-_WORST:]:
+        yield f"Not merged: {other_summary(one)}"
+    if len(merged.others) > _WORST:
+        yield f"Not merged: {len(merged.others) - _WORST} attempts before these"
     yield from _difference_lines(merged.differences())
     yield ""
     modules = merged.modules()

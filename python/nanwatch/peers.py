@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .errors import NonFiniteError, spell
 from .finding import Finding
-from .job import place
+from .job import attempt, place
 from .report import Report
 
 if TYPE_CHECKING:  # of use only in a job of several ranks
@@ -59,7 +59,11 @@ class Peers:
             return
         if self._job.steps != self._firsts[-1][1]:
             self._firsts.append((batch, self._job.steps))
-        if verdict.pending() and (error := self._job.failed_elsewhere(self)) is not None:
+        self.check()
+
+    def check(self) -> None:
+        """Raises PeerNonFiniteError when another rank has failed, as far as was seen a second ago."""
+        if self._job.is_pending() and (error := self._job.failed_elsewhere(self)) is not None:
             raise error
 
     def publish(self, finding: Finding) -> None:
@@ -120,11 +124,13 @@ class _Job:
             if self._verdict is not None:
                 self._end()
             return None
+        # First: else the last of the watches before, when it is collected now, would end what is begun here; and in the
+        # thread that is being started it would wait for the lock.
+        self._peers.add(peers)
         if self._verdict is None or self._group() is not group:
             with self._lock:
                 if self._verdict is None or self._group() is not group:  # no other thread was first
                     self._begin(group, peer_timeout)
-        self._peers.add(peers)
         return self._verdict
 
     def _begin(self, group: Any, peer_timeout: float) -> None:
@@ -179,6 +185,11 @@ class _Job:
                 time.sleep(0.05)
         return self.failed_elsewhere(peers) if verdict.pending() else None
 
+    def is_pending(self) -> bool:
+        """Whether another rank has failed, as far as was seen a second ago."""
+        verdict = self._verdict
+        return verdict is not None and verdict.pending()
+
     def failed_elsewhere(self, peers: Peers | None) -> PeerNonFiniteError | None:
         """The error to raise now that another rank has failed; the frames of this one are written down first."""
         from .verdict import PeerNonFiniteError
@@ -188,7 +199,7 @@ class _Job:
         if origin is None:
             return None
         report = reports.get(peers) if peers is not None else next(iter(reports.values()), None)
-        return PeerNonFiniteError(report or Report((), None, None, place()[0]), origin)
+        return PeerNonFiniteError(report or Report((), None, None, place()[0], attempt=attempt()), origin)
 
     def _write_last_frames(self) -> dict[Peers, Report]:
         """Of every watch, once a verdict: what comes later is no more than the way out."""

@@ -9,6 +9,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from . import reading, text
+from .attempt import Attempt, read_attempt
 from .finding import ORIGINS, VALUES, Cure, Finding
 from .frame import PHASES, Frame
 from .record import ROLES, Record
@@ -27,13 +28,15 @@ _T = TypeVar("_T")
 class Report:
     """What a watch saw: `frames` (oldest first), the `finding` (None when all is finite), `batch` (the latest
     number, None before the first batch) and the `rank` of the process. `parameter_mesh` is where this rank is in the
-    device meshes that the model's parameters are sharded over, as `mesh` has it, also while they are gathered."""
+    device meshes that the model's parameters are sharded over, as `mesh` has it, also while they are gathered.
+    `attempt` is the start of a torchrun job that it belongs to, None without torchrun."""
 
     frames: tuple[Frame, ...]
     finding: Finding | None
     batch: int | None
     rank: int = 0
     parameter_mesh: tuple[str, ...] = ()
+    attempt: Attempt | None = None
 
     @property
     def mesh(self) -> tuple[str, ...]:
@@ -194,6 +197,7 @@ _REPORT: dict[str, reading.Reader[Any]] = {
     "batch": reading.optional(reading.count),
     "rank": reading.count,
     "parameter_mesh": reading.tuple_of(reading.text),
+    "attempt": reading.optional(read_attempt),
 }
 
 
@@ -201,6 +205,6 @@ def _report(document: Any) -> Report:
     if isinstance(document, dict) and document.get("schema") == SCHEMA and document.get("version") != VERSION:
         raise ValueError(f"its version is {document.get('version')!r}, this nanwatch reads version {VERSION}")
     if isinstance(document, dict):
-        document = {"parameter_mesh": [], **document}  # earlier reports have none
+        document = {"parameter_mesh": [], "attempt": None, **document}  # earlier reports have neither
     found = reading.members(document, "report", _REPORT)
     return Report(**{name: value for name, value in found.items() if name not in ("schema", "version")})

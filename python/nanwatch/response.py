@@ -108,6 +108,11 @@ class Response:
         if explained is not None:
             raise explained from error
 
+    def run_ended(self) -> None:
+        """Raises PeerNonFiniteError when another rank has failed, as far as this one knows."""
+        if self._peers is not None:
+            self._peers.check()
+
     def close(self) -> None:
         """Hear of other ranks no more."""
         if self._peers is not None:

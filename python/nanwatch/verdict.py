@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from .board import Board, attempt
+from .attempt import store_key
+from .board import Board
 from .errors import NonFiniteError, spell
 from .finding import Finding
 from .report import Report
@@ -50,7 +51,7 @@ class Verdict:
 
     Args:
         store: any torch.distributed Store that all ranks share; the keys get a prefix of their own, with torchrun's
-            run id and restart count. By default the store of the default process group.
+            run id and what tells its attempts apart. By default the store of the default process group.
         rank, world_size: of this process and of the job.
         peer_timeout: seconds that `publish` and `settle` together wait at most for the store and for other ranks.
         part: the part of the model that this rank holds, the same for replicas; name it where ranks hold different
@@ -82,7 +83,7 @@ class Verdict:
         self.rank, self.world_size, self.peer_timeout, self.part = rank, world_size, peer_timeout, part
         self._on_stuck = on_stuck
         self._store: Store | None = _default_store() if store is None else store
-        self._prefix = f"nanwatch/verdict/{attempt(os.environ)}/{name}"
+        self._prefix = f"nanwatch/verdict/{store_key(os.environ)}/{name}"
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Written by the thread alone, read by all.
         self._news: float | None = None
@@ -196,6 +197,19 @@ class Verdict:
                     job()
             except Exception as error:
                 self._fail(error)
+        try:
+            self._say_nothing()
+        except Exception as error:
+            self._fail(error)
+
+    def _say_nothing(self) -> None:
+        """A rank that stops when it knows of a failure is not waited for.
+
+        It does not look once more: where the store has gone, torch writes a stack to stderr.
+        """
+        if not self._trouble and not self._reported and self._news is not None:
+            self._report()
+            self._leave()
 
     def _fail(self, error: Exception) -> None:
         # The process that held the store has ended, or the network has failed: the job will notice by itself.

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..board import attempt
+from ..attempt import store_key
 
 _MAX_PORT = 65535
 
@@ -74,7 +74,7 @@ class Place:
             master_addr=environment["MASTER_ADDR"],
             master_port=port,
             hosts_store=rank == 0 and not agent_has_store,
-            attempt=attempt(environment),
+            attempt=store_key(environment),
         )
 
 
