@@ -70,7 +70,8 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object l
   std::sort(traced_.begin(), traced_.end());
   living().insert(id_);
   if (options.gradients)
-    gradient_log_ = std::make_shared<GradientLog>(this, observer_.observe_helper(), options.counts);
+    gradient_log_ =
+        std::make_shared<GradientLog>(this, observer_.observe_helper(), options.counts, options.verify_hits);
 }
 
 CallRecorder::~CallRecorder() {

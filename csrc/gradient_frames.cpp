@@ -43,6 +43,14 @@ std::vector<const GradientCall*> calls_of(const Backward& backward) {
   return calls;
 }
 
+// A row that Python made, under the label of another user.
+PyObject* relabelled(PyObject* row, const std::string& label) {
+  py::tuple changed(9);
+  changed[0] = py::str(label);
+  for (size_t item = 1; item < 9; ++item) changed[item] = py::handle(PyTuple_GET_ITEM(row, item));
+  return changed.release().ptr();
+}
+
 }  // namespace
 
 void CallRecorder::follow_gradients(const Thread& thread, int32_t index, int32_t caller,
@@ -65,6 +73,7 @@ bool CallRecorder::finish_backward(std::unique_ptr<Backward> backward) {
   observer_.counters.tensors_read += backward->tensors_read;
   observer_.counters.bytes_read += backward->bytes_read;
   observer_.counters.cache_hits += int64_t(backward->events.size()) - backward->tensors_read;
+  observer_.counters.stale_hits += backward->stale_hits;
   std::vector<const GradientCall*> calls = calls_of(*backward);
   observer_.counters.frames += int64_t(calls.size());
   if (!backward->is_bad && traced_.empty() && calls.size() > ring_.capacity()) {
@@ -87,7 +96,8 @@ bool CallRecorder::finish_backward(std::unique_ptr<Backward> backward) {
     if (found == positions.end()) continue;
     FrameData& frame = frames[found->second];
     RowData row = event.row;
-    Py_XINCREF(row.python);
+    row.label = event.user.label;
+    if (row.python != nullptr) row.python = relabelled(row.python, observer_.label_text(row.label));
     row.shape_at = uint32_t(frame.shapes.size());
     if (row.python == nullptr) {
       const auto shape = backward->shapes.begin() + event.row.shape_at;

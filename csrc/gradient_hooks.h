@@ -48,17 +48,16 @@ class GradientHook : public torch::autograd::FunctionPreHook {
 class TensorHook final : public GradientHook {
  public:
   TensorHook(const std::shared_ptr<GradientLog>& log, const void* node, uint32_t nr, GradientUser user)
-      : GradientHook(log), node_(node), nr_(nr), users_{std::move(user)} {}
+      : GradientHook(log), place_{node, nr, false}, users_{std::move(user)} {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
-    if (nr_ < gradients.size() && gradients[nr_].defined())
-      look([&](GradientLog& log) { log.arrived(gradients[nr_], node_, nr_, users_); });
+    if (place_.nr < gradients.size() && gradients[place_.nr].defined())
+      look([&](GradientLog& log) { log.arrived(gradients[place_.nr], place_, users_); });
     return gradients;
   }
 
  private:
-  const void* node_;  // only compared
-  uint32_t nr_;
+  Place place_;
   std::vector<GradientUser> users_;
 };
 
@@ -72,7 +71,7 @@ class LeafHook final : public GradientHook {
     if (!gradients.empty() && gradients[0].defined())
       look([&](GradientLog& log) {
         const std::vector<GradientUser> users = log.users_now(calls_, places_);
-        if (!users.empty()) add_up(gradients[0], log.arrived(gradients[0], this, 0, users), &log);
+        if (!users.empty()) add_up(gradients[0], log.arrived(gradients[0], {this, 0, true}, users), &log);
       });
     return gradients;
   }

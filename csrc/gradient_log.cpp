@@ -49,10 +49,63 @@ bool has_gradient(const at::Tensor& x) {
   return x.requires_grad() && !x.is_meta() && (x.key_set() & unreal).empty();
 }
 
+// Whether what is known of it is not what is in it.
+bool is_stale(const at::Tensor& gradient, const RowData& row) {
+  View view{};
+  if (!plain_view(gradient, &view)) return false;
+  const RangeRow now = range_cpu(view);
+  if (!now.isfinite || !row.range.isfinite) return now.isfinite != row.range.isfinite;
+  return now.abs_min != row.range.abs_min || now.abs_max != row.range.abs_max;
+}
+
+double magnitude_of(const RowData& row) {
+  return std::isfinite(row.range.abs_max) ? row.range.abs_max : 0;
+}
+
 }  // namespace
 
 Backward::~Backward() {
-  for (const GradientEvent& event : events) Py_XDECREF(event.row.python);
+  for (PyObject* const row : python_rows) Py_DECREF(row);
+}
+
+bool Backward::came(const GradientState& state, const Place& place) const {
+  return !events.empty() && latest_place_ == place && latest_ == state;
+}
+
+const GradientEvent* Backward::find(const at::Tensor& gradient, const GradientState& state, const Place& place) const {
+  if (!state.has_version) return nullptr;
+  if (came(state, place)) return &events.back();
+  if (!state.is_plain) return nullptr;
+  const int64_t number = recent.find(gradient, state, shapes);
+  return number < 0 ? nullptr : &events[size_t(number)];
+}
+
+void Backward::add(const std::vector<GradientUser>& users, const GradientState& state, const Place& place,
+                   const RowData& row, bool row_is_bad) {
+  if (!came(state, place)) ++arrivals;
+  latest_place_ = place;
+  latest_ = state;
+  is_bad |= row_is_bad;
+  for (const GradientUser& user : users) {
+    if (user.part == Part::output) user.call->task = task;
+    events.push_back({user, arrivals, row_is_bad, row});
+  }
+}
+
+void Backward::add_read(const std::vector<GradientUser>& users, const at::Tensor& gradient, const GradientState& state,
+                        const Place& place, RowData row, Finite finite) {
+  ++tensors_read;
+  if (row.python != nullptr) python_rows.push_back(row.python);
+  // What is not finite is read anew at each place. What came to a leaf came to no other place in five models, and
+  // would take the room of what does.
+  const bool is_kept = finite == Finite::yes && state.is_plain && state.has_version && !place.is_leaf;
+  row.shape_at = uint32_t(shapes.size());
+  if (is_kept || row.python == nullptr) {
+    const at::IntArrayRef sizes = gradient.sizes();
+    shapes.insert(shapes.end(), sizes.begin(), sizes.end());
+  }
+  if (is_kept) recent.keep(gradient, state, row.shape_at, int64_t(events.size()));
+  add(users, state, place, row, finite == Finite::no);
 }
 
 GradientLog::~GradientLog() {
@@ -173,8 +226,27 @@ PyObject* GradientLog::row_from_python(const at::Tensor& gradient, Labels::Id la
   return row;
 }
 
-double GradientLog::arrived(const at::Tensor& gradient, const void* place, uint32_t place_nr,
-                            const std::vector<GradientUser>& users) {
+Finite GradientLog::read(const at::Tensor& gradient, RowData* row, int64_t* bytes) {
+  View view{};
+  const bool is_plain = plain_view(gradient, &view) && view.dims <= 255;
+  if (is_plain) {
+    *bytes = view.numel * int64_t(word_size(view.format));
+    row->range = range_cpu(view);
+    row->dtype = int8_t(gradient.scalar_type());
+    row->dims = uint8_t(view.dims);
+    if (row->range.isfinite && !counts_) return Finite::yes;
+  }
+  row->python = row_from_python(gradient, row->label);
+  if (row->python == nullptr) return Finite::unknown;
+  const py::gil_scoped_acquire lock;
+  // Of a sparse gradient, or one on a device, it is all that a sum in its leaf is judged by.
+  PyObject* const abs_max = PyTuple_GET_ITEM(row->python, 5);
+  if (PyFloat_Check(abs_max)) row->range.abs_max = PyFloat_AS_DOUBLE(abs_max);
+  const PyObject* const isfinite = PyTuple_GET_ITEM(row->python, 6);
+  return isfinite == Py_True ? Finite::yes : isfinite == Py_False ? Finite::no : Finite::unknown;
+}
+
+double GradientLog::arrived(const at::Tensor& gradient, const Place& place, const std::vector<GradientUser>& users) {
   const int64_t task = autograd::get_current_graph_task_id();
   if (task < 0) return 0;
   if (open(task) && tells_start) {
@@ -182,78 +254,38 @@ double GradientLog::arrived(const at::Tensor& gradient, const void* place, uint3
     const py::object keep = recorder();
     if (keep) recorder_->tell_backward_started();
   }
-  const at::TensorImpl* const tensor = gradient.unsafeGetTensorImpl();
-  const uint32_t version = gradient.is_inference() ? 0 : uint32_t(gradient._version());
-  std::optional<GradientEvent> known;
+  const GradientState state(gradient);
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    const Backward* const backward = find(task);
+    Backward* const backward = find(task);
     if (backward == nullptr) return 0;
     // What a call was given may get its gradient from elsewhere, too: the call itself has no part in this backward.
     if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return 0;
-    if (backward->place == place && backward->place_nr == place_nr && backward->tensor == tensor &&
-        backward->version == version && !backward->events.empty())
-      known = backward->events.back();
+    if (const GradientEvent* const known = backward->find(gradient, state, place)) {
+      const RowData row = known->row;  // which moves when events are added
+      if (verify_hits_ && is_stale(gradient, row)) ++backward->stale_hits;
+      backward->add(users, state, place, row, known->is_bad);
+      return magnitude_of(row);
+    }
   }
   RowData row{users[0].label, Role::gradient, Note::none, -1, 0, 0, kNotLate, {}, nullptr};
-  bool is_bad = false;
   int64_t bytes = 0;
-  View view{};
-  if (known) {
-    row = known->row;
-    is_bad = known->is_bad;
-  } else {
-    const bool is_plain = plain_view(gradient, &view) && view.dims <= 255;
-    if (is_plain) {
-      bytes = view.numel * int64_t(word_size(view.format));
-      row.range = range_cpu(view);
-      row.dtype = int8_t(gradient.scalar_type());
-      row.dims = uint8_t(view.dims);
-    }
-    if (!is_plain || !row.range.isfinite || counts_) {
-      row.python = row_from_python(gradient, row.label);
-      if (row.python == nullptr) return 0;
-      const py::gil_scoped_acquire lock;
-      is_bad =
-          PyTuple_Check(row.python) && PyTuple_GET_SIZE(row.python) == 9 && PyTuple_GET_ITEM(row.python, 6) == Py_False;
+  const Finite finite = read(gradient, &row, &bytes);
+  if (finite == Finite::unknown && row.python == nullptr) return 0;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (Backward* const backward = find(task)) {
+      backward->bytes_read += bytes;
+      backward->add_read(users, gradient, state, place, row, finite);
+      return magnitude_of(row);
     }
   }
-  // The row of each further user: the same under another label.
-  std::vector<RowData> rows;
-  for (size_t i = 0; i < users.size(); ++i) {
-    RowData own = row;
-    own.label = users[i].label;
-    if (row.python != nullptr && (known || i > 0)) {
-      const py::gil_scoped_acquire lock;
-      if (recorder_ == nullptr) break;
-      own.python = PyTuple_New(9);
-      PyTuple_SET_ITEM(own.python, 0, PyUnicode_FromString(recorder_->observer().label_text(own.label).c_str()));
-      for (int item = 1; item < 9; ++item)
-        PyTuple_SET_ITEM(own.python, item, Py_NewRef(PyTuple_GET_ITEM(row.python, item)));
-    }
-    rows.push_back(own);
+  // Another thread of this backward has closed it.
+  if (row.python != nullptr) {
+    const py::gil_scoped_acquire lock;
+    Py_DECREF(row.python);
   }
-  const std::lock_guard<std::mutex> lock(mutex);
-  Backward* const backward = find(task);
-  if (backward == nullptr) return 0;
-  if (!known) {
-    ++backward->arrivals;
-    ++backward->tensors_read;
-    backward->bytes_read += bytes;
-    const auto at = uint32_t(backward->shapes.size());
-    if (row.python == nullptr) backward->shapes.insert(backward->shapes.end(), view.sizes, view.sizes + view.dims);
-    for (RowData& own : rows) own.shape_at = at;
-    backward->place = place;
-    backward->place_nr = place_nr;
-    backward->tensor = tensor;
-    backward->version = version;
-  }
-  backward->is_bad |= is_bad;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    if (users[i].part == Part::output) users[i].call->task = task;
-    backward->events.push_back({users[i], backward->arrivals, is_bad, rows[i]});
-  }
-  return std::isfinite(row.range.abs_max) ? row.range.abs_max : 0;
+  return 0;
 }
 
 std::unique_ptr<Backward> GradientLog::take(int64_t task) {
@@ -262,6 +294,7 @@ std::unique_ptr<Backward> GradientLog::take(int64_t task) {
     if ((*it)->task == task) {
       std::unique_ptr<Backward> found = std::move(*it);
       backwards_.erase(it);
+      found->recent.clear();
       return found;
     }
   return nullptr;
@@ -290,7 +323,10 @@ std::unique_ptr<Backward> GradientLog::take_bad() {
 void GradientLog::over(int64_t task, bool completed) {
   if (!completed) {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (Backward* const backward = find(task)) backward->is_over = true;
+    if (Backward* const backward = find(task)) {
+      backward->is_over = true;
+      backward->recent.clear();
+    }
     return;
   }
   const py::gil_scoped_acquire lock;

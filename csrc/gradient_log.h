@@ -11,10 +11,10 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <vector>
 
 #include "call_observer.h"
+#include "recent_gradients.h"
 
 namespace nanwatch {
 
@@ -41,8 +41,19 @@ struct GradientEvent {
   GradientUser user;
   int64_t arrival;  // the same for all users of one gradient
   bool is_bad;
-  RowData row;  // its python, where there is one, is owned by the Backward
+  RowData row;  // as it was read, perhaps under the label of another user; its python is owned by the Backward
 };
+
+// A node of the graph and which of its results, or the hook of a leaf.
+struct Place {
+  const void* at = nullptr;  // only compared
+  uint32_t nr = 0;
+  bool is_leaf = false;
+
+  bool operator==(const Place& other) const { return at == other.at && nr == other.nr; }
+};
+
+enum class Finite : uint8_t { unknown, yes, no };
 
 // One run of the engine: what came, in the order in which it came. Destroy it under the interpreter lock.
 struct Backward {
@@ -51,23 +62,38 @@ struct Backward {
   bool is_over = false;  // it ended by an exception, which tells nobody
   std::vector<GradientEvent> events;
   std::vector<int64_t> shapes;
-  int64_t arrivals = 0, tensors_read = 0, bytes_read = 0;
-
-  // The latest gradient: its users come one directly after the other.
-  const void *place = nullptr, *tensor = nullptr;
-  uint32_t place_nr = 0, version = 0;
+  std::vector<PyObject*> python_rows;  // owned
+  int64_t arrivals = 0, tensors_read = 0, bytes_read = 0, stale_hits = 0;
+  RecentGradients recent;  // by the number of the event
 
   explicit Backward(int64_t its_task) : task(its_task) {}
   Backward(const Backward&) = delete;
   Backward& operator=(const Backward&) = delete;
   ~Backward();
+
+  // The event that has the row of a gradient that comes now, null where it has to be read.
+  const GradientEvent* find(const at::Tensor& gradient, const GradientState& state, const Place& place) const;
+  // Adds an event for each user; `row`: of what was known.
+  void add(const std::vector<GradientUser>& users, const GradientState& state, const Place& place, const RowData& row,
+           bool row_is_bad);
+  // The same of what was read, and takes the row's python.
+  void add_read(const std::vector<GradientUser>& users, const at::Tensor& gradient, const GradientState& state,
+                const Place& place, RowData row, Finite finite);
+
+ private:
+  // Whether it came to this very place: the users there come one directly after the other.
+  bool came(const GradientState& state, const Place& place) const;
+
+  Place latest_place_;
+  GradientState latest_;
 };
 
 class GradientLog : public std::enable_shared_from_this<GradientLog> {
  public:
-  // `observe` as in Helpers; with `counts` it makes every row. The recorder outlives its log, or says so with `leave`.
-  GradientLog(CallRecorder* recorder, pybind11::object observe, bool counts)
-      : recorder_(recorder), observe_(std::move(observe)), counts_(counts) {}
+  // `observe` as in Helpers; with `counts` it makes every row. `verify_hits` as in Options. The recorder outlives its
+  // log, or says so with `leave`.
+  GradientLog(CallRecorder* recorder, pybind11::object observe, bool counts, bool verify_hits)
+      : recorder_(recorder), observe_(std::move(observe)), counts_(counts), verify_hits_(verify_hits) {}
   GradientLog(const GradientLog&) = delete;
   GradientLog& operator=(const GradientLog&) = delete;
   ~GradientLog();
@@ -79,8 +105,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
 
   // A gradient came at `place` of the graph. Called by the hooks, on any thread. Returns its largest magnitude, 0 where
   // that is not finite or not known.
-  double arrived(const at::Tensor& gradient, const void* place, uint32_t place_nr,
-                 const std::vector<GradientUser>& users);
+  double arrived(const at::Tensor& gradient, const Place& place, const std::vector<GradientUser>& users);
   // Of all calls that a leaf was used in, those whose gradient comes now.
   std::vector<GradientUser> users_now(const std::vector<std::weak_ptr<const GradientCall>>& calls,
                                       const std::vector<std::pair<Part, Labels::Id>>& places);
@@ -107,11 +132,13 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   pybind11::object recorder() const;
   Backward* find(int64_t task);
   bool open(int64_t task);
+  // Fills the row; unknown with an error that was told of, and no python, where nothing could be made of it.
+  Finite read(const at::Tensor& gradient, RowData* row, int64_t* bytes);
   PyObject* row_from_python(const at::Tensor& gradient, Labels::Id label);
 
   CallRecorder* recorder_;  // used under the interpreter lock
   pybind11::object observe_;
-  const bool counts_;
+  const bool counts_, verify_hits_;
   std::vector<std::unique_ptr<Backward>> backwards_;
   std::vector<Labels::Id> labels_;  // of a tensor's gradient, by that of the tensor
   int64_t next_number_ = 0;

@@ -21,6 +21,7 @@ from .backward import Arrival, BackwardCall, Part
 from .frame import FrameRows, Phase
 from .frame_ring import FrameRing
 from .observe import observe
+from .recent_gradients import GradientState, RecentGradients, state_of
 from .record import Role, Row, is_fault
 
 
@@ -41,9 +42,17 @@ class _Backward:
 
     arrivals: list[tuple[_Call, Part, int, Row]] = field(default_factory=list)
     times: int = 0
-    latest: tuple[Any, ...] = ()  # what was read last: its users come one directly after the other
+    # What came last, and where: its users come one directly after the other.
+    latest: tuple[tuple[Any, ...], GradientState] | None = None
+    recent: RecentGradients = field(default_factory=RecentGradients)
     is_bad: bool = False
     is_over: bool = False
+
+    def find(self, state: GradientState, came: bool) -> Row | None:
+        """The row of a gradient that comes now, None where it has to be read. `came`: to this very place."""
+        if state.version is None:
+            return None
+        return self.arrivals[-1][3] if came else self.recent.find(state)
 
 
 class PythonGradients:
@@ -107,23 +116,24 @@ class PythonGradients:
         if task == -1:
             return 0.0
         backward = self._open(task)
-        key = (place, id(gradient), None if gradient.is_inference() else gradient._version)
-        known = backward.latest[1] if backward.latest and backward.latest[0] == key else None
-        if known is None:
-            backward.times += 1
-            self.tensors_read += 1
+        state = state_of(gradient)
+        came = backward.latest == (place, state)
+        backward.latest = (place, state)
+        backward.times += not came
+        known = backward.find(state, came)
+        is_new = known is None
+        self.tensors_read += is_new
         for call, part, label in users:
-            row = (
-                observe(gradient, label, "gradient", counts=self._counts)
-                if known is None
-                else (label, *known[1:])
-            )
-            known = row
+            if known is None:
+                known = observe(gradient, label, "gradient", counts=self._counts)
+            row = (label, *known[1:])
             if part == "output":
                 call.backward = task
             backward.is_bad = backward.is_bad or is_fault(row)
             backward.arrivals.append((call, part, backward.times, row))
-        backward.latest = (key, known)
+        # What came to a leaf comes to no other place but by chance.
+        if is_new and known is not None and known[6] and state.is_lasting and place[0] != "leaf":
+            backward.recent.keep(gradient, state, known)
         largest = None if known is None else known[5]
         return largest if largest is not None and isfinite(largest) else 0.0
 
@@ -168,6 +178,7 @@ class PythonGradients:
             def gone() -> None:
                 if (gradients := this()) is not None and task in gradients._backwards:
                     gradients._backwards[task].is_over = True
+                    gradients._backwards[task].recent.clear()
 
             # The engine drops it with all else when an exception ends the run.
             weakref.finalize(over, gone).atexit = False
@@ -180,6 +191,7 @@ class PythonGradients:
         backward = self._backwards.pop(task, None)
         if backward is None:
             return
+        backward.recent.clear()
         calls = _in_order([call for call, *_ in backward.arrivals])
         position = {id(call): i for i, call in enumerate(calls)}
         rows: list[list[Row]] = [[] for _ in calls]
@@ -354,6 +366,7 @@ class RecordsBackwards:
             return
         self.counters["tensors"] += len(arrivals)
         self.counters["tensors_read"] += self._gradients.tensors_read
+        self.counters["cache_hits"] += len(arrivals) - self._gradients.tensors_read
         self._gradients.tensors_read = 0
         self.counters["frames"] += len(calls)
         phase: Phase = "backward"
