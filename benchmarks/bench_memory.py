@@ -1,17 +1,23 @@
 """What watching costs in memory: the peak of training steps of the models of bench_step.py, watched and not.
 
-    python benchmarks/bench_memory.py [--only gpt-2] [--rounds 3] [--json FILE]
+    python benchmarks/bench_memory.py [--only gpt-2] [--blocks apart together] [--rounds 3] [--json FILE]
 
 Each run is a process of its own, plain and watched in turn: a process that had both would keep the larger peak. The
 peak is what the system counts (resident size); the heap is what is in use of it after the last step, by mallinfo2.
 The difference of medians counts. Times do not matter here, so the machine may be busy.
+
+`together` is glibc as it comes: where the blocks of the heap lie, and so how much of it lies idle, is another matter in
+each run, and peaks of the very same program differ by 4 % and more. `apart` has each block of 64 KiB or more mapped by
+itself, so that the peak is what is in use and repeats to 0.1 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -25,6 +31,10 @@ from _timing import machine, table, write_json
 import nanwatch
 
 STEPS = 3
+BLOCKS = {
+    "apart": {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"},
+    "together": {},
+}
 
 
 class _Mallinfo(ctypes.Structure):
@@ -53,9 +63,13 @@ def _training(name: str) -> None:
     print(json.dumps({"peak": peak, "heap": info.uordblks + info.hblkhd, "frames": frames}))
 
 
-def _run(model: str, how: str) -> dict[str, int]:
+def _run(model: str, how: str, environment: dict[str, str]) -> dict[str, int]:
     done = subprocess.run(
-        [sys.executable, __file__, "--run", f"{model}:{how}"], check=True, capture_output=True, text=True
+        [sys.executable, __file__, "--run", f"{model}:{how}"],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
     )
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -67,6 +81,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument(
+        "--blocks", nargs="+", choices=BLOCKS, default=[*BLOCKS], help="see above (default both)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind (default 3)")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -74,24 +91,27 @@ def main() -> None:
         _training(options.run)
         return
     rows = []
-    for case in cases():
-        if options.only.lower() not in case.name.lower():
-            continue
+    wanted = [case.name for case in cases() if options.only.lower() in case.name.lower()]
+    for model, blocks in itertools.product(wanted, options.blocks):
         runs: dict[str, list[dict[str, int]]] = {"plain": [], "watched": []}
         for _ in range(options.rounds):
             for how, found in runs.items():
-                found.append(_run(case.name, how))
-        row = {"model": case.name}
+                found.append(_run(model, how, BLOCKS[blocks]))
+        row = {"model": model, "blocks": blocks}
         for key in ("peak", "heap"):
             plain, watched = (statistics.median(one[key] for one in runs[how]) for how in runs)
             row |= {key: plain, f"{key}_added": watched - plain, f"{key}_growth": watched / plain - 1}
         row["peak_scatter"] = max(one["peak"] for one in runs["plain"]) / row["peak"] - 1
         rows.append(row)
-        print(f"{case.name}: peak {row['peak_growth']:+.2%}, heap {row['heap_growth']:+.2%}", flush=True)
+        print(
+            f"{model}, {blocks}: peak {row['peak_growth']:+.2%}, heap {row['heap_growth']:+.2%}", flush=True
+        )
     cells = [
         [
             row["model"],
+            row["blocks"],
             f"{row['peak'] / 2**20:,.0f}",
+            f"{row['peak_added'] / 2**20:+.1f}",
             f"{row['peak_growth']:+.2%}",
             f"{row['peak_scatter']:.2%}",
             f"{row['heap'] / 2**20:,.0f}",
@@ -100,7 +120,17 @@ def main() -> None:
         ]
         for row in rows
     ]
-    headings = ("model", "peak MiB", "watched", "scatter", "heap MiB", "added MiB", "watched")
+    headings = (
+        "model",
+        "blocks",
+        "peak MiB",
+        "added MiB",
+        "watched",
+        "scatter",
+        "heap MiB",
+        "added MiB",
+        "watched",
+    )
     print(table(headings, cells))
     if options.json:
         write_json(options.json, {"machine": machine(), "rows": rows})

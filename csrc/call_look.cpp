@@ -203,7 +203,7 @@ bool CallRecorder::tell_of(PendingBatch& batch) {
     const bool is_fault = frame.has_fault;
     has_fault |= is_fault;
     if (!resolved && done) failed();
-    ring_.push(frame);
+    keep(frame);
     if (!done || (!is_fault && !is_told(batch.number))) continue;
     FrameData copy;
     copy.copy(ring_.latest());

@@ -97,6 +97,7 @@ int32_t CallRecorder::add_node(const std::string& name, py::handle module, bool 
   meet(*node, module.ptr());
   if (observed) observer_.prepare(*node, module.ptr());
   nodes_.push_back(std::move(node));
+  largest_.reserve_node();
   return int32_t(nodes_.size() - 1);
 }
 
@@ -221,7 +222,7 @@ bool CallRecorder::finish(Thread& thread, int32_t caller) {
     return true;
   }
   const bool has_fault = frame.has_fault;
-  ring_.push(frame);
+  keep(frame);
   if (!has_fault && !is_told(thread.batch)) return true;
   FrameData copy;
   copy.copy(ring_.latest());
@@ -231,6 +232,24 @@ bool CallRecorder::finish(Thread& thread, int32_t caller) {
   const py::handle none = Py_None;
   return tell("fault", py::make_tuple(seen, name_of(caller), given_to(thread),
                                       thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
+}
+
+// A frame of a forward whose ranges are known goes into the ring.
+void CallRecorder::keep(FrameData& frame) {
+  if (gathers_largest) largest_.add(frame, observer_.labels());
+  ring_.push(frame);
+}
+
+py::tuple CallRecorder::take_largest() {
+  py::list names;
+  for (const Largest::Key& key : largest_.take_new())
+    names.append(py::make_tuple(nodes_[size_t(key.node)]->name, observer_.label_text(key.label),
+                                dtype_name(static_cast<at::ScalarType>(key.dtype))));
+  const std::vector<double>& values = largest_.values();
+  const py::bytes found(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double));
+  py::tuple taken = py::make_tuple(largest_.batch(), names, found);
+  largest_.clear();
+  return taken;
 }
 
 py::object CallRecorder::to_python(const FrameData& frame) const {

@@ -10,6 +10,7 @@
 
 #include "call_observer.h"
 #include "graph_rows.h"
+#include "largest.h"
 #include "pending_batch.h"
 
 namespace nanwatch {
@@ -60,6 +61,9 @@ class CallRecorder {
   // How many there have been, and of these the ones after the first `kept`, as far as the ring holds them.
   std::pair<int64_t, pybind11::list> frames_since(int64_t kept) const;
 
+  // (batch, names of places that are new, values by place as float64); see largest.h. What was taken is gone.
+  pybind11::tuple take_largest();
+
   // Looks at the batches that wait for a device, as far as their rows have come, or with `wait` at all that have ended.
   // Throws what the listener raises.
   void look_from_python(bool wait);
@@ -79,6 +83,7 @@ class CallRecorder {
   bool tells_batch_start = false;
   bool tells_batch_end = false;
   bool tells_frames = false;
+  bool gathers_largest = false;
   // Whether weights are gathered from shards, as FSDP does: into the same storage each time, past the version counter,
   // so that writes to the shards are not seen. Then no weight is known from the batch before.
   bool gathers_weights = false;
@@ -124,11 +129,13 @@ class CallRecorder {
   bool tell(const char* method, pybind11::args arguments);
   bool is_traced(int64_t batch) const;
   bool is_told(int64_t batch) const { return tells_frames || is_traced(batch); }
+  void keep(FrameData& frame);
   pybind11::object to_python(const FrameData& frame) const;
 
   CallObserver observer_;
   pybind11::object listener_, frame_type_;
   FrameRing ring_;
+  Largest largest_;
   std::shared_ptr<GradientLog> gradient_log_;          // null when nobody asked for gradients
   std::deque<std::unique_ptr<PendingBatch>> pending_;  // in the order of their beginnings
   std::vector<std::shared_ptr<GraphRows>> graphs_;     // what was captured

@@ -260,6 +260,8 @@ void bind_recorder(py::module_& m) {
       .def_readwrite("tells_batch_start", &CallRecorder::tells_batch_start)
       .def_readwrite("tells_batch_end", &CallRecorder::tells_batch_end)
       .def_readwrite("tells_frames", &CallRecorder::tells_frames)
+      .def_readwrite("gathers_largest", &CallRecorder::gathers_largest)
+      .def("take_largest", &CallRecorder::take_largest)
       .def_readwrite("gathers_weights", &CallRecorder::gathers_weights)
       .def_property_readonly("latest_batch", &CallRecorder::latest_batch)
       .def_property_readonly("is_under_way", &CallRecorder::is_under_way)

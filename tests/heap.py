@@ -1,4 +1,4 @@
-"""How much of the process's heap is in use, as the C library tells it."""
+"""How much memory the process has in use, as the C library and the kernel tell it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import gc
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -20,36 +21,46 @@ class _Mallinfo2(ctypes.Structure):
     ]
 
 
-def assert_no_growth(run: Callable[[int], None], rounds: int, least: int) -> None:
-    """Neither the C heap nor Python's memory in use grows by `least` bytes a round in each of three runs, after one.
-
-    What grows for good grows in all of them; a cache that is filled once does not. Skips the test where the C library
-    does not tell.
-    """
+def in_use() -> int:
+    """The bytes of the C heap that are in use. Skips the test where the C library does not tell."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError):
         pytest.skip("no mallinfo2 in this C library")
     mallinfo.restype = _Mallinfo2
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
 
-    def heap() -> int:
-        found = mallinfo()
-        return int(found.uordblks + found.hblkhd)
 
-    def growth(in_use: Callable[[], int]) -> int:
+def resident_peak() -> int:
+    """The most KiB of this process that were in memory at once; of Linux alone.
+
+    Not getrusage's: that begins with the size of the process which started this one.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+def assert_no_growth(run: Callable[[int], None], rounds: int, least: int) -> None:
+    """Neither the C heap nor Python's memory in use grows by `least` bytes a round in each of three runs, after one.
+
+    What grows for good grows in all of them; a cache that is filled once does not.
+    """
+
+    def growth(used: Callable[[], int]) -> int:
         """The least of three."""
         found = []
         for _ in range(3):
             gc.collect()
-            before = in_use()
+            before = used()
             run(rounds)
             gc.collect()
-            found.append(in_use() - before)
+            found.append(used() - before)
         return min(found)
 
     run(rounds)
     # Apart: tracemalloc keeps its own on the heap.
-    grown = growth(heap)
+    grown = growth(in_use)
     assert grown < rounds * least, f"{grown} bytes of the C heap over {rounds} rounds"
     tracemalloc.start()
     try:

@@ -6,8 +6,10 @@ Every comparison is with torch's own reduction of the tensor, taken at the momen
 from __future__ import annotations
 
 import copy
+import ctypes
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,6 +121,23 @@ def test_weights_are_current_after_an_optimizer_step(kind: type[Any], how: str) 
     assert (finding.module, finding.label, finding.origin, finding.index) == ("2", "weight", "weight", (1, 2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "how"), [(torch.optim.AdamW, "fused"), (torch.optim.SGD, "foreach")])
+def test_weights_are_current_after_a_compiled_step(kind: type[Any], how: str) -> None:
+    """A step inside torch.compile has the hook too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = kind(model.parameters(), lr=0.1, **{how: True})
+    step = torch.compile(optimizer.step, backend="eager")
+    with watch(model, _verify_hits=True) as w:
+        for _ in range(4):
+            model(torch.randn(3, 4)).square().sum().backward()
+            assert seen(w, "weight", "0") == fresh(model[0].weight)
+            step()
+            optimizer.zero_grad()
+    assert w.counters["stale_hits"] == 0
+
+
 def test_unscaling_gradients_changes_no_weight() -> None:
     """With a GradScaler, its unscale_ and a step that it skips, weights stay right and no hit is stale."""
     torch.manual_seed(0)
@@ -143,6 +162,7 @@ def test_unscaling_gradients_changes_no_weight() -> None:
 WITH_A_SIGN: dict[str, Callable[[Own], object]] = {
     "in-place operation": lambda m: torch.no_grad()(m.weight.mul_)(3),
     "detach().mul_": lambda m: m.weight.detach().mul_(3),
+    "write to a view": lambda m: torch.no_grad()(m.weight[0].fill_)(50.0),
     "nn.init": lambda m: nn.init.constant_(m.weight, 9.0),
     "foreach on parameters": lambda m: torch.no_grad()(torch._foreach_mul_)([m.weight], 3.0),
     "load_state_dict": lambda m: m.load_state_dict({"weight": torch.full((2, 3), 9.0)}),
@@ -157,7 +177,16 @@ WITH_A_SIGN: dict[str, Callable[[Own], object]] = {
     "view of another part": lambda m: setattr(m.weight, "data", m.weight.data[1:]),
 }
 
-# `.data`, arrays and storages share the memory and not the version counter.
+
+def fused_sgd(p: Tensor) -> None:
+    """What the step of a fused optimizer calls, without an optimizer and its hooks."""
+    rest = dict.fromkeys(("weight_decay", "momentum", "dampening"), 0.0)
+    rest |= dict.fromkeys(("nesterov", "maximize", "is_first_step"), False)
+    with torch.no_grad():
+        torch._fused_sgd_([p], [torch.ones_like(p)], [], lr=-9.0, **rest)
+
+
+# `.data`, arrays and storages share the memory and not the version counter, which kernels need not count up.
 WITHOUT_A_SIGN: dict[str, Callable[[Tensor], object]] = {
     "data.mul_": lambda p: p.data.mul_(3),
     "data.copy_": lambda p: p.data.copy_(torch.full((2, 3), 9.0)),
@@ -166,6 +195,8 @@ WITHOUT_A_SIGN: dict[str, Callable[[Tensor], object]] = {
     "dlpack": lambda p: torch.from_dlpack(p.detach()).fill_(9.0),
     "storage": lambda p: p.untyped_storage().copy_(torch.full((6,), 9.0).untyped_storage()),
     "set_data of storage": lambda p: torch.empty(0).set_(p.untyped_storage()).fill_(9.0),
+    "data_ptr": lambda p: ctypes.memset(p.data_ptr(), 0x41, 4 * p.numel()),
+    "fused kernel by hand": fused_sgd,
 }
 
 
@@ -200,6 +231,24 @@ def test_a_write_without_a_sign_is_seen_at_the_next_rereading(write: Callable[[T
             found.append(seen(w, "weight"))
     assert found[0] == before, "seen at once now: move this write to the others, and tell the docs"
     assert found[-1] == fresh(model.weight)
+
+
+def test_a_write_to_shared_memory_is_seen_at_the_next_rereading(tmp_path: Path) -> None:
+    """Whoever else has mapped the memory of a weight leaves no sign either: the same as above."""
+    path = tmp_path / "weights"
+    np.arange(1.0, 7.0, dtype=np.float32).tofile(path)
+    model = Own()
+    model.weight = nn.Parameter(torch.from_file(str(path), shared=True, size=6))
+    with watch(model, reread_weights=8) as w:
+        model(torch.ones(1))
+        np.memmap(path, np.float32, "r+")[:] = 9.0
+        assert fresh(model.weight) == (9.0, 9.0)
+        found = []
+        for _ in range(8):
+            model(torch.ones(1))
+            found.append(seen(w, "weight"))
+    assert found[0] == (1.0, 6.0)
+    assert found[-1] == (9.0, 9.0)
 
 
 @pytest.mark.parametrize("remedy", ["reread_weights=1", "any optimizer's step"])
@@ -341,6 +390,32 @@ def test_an_activation_written_through_data_is_read_again_in_the_next_batch() ->
         model(x)
     assert error.value.report.finding is not None
     assert error.value.report.finding.module == "0.first"
+
+
+@pytest.mark.parametrize("write", WITHOUT_A_SIGN.values(), ids=WITHOUT_A_SIGN)
+def test_a_write_without_a_sign_to_an_activation_is_seen_in_the_next_batch(
+    write: Callable[[Tensor], object],
+) -> None:
+    """Between two modules it is not, in that tensor; the next batch, to which the same tensor is given, reads it."""
+    before: list[tuple[float, float]] = []
+    after: list[tuple[float, float]] = []
+
+    def between(x: Tensor) -> Tensor:
+        before.append(fresh(x))
+        write(x)
+        after.append(fresh(x))
+        return x
+
+    model = nn.Sequential(Then(between), nn.ReLU())
+    x = torch.arange(1.1, 7.0).reshape(2, 3)
+    with watch(model, _verify_hits=True) as w:
+        for batch in range(2):
+            model(x)
+            assert seen(w, "input[0]", "0.first") == before[batch]
+            assert seen(w, "input[0]", "0.second") == before[batch], "seen at once now: tell the docs"
+            assert seen(w, "output", "1") == after[batch]
+    assert before[1] == after[0] != before[0]
+    assert w.counters["stale_hits"] > 0  # the counter that other tests find at zero counts
 
 
 def test_tensors_without_a_version_counter_are_read_each_time() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import heap
 from nanwatch import _extension
 from nanwatch.watch import watch
 from toys import Own
@@ -47,6 +49,29 @@ def test_nothing_grows_over_many_batches() -> None:
     assert (labels, weights) == (5, 2)
 
 
+@pytest.mark.slow
+def test_nothing_grows_over_a_million_batches() -> None:
+    """Heap, Python objects, labels and weights after 1,000,000 batches are those after 100,000, forecasts and all."""
+    model = nn.Linear(1, 1)
+    x = torch.ones(1, 1)
+
+    def run(batches: int) -> tuple[int, int, int, int]:
+        with torch.no_grad():
+            for _ in range(batches):
+                model(x)
+        gc.collect()
+        return heap.in_use(), sys.getallocatedblocks(), w.counters["labels"], w.counters["weights_remembered"]
+
+    with watch(model) as w:
+        memory, objects, *remembered = run(100_000)
+        later_memory, later_objects, *later = run(900_000)
+        assert (w.batch, len(w.frames)) == (999_999, 21)
+    # Less than a bit a batch.
+    assert later_memory - memory < 100_000
+    assert later_objects - objects < 5_000
+    assert later == remembered
+
+
 def test_parameters_that_are_gone_are_forgotten() -> None:
     """A model that makes new parameters each step: entries of the dead are swept, those of the living stay."""
     model = Own()
@@ -64,8 +89,9 @@ def test_parameters_that_are_gone_are_forgotten() -> None:
 
 # In a process of its own: the peak of another test would hide this one's. 200 activations of 1 MiB, few alive at once.
 PEAK = """
-import resource, sys, torch
+import sys, torch
 from torch import nn
+from heap import resident_peak
 from nanwatch.watch import watch
 
 class Multiply(nn.Module):
@@ -77,7 +103,7 @@ w = watch(model) if sys.argv[1] == "watched" else None
 for _ in range(5):
     with torch.no_grad():
         model(torch.randn(2**18))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+print(resident_peak() // 1024)
 """
 
 
@@ -88,7 +114,10 @@ def test_what_is_remembered_does_not_fragment_the_heap() -> None:
 
     def peak(case: str) -> int:
         command = [sys.executable, "-c", PEAK, case]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return int(
+            subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        )
 
     # A weak pointer pins a hundred bytes between two blocks of the heap; where they lie is another matter each run.
     plain = peak("plain")

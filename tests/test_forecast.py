@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,10 +13,44 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
+from nanwatch import forecast
 from nanwatch.forecast import Forecast, Forecaster
 from nanwatch.frame import FrameRows
+from nanwatch.largest import Largest
 
 END = 65504.0
+
+
+class Clock:
+    """Stands for `monotonic`; each look at it takes a while."""
+
+    now = 0.0
+    a_look = 0.0  # seconds
+
+    def __call__(self) -> float:
+        self.now += self.a_look
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What is looked at depends on the time that looks take: by a clock that stands still it takes none."""
+    made = Clock()
+    monkeypatch.setattr(forecast, "monotonic", made)
+    return made
+
+
+class Told:
+    """A forecaster that is told as by a recorder."""
+
+    def __init__(self) -> None:
+        self.forecaster, self.largest = Forecaster(), Largest()
+        self.is_due, self.add = self.forecaster.is_due, self.largest.add
+
+    def end(self, batch: int) -> list[Forecast]:
+        gathered, names, values = self.largest.take()
+        self.forecaster.meet(names)
+        return self.forecaster.end(batch, values) if gathered == batch else []
 
 
 def frame(batch: int, bits: float, name: str = "m") -> FrameRows:
@@ -25,7 +60,7 @@ def frame(batch: int, bits: float, name: str = "m") -> FrameRows:
 
 def run(bits: Callable[[int], float], batches: int) -> tuple[list[Forecast], int | None]:
     """What is foretold of one output, and the batch in which it has no headroom left."""
-    forecaster, found = Forecaster(), []
+    forecaster, found = Told(), []
     for batch in range(batches):
         now = bits(batch)
         if now <= 0:
@@ -79,7 +114,7 @@ def test_a_healthy_run_is_silent(bits: Callable[[int, float, float], float]) -> 
 
 def test_a_module_is_named_once_in_a_thousand_batches() -> None:
     """A fall that goes on is told again only after a while; each module by itself."""
-    forecaster, found = Forecaster(), []
+    forecaster, found = Told(), []
     for batch in range(2600):
         if forecaster.is_due(batch):
             for name in ("a", "b"):
@@ -91,7 +126,7 @@ def test_a_module_is_named_once_in_a_thousand_batches() -> None:
 
 def test_most_batches_are_not_looked_at() -> None:
     """Of a level run every batch at first, then one in sixteen."""
-    forecaster = Forecaster()
+    forecaster = Told()
     due = []
     for batch in range(2000):
         if forecaster.is_due(batch):
@@ -100,6 +135,46 @@ def test_most_batches_are_not_looked_at() -> None:
             forecaster.end(batch)
     assert due[:60] == list(range(60))
     assert {b - a for a, b in zip(due[-50:], due[-49:], strict=False)} == {16}
+
+
+def looks(
+    forecaster: Told, batches: range, clock: Clock, step: float, bits: Callable[[int], float]
+) -> list[int]:
+    """The batches that are looked at, `step` seconds from one to the next."""
+    due = []
+    for batch in batches:
+        clock.now += step
+        if forecaster.is_due(batch):
+            due.append(batch)
+            forecaster.add(frame(batch, bits(batch)))
+            forecaster.end(batch)
+    return due
+
+
+@pytest.mark.parametrize("step", [0.001, 0.01, 0.063, 1.0])
+@pytest.mark.parametrize("a_look", [0.0001, 0.0005, 0.005])
+def test_looks_take_a_five_hundredth_of_the_time(a_look: float, step: float, clock: Clock) -> None:
+    """And 20 ms at first, but for one look in 16 batches; of the first 64 batches as many as that allows."""
+    forecaster = Told()
+    clock.a_look = a_look  # that is from the begin to the end, and is_due takes as long
+    due = looks(
+        forecaster, range(3000), clock, step, lambda b: 15 - (b % 40) * 0.3
+    )  # now and then it falls fast
+    assert len(due) <= 3000 / 16 + (0.02 + clock.now / 500) / a_look + 1
+    early = [batch for batch in due if batch < 64]
+    assert len(early) >= min(64, max(4, int((0.02 + 64 * step / 500) / a_look)))
+    assert max(b - a for a, b in pairwise(due)) <= 16
+
+
+def test_a_fast_fall_after_a_calm_is_followed_closely(clock: Clock) -> None:
+    """Time that was not used is there when it is wanted: from the first look that sees the fall every batch."""
+    forecaster = Told()
+    clock.a_look = 0.0002
+    calm = looks(forecaster, range(5000), clock, 0.06, lambda b: 15.0)
+    assert {b - a for a, b in zip(calm[-100:], calm[-99:], strict=False)} == {16}
+    due = looks(forecaster, range(5000, 5040), clock, 0.06, lambda b: 15 - 0.3 * (b - 5000))
+    assert due[0] <= 5016
+    assert due == list(range(due[0], 5040))
 
 
 def test_what_has_no_headroom_is_passed_over() -> None:
@@ -112,7 +187,7 @@ def test_what_has_no_headroom_is_passed_over() -> None:
         ("output", "output", (2,), "float16", 0.0, float("inf"), False, None, ""),
         ("output", "output", None, "", None, None, None, None, "None"),
     ]
-    forecaster = Forecaster()
+    forecaster = Told()
     for batch in range(50):
         forecaster.add(FrameRows(batch, "m", "M", rows, False))  # type: ignore[arg-type]
         assert forecaster.end(batch) == []
@@ -165,6 +240,22 @@ def test_watch_warns(implementation: str, monkeypatch: pytest.MonkeyPatch) -> No
     batch, margin = map(int, re.findall(r"near batch (\d+) \(± (\d+)\)", told[0])[0])
     assert abs(batch - end) <= margin
     assert warned(forecast=False) == ([], end)
+
+
+@pytest.mark.parametrize("implementation", ["native", "python"])
+def test_no_frame_is_built_for_a_forecast(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is followed over the batches is numbers: without a fault or a trace the listener is told of no call."""
+    if implementation == "python":
+        monkeypatch.setattr("nanwatch._extension.C", None)
+    told: list[FrameRows] = []
+    monkeypatch.setattr(nanwatch.Watch, "frame_recorded", lambda self, frame: told.append(frame))
+    model = nn.Sequential(Growing())
+    with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model):
+        warnings.simplefilter("always")
+        for _ in range(200):
+            model(torch.ones(3, dtype=torch.float16))
+    assert any("overflow expected" in str(one.message) for one in caught)
+    assert told == []
 
 
 class Block(nn.Module):
@@ -229,7 +320,7 @@ def test_healthy_trainings_are_silent() -> None:
 
 def test_a_fast_fall_of_one_tensor_takes_no_points_from_the_others():
     """Two modules that fall alike, one a little faster: both are foretold, in the same batch."""
-    forecaster = Forecaster()
+    forecaster = Told()
     told: list[str] = []
     for batch in range(30):
         for module, step in (("a", 0.4), ("b", 0.39)):

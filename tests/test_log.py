@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch import log
+from nanwatch import forecast, log
 from nanwatch.forecast import Forecast
 from nanwatch.frame import FrameRows
 from nanwatch.log import Log
@@ -36,6 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The limits of time are tested by a clock that stands still: a loaded machine changes nothing."""
     made = Clock()
     monkeypatch.setattr(log, "monotonic", made)
+    monkeypatch.setattr(forecast, "monotonic", made)
     return made
 
 
@@ -76,11 +77,11 @@ def run(model: nn.Module, batches: int, x: torch.Tensor | None = None) -> None:
             model(torch.ones(1, 3) if x is None else x)
 
 
-@pytest.mark.parametrize("forecast", [True, False])
-def test_one_in_so_many_batches_is_logged(forecast: bool) -> None:
+@pytest.mark.parametrize("forecasts", [True, False])
+def test_one_in_so_many_batches_is_logged(forecasts: bool) -> None:
     """Whatever the forecasts look at: batches 0, 5, 10, each with all modules' headroom as torch computes it."""
     kept, model = Kept(), mlp()
-    with nanwatch.watch(model, log_to=kept, log_every=5, forecast=forecast):
+    with nanwatch.watch(model, log_to=kept, log_every=5, forecast=forecasts):
         run(model, 14)
     assert kept.batches == [0, 5, 10]
     largest = max(x.abs().max().item() for x in (model[0].weight, model[0].bias, model[0](torch.ones(1, 3))))
@@ -95,11 +96,11 @@ def test_one_in_so_many_batches_is_logged(forecast: bool) -> None:
 
 
 @pytest.mark.parametrize("log_every", [5, 6, 7, 8])
-@pytest.mark.parametrize("forecast", [True, False])
-def test_every_and_log_every_go_together(log_every: int, forecast: bool) -> None:
+@pytest.mark.parametrize("forecasts", [True, False])
+def test_every_and_log_every_go_together(log_every: int, forecasts: bool) -> None:
     """Only batches that are looked at can be logged, and the first of them that is due is."""
     kept, model = Kept(), mlp()
-    with nanwatch.watch(model, log_to=kept, log_every=log_every, every=4, forecast=forecast):
+    with nanwatch.watch(model, log_to=kept, log_every=log_every, every=4, forecast=forecasts):
         run(model, 22)
     assert kept.batches == [0, 8, 16]
 

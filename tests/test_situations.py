@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from architectures import built, inputs_of
+from nanwatch import _extension
 from nanwatch.errors import NonFiniteError
 from nanwatch.watch import watch
 from toys import Scale, fault_of, mlp, names
@@ -110,6 +111,69 @@ def test_after_an_exception_the_next_batch_is_whole(check: Any) -> None:
         model(torch.ones(1))
     whole = [(2, "0"), (2, "1"), (2, "2"), (2, "")]
     assert [entry for entry in names(w) if entry[0] == 2] == whole
+
+
+class Countdown(nn.Module):
+    """Calls itself as often as it is told, then its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Scale(2.0)
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        return self.part(x) if times == 0 else self(x, times - 1) * 1.5
+
+
+@pytest.mark.parametrize("recorder", ["native", "python"])
+def test_a_module_that_calls_itself_is_one_batch(recorder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame for each call as it returns, innermost first, each with its own output; nothing is left for the next."""
+    if recorder == "python":
+        monkeypatch.setattr(_extension, "C", None)
+    model = Countdown()
+    with watch(model, max_frames=100) as w:
+        for _ in range(2):
+            model(torch.ones(1), 3)
+    assert names(w) == [(batch, name) for batch in (0, 1) for name in ("part", "", "", "", "")]
+    outputs = [frame.records[-1].abs_max for frame in w.frames if frame.batch == 1]
+    assert outputs == [2.0, 2.0, 3.0, 4.5, 6.75]
+    model.part.factor = INF
+    with watch(model):
+        finding = fault_of(model, torch.ones(1), 2).finding
+    assert finding is not None
+    assert (finding.module, finding.label) == ("part", "output")
+
+
+def test_a_module_called_several_times_has_a_frame_for_each_call() -> None:
+    """Under one name, in the order of the calls."""
+    shared = Scale(3.0)
+    model = nn.Sequential(shared, nn.Identity(), shared, shared)
+    with watch(model) as w:
+        model(torch.ones(1))
+    calls = [frame for frame in w.frames if frame.name == "0"]
+    assert [frame.records[-1].abs_max for frame in calls] == [3.0, 9.0, 27.0]
+
+
+@pytest.mark.parametrize("moment", ["before the first batch", "in between", "within a batch", "after stop()"])
+def test_a_healthy_run_has_a_report_at_any_time(moment: str) -> None:
+    """The latest frames, whole, and no finding."""
+    model = nn.Sequential(Scale(), Scale())
+    reports = []
+    w = watch(model, max_frames=2)
+    if moment == "before the first batch":
+        reports.append(w.report())
+    if moment == "within a batch":
+        model[1].register_forward_hook(lambda *_: reports.append(w.report()))
+    model(torch.ones(1))
+    if moment == "in between":
+        reports.append(w.report())
+    w.stop()
+    if moment == "after stop()":
+        reports.append(w.report())
+    (report,) = reports
+    assert report.finding is None
+    latest = {"before the first batch": [], "within a batch": ["0"]}.get(moment, ["1", ""])
+    assert [frame.name for frame in report.frames] == latest
+    assert report.batch == (None if moment == "before the first batch" else 0)
 
 
 # The model changes
@@ -226,6 +290,21 @@ def test_several_watches_stop_in_any_order(order: tuple[int, ...]) -> None:
     assert [watches[stopped].batch for stopped in order] == [0, 1, 2]
     assert [names(watches[order[0]])] == [[(0, "0"), (0, "1"), (0, "")]]
     assert all("_compiled_call_impl" not in module.__dict__ for module in model.modules())
+
+
+def test_several_models_have_batches_of_their_own() -> None:
+    """A generator and a discriminator that takes what it makes: each counts its calls, and raises of its own fault."""
+    generator, discriminator = nn.Sequential(Scale()), nn.Sequential(Scale())
+    with watch(generator) as g, watch(discriminator) as d:
+        for _ in range(3):
+            discriminator(torch.ones(1))
+            discriminator(generator(torch.ones(1)))
+        generator[0].factor = INF
+        assert fault_of(generator, torch.ones(1)).batch == 3
+        assert fault_of(discriminator, torch.full((1,), INF)).batch == 6
+    assert (g.batch, d.batch) == (3, 6)
+    assert d.report().finding is not None
+    assert d.report().finding.origin == "data"
 
 
 def test_each_watch_reports_the_fault_its_own_way() -> None:

@@ -95,6 +95,31 @@ def test_a_trace_of_a_watched_model_is_that_of_the_plain_one() -> None:
     assert torch.equal(traced(x), plain(x))
 
 
+def test_a_script_of_a_watched_model_is_that_of_the_plain_one() -> None:
+    """torch.jit.script sees the modules as they are; what it makes is not watched and computes the same."""
+    model, plain = mlp(), mlp()
+    x = torch.randn(2, 3)
+    with watch(model) as w:
+        scripted = torch.jit.script(model)
+        assert torch.equal(scripted(x), plain(x))
+    assert w.batch is None
+    assert scripted.code == torch.jit.script(plain).code
+
+
+def test_a_graph_module_of_a_watched_model_calls_its_parts() -> None:
+    """torch.fx traces through a watch; the graph calls the same watched modules, from outside, so each is a batch."""
+    model, plain = mlp(), mlp()
+    x = torch.randn(2, 3)
+    with watch(model) as w:
+        graph = torch.fx.symbolic_trace(model)
+        assert torch.equal(graph(x), plain(x))
+        assert [name for _, name in names(w)] == ["0", "1", "2"]
+    assert graph.code == torch.fx.symbolic_trace(plain).code
+    with watch(graph) as w:
+        graph(x)
+    assert names(w) == [(0, "0"), (0, "1"), (0, "2"), (0, "")]
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_export_of_a_watched_model_is_that_of_the_plain_one(strict: bool) -> None:
     """torch.export gives the same graph, strict and not."""

@@ -8,25 +8,23 @@ neither.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf, log2, sqrt
-from typing import Any, TypeAlias
+from time import monotonic
+from typing import TypeAlias
 
 import numpy as np
 
-from .frame import FrameRows
 from .headroom import NEAR_FACTOR, limits
-from .record import is_excused
+from .largest import Name
 from .text import module_name
+from .tracks import LATEST, POINTS, Floats, Numbers, Tracks
 
-_Key: TypeAlias = tuple[str, str, str]  # module, label, dtype
-_Points: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+_Line: TypeAlias = tuple[float, float, float, float]  # bits now, bits per batch, batches left, give or take
 
-# Points kept of a tensor; when there are more, the older are joined by twos, so that they reach ever further back. A
-# line is laid through the latest and, where that shows nothing, through ever more of them.
-_POINTS = 64
-_FITTED = 24
+# A line is laid through the latest points and, where that shows nothing, through ever more of them.
 _FURTHER = 8
 _LEAST_POINTS = 12
 # Nothing is said of what is further from the end of its format than what a usual factor takes away at once.
@@ -45,6 +43,9 @@ _QUANTILE = 2.58  # of the normal distribution, for 99 %
 _MOST_BATCHES = 16
 _FAST_BITS = 0.25
 _SILENCE = 1000  # batches, after a module was warned of
+# The time that looks may take: 20 ms at once, which nobody notices, and 2 ms a second.
+_TIME_AT_ONCE = 0.02
+_SHARE = 1 / 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,46 +69,30 @@ class Forecast:
         )
 
 
-class _Track:
-    """The headroom of one tensor over the batches."""
-
-    __slots__ = ("batches", "bits")
+class _Allowance:
+    """Time that may be spent: it comes with time, and not more is kept than at first."""
 
     def __init__(self) -> None:
-        self.batches: list[float] = []
-        self.bits: list[float] = []
+        self._left = _TIME_AT_ONCE
+        self._since = monotonic()
 
-    def add(self, batch: int, bits: float) -> float:
-        """Take a point; by how many bits it is below the lowest of the eight before it."""
-        lost = min(self.bits[-8:], default=bits) - bits
-        self.batches.append(batch)
-        self.bits.append(bits)
-        if len(self.bits) > _POINTS:
-            # The latest stay as close together as they came.
-            older = (len(self.bits) - _FITTED) // 2 * 2
-            self.batches[:older] = _pairs(self.batches[:older])
-            self.bits[:older] = _pairs(self.bits[:older])
-        return lost
+    @property
+    def is_open(self) -> bool:
+        """Whether some is left."""
+        now = monotonic()
+        self._left = min(_TIME_AT_ONCE, self._left + _SHARE * (now - self._since))
+        self._since = now
+        return self._left > 0
 
-    def end(self) -> tuple[float, float, float, float] | None:
-        """`(bits now, bits per batch, batches left, give or take)` of a fall that is sure; None of any other."""
-        if len(self.bits) < _LEAST_POINTS:
-            return None
-        x, y = np.array(self.batches, float), np.array(self.bits)
-        if (end := _end(x[-_FITTED:], y[-_FITTED:])) is not None:
-            return end
-        reaches = range(_FITTED + _FURTHER, len(x) + 1, _FURTHER)
-        ends = (_end(x[-n:], y[-n:], straight=_STRAIGHT) for n in reaches)
-        return next((end for end in ends if end is not None), None)
+    def spend(self, seconds: float) -> None:
+        """Take so much away, also more than there is."""
+        self._left -= seconds
 
 
-def _end(x: _Points, y: _Points, straight: float = 0.0) -> tuple[float, float, float, float] | None:
+def _end(x: Floats, y: Floats, straight: float) -> _Line | None:
     n = len(x)
     i, j = np.triu_indices(n, 1)
     slopes = np.sort((y[j] - y[i]) / (x[j] - x[i]))
-    deviation = sqrt(n * (n - 1) * (2 * n + 5) / 18)
-    if np.sign(slopes).sum() > -_SURE * deviation:
-        return None
     slope = float(np.median(slopes))
     rest = y - slope * x
     now = float(np.median(rest)) + slope * float(x[-1])
@@ -124,7 +109,7 @@ def _end(x: _Points, y: _Points, straight: float = 0.0) -> tuple[float, float, f
     left = -now / steepest
     if -now / slope > _REACH * span:
         return None
-    half = _QUANTILE * deviation / 2
+    half = _QUANTILE * _deviation(n) / 2
     middle = len(slopes) / 2
     low, high = (slopes[int(min(max(middle + side, 0), len(slopes) - 1))] for side in (-half, half))
     sooner = left + now / float(low + steepest - slope)
@@ -142,68 +127,102 @@ def _end_bits(dtype: str) -> float | None:
     return None if ends is None else log2(ends.largest)
 
 
-def _pairs(points: list[float]) -> list[float]:
-    """The mean of every two."""
-    return [(a + b) / 2 for a, b in zip(points[::2], points[1::2], strict=True)]
-
-
 class Forecaster:
-    """Takes the frames of some batches and foretells overflows; a few hundred bytes for each tensor, for good.
+    """Takes the largest magnitudes of some batches and foretells overflows; 0.5 KiB for each tensor, for good.
 
-    `is_due(batch)` says whether the frames of a batch are wanted: of the first all, then fewer, and of all again as
-    long as a tensor not far from the end of its format loses room fast.
+    `is_due(batch)` says whether a batch is wanted: of the first all, then fewer, and of all again as long as a tensor
+    not far from the end of its format loses room fast. Of these only as many as fit into a five-hundredth of the time,
+    but one in sixteen in any case. `room`: how many tensors there may be.
     """
 
-    def __init__(self) -> None:
-        self._tracks: dict[_Key, _Track] = {}
-        self._batch = -1
-        self._largest: dict[_Key, float] = {}
+    def __init__(self, room: int = 0) -> None:
+        self._names: list[Name] = []
+        self._track_of: dict[Name, int] = {}
+        self._track_at: Numbers = np.empty(
+            0, np.int64
+        )  # by place among the values; -1 for what has no format
+        self._ends: Floats = np.empty(0)  # by track: log2 of the largest number of the format
+        self._tracks = Tracks(room)
+        self._last = -_MOST_BATCHES
         self._next = 0
         self._pause = 1
+        self._allowance = _Allowance()
         self._told: dict[str, int] = {}
 
     def is_due(self, batch: int) -> bool:
-        """Whether the frames of this batch are wanted."""
-        return batch >= self._next
+        """Whether this batch is wanted."""
+        return batch >= self._next and (batch >= self._last + _MOST_BATCHES or self._allowance.is_open)
 
-    def add(self, frame: FrameRows) -> None:
-        """Take a frame of the batch that is under way; those of one that went wrong are dropped with the next.
+    def meet(self, names: Sequence[Name]) -> None:
+        """The names of the next values, which come after those that were met before."""
+        if not names:
+            return
+        places, ends = [], []
+        for name in names:
+            end = _end_bits(name[2])
+            track = -1 if end is None else self._track_of.setdefault(name, len(self._names))
+            if end is not None and track == len(self._names):
+                self._names.append(name)
+                ends.append(end)
+            places.append(track)
+        self._track_at = np.append(self._track_at, places)
+        self._ends = np.append(self._ends, ends)
+        self._tracks.grow(len(self._names))
 
-        Of an input its maker has the say, of a fault the report.
+    def end(self, batch: int, values: bytes) -> list[Forecast]:
+        """The batch is done: what is new to say, at most once a module in 1,000 batches.
+
+        `values` are the largest magnitudes as Recorder.take_largest gives them.
         """
-        if frame.batch != self._batch:
-            self._batch, self._largest = frame.batch, {}
-        name, largest = frame.name, self._largest
-        for label, role, _, dtype, _, abs_max, is_finite, _, note in frame.rows:
-            if abs_max and is_finite and role != "input" and not (note and is_excused(note)):
-                key = (name, label, dtype)
-                if abs_max > largest.get(key, 0.0):
-                    largest[key] = abs_max
-
-    def end(self, batch: int) -> list[Forecast]:
-        """The batch is done: what is new to say, at most once a module in 1,000 batches."""
-        largest, self._largest = self._largest, {}
-        is_fast = False
-        found = []
-        for key, abs_max in largest.items():
-            end_bits = _end_bits(key[2])
-            if end_bits is None or abs_max == inf:
-                continue
-            bits = end_bits - log2(abs_max)
-            track = self._tracks.get(key)
-            if track is None:
-                track = self._tracks[key] = _Track()
-            elif track.batches[-1] >= batch:
-                continue  # another thread's batch was quicker
-            lost = track.add(batch, bits)
-            is_fast |= lost > _FAST_BITS and bits < 2 * _NEAR_BITS
-            if bits > _NEAR_BITS or batch - self._told.get(key[0], -_SILENCE) < _SILENCE:
-                continue
-            if (end := track.end()) is not None:
-                now, slope, left, margin = end
-                self._told[key[0]] = batch
-                found.append(Forecast(*key, now, -100 * slope, round(batch + left), max(1, round(margin))))
+        begun = monotonic()
+        tracks, bits = self._headroom(batch, np.frombuffer(values))
+        close = bits < 2 * _NEAR_BITS
+        lost = self._tracks.lowest(tracks[close]) - bits[close]
+        self._tracks.add(tracks, batch, bits)
+        found = self._foretold(batch, tracks[bits <= _NEAR_BITS])
         # All at first: what diverges from the start does so in a few batches.
-        self._pause = 1 if is_fast or batch < _POINTS else min(_MOST_BATCHES, 2 * self._pause)
-        self._next = batch + self._pause
+        is_urgent = batch < POINTS or bool((lost > _FAST_BITS).any())
+        self._pause = 1 if is_urgent else min(_MOST_BATCHES, 2 * self._pause)
+        self._last, self._next = batch, batch + self._pause
+        self._allowance.spend(monotonic() - begun)
         return found
+
+    def _headroom(self, batch: int, values: Floats) -> tuple[Numbers, Floats]:
+        """The tracks that go on, and their bits."""
+        # The modulus of a complex number may be inf, of which there is no power of two.
+        places = np.flatnonzero((values > 0) & (values < inf) & (self._track_at >= 0))
+        largest = np.zeros(len(self._names))
+        np.maximum.at(largest, self._track_at[places], values[places])
+        # Another thread's later batch may have been quicker.
+        tracks = np.flatnonzero((largest > 0) & (self._tracks.latest < batch))
+        return tracks, self._ends[tracks] - np.log2(largest[tracks])
+
+    def _foretold(self, batch: int, near: Numbers) -> list[Forecast]:
+        found = []
+        balance = self._tracks.balance(near)
+        for row in np.flatnonzero(balance.min(axis=1, initial=0.0) <= -_SURE * _deviation(_LEAST_POINTS)):
+            module, label, dtype = self._names[near[row]]
+            if batch - self._told.get(module, -_SILENCE) < _SILENCE:
+                continue
+            if (line := _line(*self._tracks.points(near[row]), balance[row])) is not None:
+                now, slope, left, margin = line
+                self._told[module] = batch
+                end, plus_minus = round(batch + left), max(1, round(margin))
+                found.append(Forecast(module, label, dtype, now, -100 * slope, end, plus_minus))
+        return found
+
+
+def _line(x: Floats, y: Floats, balance: Floats) -> _Line | None:
+    """That of a fall that is sure; None of any other. `balance` is Kendall's S of the latest n points, by n."""
+    least = min(LATEST, len(x))
+    for n in range(least, len(x) + 1, _FURTHER):
+        if n >= _LEAST_POINTS and balance[n] <= -_SURE * _deviation(n):
+            line = _end(x[-n:], y[-n:], 0.0 if n == least else _STRAIGHT)
+            if line is not None:
+                return line
+    return None
+
+
+def _deviation(n: int) -> float:
+    """The standard deviation of Kendall's S of n points that chance alone puts in their order."""
+    return sqrt(n * (n - 1) * (2 * n + 5) / 18)

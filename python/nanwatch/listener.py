@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from .backward import Arrival, BackwardCall
 from .frame import FrameRows
-from .options import Check
+from .largest import Name
+from .options import Check, Options
 from .record import Row
 
 
@@ -34,6 +35,25 @@ class Settings:
     gradients: bool = False
     counts: bool = False
     check: Check = "auto"
+
+    @classmethod
+    def of(cls, options: Options, *, max_frames: int, verify_hits: bool, measure_time: bool) -> Settings:
+        """Those of a watch with these options, whose recorder may hold more frames than are shown."""
+        return cls(
+            max_frames=max_frames,
+            every=options.every,
+            traced=tuple(options.trace_batches),
+            weights=options.weights,
+            buffers=options.buffers,
+            inputs=options.inputs,
+            outputs=options.outputs,
+            reread_weights=options.reread_weights,
+            verify_hits=verify_hits,
+            measure_time=measure_time,
+            gradients=options.gradients,
+            counts=options.counts,
+            check=options.check,
+        )
 
 
 class Listener(Protocol):
@@ -91,6 +111,7 @@ class Recorder(Protocol):
     tells_batch_start: bool
     tells_batch_end: bool
     tells_frames: bool
+    gathers_largest: bool  # for `take_largest`
     tells_backward_start: bool
     gathers_weights: bool  # from shards, anew in each batch: none is known from the batch before
     watch: int  # by which compiled code finds it; see _live
@@ -118,6 +139,12 @@ class Recorder(Protocol):
 
     def frames_of_batch(self, batch: int, /) -> int | None:
         """How many frames of a batch there have been among `frames()`; None where 16 later batches have had some."""
+
+    def take_largest(self) -> tuple[int, list[Name], bytes]:
+        """`(batch, new, values)`: the largest magnitudes of a batch, and the names of those that were never taken.
+
+        `values` are float64, by name in the order in which the names came, 0 for what the batch had not.
+        """
 
     def finish_broken_backwards(self) -> None:
         """Make frames of the backwards that ended by an exception."""

@@ -1,12 +1,14 @@
-"""What is seen over many batches, from the frames of some of them: forecasts and the user's log."""
+"""What is seen over many batches: forecasts, from the largest magnitudes of some, and the user's log, from frames."""
 
 from __future__ import annotations
 
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from .finding import Finding
-from .forecast import Forecaster
+from .forecast import Forecast, Forecaster
 from .frame import FrameRows
 from .listener import Recorder
 
@@ -15,24 +17,32 @@ if TYPE_CHECKING:
 
 
 class Outlook:
-    """Tells the recorder of which batches frames are wanted, and those who want them what they see.
+    """Tells the recorder of which batches frames or magnitudes are wanted, and those who want them what they see.
 
     `every`, `log_to` and `log_every` are as `watch` takes them. Raises as `sink_of` does.
     """
 
     def __init__(
-        self, recorder: Recorder, *, every: int, forecasts: bool, log_to: Any, log_every: int
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        *,
+        every: int,
+        forecasts: bool,
+        log_to: Any,
+        log_every: int,
     ) -> None:
         self._recorder = recorder
         self._every = every
-        self._forecaster = Forecaster() if forecasts else None
+        self._forecaster = Forecaster(_num_tensors(model)) if forecasts else None
         self._log: Log | None = None
         if log_to is not None:
             from .log import Log
             from .sink import sink_of
 
             self._log = Log(sink_of(log_to), log_every)
-        recorder.tells_frames = self.awaits_batches
+        recorder.tells_frames = self._log is not None
+        recorder.gathers_largest = forecasts
 
     @property
     def awaits_batches(self) -> bool:
@@ -41,21 +51,15 @@ class Outlook:
 
     def add(self, frame: FrameRows) -> None:
         """Take a frame, told by the recorder."""
-        if not self._recorder.tells_frames:
-            return
-        if self._forecaster is not None and self._forecaster.is_due(frame.batch):
-            self._forecaster.add(frame)
-        if self._log is not None and self._log.is_due(frame.batch):
+        if self._log is not None and self._recorder.tells_frames and self._log.is_due(frame.batch):
             self._log.add(frame)
 
     def end(self, batch: int) -> None:
         """A batch is done, and all was finite."""
-        forecasts = []
-        if self._forecaster is not None and self._recorder.tells_frames and self._forecaster.is_due(batch):
-            forecasts = self._forecaster.end(batch)
+        forecasts = [] if self._forecaster is None else self._forecasts(self._forecaster, batch)
         if self._log is not None:
             self._log.end(batch, forecasts)
-        self._recorder.tells_frames = self._is_due(batch + self._every)
+            self._recorder.tells_frames = self._log.is_due(batch + self._every)
         for forecast in forecasts:
             warnings.warn(str(forecast), RuntimeWarning, stacklevel=2)
 
@@ -69,6 +73,17 @@ class Outlook:
         if self._log is not None:
             self._log.close()
 
-    def _is_due(self, batch: int) -> bool:
-        wanting = (self._forecaster, self._log)
-        return any(one is not None and one.is_due(batch) for one in wanting)
+    def _forecasts(self, forecaster: Forecaster, batch: int) -> list[Forecast]:
+        found = []
+        if self._recorder.gathers_largest:
+            gathered, names, values = self._recorder.take_largest()
+            forecaster.meet(names)
+            if gathered == batch:
+                found = forecaster.end(batch, values)
+        self._recorder.gathers_largest = forecaster.is_due(batch + self._every)
+        return found
+
+
+def _num_tensors(model: nn.Module) -> int:
+    """Its weights and buffers, and an output of each module."""
+    return sum(1 + len(module._parameters) + len(module._buffers) for module in model.modules())

@@ -22,6 +22,7 @@ from . import _extension
 from .frame import FrameRows
 from .frame_ring import FrameRing
 from .gradients import RecordsBackwards
+from .largest import Largest, Name
 from .listener import Listener, Settings
 from .observe import arrived, observe
 from .record import Role, Row, is_fault
@@ -70,6 +71,7 @@ class PythonRecorder(RecordsBackwards):
         self.tells_batch_start = False
         self.tells_batch_end = False
         self.tells_frames = False
+        self.gathers_largest = False
         self.gathers_weights = False  # nor is anything remembered here
         self.watch = -1
         self.latest_batch = -1
@@ -81,6 +83,7 @@ class PythonRecorder(RecordsBackwards):
         self._traced = frozenset(settings.traced)
         self._nodes: list[_Node] = []
         self._frames = FrameRing(settings.max_frames)
+        self._largest = Largest()
         self._thread = _Thread()
         self.lock = threading.Lock()  # held while a frame is kept and counted
         super().__init__(settings.gradients, settings.counts)
@@ -108,6 +111,11 @@ class PythonRecorder(RecordsBackwards):
     def frames_of_batch(self, batch: int, /) -> int | None:
         """See Recorder."""
         return self._frames.of_batch(batch)
+
+    def take_largest(self) -> tuple[int, list[Name], bytes]:
+        """See Recorder."""
+        with self.lock:
+            return self._largest.take()
 
     def pending_frames(self) -> list[FrameRows]:
         """None: each row is waited for."""
@@ -248,6 +256,8 @@ class PythonRecorder(RecordsBackwards):
         with self.lock:
             self._frames.append(frame)
             self.counters["frames"] += 1
+            if self.gathers_largest:
+                self._largest.add(frame)
         if self.tells_frames or thread.batch in self._traced:
             self._listener.frame_recorded(frame)
         if any(map(is_fault, rows)):

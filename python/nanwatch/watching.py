@@ -80,21 +80,7 @@ class Watch:
             from .tracer import ring_size
 
             ring = max(ring, ring_size(model))
-        settings = Settings(
-            max_frames=ring,
-            every=options.every,
-            traced=tuple(options.trace_batches),
-            weights=options.weights,
-            buffers=options.buffers,
-            inputs=options.inputs,
-            outputs=options.outputs,
-            reread_weights=options.reread_weights,
-            verify_hits=verify_hits,
-            measure_time=measure_time,
-            check=options.check,
-            gradients=options.gradients,
-            counts=options.counts,
-        )
+        settings = Settings.of(options, max_frames=ring, verify_hits=verify_hits, measure_time=measure_time)
         self._recorder: Recorder = make_recorder(settings, self)
         self._tracer: Tracer | None = None
         if options.trace is not None and options.enabled:
@@ -105,8 +91,9 @@ class Watch:
             )
         self._outlook = Outlook(
             self._recorder,
+            model,
             every=options.every,
-            forecasts=options.forecast,
+            forecasts=options.forecast and options.enabled,
             log_to=options.log_to if options.enabled else None,
             log_every=options.log_every,
         )

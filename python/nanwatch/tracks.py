@@ -1,0 +1,88 @@
+"""The headroom of many tensors over the batches: of each the latest points, in arrays of all."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
+Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+
+# Points kept of a tensor; when there are more, the older are joined by twos, so that they reach ever further back. The
+# latest 24 stay as close together as they came.
+POINTS = 64
+LATEST = 24
+_JOINED = (POINTS - LATEST) // 2 * 2
+_BEFORE = 8
+_AT_ONCE = 256  # tensors whose pairs of points are compared at once: 1 MiB
+_IS_LATER = np.triu(np.ones((POINTS, POINTS), bool), 1)
+
+
+class Tracks:
+    """A track is a number from 0, `grow` brings it in. 0.5 KiB a track.
+
+    There is `room` for so many from the start: what is made in the first batch would lie between its activations.
+    """
+
+    def __init__(self, room: int = 0) -> None:
+        self.latest: Numbers = np.empty(0, np.int64)  # batch of the last point, -1 without any
+        self.count: Numbers = np.empty(0, np.int64)  # of points
+        self._batches: Floats = np.full((room, POINTS), np.nan, np.float32)
+        self._bits: Floats = np.full((room, POINTS), np.nan, np.float32)
+
+    def grow(self, number: int) -> None:
+        """Have room for so many tracks."""
+        more = number - len(self.count)
+        if more <= 0:
+            return
+        self.latest = np.append(self.latest, np.full(more, -1))
+        self.count = np.append(self.count, np.zeros(more, np.int64))
+        rows = len(self._bits)
+        if number > rows:
+            spare = np.full((max(number, 2 * rows) - rows, POINTS), np.nan, np.float32)
+            self._batches = np.concatenate([self._batches, spare])
+            self._bits = np.concatenate([self._bits, spare])
+
+    def add(self, tracks: Numbers, batch: int, bits: Floats) -> None:
+        """A point of each of these, all at the same batch."""
+        full = tracks[self.count[tracks] == POINTS]
+        if len(full):
+            for points in (self._batches, self._bits):
+                old = points[full]
+                pairs = (old[:, 0:_JOINED:2] + old[:, 1:_JOINED:2]) / 2
+                rest = np.full((len(full), _JOINED // 2), np.nan, np.float32)
+                points[full] = np.concatenate([pairs, old[:, _JOINED:], rest], axis=1)
+            self.count[full] -= _JOINED // 2
+        self._batches[tracks, self.count[tracks]] = batch
+        self._bits[tracks, self.count[tracks]] = bits
+        self.count[tracks] += 1
+        self.latest[tracks] = batch
+
+    def lowest(self, tracks: Numbers) -> Floats:
+        """The least bits of the latest eight points of each; nan without any."""
+        places = np.maximum(self.count[tracks][:, None] - np.arange(1, _BEFORE + 1), 0)
+        lowest: Floats = self._bits[tracks[:, None], places].min(axis=1)
+        return lowest
+
+    def points(self, track: int) -> tuple[Floats, Floats]:
+        """Batches and bits, oldest first, in float64."""
+        count = self.count[track]
+        return self._batches[track, :count].astype(float), self._bits[track, :count].astype(float)
+
+    def balance(self, tracks: Numbers) -> Floats:
+        """Kendall's S of the latest n points of each, in column n: the pairs that rise less those that fall.
+
+        Of a track with fewer than n points it is that of all it has.
+        """
+        found = np.empty((len(tracks), POINTS + 1))
+        for begin in range(0, len(tracks), _AT_ONCE):
+            some = tracks[begin : begin + _AT_ONCE]
+            places = self.count[some][:, None] + np.arange(-POINTS, 0)
+            bits = np.where(places >= 0, self._bits[some[:, None], places], np.nan)  # the latest are in line
+            one, other = bits[:, :, None], bits[:, None, :]
+            rising = np.count_nonzero((one < other) & _IS_LATER, axis=2)
+            falling = np.count_nonzero((one > other) & _IS_LATER, axis=2)
+            found[begin : begin + _AT_ONCE, 1:] = np.cumsum((rising - falling)[:, ::-1], axis=1)
+        found[:, 0] = 0
+        return found
