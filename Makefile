@@ -4,7 +4,8 @@
 #   VENV=.venv          where the environment lies
 #   SLOW=1              `make test` runs the slow tests too (exhaustive patterns, builds); .ci/run sets it
 #   OFFLINE=1           no environment, no pip: PYTHON brings torch, setuptools, pytest and so on by itself
-#   JOBS=2              how many processes run the tests; by default one a core, four at most
+#   JOBS=2              how many processes run the tests; by default one more than cores, as some tests wait for
+#                       processes of their own; four at most
 #   ARGS="…"            more arguments for pytest, the demo, the benchmark or the self-check
 
 SHELL := /bin/bash
@@ -15,7 +16,7 @@ SLOW ?= 0
 OFFLINE ?= 0
 ARGS ?=
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
-JOBS ?= $(if $(filter 1 2 3,$(CORES)),$(CORES),4)
+JOBS ?= $(if $(filter 1,$(CORES)),2,$(if $(filter 2,$(CORES)),3,4))
 
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
 FORMATTED := $(CXX_SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*.cu tests/*/*.cpp tests/*/*.h tests/*/*.cu)

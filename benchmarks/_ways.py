@@ -33,7 +33,7 @@ class Ways:
     """The ways of these names on `model`, and the plain one; `by_name` has a context for each.
 
     `timed` is a watch that measures its own time, None unless "nanwatch" is among them. It makes no forecasts: those
-    look at each of the first 64 batches, which is more batches than are timed here, and then at one in 16.
+    look at each of the first 64 batches, as far as their share of time allows, and then at one in 16.
     `folder` is where the trace goes.
     """
 
