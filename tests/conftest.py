@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -104,6 +105,18 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[Implementation]:
         pytest.skip(reason)
     with active(request.param) as present:
         yield present
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first: what begins last should not be what takes longest."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(scope="session")
+def folder_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all test processes of a run."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture
