@@ -58,6 +58,17 @@ bool is_stale(const at::Tensor& gradient, const RowData& row) {
   return now.abs_min != row.range.abs_min || now.abs_max != row.range.abs_max;
 }
 
+// Whether the job has no other process.
+bool is_alone() {
+  const py::gil_scoped_acquire lock;
+  const OutsideCompiler outside;
+  try {
+    return py::module_::import("nanwatch.job").attr("place")().cast<std::pair<int64_t, int64_t>>().second == 1;
+  } catch (const py::error_already_set&) {
+    return false;
+  }
+}
+
 double magnitude_of(const RowData& row) {
   return std::isfinite(row.range.abs_max) ? row.range.abs_max : 0;
 }
@@ -75,7 +86,7 @@ bool Backward::came(const GradientState& state, const Place& place) const {
 const GradientEvent* Backward::find(const at::Tensor& gradient, const GradientState& state, const Place& place) const {
   if (!state.has_version) return nullptr;
   if (came(state, place)) return &events.back();
-  if (!state.is_plain) return nullptr;
+  if (!state.is_plain || !is_alone) return nullptr;
   const int64_t number = recent.find(gradient, state, shapes);
   return number < 0 ? nullptr : &events[size_t(number)];
 }
@@ -200,7 +211,13 @@ bool GradientLog::open(int64_t task) {
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (find(task) != nullptr) return false;
+  }
+  const bool alone = is_alone();
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (find(task) != nullptr) return false;  // another thread of it was first
     backwards_.push_back(std::make_unique<Backward>(task));
+    backwards_.back()->is_alone = alone;
   }
   const auto end = std::make_shared<End>(weak_from_this(), task);
   autograd::Engine::get_default_engine().queue_callback([end] { end->over(true); });

@@ -58,8 +58,9 @@ enum class Finite : uint8_t { unknown, yes, no };
 // One run of the engine: what came, in the order in which it came. Destroy it under the interpreter lock.
 struct Backward {
   int64_t task = -1;
-  bool is_bad = false;   // something in it is not finite
-  bool is_over = false;  // it ended by an exception, which tells nobody
+  bool is_bad = false;    // something in it is not finite
+  bool is_over = false;   // it ended by an exception, which tells nobody
+  bool is_alone = false;  // in a process without others, whose collectives would write past the version counter
   std::vector<GradientEvent> events;
   std::vector<int64_t> shapes;
   std::vector<PyObject*> python_rows;  // owned

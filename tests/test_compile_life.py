@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -332,3 +333,25 @@ def test_the_operators_keep_the_rules(device: str) -> None:
     sequence = torch.zeros(1, dtype=torch.int64)
     torch.library.opcheck(_ops.begin_, (sequence, 10**6, 0, [x]))
     torch.library.opcheck(_ops.record_, (sequence, 10**6, 0, -1, "Linear\not output", [x]))
+
+
+def test_a_module_that_nobody_watches_is_none_of_its_business() -> None:
+    """Values that Dynamo cannot spell, given to an unwatched module: no warning, while another model is watched."""
+
+    class Key:
+        pass
+
+    class Sums(nn.Module):
+        def forward(self, values: dict[object, Tensor]) -> Tensor:
+            total = torch.zeros(2)
+            for value in values.values():
+                total = total + value
+            return total
+
+    key, sums = Key(), Sums()
+    with warnings.catch_warnings(), watch(nn.Linear(2, 2)):
+        warnings.simplefilter("error", RuntimeWarning)
+        assert torch.compile(lambda x: sums({key: x, "b": x}), backend="eager")(torch.ones(2)).tolist() == [
+            2,
+            2,
+        ]

@@ -126,7 +126,8 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a GPU, with mode="reduce-overhead"."""
     torch._dynamo.reset()
     monkeypatch.setattr(cuda_graphs, "DEVICE_TYPE", "cpu")
-    with torch.no_grad(), config.patch({"triton.cudagraphs": True}):
+    monkeypatch.setattr(cuda_graphs, "_setting", lambda *_: True)  # which is Inductor's
+    with torch.no_grad():
         yield
     torch._dynamo.reset()
 
@@ -267,7 +268,9 @@ def test_what_torch_compile_was_told_decides(
     monkeypatch.setattr("nanwatch.compiled.captured_on", captured_on)
     torch._dynamo.reset()
     model = nn.Sequential(Times(2.0))
-    with watch(model) as w, torch.no_grad():
+    # What is set for all is none of the business of another backend.
+    everywhere = {"triton.cudagraphs": "backend" in told}
+    with watch(model) as w, torch.no_grad(), config.patch(everywhere):
         torch.compile(model, **told)(torch.ones(4))
         assert [f.name for f in w.frames] == ["0", ""]
     assert found == [expected]
@@ -283,7 +286,8 @@ def test_without_a_gpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     torch._dynamo.reset()
     model = nn.Sequential(Times(2.0))
-    with watch(model), torch.no_grad(), config.patch({"triton.cudagraphs": True}):
+    monkeypatch.setattr(cuda_graphs, "_setting", lambda *_: True)
+    with watch(model), torch.no_grad():
         torch.compile(model, backend=backend)(torch.ones(4))
     assert [name.partition(".")[2] for name in graphs[0] if name.startswith("nanwatch")] == [
         *("begin_.default", "record_.default", "record_.default")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
@@ -328,3 +330,54 @@ def test_a_fast_fall_of_one_tensor_takes_no_points_from_the_others():
             forecaster.add(FrameRows(batch, module, "Linear", [row]))
         told += [one.module for one in forecaster.end(batch)]
     assert told == ["a", "b"]
+
+
+def test_threads_of_one_watch_do_not_disturb_each_other() -> None:
+    """Batches that end at once in four threads: none raises, and each that is looked at is looked at whole."""
+    errors: list[Exception] = []
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(3):
+            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(60)))
+            go = threading.Barrier(4)
+
+            def run(model: nn.Module = model, go: threading.Barrier = go) -> None:
+                go.wait()
+                with torch.no_grad():
+                    for _ in range(100):
+                        try:
+                            model(torch.ones(1, 8))
+                        except Exception as error:
+                            errors.append(error)
+
+            with nanwatch.watch(model):
+                threads = [threading.Thread(target=run) for _ in range(4)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert errors == []
+
+
+def test_the_lines_of_many_falls_take_turns(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When there is not the time for all that fall in one look, the next look goes on where it stopped."""
+    seen: list[str] = []
+
+    def slow(x: object, y: object, balance: object) -> None:
+        seen.append("a line")
+        clock.now += 0.015
+
+    monkeypatch.setattr(forecast, "_line", slow)
+    forecaster = Forecaster()
+    forecaster.meet([(f"m{i}", "output", "float16") for i in range(6)])
+    turns = []
+    for batch in range(20):
+        clock.now += 1000
+        forecaster.end(batch, np.full(6, 2.0 ** (8 + batch / 4)).tobytes())
+        turns.append((len(seen), forecaster._turn))
+        seen.clear()
+    assert {count for count, _ in turns if count} == {2}
+    assert {turn for count, turn in turns if count} == {0, 2, 4}

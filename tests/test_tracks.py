@@ -82,3 +82,13 @@ def test_more_tensors_than_are_compared_at_once() -> None:
         tracks.add(everyone, batch, (everyone % 7 - 3.0) * batch)
     assert (tracks.balance(everyone)[:, 3] == 3 * np.sign(everyone % 7 - 3)).all()
     assert tracks.balance(everyone[:0]).shape == (0, POINTS + 1)
+
+
+def test_batches_can_be_told_apart_after_years() -> None:
+    """Numbers of batches are whole beyond the 2^24 that float32 counts to."""
+    tracks = Tracks()
+    tracks.grow(1)
+    first = 1 << 40
+    for batch in range(first, first + 3 * POINTS):
+        tracks.add(np.array([0]), batch, np.array([1.0], np.float32))
+    assert np.diff(tracks.points(0)[0]).min() >= 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -21,7 +22,6 @@ from ._live import NOBODY
 from ._when_imported import when_imported
 from .cuda_graphs import captured_on
 from .dynamo_values import (
-    Leaf,
     Site,
     device_of,
     given_leaves,
@@ -83,10 +83,9 @@ def _follow_watched_calls() -> None:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         sites: list[Site] = []
         with _Doubtful(self.value):
-            given = given_leaves(args, kwargs)
-            sites = _sites(self, tx, given)
+            sites = _sites(self, tx, args, kwargs)
             for site in reversed(sites):
-                put_begin(tx, site, given)
+                put_begin(tx, site, given_leaves(args, kwargs))
         under_way = _under_way(tx)
         if sites:
             under_way.append(self.value)
@@ -128,7 +127,7 @@ def _under_way(tx: Any) -> list[nn.Module]:
     return under_way
 
 
-def _sites(variable: Any, tx: Any, given: list[Leaf]) -> list[Site]:
+def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
     """A Site for every recorder that watches the module, the innermost first."""
     from torch._dynamo.guards import GuardBuilder, install_guard
 
@@ -161,13 +160,14 @@ def _sites(variable: Any, tx: Any, given: list[Leaf]) -> list[Site]:
         caller = _caller(_under_way(tx), call)
         sequence, outside = place.var_getattr(tx, "sequence"), None
         is_first = watch not in devices
-        if is_first:
-            devices[watch] = captured_on(tx, call.recorder, _devices_of(module, given))
-        device = devices[watch]
+        device = (
+            captured_on(tx, call.recorder, _devices_of(module, args, kwargs)) if is_first else devices[watch]
+        )
         if device is not None:
             call.attachment().put_sequence(call, device)
             outside = sequence if is_first else None
             sequence = place.var_getattr(tx, "device_sequence")
+        devices[watch] = device
         sites.append(Site(sequence, outside, device, watch, node, caller, type(module).__name__, parts))
         place = place.var_getattr(tx, "inner")
     return sites[::-1]
@@ -179,9 +179,12 @@ def _devices(tx: Any) -> dict[int, torch.device | None]:
     return devices
 
 
-def _devices_of(module: nn.Module, given: list[Leaf]) -> set[torch.device]:
+def _devices_of(module: nn.Module, args: Any, kwargs: Any) -> Iterator[torch.device]:
     """Those of the module's weights and of the tensors that it is given."""
-    return {x.device for x in module.parameters()} | {device for leaf in given if (device := device_of(leaf))}
+    yield from {x.device for x in module.parameters()}
+    for leaf in given_leaves(args, kwargs):
+        if (device := device_of(leaf)) is not None:
+            yield device
 
 
 def _caller(under_way: list[nn.Module], call: Any) -> int:

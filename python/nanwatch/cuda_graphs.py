@@ -53,7 +53,9 @@ def _setting(tx: Any, name: str) -> bool:
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     own = getattr(backend, "config", None)
-    if isinstance(own, dict) and name in own:
+    if not isinstance(own, dict):  # as Inductor's has
+        return False
+    if name in own:
         return bool(own[name])
     value: Any = sys.modules.get(_INDUCTOR)
     for part in name.split("."):

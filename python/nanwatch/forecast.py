@@ -128,7 +128,7 @@ def _end_bits(dtype: str) -> float | None:
 
 
 class Forecaster:
-    """Takes the largest magnitudes of some batches and foretells overflows; 0.5 KiB for each tensor, for good.
+    """Takes the largest magnitudes of some batches and foretells overflows; 0.8 KiB for each tensor, for good.
 
     `is_due(batch)` says whether a batch is wanted: of the first all, then fewer, and of all again as long as a tensor
     not far from the end of its format loses room fast. Of these only as many as fit into a five-hundredth of the time,
@@ -148,6 +148,7 @@ class Forecaster:
         self._pause = 1
         self._allowance = _Allowance()
         self._told: dict[str, int] = {}
+        self._turn = 0
 
     def is_due(self, batch: int) -> bool:
         """Whether this batch is wanted."""
@@ -179,7 +180,7 @@ class Forecaster:
         close = bits < 2 * _NEAR_BITS
         lost = self._tracks.lowest(tracks[close]) - bits[close]
         self._tracks.add(tracks, batch, bits)
-        found = self._foretold(batch, tracks[bits <= _NEAR_BITS])
+        found = self._foretold(batch, tracks[bits <= _NEAR_BITS], begun + _TIME_AT_ONCE)
         # All at first: what diverges from the start does so in a few batches.
         is_urgent = batch < POINTS or bool((lost > _FAST_BITS).any())
         self._pause = 1 if is_urgent else min(_MOST_BATCHES, 2 * self._pause)
@@ -197,10 +198,15 @@ class Forecaster:
         tracks = np.flatnonzero((largest > 0) & (self._tracks.latest < batch))
         return tracks, self._ends[tracks] - np.log2(largest[tracks])
 
-    def _foretold(self, batch: int, near: Numbers) -> list[Forecast]:
+    def _foretold(self, batch: int, near: Numbers, until: float) -> list[Forecast]:
         found = []
         balance = self._tracks.balance(near)
-        for row in np.flatnonzero(balance.min(axis=1, initial=0.0) <= -_SURE * _deviation(_LEAST_POINTS)):
+        falling = np.flatnonzero(balance.min(axis=1, initial=0.0) <= -_SURE * _deviation(_LEAST_POINTS))
+        # Where hundreds fall at once there is not the time for a line through each: the others are next.
+        for done, row in enumerate(np.roll(falling, -self._turn)):
+            if done and monotonic() > until:
+                self._turn = (self._turn + done) % len(falling)
+                break
             module, label, dtype = self._names[near[row]]
             if batch - self._told.get(module, -_SILENCE) < _SILENCE:
                 continue

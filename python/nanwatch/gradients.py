@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from .backward import Arrival, BackwardCall, Part
 from .frame import FrameRows, Phase
 from .frame_ring import FrameRing
+from .job import place
 from .observe import observe
 from .recent_gradients import GradientState, RecentGradients, state_of
 from .record import Role, Row, is_fault
@@ -47,12 +48,16 @@ class _Backward:
     recent: RecentGradients = field(default_factory=RecentGradients)
     is_bad: bool = False
     is_over: bool = False
+    # No other process in the job: collectives write past the version counter.
+    is_alone: bool = field(default_factory=lambda: place()[1] == 1)
 
     def find(self, state: GradientState, came: bool) -> Row | None:
         """The row of a gradient that comes now, None where it has to be read. `came`: to this very place."""
         if state.version is None:
             return None
-        return self.arrivals[-1][3] if came else self.recent.find(state)
+        if came:
+            return self.arrivals[-1][3]
+        return self.recent.find(state) if self.is_alone else None
 
 
 class PythonGradients:

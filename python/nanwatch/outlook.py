@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ class Outlook:
         self._recorder = recorder
         self._every = every
         self._forecaster = Forecaster(_num_tensors(model)) if forecasts else None
+        self._looking = threading.Lock()
         self._log: Log | None = None
         if log_to is not None:
             from .log import Log
@@ -74,14 +76,21 @@ class Outlook:
             self._log.close()
 
     def _forecasts(self, forecaster: Forecaster, batch: int) -> list[Forecast]:
-        found = []
-        if self._recorder.gathers_largest:
-            gathered, names, values = self._recorder.take_largest()
-            forecaster.meet(names)
-            if gathered == batch:
-                found = forecaster.end(batch, values)
-        self._recorder.gathers_largest = forecaster.is_due(batch + self._every)
-        return found
+        # Another thread's batch that ends meanwhile is one that is not looked at. Waiting could lock up: a signal's
+        # handler or the garbage collector may end a batch in here.
+        if not self._looking.acquire(blocking=False):
+            return []
+        try:
+            found = []
+            if self._recorder.gathers_largest:
+                gathered, names, values = self._recorder.take_largest()
+                forecaster.meet(names)
+                if gathered == batch:
+                    found = forecaster.end(batch, values)
+            self._recorder.gathers_largest = forecaster.is_due(batch + self._every)
+            return found
+        finally:
+            self._looking.release()
 
 
 def _num_tensors(model: nn.Module) -> int:

@@ -62,8 +62,15 @@ class Peers:
         self.check()
 
     def check(self) -> None:
-        """Raises PeerNonFiniteError when another rank has failed, as far as was seen a second ago."""
-        if self._job.is_pending() and (error := self._job.failed_elsewhere(self)) is not None:
+        """Raises PeerNonFiniteError when another rank has failed, as far as was seen a second ago.
+
+        Not of a watch that has left the job.
+        """
+        if (
+            self._job.has(self)
+            and self._job.is_pending()
+            and (error := self._job.failed_elsewhere(self)) is not None
+        ):
             raise error
 
     def publish(self, finding: Finding) -> None:
@@ -184,6 +191,10 @@ class _Job:
             while not verdict.pending() and not verdict.trouble and time.monotonic() < until:
                 time.sleep(0.05)
         return self.failed_elsewhere(peers) if verdict.pending() else None
+
+    def has(self, peers: Peers) -> bool:
+        """Whether this watch has joined, and not left."""
+        return peers in self._peers
 
     def is_pending(self) -> bool:
         """Whether another rank has failed, as far as was seen a second ago."""

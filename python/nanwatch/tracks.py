@@ -20,7 +20,7 @@ _IS_LATER = np.triu(np.ones((POINTS, POINTS), bool), 1)
 
 
 class Tracks:
-    """A track is a number from 0, `grow` brings it in. 0.5 KiB a track.
+    """A track is a number from 0, `grow` brings it in. 0.8 KiB a track.
 
     There is `room` for so many from the start: what is made in the first batch would lie between its activations.
     """
@@ -28,7 +28,7 @@ class Tracks:
     def __init__(self, room: int = 0) -> None:
         self.latest: Numbers = np.empty(0, np.int64)  # batch of the last point, -1 without any
         self.count: Numbers = np.empty(0, np.int64)  # of points
-        self._batches: Floats = np.full((room, POINTS), np.nan, np.float32)
+        self._batches: Floats = np.full((room, POINTS), np.nan)  # which float32 cannot count past 2^24
         self._bits: Floats = np.full((room, POINTS), np.nan, np.float32)
 
     def grow(self, number: int) -> None:
@@ -40,9 +40,9 @@ class Tracks:
         self.count = np.append(self.count, np.zeros(more, np.int64))
         rows = len(self._bits)
         if number > rows:
-            spare = np.full((max(number, 2 * rows) - rows, POINTS), np.nan, np.float32)
+            spare = np.full((max(number, 2 * rows) - rows, POINTS), np.nan)
             self._batches = np.concatenate([self._batches, spare])
-            self._bits = np.concatenate([self._bits, spare])
+            self._bits = np.concatenate([self._bits, spare.astype(np.float32)])
 
     def add(self, tracks: Numbers, batch: int, bits: Floats) -> None:
         """A point of each of these, all at the same batch."""
@@ -51,7 +51,7 @@ class Tracks:
             for points in (self._batches, self._bits):
                 old = points[full]
                 pairs = (old[:, 0:_JOINED:2] + old[:, 1:_JOINED:2]) / 2
-                rest = np.full((len(full), _JOINED // 2), np.nan, np.float32)
+                rest = np.full((len(full), _JOINED // 2), np.nan, points.dtype)
                 points[full] = np.concatenate([pairs, old[:, _JOINED:], rest], axis=1)
             self.count[full] -= _JOINED // 2
         self._batches[tracks, self.count[tracks]] = batch

@@ -83,7 +83,8 @@ def dynamo_graph(call: Callable[..., Tensor], *given: Tensor) -> tuple[Any, list
 
     torch._dynamo.reset()
     as_gpu = mock.patch.object(cuda_graphs, "DEVICE_TYPE", "cpu")
-    with torch.no_grad(), as_gpu, config.patch({"triton.cudagraphs": True}):
+    as_inductor = mock.patch.object(cuda_graphs, "_setting", return_value=True)
+    with torch.no_grad(), as_gpu, as_inductor:
         torch.compile(call, backend=backend, fullgraph=True)(*given)
     ((graph, inputs),) = found
     return graph, inputs
