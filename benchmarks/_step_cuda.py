@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from _range_cuda import Floor
-from _steps import Step, causal_training
+from _steps import Step, causal_training, llama_of
 from _targets import Target
 from _timing import Candidate, Plan, duration, interleave, machine, table
 from torch import nn
@@ -52,16 +52,7 @@ class StepRow:
 
 def llama_1b() -> nn.Module:
     """Sizes of Llama 3.2 1B, random weights in bfloat16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=128256, **sizes)).bfloat16()
+    return llama_of(2048, 8192, layers=16, heads=32, vocabulary=128256, num_key_value_heads=8).bfloat16()
 
 
 def waited(names: Iterable[str]) -> int:

@@ -29,16 +29,24 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config())
 
 
-def llama() -> nn.Module:
+def llama_of(width: int, inner: int, layers: int, heads: int, vocabulary: int, **more: int) -> nn.Module:
+    """A Llama of these sizes; `more` as LlamaConfig has it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=width,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            vocab_size=vocabulary,
+            **more,
+        )
+    )
+
+
+def llama() -> nn.Module:
+    return llama_of(768, 2048, layers=12, heads=12, vocabulary=32000)
 
 
 def mt5() -> nn.Module:

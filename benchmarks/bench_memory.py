@@ -18,7 +18,6 @@ import ctypes
 import itertools
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -58,7 +57,9 @@ def _training(name: str) -> None:
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = _Mallinfo
     info = mallinfo2()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not getrusage's, which begins with the size of the process that started this one.
+    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) * 1024
     frames = len(watch.frames) if watch is not None else 0
     print(json.dumps({"peak": peak, "heap": info.uordblks + info.hblkhd, "frames": frames}))
 

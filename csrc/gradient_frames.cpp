@@ -96,8 +96,12 @@ bool CallRecorder::finish_backward(std::unique_ptr<Backward> backward) {
     if (found == positions.end()) continue;
     FrameData& frame = frames[found->second];
     RowData row = event.row;
+    if (row.python == nullptr || row.label == event.user.label) {
+      Py_XINCREF(row.python);
+    } else {
+      row.python = relabelled(row.python, observer_.label_text(event.user.label));
+    }
     row.label = event.user.label;
-    if (row.python != nullptr) row.python = relabelled(row.python, observer_.label_text(row.label));
     row.shape_at = uint32_t(frame.shapes.size());
     if (row.python == nullptr) {
       const auto shape = backward->shapes.begin() + event.row.shape_at;

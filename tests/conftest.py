@@ -107,6 +107,18 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[Implementation]:
         yield present
 
 
+@pytest.fixture(params=["python", "native"])
+def each_recorder(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The test with both recorders."""
+    if request.param == "native":
+        if _extension.C is None:
+            pytest.skip(f"no compiled part: {_extension.reason}")
+        yield
+        return
+    with mock.patch.object(_extension, "C", None):
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests first: what begins last should not be what takes longest."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -20,14 +19,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import _step_cuda
 
     return _step_cuda
-
-
-def tiny_llama() -> nn.Module:
-    """Two layers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
 
 
 def training(bench: ModuleType, **changed: Any) -> Any:
@@ -85,8 +76,9 @@ def test_only_calls_that_wait_are_counted(bench: ModuleType) -> None:
 def test_the_training_row_of_a_tiny_model(bench: ModuleType) -> None:
     """All that the row says of a step is measured, and the device is waited for once a step."""
     import bench_step
+    from _steps import llama_of
 
-    model = tiny_llama()
+    model = llama_of(16, 32, layers=2, heads=2, vocabulary=64)
     ids = torch.arange(8).reshape(2, 4)
     steps, waits = [], []
 
@@ -109,8 +101,10 @@ def test_the_training_row_of_a_tiny_model(bench: ModuleType) -> None:
 
 def test_a_decoded_token_is_that_of_a_whole_forward(bench: ModuleType) -> None:
     """The step that is captured gives what 65 tokens without a cache give, each time."""
+    from _steps import llama_of
+
     torch.manual_seed(0)
-    model = tiny_llama().eval()
+    model = llama_of(16, 32, layers=2, heads=2, vocabulary=64).eval()
     step = bench.decode(model, torch.device("cpu"))
     ids = torch.full((1, 65), 7)
     with torch.no_grad():

@@ -116,6 +116,12 @@ class Compiled:
 
         self.step = torch.compile(lambda x: self.model(x), backend=backend, fullgraph=True)
 
+    def captured(self) -> Compiled:
+        """After a call that warms up and one that is captured and replayed."""
+        for value in (1.0, 2.0):
+            self.call(value)
+        return self
+
     def call(self, value: float) -> Tensor:
         """One call with this number in all places."""
         return self.step(torch.full((4,), value))
@@ -179,9 +185,7 @@ def test_in_the_capture_nothing_waits_and_no_row_is_the_hosts_choice() -> None:
 def test_a_fault_in_a_replay_is_raised_by_the_next_call() -> None:
     """`look_` stands outside of the graph: the next call of the compiled code tells, before it runs."""
     with stand_in() as device:
-        compiled = Compiled(device)
-        for value in (1.0, 2.0):
-            compiled.call(value)
+        compiled = Compiled(device).captured()
         compiled.model[1].weight.fill_(INF)
         compiled.call(3.0)
         compiled.model[1].weight.fill_(3.0)
@@ -199,9 +203,7 @@ def test_a_fault_in_a_replay_is_raised_by_the_next_call() -> None:
 def test_a_watch_that_stops_or_rests_leaves_the_graph_alone() -> None:
     """Replays while it is paused are not counted; after stop() nothing is told, and the numbers are the model's."""
     with stand_in() as device:
-        compiled = Compiled(device)
-        for value in (1.0, 2.0):
-            compiled.call(value)
+        compiled = Compiled(device).captured()
         compiled.w.pause()
         compiled.call(3.0)
         compiled.w.resume()

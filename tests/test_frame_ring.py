@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
@@ -13,23 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nanwatch
-from nanwatch import Finding, _extension
+from nanwatch import Finding
 from nanwatch.frame import FrameRows
 from nanwatch.frame_ring import FrameRing
 from nanwatch.report import Report
 from nanwatch.watching import Watch
-
-
-@pytest.fixture(params=["python", "native"])
-def both(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The test with both recorders."""
-    if request.param == "native":
-        if _extension.C is None:
-            pytest.skip(f"no compiled part: {_extension.reason}")
-        yield
-        return
-    with mock.patch.object(_extension, "C", None):
-        yield
 
 
 class Poison(torch.nn.Module):
@@ -54,7 +40,7 @@ def finding_of(watch: Watch) -> Finding:
     return finding
 
 
-@pytest.mark.usefixtures("both")
+@pytest.mark.usefixtures("each_recorder")
 @pytest.mark.parametrize("max_frames", [1, 3, 100])
 @pytest.mark.parametrize("place", [0, 4, 29])
 @pytest.mark.parametrize("batches", [0, 3, 20])
@@ -70,7 +56,7 @@ def test_the_place_counts_what_the_ring_has_dropped(max_frames: int, place: int,
     assert (finding.batch, finding.module, finding.sequence) == (batches, str(place), place)
 
 
-@pytest.mark.usefixtures("both")
+@pytest.mark.usefixtures("each_recorder")
 def test_threads_have_a_count_for_each_batch() -> None:
     """Two threads by turns: the frames of the one do not count for the other."""
     model = chain(6)
@@ -102,7 +88,7 @@ def test_threads_have_a_count_for_each_batch() -> None:
     assert (finding.batch, finding.module, finding.sequence) == (0, "5", 5)
 
 
-@pytest.mark.usefixtures("both")
+@pytest.mark.usefixtures("each_recorder")
 def test_a_gradient_comes_after_all_of_the_forward() -> None:
     """The place of a frame of the backward counts on from the forward's, and with that of the frames before it."""
 
@@ -127,7 +113,7 @@ def test_a_gradient_comes_after_all_of_the_forward() -> None:
     assert places == [7, 7]
 
 
-@pytest.mark.usefixtures("both")
+@pytest.mark.usefixtures("each_recorder")
 def test_the_state_of_an_optimizer_comes_last() -> None:
     """A frame of its step counts on from those of forward and backward."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
@@ -145,7 +131,7 @@ def test_the_state_of_an_optimizer_comes_last() -> None:
     assert (finding.batch, finding.origin, finding.sequence) == (1, "buffer", 3)
 
 
-@pytest.mark.usefixtures("both")
+@pytest.mark.usefixtures("each_recorder")
 def test_the_document_of_a_report_has_the_place() -> None:
     """One of before there was any reads as None."""
     model = chain(5)
@@ -182,7 +168,7 @@ def test_a_batch_of_long_ago_has_no_count() -> None:
     assert [ring.of_batch(batch) for batch in (3, 23, 24, 39, 40)] == [None, None, 1, 1, 0]
 
 
-@pytest.mark.usefixtures("both")
+@pytest.mark.usefixtures("each_recorder")
 def test_both_recorders_forget_alike() -> None:
     """What the watch's recorder says of batches near and far."""
     model = chain(2)

@@ -13,29 +13,21 @@ from test_recorder import RECORDERS, watched
 from toys import Scale
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_what_a_hook_writes_into_is_read_again(recorder: str) -> None:
-    """An in-place operation between the two places raises the version: the second has what is there then."""
-    gradient = torch.randn(SIDE, SIDE)
-    low, high = range_of(gradient)
-    w, gain = fork_backward(recorder, Fork(second=doubles), gradient)
-    assert ranges(w) == {"": (low, high), "second": (low, high), "first": (2 * low, 2 * high)}
-    assert gain["tensors_read"] == 2 + 4
-
-
 def other_memory(g: Tensor) -> None:
     """Gives a tensor other elements, in the memory of those that it had before last."""
     for _ in range(3):
         g.data = g.data * 2
 
 
+@pytest.mark.parametrize(("change", "factor"), [(doubles, 2), (other_memory, 8)])
 @pytest.mark.parametrize("recorder", RECORDERS)
-def test_what_gets_other_memory_is_read_again(recorder: str) -> None:
-    """Assigning to `.data` raises no version, but the storage is another."""
+def test_what_a_hook_changes_is_read_again(recorder: str, change: Hook, factor: int) -> None:
+    """In place between the two places, which raises the version; by assigning to `.data`, where the storage is another:
+    the second place has what is there then."""
     gradient = torch.randn(SIDE, SIDE)
     low, high = range_of(gradient)
-    w, gain = fork_backward(recorder, Fork(second=other_memory), gradient)
-    assert ranges(w) == {"": (low, high), "second": (low, high), "first": (8 * low, 8 * high)}
+    w, gain = fork_backward(recorder, Fork(second=change), gradient)
+    assert ranges(w) == {"": (low, high), "second": (low, high), "first": (factor * low, factor * high)}
     assert gain["tensors_read"] == 2 + 4
 
 
@@ -168,11 +160,6 @@ def test_a_finite_sum_of_sparse_gradients_is_told_from_one_that_is_not(recorder:
     assert torch.equal(model.weight, before)
 
 
-def doubles_unseen(g: Tensor) -> None:
-    """In place, and no version tells."""
-    g.data.mul_(2)
-
-
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_in_a_job_of_several_processes_each_place_is_read(
     recorder: str, monkeypatch: pytest.MonkeyPatch
@@ -182,6 +169,6 @@ def test_in_a_job_of_several_processes_each_place_is_read(
         monkeypatch.setattr(f"{owner}.place", lambda: (0, 2))
     gradient = torch.randn(SIDE, SIDE)
     low, high = range_of(gradient)
-    w, gain = fork_backward(recorder, Fork(second=doubles_unseen), gradient)
+    w, gain = fork_backward(recorder, Fork(second=writes_data), gradient)
     assert ranges(w) == {"": (low, high), "second": (low, high), "first": (2 * low, 2 * high)}
     assert gain["tensors_read"] == 3 + 4

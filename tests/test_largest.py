@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,17 +20,7 @@ from nanwatch.record import MASK
 from nanwatch.watch import watch
 from nanwatch.watching import Watch
 
-
-@pytest.fixture(params=["python", "native"], autouse=True)
-def both(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each test with both recorders."""
-    if request.param == "native":
-        if _extension.C is None:
-            pytest.skip(f"no compiled part: {_extension.reason}")
-        yield
-        return
-    with mock.patch.object(_extension, "C", None):
-        yield
+pytestmark = pytest.mark.usefixtures("each_recorder")
 
 
 def watched(model: nn.Module, **options: Any) -> Watch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,18 +109,24 @@ def until_known() -> None:
     raise AssertionError("it was never seen")
 
 
-def test_the_end_of_the_run_raises_what_another_rank_found(job):
-    """A rank that is done with its batches, but not yet with the `with`, is told too."""
-    model = nn.Linear(4, 4)
+def train_until(job: Job, model: nn.Module, ends: Callable[[], None]) -> None:
+    """A batch, the failure of another rank, and how this one's run ends: with what that rank found."""
 
     def train() -> None:
         with nanwatch.watch(model, peer_timeout=10):
             model(torch.ones(2, 4))
             job.other_fails()
-            until_known()
+            ends()
 
     with pytest.raises(PeerNonFiniteError, match="on rank 1"):
         train()
+
+
+def test_the_end_of_the_run_raises_what_another_rank_found(job):
+    """A rank that is done with its batches, but not yet with the `with`, is told too."""
+    model = nn.Linear(4, 4)
+
+    train_until(job, model, until_known)
     assert verdict_threads() == 0
 
 
@@ -173,14 +180,10 @@ def test_an_error_of_a_collective_outside_any_forward_is_explained(job):
     """The end of the `with` and, without one, the hook of uncaught exceptions see it."""
     model = nn.Linear(4, 4)
 
-    def train() -> None:
-        with nanwatch.watch(model, peer_timeout=10):
-            model(torch.ones(2, 4))
-            job.other_fails()
-            raise RuntimeError("Connection closed by peer")
+    def peer_is_gone() -> None:
+        raise RuntimeError("Connection closed by peer")
 
-    with pytest.raises(PeerNonFiniteError, match="on rank 1"):
-        train()
+    train_until(job, model, peer_is_gone)
     shown: list[BaseException] = []
     before, sys.excepthook = sys.excepthook, lambda kind, error, traceback: shown.append(error)
     try:

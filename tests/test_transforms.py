@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,28 +97,28 @@ def test_a_trace_of_a_watched_model_is_that_of_the_plain_one() -> None:
     assert torch.equal(traced(x), plain(x))
 
 
-def test_a_script_of_a_watched_model_is_that_of_the_plain_one() -> None:
-    """torch.jit.script sees the modules as they are; what it makes is not watched and computes the same."""
+def made_of_a_watched(make: Callable[[nn.Module], Any], called: list[str]) -> Any:
+    """What `make` makes of a watched model: the code of that of a plain one; its call calls these watched modules."""
     model, plain = mlp(), mlp()
     x = torch.randn(2, 3)
     with watch(model) as w:
-        scripted = torch.jit.script(model)
-        assert torch.equal(scripted(x), plain(x))
-    assert w.batch is None
-    assert scripted.code == torch.jit.script(plain).code
+        made = make(model)
+        assert torch.equal(made(x), plain(x))
+        assert [name for _, name in names(w)] == called
+    assert made.code == make(plain).code
+    return made
+
+
+def test_a_script_of_a_watched_model_is_that_of_the_plain_one() -> None:
+    """torch.jit.script sees the modules as they are; what it makes is not watched and computes the same."""
+    made_of_a_watched(torch.jit.script, [])
 
 
 def test_a_graph_module_of_a_watched_model_calls_its_parts() -> None:
     """torch.fx traces through a watch; the graph calls the same watched modules, from outside, so each is a batch."""
-    model, plain = mlp(), mlp()
-    x = torch.randn(2, 3)
-    with watch(model) as w:
-        graph = torch.fx.symbolic_trace(model)
-        assert torch.equal(graph(x), plain(x))
-        assert [name for _, name in names(w)] == ["0", "1", "2"]
-    assert graph.code == torch.fx.symbolic_trace(plain).code
+    graph = made_of_a_watched(torch.fx.symbolic_trace, ["0", "1", "2"])
     with watch(graph) as w:
-        graph(x)
+        graph(torch.randn(2, 3))
     assert names(w) == [(0, "0"), (0, "1"), (0, "2"), (0, "")]
 
 

@@ -45,8 +45,8 @@ class Attempt:
 
 def store_key(environment: Mapping[str, str]) -> str:
     """What tells the keys of one attempt from those of another that meets in the same store."""
-    number = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{environment.get('TORCHELASTIC_RUN_ID', '')}/{_new_master(environment) or number}"
+    own = Attempt.of(environment, begun=0.0)
+    return "/0" if own is None else "/".join(map(str, own.key))
 
 
 def _new_master(environment: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 from .backward import Arrival, BackwardCall, find_in_backward
 from .finding import Finding, find, finding_of
 from .frame import FrameRows
-from .job import attempt
+from .job import report_of
 from .observe import observe
 from .optimizer_guard import OptimizerGuard, SkippedStep, Weight
 from .optimizer_state import NAME, OptimizerState
@@ -181,4 +181,4 @@ class BackwardWatch:
         """With the latest frames, and `more` that are not among them."""
         frames = (*self._recorder.frames(), *more)[-self._options.max_frames :]
         told = tuple(frame.to_frame() for frame in frames)
-        return Report(told, finding, batch, self._rank(), parameter_mesh(self._model()), attempt())
+        return report_of(told, finding, batch, parameter_mesh(self._model()))

@@ -173,7 +173,7 @@ def _plan(tx: Any, class_name: str, found: list[Leaf], device: torch.device | No
         if text.as_python_constant():
             lines.append(text.as_python_constant())
         tensors += inside.items
-    text, tensors = "\n".join(lines), tensors
+    text = "\n".join(lines)
     if device is not None:
         text, tensors = _only_on(device, text, tensors)
     return _constant(text), ListVariable(tensors)

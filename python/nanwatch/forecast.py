@@ -138,13 +138,11 @@ class Forecaster:
     def __init__(self, room: int = 0) -> None:
         self._names: list[Name] = []
         self._track_of: dict[Name, int] = {}
-        self._track_at: Numbers = np.empty(
-            0, np.int64
-        )  # by place among the values; -1 for what has no format
+        # By place among the values; -1 for what has no format.
+        self._track_at: Numbers = np.empty(0, np.int64)
         self._ends: Floats = np.empty(0)  # by track: log2 of the largest number of the format
         self._tracks = Tracks(room)
         self._last = -_MOST_BATCHES
-        self._next = 0
         self._pause = 1
         self._allowance = _Allowance()
         self._told: dict[str, int] = {}
@@ -152,7 +150,8 @@ class Forecaster:
 
     def is_due(self, batch: int) -> bool:
         """Whether this batch is wanted."""
-        return batch >= self._next and (batch >= self._last + _MOST_BATCHES or self._allowance.is_open)
+        since = batch - self._last
+        return since >= _MOST_BATCHES or (since >= self._pause and self._allowance.is_open)
 
     def meet(self, names: Sequence[Name]) -> None:
         """The names of the next values, which come after those that were met before."""
@@ -184,7 +183,7 @@ class Forecaster:
         # All at first: what diverges from the start does so in a few batches.
         is_urgent = batch < POINTS or bool((lost > _FAST_BITS).any())
         self._pause = 1 if is_urgent else min(_MOST_BATCHES, 2 * self._pause)
-        self._last, self._next = batch, batch + self._pause
+        self._last = batch
         self._allowance.spend(monotonic() - begun)
         return found
 

@@ -8,6 +8,9 @@ import time
 import torch
 
 from .attempt import Attempt
+from .finding import Finding
+from .frame import Frame
+from .report import Report
 
 _BEGUN = time.time()
 
@@ -31,3 +34,13 @@ def rank() -> int:
 def attempt() -> Attempt | None:
     """The start of an elastic job that this process belongs to; None where torchrun has not started it."""
     return Attempt.of(os.environ, _BEGUN)
+
+
+def report_of(
+    frames: tuple[Frame, ...],
+    finding: Finding | None = None,
+    batch: int | None = None,
+    parameter_mesh: tuple[str, ...] = (),
+) -> Report:
+    """A report of this process, which says where in the job it is."""
+    return Report(frames, finding, batch, rank(), parameter_mesh, attempt())

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .errors import NonFiniteError, spell
 from .finding import Finding
-from .job import attempt, place
+from .job import place, report_of
 from .report import Report
 
 if TYPE_CHECKING:  # of use only in a job of several ranks
@@ -210,7 +210,7 @@ class _Job:
         if origin is None:
             return None
         report = reports.get(peers) if peers is not None else next(iter(reports.values()), None)
-        return PeerNonFiniteError(report or Report((), None, None, place()[0], attempt=attempt()), origin)
+        return PeerNonFiniteError(report or report_of(()), origin)
 
     def _write_last_frames(self) -> dict[Peers, Report]:
         """Of every watch, once a verdict: what comes later is no more than the way out."""

@@ -20,8 +20,8 @@ from .errors import BatchLimitError, NonFiniteError
 from .fault_warnings import FaultWarnings
 from .finding import Finding, find
 from .frame import Frame, FrameRows
-from .job import attempt as _attempt
 from .job import rank as _rank
+from .job import report_of
 from .listener import Recorder, Settings
 from .observe import observe
 from .optimizer_guard import SkippedStep
@@ -66,7 +66,7 @@ class Watch:
         self._run_is_open = False
         this = weakref.ref(self)
         self._response = Response(
-            model, options, lambda: _no_frames() if (own := this()) is None else own._last_frames()
+            model, options, lambda: report_of(()) if (own := this()) is None else own._last_frames()
         )
         # Of rows that a device makes: the faulty batches that ended before theirs had come, and an error that was
         # found while a report was asked for, which is no place to raise it.
@@ -124,17 +124,14 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            try:
+        try:
+            if error is None:
                 self.look()
                 self._response.run_ended()
-            finally:
-                self._leave()
-            return
-        self._take_in(wait=True)
-        self._postponed = None  # the error under way says more
-        try:
-            self._response.explain(error)
+            else:
+                self._take_in(wait=True)
+                self._postponed = None  # the error under way says more
+                self._response.explain(error)
         finally:
             self._leave()
 
@@ -376,7 +373,7 @@ class Watch:
 
     def _report(self, frames: tuple[Frame, ...], finding: Finding | None, batch: int | None) -> Report:
         self._mesh = parameter_mesh(self._model()) or self._mesh
-        return Report(frames, finding, batch, _rank(), self._mesh, _attempt())
+        return report_of(frames, finding, batch, self._mesh)
 
     def _act(self, *, inside: bool = False) -> None:
         report, self._untold = self._untold, None
@@ -392,10 +389,6 @@ class Watch:
         if self._failure is report:
             self._failure = closer
         return closer
-
-
-def _no_frames() -> Report:
-    return Report((), None, None, _rank(), attempt=_attempt())
 
 
 def _print_lines(lines: Iterable[str]) -> None:
