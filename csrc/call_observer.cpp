@@ -104,7 +104,7 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
     return row_from_python(object, label, role, node, frame);
   }
   // Zeros and the largest number there is: perhaps an additive attention mask, which Python knows to tell.
-  if (range.abs_min == 0.0 && (role == Role::input || role == Role::buffer) &&
+  if (range.abs_min == 0.0 && (role == Role::input || role == Role::buffer) && word_size(view.format) > 1 &&
       range.abs_max == largest_finite(view.format))
     return row_from_python(object, label, role, node, frame);
   const auto at = uint32_t(frame->shapes.size());

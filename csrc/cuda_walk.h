@@ -104,6 +104,7 @@ constexpr uint8_t kFlat = 255;
 template <int max_tensors, int max_walks, int max_dims>
 struct Batch {
   static constexpr int capacity = max_tensors, walk_capacity = max_walks, dim_capacity = max_dims;
+  static constexpr bool observes = false;
   static_assert(max_walks < kFlat, "a walk's number is a byte");
   const char* data[max_tensors];
   int64_t numel[max_tensors];  // of the walk
@@ -116,6 +117,9 @@ struct Batch {
   void* cells;
   uint32_t chunk_bytes;
   int32_t count;
+
+  // The number of elements that one position of the walk stands for.
+  NANWATCH_HD int64_t repeats_of(int tensor) const { return walk[tensor] == kFlat ? 1 : walks[walk[tensor]].repeats; }
 
   // The tensor that a chunk belongs to: the first whose end is beyond it.
   NANWATCH_HD int tensor_of(uint32_t chunk) const {

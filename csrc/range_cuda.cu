@@ -3,13 +3,12 @@
 //
 // This file cuts tensors into launches. One kernel (range_cuda_kernels.h) reads, merges and writes the rows; from the
 // inside out: cuda_lanes.h folds words, cuda_scan.h reads a block's share, cuda_walk.h says which share that is,
-// range_cuda_accumulators.h merges threads and blocks.
+// range_cuda_accumulators.h merges threads and blocks, range_cuda_observe.h looks closer for the recorder.
 #include "range_cuda.h"
 
 #include <cuda_runtime.h>
 
 #include "cuda_tensor.h"
-#include "range_cuda_examine.h"
 #include "range_cuda_kernels.h"
 
 namespace nanwatch {
@@ -39,11 +38,72 @@ using Few = Batch<16, 4, kWalkDims>;
 using Any = Batch<1, 1, kNanwatchMaxWalkDims>;
 static_assert(sizeof(Many) <= kMaxParameters, "the parameters of a launch are bounded");
 
+// The recorder's have 106 bytes more a tensor: 4 KB for a frame.
+using Frame = Observation<Batch<24, 4, kWalkDims>>;
+static_assert(sizeof(Frame) <= 4096, "parameters beyond this are copied in a slower way");
+
+// A workspace: a cell for each tensor of a launch.
+constexpr size_t kWorkspace = Many::capacity * sizeof(Cell<DeviceRange>);
+static_assert(kWorkspace >= sizeof(Cell<DeviceHealth>), "one cell for a health");
+static_assert(kWorkspace >= Frame::capacity * sizeof(Cell<Sighting>), "a cell for each of the recorder's");
+
+// Where rows go: into an array, or to the recorder.
+struct Destination {
+  double* rows;
+  const NanwatchTarget* target;
+};
+
+// Whether elements have to be known by their positions in C order; `wished`: unless another order is faster.
+enum class Positions { none, needed, wished };
+
+// The way in which a tensor is read.
+struct Plan {
+  Collapsed shape;
+  bool ordered;  // whether it tells positions
+  Dim dim[kNanwatchMaxDims];
+
+  void make(const NanwatchTensor& tensor, Positions positions) {
+    collapse_with(tensor, positions != Positions::none);
+    if (positions != Positions::wished || shape.flat) return;
+    const int64_t dims = shape.dims;
+    collapse_with(tensor, false);
+    if (!shape.flat && dims <= kWalkDims) collapse_with(tensor, true);
+  }
+
+ private:
+  void collapse_with(const NanwatchTensor& tensor, bool keep_positions) {
+    shape = collapse(tensor.dims, tensor.sizes, tensor.strides, keep_positions, dim);
+    ordered = keep_positions;
+  }
+};
+
+// The dimensions that matter, in C order, the last one for itself: a mask is judged by its rows. False if too many.
+bool describe(const NanwatchTensor& tensor, int64_t* size, int64_t* stride, uint8_t* count) {
+  const int64_t width = width_of(tensor), last = tensor.dims - 1;
+  int dims = 0;
+  for (int64_t d = 0; d <= last; ++d) {
+    if (tensor.sizes[d] == 1 && d != last) continue;
+    if (dims > 0 && d != last && stride[dims - 1] == tensor.strides[d] * width * tensor.sizes[d]) {
+      size[dims - 1] *= tensor.sizes[d];
+      stride[dims - 1] = tensor.strides[d] * width;
+      continue;
+    }
+    if (dims == kObserveDims) return false;
+    size[dims] = tensor.sizes[d];
+    stride[dims++] = tensor.strides[d] * width;
+  }
+  if (dims == 0) size[dims] = 1, stride[dims++] = width;
+  *count = uint8_t(dims);
+  return true;
+}
+
 template <class AnyBatch>
 class Launcher {
  public:
-  Launcher(void (*kernel)(AnyBatch), double* rows, void* cells, void* stream) : kernel_(kernel), stream_(stream) {
-    batch_.rows = rows;
+  Launcher(void (*kernel)(AnyBatch), const Destination& to, void* cells, void* stream)
+      : kernel_(kernel), stream_(stream) {
+    batch_.rows = to.rows;
+    if constexpr (AnyBatch::observes) batch_.target = *to.target;
     batch_.cells = cells;
     batch_.count = 0;
   }
@@ -53,15 +113,21 @@ class Launcher {
   }
 
   // False if the kernel cannot read the tensor, and then it is not in the batch.
-  bool add(const NanwatchTensor& tensor, const Collapsed& shape, const Dim* dim, bool flat, int64_t row) {
+  bool add(const NanwatchTensor& tensor, const Plan& plan, bool flat, int64_t row) {
     const int i = batch_.count;
+    const Collapsed& shape = plan.shape;
+    if constexpr (AnyBatch::observes) {
+      if (!describe(tensor, batch_.size[i], batch_.stride[i], &batch_.dims[i])) return false;
+      batch_.repeats[i] = shape.repeats;
+      batch_.ordered[i] = plan.ordered;
+    }
     batch_.data[i] = static_cast<const char*>(tensor.data);
     batch_.numel[i] = shape.numel;
     batch_.row[i] = uint32_t(row);
     batch_.format[i] = uint8_t(tensor.format);
     batch_.walk[i] = kFlat;
     if (!flat) {
-      const bool fast = fill(batch_.walks[walks_], tensor, shape, dim);
+      const bool fast = fill(batch_.walks[walks_], tensor, shape, plan.dim);
       if (!fast && AnyBatch::dim_capacity < kNanwatchMaxWalkDims) return false;
       batch_.walk[i] = uint8_t(walks_++);
     }
@@ -95,105 +161,42 @@ class Launcher {
   AnyBatch batch_;
 };
 
-template <class Accumulator, class AnyBatch>
-int reduce(const NanwatchTensor* tensors, int64_t count, double* rows, void* workspace, int device, void* stream) {
+template <class Accumulator, class AnyBatch, class Alone>
+int reduce(const NanwatchTensor* tensors, int64_t count, const Destination& to, void* workspace, int device,
+           void* stream) {
   if (count == 0) return 0;
   // This runtime is not the one torch uses: set the device here too, or a thread that has no context yet launches on 0.
   if (const int error = checked(cudaSetDevice(device))) return error;
-  constexpr bool keep_positions = Accumulator::columns == kHealthColumns;
-  Launcher<AnyBatch> together(fast_kernel<Accumulator, AnyBatch>, rows, workspace, stream);
+  constexpr bool counts = Accumulator::columns == kHealthColumns;
+  constexpr Positions positions = AnyBatch::observes ? Positions::wished : counts ? Positions::needed : Positions::none;
+  Launcher<AnyBatch> together(fast_kernel<Accumulator, AnyBatch>, to, workspace, stream);
+  Plan plan;
   for (int64_t row = 0; row < count; ++row) {
     const NanwatchTensor& tensor = tensors[row];
     if (tensor.dims > kNanwatchMaxDims) return kNanwatchTooManyDims;
-    Dim dim[kNanwatchMaxDims];
-    const Collapsed shape = collapse(tensor.dims, tensor.sizes, tensor.strides, keep_positions, dim);
-    // A health of repeated elements has to multiply its counts, which a walk knows of.
-    const bool flat = shape.flat && aligned(tensor) && (shape.repeats == 1 || !keep_positions);
+    plan.make(tensor, positions);
+    // A health of repeated elements has to multiply its counts, which a walk knows of, and an observation.
+    const bool flat = plan.shape.flat && aligned(tensor) && (plan.shape.repeats == 1 || positions != Positions::needed);
     if (!together.has_room(flat))
       if (const int error = together.flush()) return error;
-    if (aligned(tensor) && shape.dims <= kWalkDims && together.add(tensor, shape, dim, flat, row)) continue;
-    if (shape.dims > kNanwatchMaxWalkDims) return kNanwatchTooManyDims;
-    Launcher<Any> alone(plain_kernel<Accumulator, Any>, rows, workspace, stream);
-    alone.add(tensor, shape, dim, false, row);
+    if (aligned(tensor) && plan.shape.dims <= kWalkDims && together.add(tensor, plan, flat, row)) continue;
+    if (!plan.ordered && positions != Positions::none) plan.make(tensor, Positions::needed);
+    if (plan.shape.dims > kNanwatchMaxWalkDims) return kNanwatchTooManyDims;
+    Launcher<Alone> alone(plain_kernel<Accumulator, Alone>, to, workspace, stream);
+    alone.add(tensor, plan, false, row);
     if (const int error = alone.flush()) return error;
   }
   return together.flush();
 }
 
-// Tensors that one launch of the second kernel takes: 2.5 KiB of parameters, or 10 KiB where so much is allowed.
-#if CUDART_VERSION >= 12010
-using ExamineMany = Examination<64>;
-#else
-using ExamineMany = Examination<24>;
-#endif
-using ExamineFew = Examination<16>;
-static_assert(sizeof(ExamineMany) <= kMaxParameters, "the parameters of a launch are bounded");
-
-// A workspace: the cells of the ranges or the health, those of the second kernel, and the ranges between the two.
-constexpr size_t kRangeCells = Many::capacity * sizeof(Cell<DeviceRange>);
-constexpr size_t kExamineCells = ExamineMany::capacity * sizeof(Cell<Examined>);
-constexpr size_t kBetween = ExamineMany::capacity * kRangeColumns * sizeof(double);
-static_assert(kRangeCells >= sizeof(Cell<DeviceHealth>), "one cell for a health");
-
-// The dimensions that matter, in C order, the last one for itself: a mask is judged by its rows. False if too many.
-template <class AnyExamination>
-bool add(AnyExamination* all, const NanwatchTensor& tensor) {
-  const int i = all->count;
-  int64_t* const size = all->size[i];
-  int64_t* const stride = all->stride[i];
-  const int64_t width = width_of(tensor), last = tensor.dims - 1;
-  int dims = 0;
-  int64_t numel = 1;
-  for (int64_t d = 0; d <= last; ++d) {
-    numel *= tensor.sizes[d];
-    if (tensor.sizes[d] == 1 && d != last) continue;
-    if (dims > 0 && d != last && stride[dims - 1] == tensor.strides[d] * width * tensor.sizes[d]) {
-      size[dims - 1] *= tensor.sizes[d];
-      stride[dims - 1] = tensor.strides[d] * width;
-      continue;
-    }
-    if (dims == kExamineDims) return false;
-    size[dims] = tensor.sizes[d];
-    stride[dims++] = tensor.strides[d] * width;
-  }
-  if (dims == 0) size[dims] = 1, stride[dims++] = width;
-  const int64_t blocks = (numel + kExaminePerBlock - 1) / kExaminePerBlock;
-  const int64_t used = blocks < 1 ? 1 : blocks > int64_t(kExamineBlocks) ? int64_t(kExamineBlocks) : blocks;
-  all->data[i] = static_cast<const char*>(tensor.data);
-  all->numel[i] = numel;
-  all->dims[i] = uint8_t(dims);
-  all->format[i] = uint8_t(tensor.format);
-  all->end[i] = (i == 0 ? 0 : all->end[i - 1]) + uint32_t(used);
-  ++all->count;
-  return true;
-}
-
-template <class AnyExamination>
-int observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget& target, void* workspace, int device,
-            void* stream) {
-  char* const memory = static_cast<char*>(workspace);
-  auto* const between = reinterpret_cast<double*>(memory + kRangeCells + kExamineCells);
-  AnyExamination all;
-  all.count = 0;
-  all.ranges = between;
-  all.cells = memory + kRangeCells;
-  all.target = target;
-  for (int64_t i = 0; i < count; ++i)
-    if (!add(&all, tensors[i])) return kNanwatchTooManyDims;
-  if (const int error = nanwatch_cuda_ranges(tensors, count, between, workspace, device, stream)) return error;
-  void* arguments[] = {&all};
-  return checked(cudaLaunchKernel(examine_kernel<AnyExamination>, dim3(all.end[count - 1]), dim3(kThreads), arguments,
-                                  0, static_cast<cudaStream_t>(stream)));
-}
-
-// Whether the kernels can walk the tensor, so that nothing is enqueued where one of several cannot be.
+// Whether the recorder's kernels can walk the tensor, so that nothing is enqueued where one of several cannot be.
 bool can_observe(const NanwatchTensor& tensor) {
   if (tensor.dims > kNanwatchMaxDims) return false;
-  Dim dim[kNanwatchMaxDims];
-  ExamineFew one;
-  one.count = 0;
-  return collapse(tensor.dims, tensor.sizes, tensor.strides, false, dim).dims <= kNanwatchMaxWalkDims &&
-         add(&one, tensor);
+  int64_t size[kObserveDims], stride[kObserveDims];
+  uint8_t dims;
+  Plan plan;
+  plan.make(tensor, Positions::needed);
+  return plan.shape.dims <= kNanwatchMaxWalkDims && describe(tensor, size, stride, &dims);
 }
 
 // While one lives an allocation on this thread is no error, and no end, of a capture elsewhere.
@@ -214,8 +217,7 @@ class Uncaptured {
 extern "C" {
 
 size_t nanwatch_cuda_workspace(void) {
-  using namespace nanwatch;
-  return kRangeCells + kExamineCells + kBetween;
+  return nanwatch::kWorkspace;
 }
 
 int nanwatch_cuda_clear(void* workspace, int device, void* stream) {
@@ -226,12 +228,13 @@ int nanwatch_cuda_clear(void* workspace, int device, void* stream) {
 int nanwatch_cuda_ranges(const NanwatchTensor* tensors, int64_t count, double* rows, void* workspace, int device,
                          void* stream) {
   using namespace nanwatch;
-  const auto reduction = count <= Few::capacity ? reduce<DeviceRange, Few> : reduce<DeviceRange, Many>;
-  return reduction(tensors, count, rows, workspace, device, stream);
+  const auto reduction = count <= Few::capacity ? reduce<DeviceRange, Few, Any> : reduce<DeviceRange, Many, Any>;
+  return reduction(tensors, count, {rows, nullptr}, workspace, device, stream);
 }
 
 int nanwatch_cuda_health(const NanwatchTensor* tensor, double* row, void* workspace, int device, void* stream) {
-  return nanwatch::reduce<nanwatch::DeviceHealth, nanwatch::Few>(tensor, 1, row, workspace, device, stream);
+  using namespace nanwatch;
+  return reduce<DeviceHealth, Few, Any>(tensor, 1, {row, nullptr}, workspace, device, stream);
 }
 
 int nanwatch_cuda_observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, void* workspace,
@@ -239,18 +242,7 @@ int nanwatch_cuda_observe(const NanwatchTensor* tensors, int64_t count, const Na
   using namespace nanwatch;
   for (int64_t i = 0; i < count; ++i)
     if (!can_observe(tensors[i])) return kNanwatchTooManyDims;
-  for (int64_t done = 0; done < count;) {
-    const bool few = count - done <= ExamineFew::capacity;
-    const int64_t most = few ? ExamineFew::capacity : ExamineMany::capacity;
-    const int64_t now = count - done < most ? count - done : most;
-    NanwatchTarget rest = *target;
-    rest.rows += done * target->spacing;
-    rest.first += uint64_t(done);
-    const auto enqueue = few ? observe<ExamineFew> : observe<ExamineMany>;
-    if (const int error = enqueue(tensors + done, now, rest, workspace, device, stream)) return error;
-    done += now;
-  }
-  return 0;
+  return reduce<Sighting, Frame, Observation<Any>>(tensors, count, {nullptr, target}, workspace, device, stream);
 }
 
 int nanwatch_cuda_step(uint64_t* step, uint64_t* done, int device, void* stream) {

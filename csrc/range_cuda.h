@@ -28,16 +28,17 @@ typedef struct NanwatchTensor {
   int32_t format;  // nanwatch::Format
 } NanwatchTensor;
 
-// The columns of nanwatch::Health::write, and two that tell an additive mask: how many elements are minus the largest
-// number, and how many rows (over the last dimension) have no zero.
-enum { kNanwatchRowValues = 13 };
+// The columns of nanwatch::Health::write, and whether (1 or 0) the tensor may be an additive mask: zeros and -inf, or
+// zeros and, in a format of 16 bits or more, minus the largest number; nothing else, and in each row (over the last
+// dimension) a zero.
+enum { kNanwatchRowValues = 12 };
 
 // A row as a device delivers it, into host memory.
 typedef struct NanwatchRow {
   double values[kNanwatchRowValues];
-  double examined;    // not 0: all the values are filled; else the first three
-  uint64_t reserved;  // 128 bytes, so that no two rows share a cache line
-  uint64_t stamp;     // written last, when the rest can be read
+  double examined;       // not 0: all the values are filled; else the first three
+  uint64_t reserved[2];  // 128 bytes, so that no two rows share a cache line
+  uint64_t stamp;        // written last, when the rest can be read
 } NanwatchRow;
 
 // Where the rows of a call go. Row i is rows[i * spacing], and its stamp `first` + i. With `step`, a counter in device
@@ -51,8 +52,7 @@ typedef struct NanwatchTarget {
 } NanwatchTarget;
 
 // Bytes of device memory, aligned to 8, where the blocks of a launch meet. It must be zero when work begins and is left
-// zero (but for its end, where nanwatch_cuda_observe keeps what nobody else reads), so that one serves all calls on one
-// stream, one after the other; two streams must not share one.
+// zero, so that one serves all calls on one stream, one after the other; two streams must not share one.
 size_t nanwatch_cuda_workspace(void);
 
 // Makes a workspace zero, in stream order.
@@ -66,8 +66,9 @@ int nanwatch_cuda_ranges(const NanwatchTensor* tensors, int64_t count, double* r
 // row[0..10] = the columns of nanwatch::Health::write.
 int nanwatch_cuda_health(const NanwatchTensor* tensor, double* row, void* workspace, int device, void* stream);
 
-// The range of every tensor, and of one that is not finite, or that may be an additive mask, its health and what tells
-// a mask. Two launches for up to 16 tensors, more for more of them; all is enqueued, or with a negative code nothing.
+// The range of every tensor, and all the columns of one that is not finite or may be an additive mask. One launch for
+// up to 24 tensors, more for more of them or for one that has its own; all is enqueued, or with a negative code
+// nothing.
 int nanwatch_cuda_observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, void* workspace,
                           int device, void* stream);
 

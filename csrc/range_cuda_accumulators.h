@@ -39,6 +39,11 @@ struct DeviceRange {
     return {range.hi, typename Codes<F>::Word(~range.lo)};
   }
 
+  __device__ void merge(const DeviceRange& other) {
+    hi = larger(hi, other.hi);
+    not_lo = larger(not_lo, other.not_lo);
+  }
+
   template <Format F>
   __device__ Range<F> narrow() const {
     using Word = typename Codes<F>::Word;

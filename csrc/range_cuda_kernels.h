@@ -3,74 +3,11 @@
 
 #include <cuda_runtime.h>
 
-#include <utility>
-
-#include "range_cuda_accumulators.h"
+#include "range_cuda_formats.h"
+#include "range_cuda_observe.h"
 
 namespace nanwatch {
 namespace {
-
-// ---- formats on the device ------------------------------------------------------------------------------------------
-
-// Calls fn(FormatTag<F>{}) for the run-time format. with_format is its host twin; the format is the same for a whole
-// block, so nothing diverges.
-template <int I = 0, class Fn>
-__device__ __forceinline__ void with_device_format(Format format, const Fn& fn) {
-  if (format == Format(I)) {
-    fn(FormatTag<Format(I)>{});
-  } else if constexpr (I < int(Format::i64)) {
-    with_device_format<I + 1>(format, fn);
-  }
-}
-
-// The formats that are read by the same code as F, those with its width and sign, as a set of bits.
-template <Format F, int... I>
-constexpr uint32_t alike(std::integer_sequence<int, I...>) {
-  return ((uint32_t(sizeof(typename Codes<F>::Word) == sizeof(typename Codes<Format(I)>::Word) &&
-                    Codes<F>::sign == Codes<Format(I)>::sign)
-           << I) |
-          ...);
-}
-template <Format F>
-constexpr uint32_t kAlike = alike<F>(std::make_integer_sequence<int, int(Format::i64) + 1>());
-
-// The same for the first format of those that are read alike: 13 loops in place of 18.
-template <int I = 0, class Fn>
-__device__ __forceinline__ void with_device_layout(Format format, const Fn& fn) {
-  constexpr uint32_t formats = kAlike<Format(I)>;
-  if constexpr ((formats & ((1u << I) - 1)) == 0) {
-    if (formats >> int(format) & 1) return fn(FormatTag<Format(I)>{});
-  }
-  if constexpr (I < int(Format::i64)) with_device_layout<I + 1>(format, fn);
-}
-
-// ---- the row --------------------------------------------------------------------------------------------------------
-
-// Range<F>::write for the run-time format. Not inlined: 18 decodings, for one thread of a launch.
-__device__ __noinline__ void write_row(const DeviceRange& range, Format format, double* row) {
-  with_device_format(format, [&](auto tag) { range.narrow<decltype(tag)::format>().write(row); });
-}
-
-// The columns of Health::write.
-__device__ void write_row(const DeviceHealth& health, Format format, double* row) {
-  write_row(health.range, format, row);
-  write_row(health.finite, format, row + 3);  // and isfinite into the next column, which is written after it
-  row[5] = double(health.num_nan);
-  row[6] = double(health.num_posinf);
-  row[7] = double(health.num_neginf);
-  row[8] = double(health.num_zero);
-  row[9] = double(health.num_subnormal);
-  row[10] = health.not_first == 0 ? -1.0 : double(~health.not_first);
-}
-
-// ---- the kernels ----------------------------------------------------------------------------------------------------
-
-// The number of elements that one position of the walk stands for.
-template <class AnyBatch>
-__device__ int64_t repeats_of(const AnyBatch& batch, const Share& share) {
-  const int number = batch.walk[share.tensor];
-  return number == kFlat ? 1 : batch.walks[number].repeats;
-}
 
 template <class AnyBatch>
 __device__ __forceinline__ void health_of_share(const AnyBatch& batch, const Share& share, Format format,
@@ -83,7 +20,7 @@ __device__ __forceinline__ void health_of_share(const AnyBatch& batch, const Sha
     constexpr Format F = decltype(tag)::format;
     Health<F> health;
     scan_plainly<typename Codes<F>::Word>(health, batch, share);
-    mine = DeviceHealth::from<F>(health, repeats_of(batch, share));
+    mine = DeviceHealth::from<F>(health, batch.repeats_of(share.tensor));
   });
   merged.merge_atomically(mine);
   __syncthreads();
@@ -105,7 +42,7 @@ __device__ __forceinline__ void total_of_block(const AnyBatch& batch, const Shar
     with_device_format(format, [&](auto tag) {
       constexpr Format F = decltype(tag)::format;
       again = !is_finite<F>(typename Codes<F>::Word(block.hi));
-      *total = DeviceHealth::from<F>(block, repeats_of(batch, share));
+      *total = DeviceHealth::from<F>(block, batch.repeats_of(share.tensor));
     });
   }
   __syncthreads();
@@ -117,6 +54,29 @@ template <class Accumulator, class AnyBatch>
 __device__ __forceinline__ void deliver(const AnyBatch& batch, const Share& share, Format format, Accumulator& total) {
   if (meet(static_cast<Cell<Accumulator>*>(batch.cells) + share.tensor, share.chunks, total))
     write_row(total, format, batch.rows + int64_t(batch.row[share.tensor]) * Accumulator::columns);
+}
+
+// All threads of a block, after its share was read.
+template <class Accumulator, class AnyBatch>
+__device__ __forceinline__ void conclude(const AnyBatch& batch, const Share& share, Format format,
+                                         const BlockBits& block) {
+  Accumulator total;
+  total_of_block(batch, share, format, block, &total);
+  if (threadIdx.x == 0) deliver(batch, share, format, total);
+}
+
+// The same, where the share is still to be read: one element at a time. The minima are the health's, a range is a part
+// of it.
+template <class Accumulator, class AnyBatch>
+__device__ void conclude_plainly(const AnyBatch& batch, const Share& share, Format format) {
+  DeviceHealth health;
+  health_of_share(batch, share, format, &health);
+  if (threadIdx.x != 0) return;
+  if constexpr (Accumulator::columns == kHealthColumns) {
+    deliver(batch, share, format, health);
+  } else {
+    deliver(batch, share, format, health.range);
+  }
 }
 
 template <class Accumulator, class AnyBatch>
@@ -146,13 +106,10 @@ __global__ void __launch_bounds__(kThreads, 2) fast_kernel(const __grid_constant
       bits = {ends.hi, ends.not_lo, 0, 0};
     }
   });
-  bits = merge_block<counts>(bits, narrow);
-  Accumulator total;
-  total_of_block(batch, share, format, bits, &total);
-  if (threadIdx.x == 0) deliver(batch, share, format, total);
+  conclude<Accumulator>(batch, share, format, merge_block<counts>(bits, narrow));
 }
 
-// The plain kernel: any tensor, one element at a time. Its minima are the health's, its row a part of it.
+// The plain kernel: any tensor.
 template <class Accumulator, class AnyBatch>
 __global__ void __launch_bounds__(kThreads, 2) plain_kernel(const __grid_constant__ AnyBatch batch) {
   const Format format = Format(batch.format[0]);
@@ -160,14 +117,7 @@ __global__ void __launch_bounds__(kThreads, 2) plain_kernel(const __grid_constan
   with_device_format(format, [&](auto tag) {
     share = batch.share(0, blockIdx.x, sizeof(typename Codes<decltype(tag)::format>::Word));
   });
-  DeviceHealth health;
-  health_of_share(batch, share, format, &health);
-  if (threadIdx.x != 0) return;
-  if constexpr (Accumulator::columns == kHealthColumns) {
-    deliver(batch, share, format, health);
-  } else {
-    deliver(batch, share, format, health.range);
-  }
+  conclude_plainly<Accumulator>(batch, share, format);
 }
 
 }  // namespace

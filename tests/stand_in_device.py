@@ -34,9 +34,9 @@ class Row(ctypes.Structure):
     """NanwatchRow."""
 
     _fields_ = (
-        ("values", ctypes.c_double * 13),
+        ("values", ctypes.c_double * 12),
         ("examined", ctypes.c_double),
-        ("reserved", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64 * 2),
         ("stamp", ctypes.c_uint64),
     )
 
@@ -95,16 +95,22 @@ def tensor_at(described: DescribedTensor) -> Tensor:
 
 def values_of(x: Tensor) -> tuple[list[float], bool]:
     """What the device writes of a tensor, and whether it had to look closer."""
-    health = _reference.health(x)
-    values = [*health.tolist(), 0.0, 0.0]
-    is_float = x.dtype.is_floating_point
-    largest = torch.finfo(x.dtype).max if is_float else -1.0
-    if values[2] != 0 and not (values[0] == 0 and values[1] == largest):
-        return [*values[:3], *[float("nan")] * 10], False
-    wide = x.double()
-    values[11] = float((wide == -largest).sum())
-    values[12] = float((~(wide == 0).any(dim=-1)).sum()) if x.dim() else float(wide != 0)
+    values = [*_reference.health(x).tolist(), float(is_mask_like(x))]
+    if values[2] != 0 and not values[11]:
+        return [*values[:3], *[float("nan")] * 9], False
     return values, True
+
+
+def is_mask_like(x: Tensor) -> bool:
+    """Zeros and -inf, or zeros and the lowest number of 16 bits and more; a zero in each row."""
+    if not x.dtype.is_floating_point or x.numel() == 0:
+        return False
+    wide = x.double().reshape(-1, x.shape[-1] if x.dim() else 1)
+    is_zero = wide == 0
+    lowest = [float("-inf")] + ([torch.finfo(x.dtype).min] if x.dtype.itemsize > 1 else [])
+    return bool(is_zero.any(dim=1).all()) and any(
+        bool((is_zero | (wide == low)).all() and (wide == low).any()) for low in lowest
+    )
 
 
 def write_row(address: int, stamp: int, values: list[float], examined: bool) -> None:

@@ -176,16 +176,22 @@ def test_instructions_per_64_bytes(architecture: str, what: str, name: str) -> N
 def test_the_library_spills_nothing(architecture: str) -> None:
     """Every kernel keeps to 64 registers, so that two blocks fit a multiprocessor, and leaves local memory alone.
 
-    But for the part of examine_kernel that runs for a tensor that is not finite.
+    But for the recorder's: after its loops it calls what looks closer, and hands that its arguments there. Its plain
+    kernel, for memory that is misaligned, does so all along.
     """
     report, _ = _compiled("csrc/range_cuda.cu", architecture)
     registers = dict(re.findall(r"Compiling entry function '(\w+)'(?:.*\n)+?.*Used (\d+) registers", report))
-    assert len([name for name in registers if "examine" not in name]) == 6
     assert len(registers) == 8
     assert max(map(int, registers.values())) <= 64
-    for name, lines in functions("csrc/range_cuda.cu", architecture).items():
-        if "examine" not in name:
-            assert not [line for line in lines if line.startswith(("STL", "LDL"))], name
+    found = functions("csrc/range_cuda.cu", architecture)
+    assert [name for name in found if "fast_kernel" in name and "Sighting" in name]
+    for name, lines in found.items():
+        if "fast_kernel" in name and "Sighting" in name:
+            lines = [line for loop in inner_loops(lines) if any(map(is_load, loop)) for line in loop]
+            assert lines
+        elif "plain_kernel" in name and "Sighting" in name:
+            continue
+        assert not [line for line in lines if line.startswith(("STL", "LDL"))], name
 
 
 @pytest.mark.parametrize("architecture", ["80", "90"])
@@ -196,7 +202,7 @@ def test_every_format_of_the_library_has_its_loop(architecture: str) -> None:
         for name, lines in functions("csrc/range_cuda.cu", architecture).items()
         if "fast_kernel" in name
     }
-    assert len(fast) == 3
+    assert len(fast) == 4
     for name, lines in fast.items():
         loops = [loop for loop in inner_loops(lines) if sum(map(is_load, loop)) == 4]
         assert len(loops) == 13

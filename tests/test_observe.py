@@ -95,6 +95,19 @@ def test_a_trace_does_not_see_the_look_at_a_mask(masked: float) -> None:
     assert all(type(size) is int for size in record.shape)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]
+)
+def test_a_saturated_tensor_of_8_bits_is_no_mask(dtype: torch.dtype) -> None:
+    """Zeros and the lowest number are what saturation leaves in 8 bits; with -inf they are a mask in any format."""
+    model = Takes()
+    with watch(model, on_nonfinite="record", check="module") as w:
+        for masked, note in ((torch.finfo(dtype).min, "mask" if dtype.itemsize > 1 else ""), (-INF, "mask")):
+            model(mask_of(masked).to(dtype))
+            assert w.frames[-1].records[0].note == note
+    assert observe(mask_of(-INF).to(dtype), "input[0]", "input")[8] == "mask"
+
+
 def test_a_look_leaves_the_trace_on() -> None:
     """After a look, a fault or a refusal included, torch.jit.trace goes on where it was."""
     seen: list[bool] = []

@@ -108,7 +108,12 @@ def _shape(x: Tensor) -> tuple[int, ...] | None:
 
 def _may_be_finite_mask(x: Tensor, row: Row) -> bool:
     """Whether the range is that of an additive mask made with the dtype's minimum in place of -inf."""
-    return row[1] in ("input", "buffer") and x.dtype.is_floating_point and row[5] == _largest(x.dtype)
+    return row[1] in ("input", "buffer") and _masks_with_lowest(x.dtype) and row[5] == _largest(x.dtype)
+
+
+def _masks_with_lowest(dtype: torch.dtype) -> bool:
+    """Not in 8 bits, where finite tensors are full of the largest number by saturation."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _largest(dtype: torch.dtype) -> float:
@@ -156,13 +161,7 @@ def arrived(
     if len(values) == 3:
         return row
     health = health_of(values[:11], shape)
-    num_lowest, rows_without_zero = values[11:]
-    is_mask = (
-        role in ("input", "buffer")
-        and _may_be_mask(health, getattr(torch, dtype), len(shape))
-        and health.num_zero + (health.num_neginf or num_lowest) == health.numel
-        and rows_without_zero == 0
-    )
+    is_mask = role in ("input", "buffer") and len(shape) > 0 and values[11] != 0
     return _with_health(row, health, is_mask, allow_inf)
 
 
@@ -178,8 +177,12 @@ def _is_mask(x: Tensor, health: TensorHealth) -> bool:
         local = local_shard(x)
         values = (x if local is None else local).detach()
         is_zero = values == 0
-        num_masked = health.num_neginf or int((values == -_largest(x.dtype)).sum())
-        return health.num_zero + num_masked == health.numel and bool(is_zero.any(dim=-1).all())
+        num_masked = health.num_neginf
+        if num_masked == 0 and _masks_with_lowest(x.dtype):
+            num_masked = int((values == -_largest(x.dtype)).sum())
+        if num_masked == 0 or health.num_zero + num_masked != health.numel:
+            return False
+        return bool(is_zero.any(dim=-1).all())
 
 
 def _may_be_mask(health: TensorHealth, dtype: torch.dtype, dims: int) -> bool:

@@ -186,6 +186,15 @@ inline bool __any_sync(unsigned, bool value) {
   return cuda_host::exchange(value, 0, [](auto a, auto b) { return a | b; }) != 0;
 }
 
+inline unsigned __ballot_sync(unsigned, bool value) {
+  const unsigned long long mine = value ? 1ull << (threadIdx.x % cuda_host::kWarp) : 0;
+  return unsigned(cuda_host::exchange(mine, 0, [](auto a, auto b) { return a | b; }));
+}
+
+inline int __ffs(int word) {
+  return __builtin_ffs(word);
+}
+
 inline void __threadfence() {}
 inline void __threadfence_system() {}
 
