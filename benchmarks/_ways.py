@@ -32,13 +32,14 @@ SLOW = ("transformers", "detect-anomaly")
 class Ways:
     """The ways of these names on `model`, and the plain one; `by_name` has a context for each.
 
-    `timed` is a watch that measures its own time, None unless "nanwatch" is among them. It makes no forecasts: those
-    look at each of the first 64 batches, as far as their share of time allows, and then at one in 16.
+    `timed` has the watches that measure their own time, by the way they are of: "nanwatch" and "gradients". They make
+    no forecasts: those look at each of the first 64 batches, as far as their share of time allows, and then at one in
+    16.
     `folder` is where the trace goes.
     """
 
     def __init__(self, model: nn.Module, names: set[str], folder: Path) -> None:
-        self.timed: nanwatch.Watch | None = None
+        self.timed: dict[str, nanwatch.Watch] = {}
         self.trace: nanwatch.Watch | None = None
         self._watches: list[nanwatch.Watch] = []
         self._model = model
@@ -47,8 +48,7 @@ class Ways:
             self.by_name["nanwatch"] = self._watching()
             # Where the host waits for a device at the end of a batch, that is no time of its own.
             check = "async" if "async" in names else "auto"
-            self.by_name["timed"] = self._watching(_measure_time=True, forecast=False, check=check)
-            self.timed = self._watches[-1]
+            self._time("nanwatch", check=check)
         if "async" in names:
             self.by_name["async"] = self._watching(check="async")
         if "forecast-off" in names:
@@ -58,6 +58,7 @@ class Ways:
             self.trace = self._watches[-1]
         if "gradients" in names:
             self.by_name["gradients"] = self._watching(gradients=True)
+            self._time("gradients", gradients=True)
         if "detect-anomaly" in names:
             self.by_name["detect-anomaly"] = _anomaly
         if "transformers" in names:
@@ -81,6 +82,10 @@ class Ways:
         """Stop all watches; the trace is whole on disk then."""
         for watch in self._watches:
             watch.stop()
+
+    def _time(self, name: str, **options: Any) -> None:
+        self.by_name[f"timed {name}"] = self._watching(_measure_time=True, forecast=False, **options)
+        self.timed[name] = self._watches[-1]
 
     def _watching(self, **options: Any) -> Way:
         watch = nanwatch.watch(self._model, **options)

@@ -4,12 +4,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <chrono>
 #include <list>
 #include <string_view>
 #include <unordered_set>
 
 #include "gradient_log.h"
+#include "stopwatch.h"
 
 namespace py = pybind11;
 
@@ -23,26 +23,6 @@ std::unordered_set<uint64_t>& living() {
   static auto* const ids = new std::unordered_set<uint64_t>;
   return *ids;
 }
-
-int64_t now() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-// Adds the time until its end to a counter.
-class Stopwatch {
- public:
-  Stopwatch(bool on, int64_t* total) : total_(on ? total : nullptr), start_(on ? now() : 0) {}
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-  ~Stopwatch() {
-    if (total_ != nullptr) *total_ += now() - start_;
-  }
-
- private:
-  int64_t* total_;
-  int64_t start_;
-};
 
 // Whether the class is one of FSDP's, the first (a wrapper) or the second (put between a class and its module).
 bool is_sharded(PyTypeObject* type) {
@@ -69,9 +49,7 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object l
       id_(next_id++) {
   std::sort(traced_.begin(), traced_.end());
   living().insert(id_);
-  if (options.gradients)
-    gradient_log_ =
-        std::make_shared<GradientLog>(this, observer_.observe_helper(), options.counts, options.verify_hits);
+  if (options.gradients) gradient_log_ = std::make_shared<GradientLog>(this, observer_.observe_helper(), options);
 }
 
 CallRecorder::~CallRecorder() {

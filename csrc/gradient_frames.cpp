@@ -6,6 +6,7 @@
 
 #include "call_recorder.h"
 #include "gradient_log.h"
+#include "stopwatch.h"
 
 namespace py = pybind11;
 
@@ -69,6 +70,8 @@ void CallRecorder::follow_gradients(const Thread& thread, int32_t index, int32_t
 
 bool CallRecorder::finish_backward(std::unique_ptr<Backward> backward) {
   if (!backward || paused) return true;
+  const Stopwatch stopwatch(measures_time_, &observer_.counters.nanoseconds);
+  observer_.counters.nanoseconds += backward->nanoseconds;
   observer_.counters.tensors += int64_t(backward->events.size());
   observer_.counters.tensors_read += backward->tensors_read;
   observer_.counters.bytes_read += backward->bytes_read;

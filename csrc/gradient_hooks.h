@@ -13,6 +13,7 @@
 
 #include "formats.h"
 #include "gradient_log.h"
+#include "stopwatch.h"
 
 namespace nanwatch {
 
@@ -31,13 +32,16 @@ class GradientHook : public torch::autograd::FunctionPreHook {
   void look(const Look& with_log) {
     const std::shared_ptr<GradientLog> log = log_.lock();
     if (!log) return;
+    int64_t nanoseconds = 0;
     try {
+      const Stopwatch stopwatch(log->measures_time, &nanoseconds);
       with_log(*log);
     } catch (python_error&) {
       throw;  // Ctrl-C
     } catch (const std::exception& error) {
       TORCH_WARN_ONCE("nanwatch: a gradient could not be looked at: ", error.what());
     }
+    if (log->measures_time) log->spend(nanoseconds);
   }
 
  private:

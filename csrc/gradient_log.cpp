@@ -305,6 +305,11 @@ double GradientLog::arrived(const at::Tensor& gradient, const Place& place, cons
   return 0;
 }
 
+void GradientLog::spend(int64_t nanoseconds) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (Backward* const backward = find(autograd::get_current_graph_task_id())) backward->nanoseconds += nanoseconds;
+}
+
 std::unique_ptr<Backward> GradientLog::take(int64_t task) {
   const std::lock_guard<std::mutex> lock(mutex);
   for (auto it = backwards_.begin(); it != backwards_.end(); ++it)

@@ -65,7 +65,8 @@ struct Backward {
   std::vector<int64_t> shapes;
   std::vector<PyObject*> python_rows;  // owned
   int64_t arrivals = 0, tensors_read = 0, bytes_read = 0, stale_hits = 0;
-  RecentGradients recent;  // by the number of the event
+  int64_t nanoseconds = 0;  // spent in the hooks; only when asked for
+  RecentGradients recent;   // by the number of the event
 
   explicit Backward(int64_t its_task) : task(its_task) {}
   Backward(const Backward&) = delete;
@@ -91,10 +92,13 @@ struct Backward {
 
 class GradientLog : public std::enable_shared_from_this<GradientLog> {
  public:
-  // `observe` as in Helpers; with `counts` it makes every row. `verify_hits` as in Options. The recorder outlives its
-  // log, or says so with `leave`.
-  GradientLog(CallRecorder* recorder, pybind11::object observe, bool counts, bool verify_hits)
-      : recorder_(recorder), observe_(std::move(observe)), counts_(counts), verify_hits_(verify_hits) {}
+  // `observe` as in Helpers; with `counts` it makes every row. The recorder outlives its log, or says so with `leave`.
+  GradientLog(CallRecorder* recorder, pybind11::object observe, const Options& options)
+      : measures_time(options.measure_time),
+        recorder_(recorder),
+        observe_(std::move(observe)),
+        counts_(options.counts),
+        verify_hits_(options.verify_hits) {}
   GradientLog(const GradientLog&) = delete;
   GradientLog& operator=(const GradientLog&) = delete;
   ~GradientLog();
@@ -118,11 +122,13 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   std::unique_ptr<Backward> take_bad();
 
   void over(int64_t task, bool completed);
+  void spend(int64_t nanoseconds);  // on this thread's backward
   void leave() { recorder_ = nullptr; }
 
   // Takes this log's hook from a leaf.
   void release(const at::Tensor& leaf);
 
+  const bool measures_time;
   std::atomic<bool> tells_start{false};
   // Whether gradients that were finite may have a sum in some leaf that is not; and how often that was looked at.
   std::atomic<bool> sums_may_overflow{false};
