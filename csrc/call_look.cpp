@@ -1,6 +1,8 @@
 // The part of CallRecorder for batches whose rows are on a device: putting their frames aside, and looking at them when
 // the rows have come. What is then told is what is told on the host, in the same order: of each frame after it was put
 // into the ring and before the next one is, so that a report ends at the first faulty frame.
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -96,6 +98,8 @@ bool CallRecorder::close(Thread& thread, bool completed) {
   batch.given.batch = batch.number;
   if (!observer_.observe_given(given_to(thread).ptr(), thread.kwargs, &batch.given)) PyErr_Clear();
   batch.end(*RowTable::instance(), completed);
+  // Compiled code runs without grad mode, whatever comes of its results.
+  batch.has_graph = thread.given != nullptr || at::GradMode::is_enabled();
   // Nobody acts on a recomputation's fault before its backward has ended: no reason to stop the device in between.
   return !batch.recomputed && (check_ != Check::async || is_traced(batch.number));
 }
@@ -113,13 +117,14 @@ bool CallRecorder::look_at_batches(Thread& thread, bool wait, bool all) {
       return batch->ended && (all || batch->thread == &thread);
     });
     if (found == pending_.end()) return true;
-    if (!wait && !table.have_come((*found)->awaited, (*found)->marks)) return true;
+    std::shared_ptr<const Awaited> awaited = (*found)->awaited;
+    if (!wait && !table.have_come(awaited->rows, awaited->marks)) return true;
     const std::unique_ptr<PendingBatch> batch = std::move(*found);
     pending_.erase(found);
-    if (wait) table.wait(batch->awaited, batch->marks);
-    if (!table.have_come(batch->awaited, batch->marks))
-      for (const LatePtr& row : batch->awaited) row->lose(0);  // the stream is being captured: no telling when
-    batch->marks.clear();
+    if (wait) table.wait(awaited->rows, awaited->marks);
+    if (!table.have_come(awaited->rows, awaited->marks))
+      for (const LatePtr& row : awaited->rows) row->lose(0);  // the stream is being captured: no telling when
+    awaited = batch->awaited = nullptr;
     if (!tell_of(*batch)) return false;
   }
 }
@@ -261,6 +266,32 @@ void CallRecorder::look_from_python(bool wait) {
   if (thread.recording) return;
   const Recording recording(&thread);
   if (!look(thread, wait, true)) throw py::error_already_set();
+}
+
+bool CallRecorder::may_be_late() const {
+  return !pending_.empty() || !graphs_.empty();
+}
+
+// Up to the newest batch that a step may take, newest first: behind its marks there is nothing left to wait for of
+// those before it that ran on the same streams. A recomputation by itself is not waited for: the first layers' comes at
+// the end of the backward. It says that a batch without a graph may have been checkpointed as a whole.
+void CallRecorder::await_forwards() {
+  Thread& thread = this_thread();
+  if (thread.recording || pending_.empty()) return;
+  const bool recomputes = std::any_of(pending_.begin(), pending_.end(),
+                                      [](const std::unique_ptr<PendingBatch>& batch) { return batch->recomputed; });
+  std::vector<std::shared_ptr<const Awaited>> forwards;  // while this waits, others may tell of the batches
+  for (auto one = pending_.rbegin(); one != pending_.rend(); ++one) {
+    const PendingBatch& batch = **one;
+    const bool is_taken = !batch.recomputed && (batch.has_graph || recomputes);
+    if (batch.ended && (is_taken || !forwards.empty())) forwards.push_back(batch.awaited);
+  }
+  const RowTable& table = *RowTable::instance();
+  for (const auto& awaited : forwards) {
+    if (table.have_come(awaited->rows, awaited->marks) || table.is_capturing(awaited->marks)) continue;
+    table.wait(awaited->rows, awaited->marks);
+  }
+  look_from_python(false);
 }
 
 // The frames whose rows have come, of those that wait.

@@ -67,6 +67,10 @@ class CallRecorder {
   // Looks at the batches that wait for a device, as far as their rows have come, or with `wait` at all that have ended.
   // Throws what the listener raises.
   void look_from_python(bool wait);
+  // Whether there may be batches that are still to be told of, replays among them.
+  bool may_be_late() const;
+  // Before an optimizer's step: waits for the rows of the forwards that it may take, and looks. Throws as that does.
+  void await_forwards();
   pybind11::list pending_frames();
 
   CallObserver& observer() { return observer_; }

@@ -3,12 +3,20 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "frame.h"
 #include "row_table.h"
 
 namespace nanwatch {
+
+// What an ended batch was still waiting for, and the marks behind it. Never changed: several threads may wait at once.
+struct Awaited {
+  std::vector<LatePtr> rows;
+  std::vector<Mark> marks;
+};
 
 struct PendingBatch {
   struct Entry {
@@ -21,22 +29,24 @@ struct PendingBatch {
   bool recomputed;
   bool is_left;  // its end was told before its frames were, or is told to nobody
   bool ended = false, completed = false;
+  bool has_graph = false;  // gradients may flow from it
   std::deque<Entry> entries = {};
-  FrameData given = {};               // what it was called with, as it was at the end
-  std::vector<LatePtr> awaited = {};  // once it has ended: what was still to come, and the marks behind it
-  std::vector<Mark> marks = {};
+  FrameData given = {};                         // what it was called with, as it was at the end
+  std::shared_ptr<const Awaited> awaited = {};  // once it has ended
 
   // As an outermost call ends: marks what is awaited.
   void end(const RowTable& table, bool is_completed) {
     ended = true;
     completed = is_completed;
-    const auto await = [this](const FrameData& frame) {
+    std::vector<LatePtr> rows;
+    const auto await = [&rows](const FrameData& frame) {
       for (const LatePtr& row : frame.late.rows)
-        if (!row->arrive()) awaited.push_back(row);
+        if (!row->arrive()) rows.push_back(row);
     };
     for (const Entry& entry : entries) await(entry.frame);
     await(given);
-    marks = table.mark(awaited);
+    std::vector<Mark> marks = table.mark(rows);
+    awaited = std::make_shared<const Awaited>(Awaited{std::move(rows), std::move(marks)});
   }
 };
 

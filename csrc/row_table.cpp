@@ -235,6 +235,15 @@ bool RowTable::have_come(const std::vector<LatePtr>& rows, const std::vector<Mar
   return !missing();
 }
 
+bool RowTable::is_capturing(const std::vector<Mark>& marks) const {
+  return std::any_of(marks.begin(), marks.end(), [this](const Mark& mark) {
+    void* stream = nullptr;
+    uint64_t capture = 0;
+    (void)backend_->stream(mark.device(), &stream, &capture);
+    return capture != 0;
+  });
+}
+
 void RowTable::wait(const std::vector<LatePtr>& rows, const std::vector<Mark>& marks) const {
   for (const Mark& mark : marks) {
     const int error = mark.wait();

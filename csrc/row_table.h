@@ -26,6 +26,7 @@ class Mark {
   ~Mark();
 
   bool is_behind(const LateRow& row) const { return row.device == device_ && row.stream == stream_; }
+  int device() const { return device_; }
   int query() const;
   int wait() const;  // without the interpreter lock
 
@@ -64,6 +65,8 @@ class RowTable {
   std::vector<Mark> mark(const std::vector<LatePtr>& rows) const;
   // Whether each row has come or is lost; asks the marks where rows are missing.
   bool have_come(const std::vector<LatePtr>& rows, const std::vector<Mark>& marks) const;
+  // Whether the current stream of one of their devices is being captured.
+  bool is_capturing(const std::vector<Mark>& marks) const;
   // Waits until they have.
   void wait(const std::vector<LatePtr>& rows, const std::vector<Mark>& marks) const;
 

@@ -232,6 +232,8 @@ void bind_recorder(py::module_& m) {
       .def("frames_of_batch", &CallRecorder::frames_of_batch)
       .def("pending_frames", &CallRecorder::pending_frames)
       .def("look", &CallRecorder::look_from_python, py::arg("wait"))
+      .def_property_readonly("may_be_late", &CallRecorder::may_be_late)
+      .def("await_forwards", &CallRecorder::await_forwards)
       .def("begin_compiled", [](CallRecorder& self, int64_t node,
                                 const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, tensors); })
       .def("adopt_compiled", &CallRecorder::adopt_compiled)

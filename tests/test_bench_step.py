@@ -43,8 +43,10 @@ def test_a_row_has_every_way(bench: ModuleType) -> None:
     assert row["calls"] == 4
     assert row["ratio_trace"] > row["trace_writer_share"] >= 0
     assert row.keys() >= {"added_by_trace", "added_by_gradients", "added_ratio", "own_share", "floor_s"}
-    # Nine ways, the timed watch among them: two steps to warm up, one for the number of repeats, three rounds.
-    assert len(seen) == 9 * 2 + (9 - 2) * 3 + 2 * 3
+    assert row["floor_share_gradients"] == row["bytes_read_gradients"] / 1e9 / row["plain_s"] > 0
+    assert row["own_share_gradients"] > 0
+    # Ten ways, two timed watches among them: two steps to warm up, one for the number of repeats, three rounds.
+    assert len(seen) == 10 * 2 + (10 - 2) * 3 + 2 * 3
     assert sum(anomaly for anomaly, _ in seen) == 2 + 3
     for module in model.modules():
         assert "_compiled_call_impl" not in module.__dict__
@@ -67,7 +69,8 @@ def test_gradients_are_seen_in_their_own_way_alone(bench: ModuleType, tmp_path: 
     """Every time it is entered the gradients of all weights are seen again; outside, no hook of it is on a weight."""
     model = mlp()
     ways = bench.Ways(model, {"gradients"}, tmp_path)
-    (watch,) = ways._watches
+    watch, timed = ways._watches
+    assert ways.timed == {"gradients": timed}
     counts = []
     for name in ("gradients", "plain", "gradients", "gradients"):
         before = watch.counters["frames"]
@@ -84,7 +87,7 @@ def test_gradients_are_seen_in_their_own_way_alone(bench: ModuleType, tmp_path: 
 
 def test_what_is_missed_is_named(bench: ModuleType) -> None:
     """Two per cent for gradients and for a trace, in training; and nothing for what was not measured."""
-    row = {"added_by_gradients": 0.021, "added_by_trace": 0.02}
-    assert bench.misses("training 8 images", row) == ["gradients added"]
+    row = {"own_share_gradients": 0.021, "added_by_trace": 0.02}
+    assert bench.misses("training 8 images", row) == ["own time of gradients"]
     assert bench.misses("forward 1 image", row) == []
     assert bench.misses("training 8 images", {}) == []

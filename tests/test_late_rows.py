@@ -566,20 +566,6 @@ def test_a_recomputed_fault_is_told_at_the_next_look(check: Any) -> None:
     assert w.report().frames[-1].recomputed
 
 
-def test_the_step_of_an_optimizer_is_a_look() -> None:
-    """A failure whose rows have come is told by the step, where no call of the model follows."""
-    model = chain(Plant(b0=INF))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with stand_in() as device:
-        w = watch(model, check="async", microscope=False)
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        device.run()
-        with pytest.raises(NonFiniteError):
-            optimizer.step()
-        w.stop()
-
-
 def test_an_abort_after_a_batch_comes_at_its_end() -> None:
     """The limit does not wait for the rows, and the report has them once the block is left."""
     model = chain(Plant(b0=INF))

@@ -142,7 +142,6 @@ class Attachment:
             # Fused optimizers write past the version counter; the step itself is the only sign.
             if (attachment := this()) is not None:
                 attachment._recorder.forget_weights()
-                attachment._recorder.look(False)
 
         def registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
             # Compiled autograd registers a module while Dynamo follows, which must not follow this.

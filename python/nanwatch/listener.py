@@ -174,6 +174,16 @@ class Recorder(Protocol):
     def look(self, wait: bool) -> None:
         """Tell of the batches that have ended and whose rows have come; with `wait`, of all that have ended."""
 
+    @property
+    def may_be_late(self) -> bool:
+        """Whether there may be batches that are still to be told of, replays of a CUDA graph among them."""
+
+    def await_forwards(self) -> None:
+        """Wait for the rows of the forwards that a step may take, unless it is captured; then `look(False)`.
+
+        Left out are forwards without grad mode, unless one was run again in the backward since.
+        """
+
     def forget_weights(self) -> None:
         """Weights may have changed without a sign: read them again."""
 

@@ -33,13 +33,13 @@ class OptimizerState:
         this, watched = weakref.ref(self), weakref.ref(optimizer)
 
         def before(stepping: Optimizer, *_: Any) -> None:
-            if (state := this()) is not None and _steps_for(stepping, watched()) and not state._has_begun:
+            if (state := this()) is not None and steps_for(stepping, watched()) and not state._has_begun:
                 state._has_begun = True
                 if stepping.state:  # as loaded
                     state._look(stepping)
 
         def after(stepping: Optimizer, *_: Any) -> None:
-            if (state := this()) is not None and _steps_for(stepping, watched()):
+            if (state := this()) is not None and steps_for(stepping, watched()):
                 state._look(stepping)
 
         self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
@@ -75,7 +75,7 @@ def state_rows(optimizer: Optimizer, names: dict[int, str]) -> list[Row]:
     return rows
 
 
-def _steps_for(stepping: Optimizer, given: Optimizer | None) -> bool:
+def steps_for(stepping: Optimizer, given: Optimizer | None) -> bool:
     """Whether it is the given one, or the one inside a wrapper whose own step calls no hooks, as Accelerate's."""
     if stepping is given or given is None:
         return stepping is given

@@ -124,6 +124,14 @@ class PythonRecorder(RecordsBackwards):
     def look(self, wait: bool) -> None:
         """Nothing is ever late here."""
 
+    @property
+    def may_be_late(self) -> bool:
+        """See Recorder: never."""
+        return False
+
+    def await_forwards(self) -> None:
+        """There are none to wait for."""
+
     def forget_weights(self) -> None:
         """Nothing is remembered here."""
 

@@ -59,9 +59,10 @@ def watch(
         on_nonfinite: "raise" a NonFiniteError, "warn" once a batch for every module that holds a non-finite value,
             only "record", or a callable that gets the Report of each faulty batch.
         check: when to act on a non-finite value: at the "module" that holds it, at the end of the "batch", or, for
-            "async", when a device has delivered, which on a GPU is at most one batch later and never waits for it;
-            the report is the same. "auto" is "module" for tensors of the CPU, where looking needs no wait, and
-            "batch" for those of a GPU. On the CPU "async" is "batch".
+            "async", when a device has delivered. On a GPU that is at most one batch later. Only before an optimizer's
+            step does "async" wait, for what is still to come of the forwards since the last one, so that their failure
+            is raised before a parameter changes (docs/cuda.md). The report is the same. "auto" is "module" for tensors
+            of the CPU, where looking needs no wait, and "batch" for those of a GPU. On the CPU "async" is "batch".
         weights, buffers, inputs, outputs: which tensors to look at; of the buffers, those of floating point.
         gradients: look in every backward at the gradients of what is looked at in the forward. A failure there is
             acted on when an optimizer's step is about to take it, before any weight changes; see docs/gradients.md.

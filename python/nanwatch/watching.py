@@ -32,6 +32,7 @@ from .recorder import make_recorder
 from .report import Report
 from .response import Response
 from .shard import parameter_mesh
+from .step_look import StepLook
 from .walk import call_leaves
 
 if TYPE_CHECKING:
@@ -100,6 +101,13 @@ class Watch:
         self._recorder.tells_batch_start = self._response.awaits_batches
         self._recorder.tells_batch_end = self._awaits_batch_end()
         self._attachment: Attachment | None = None
+        # Before what looks at backwards: what a forward did wrong came first.
+        self._step_look = StepLook(
+            model,
+            self._recorder,
+            options,
+            lambda: None if (own := this()) is None else own._raise_postponed(),
+        )
         self._backward = BackwardWatch(
             model,
             self._recorder,
@@ -148,13 +156,15 @@ class Watch:
     def look(self) -> None:
         """Wait for what a device has still to deliver, and act on it as at the end of a batch.
 
-        For check="async", whose last batch nothing else waits for: `stop()` does this too. Does nothing on a CPU.
+        For check="async", whose last batch nothing else waits for if no optimizer's step follows: `stop()` does this
+        too. Does nothing on a CPU.
         """
         self._raise_postponed()
         self._recorder.look(True)
 
     def _leave(self) -> None:
         self._mesh = parameter_mesh(self._model()) or self._mesh
+        self._step_look.remove()
         self._backward.remove()
         if self._attachment is not None:
             self._attachment.remove()
@@ -335,7 +345,8 @@ class Watch:
         self._backward.started()
 
     def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
-        """Hold the failure until a step is about to take it."""
+        """Hold the failure until a step is about to take it, unless it is what came of the forward's."""
+        self._take_in(wait=True)
         self._backward.ended(calls, arrivals, self._faulty)
 
     def _act_on_step(self, report: Report) -> None:
