@@ -9,8 +9,9 @@ and traced, and, in training, watched with gradients and under torch.autograd.de
 copies of a model can lie in memory of two speeds. A ratio is taken within a round; the median over rounds counts.
 
 nanwatch's own time is measured from inside (time in the recorder over time of the step), that of gradients as what is
-spent more with them, and its floor is what it had to read over the bandwidth of a plain read of memory in this run. To
-a trace's ratio the CPU time of the thread that writes it is added, as if nothing of it ran beside the step. Weights are
+spent more with them, and its floor is what it had to read over the bandwidth of a plain read of memory in this run.
+Memory that is freed stays with the process, or the page faults of taking it anew would drown what is compared. To a
+trace's ratio the CPU time of the thread that writes it is added, as if nothing of it ran beside the step. Weights are
 random and seeded, the configurations are the real ones; nothing is downloaded.
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 from _steps import Step, cases
-from _timing import duration, machine, table, write_json
+from _timing import duration, keep_freed_memory, machine, table, write_json
 from _ways import NAMES, OF_BACKWARDS, SLOW, Ways
 from bench_range import load_floor
 from torch import nn
@@ -209,6 +210,7 @@ def main() -> int:
             write_json(options.json, found)
         return 0
 
+    keep_freed_memory()
     floor = load_floor().read_threads
     buffer = torch.randn(64 << 20)
     floor(buffer)

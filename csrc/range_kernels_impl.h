@@ -3,6 +3,8 @@
 // pick one file's copy for another's.
 #pragma once
 
+#include <type_traits>
+
 #include "range_kernels.h"
 
 namespace nanwatch {
@@ -30,11 +32,16 @@ struct Lanes {
     } else if constexpr (Codes<F>::sign == Sign::twos) {
       return S::template abs<width>(x);
     } else {
-#if defined(__x86_64__)
-      __asm__("" : "+v"(x));  // else it is loaded twice, into min and into max
-#endif
-      return x;
+      return load_once(x);
     }
+  }
+
+  // A vector that two operations take: each of them would load it.
+  static V load_once(V x) {
+#if defined(__x86_64__)
+    __asm__("" : "+v"(x));
+#endif
+    return x;
   }
 };
 
@@ -46,10 +53,14 @@ struct RangeLoop {
   using Word = typename L::Word;
   using V = typename S::V;
   static constexpr int kAccumulators = 4;  // min and max have 1 to 3 cycles of latency; four chains hide them
-  // The nan of the fnuz formats is the sign bit alone, the least of all words when they are signed. A third extreme
-  // finds it in one operation a vector, where telling it from zero in each word takes two.
+  // The nan of the fnuz formats is the sign bit alone: its magnitude is that of zero, and it is the least of all words
+  // when they are signed. So where something was seen that is zero or nan, this third extreme tells which; the least
+  // magnitude is known then and is left out. Before, there is no nan. Either way two extremes are enough.
   static constexpr bool is_fnuz = Codes<F>::sign == Sign::fnuz_nan;
+  // What is read again when the first zero is met: as much as has been read, up to half of an L1.
+  static constexpr int64_t kFirstBlockBytes = 1 << 10, kBlockBytes = 16 << 10;
   V lo[kAccumulators], hi[kAccumulators], least_signed[kAccumulators];
+  bool met_zero = false;
 
   RangeLoop() {
     for (int j = 0; j < kAccumulators; ++j) {
@@ -58,15 +69,28 @@ struct RangeLoop {
     }
   }
 
-  V take(int j, V x) { return step(x, &lo[j], &hi[j], &least_signed[j]); }
+  template <bool with_least = true, bool with_nan = true>
+  V take(int j, V x) {
+    return step<with_least, with_nan>(x, &lo[j], &hi[j], &least_signed[j]);
+  }
 
   // Takes in `x` and returns its magnitudes.
+  template <bool with_least, bool with_nan>
   static V step(V x, V* lo, V* hi, V* least_signed) {
-    if constexpr (is_fnuz) *least_signed = S::min_signed8(*least_signed, x);
+    if constexpr (is_fnuz && with_nan) {
+      x = L::load_once(x);
+      *least_signed = S::min_signed8(*least_signed, x);
+    }
     const V m = L::magnitudes(x);
-    *lo = S::template min<L::width>(*lo, m);
+    if constexpr (with_least) *lo = S::template min<L::width>(*lo, m);
     *hi = S::template max<L::width>(*hi, m);
     return m;
+  }
+
+  Word least_magnitude() const {
+    constexpr int w = L::width;
+    return Word(
+        S::template least<w>(S::template min<w>(S::template min<w>(lo[0], lo[1]), S::template min<w>(lo[2], lo[3]))));
   }
 
   void run(const char* p, int64_t columns) {
@@ -84,9 +108,27 @@ struct RangeLoop {
     constexpr int64_t step = kAccumulators * S::bytes;
     if (last - p >= 8 * step) {  // 2 KiB: the copying takes as long as reading 1 KiB
       RangeLoop fast = *this;
-      for (; p + step - S::bytes <= last; p += step) {
+      const auto steps = [&fast](const char* p, const char* end, auto with_least, auto with_nan) {
+        for (; p + step - S::bytes <= end; p += step) {
 #pragma GCC unroll 4
-        for (int j = 0; j < kAccumulators; ++j) fast.take(j, S::load(p + j * S::bytes));
+          for (int j = 0; j < kAccumulators; ++j)
+            fast.template take<with_least.value, with_nan.value>(j, S::load(p + j * S::bytes));
+        }
+        return p;
+      };
+      using Yes = std::true_type;
+      using No = std::false_type;
+      if constexpr (is_fnuz) {
+        int64_t bytes = kFirstBlockBytes;
+        while (!fast.met_zero && p + step - S::bytes <= last) {
+          const char* const next = steps(p, last - p > bytes ? p + bytes : last, Yes(), No());
+          fast.met_zero = fast.least_magnitude() == 0;
+          if (!fast.met_zero) p = next;
+          if (bytes < kBlockBytes) bytes *= 2;
+        }
+        p = steps(p, last, No(), Yes());
+      } else {
+        p = steps(p, last, Yes(), No());
       }
       *this = fast;
     }
@@ -124,9 +166,8 @@ struct RangeLoop {
 
   void finish(RangeBits* out) const {
     constexpr int w = L::width;
-    const V l = S::template min<w>(S::template min<w>(lo[0], lo[1]), S::template min<w>(lo[2], lo[3]));
     const V h = S::template max<w>(S::template max<w>(hi[0], hi[1]), S::template max<w>(hi[2], hi[3]));
-    out->merge({S::template least<w>(l), S::template greatest<w>(h)});
+    out->merge({least_magnitude(), S::template greatest<w>(h)});
     if constexpr (is_fnuz) {
       const V n = S::min_signed8(S::min_signed8(least_signed[0], least_signed[1]),
                                  S::min_signed8(least_signed[2], least_signed[3]));
@@ -163,8 +204,9 @@ void range_plane(const Plane& plane, RangeBits* out) {
   loop.finish(out);
 }
 
-// Counts. Zeros and subnormals are counted in every vector (a lazy count of zeros doubles the time on the output of a
-// ReLU); nan and inf only in blocks whose maximum says that there is one, which costs a healthy tensor nothing.
+// Counts. Zeros are counted, and the least magnitude is no longer looked for, from the first block on that has one:
+// that block is read again. Nan and inf are counted in blocks whose maximum says that there is one, which costs a
+// healthy tensor nothing.
 template <class S, Format F>
 struct HealthLoop {
   using L = Lanes<S, F>;
@@ -202,10 +244,11 @@ struct HealthLoop {
     for (int j = 0; j < kAccumulators; ++j) zero[j] = small[j] = S::template fill<L::width>(Word(0));
   }
 
-  void take(int j, V x) { count(range.take(j, x), &zero[j], &small[j]); }
+  void take(int j, V x) { count<true>(range.take(j, x), &zero[j], &small[j]); }
 
+  template <bool with_zeros>
   static void count(V m, V* zeros, V* smalls) {
-    if constexpr (Codes<F>::has_zero)
+    if constexpr (with_zeros && Codes<F>::has_zero)
       *zeros = S::template count_equal<L::width>(*zeros, m, S::template fill<L::width>(Word(0)));
     if constexpr (counts_subnormal)
       *smalls = S::template count_less<L::width>(*smalls, m, S::template fill<L::width>(Codes<F>::min_normal));
@@ -218,8 +261,10 @@ struct HealthLoop {
     return L::count - columns;
   }
 
-  // One block of at most kBlockVectors vectors and a ragged end.
-  static void block(HealthBits* out, const char* p, int64_t columns) {
+  // One block of at most kBlockVectors vectors and a ragged end. False, and nothing was done, if zeros are to be
+  // counted and are not.
+  template <bool with_zeros>
+  static bool block(HealthBits* out, const char* p, int64_t columns) {
     HealthLoop loop;
     const char* q = p;
     int64_t vectors = columns / L::count;
@@ -235,8 +280,8 @@ struct HealthLoop {
 #pragma GCC unroll 2
         for (int j = 0; j < n; ++j) {
           const V x = S::load(q + j * S::bytes);
-          const V m = RangeLoop<S, F>::step(x, &lo[j], &hi[j], &least[j]);
-          count(m, &zero[j], &small[j]);
+          const V m = RangeLoop<S, F>::template step<!with_zeros, with_zeros>(x, &lo[j], &hi[j], &least[j]);
+          count<with_zeros>(m, &zero[j], &small[j]);
         }
       }
       for (int j = 0; j < n; ++j) {
@@ -247,14 +292,17 @@ struct HealthLoop {
     for (int j = 0; j < vectors; ++j, q += S::bytes) loop.take(j, S::load(q));
     const int64_t rest = columns % L::count;
     const int64_t padding = rest == 0 ? 0 : loop.take_partial(1, q, rest);
-    loop.finish(out, p, columns, padding == 0 ? Word(0) : load_word<Word>(q), padding);
+    return loop.template finish<with_zeros>(out, p, columns, padding == 0 ? Word(0) : load_word<Word>(q), padding);
   }
 
-  void finish(HealthBits* out, const char* p, int64_t columns, Word pad, int64_t padding) const {
+  template <bool with_zeros>
+  bool finish(HealthBits* out, const char* p, int64_t columns, Word pad, int64_t padding) const {
     constexpr int w = L::width;
     RangeBits bits;
     range.finish(&bits);
-    if (!is_finite<F>(Word(bits.hi))) return some(out, p, columns, 1);
+    if (!is_finite<F>(Word(bits.hi))) return some(out, p, columns, 1), true;
+    if (!with_zeros && Codes<F>::has_zero && bits.lo == 0) return false;
+    if (with_zeros) bits.lo = 0;
     out->range.merge(bits);
     out->finite.merge(bits);
     const Word m = magnitude<F>(pad);
@@ -267,6 +315,7 @@ struct HealthLoop {
       for (int j = 0; j < kAccumulators; ++j) smalls += S::template total<w>(small[j]);
       out->num_subnormal += smalls - zeros;
     }
+    return true;
   }
 
   static void run(HealthBits* out, const char* p, int64_t columns) {
@@ -274,9 +323,13 @@ struct HealthLoop {
     constexpr int64_t whole = kBlockVectors * L::count;
     const uintptr_t misaligned = reinterpret_cast<uintptr_t>(p) % S::bytes;
     int64_t n = misaligned % L::width == 0 && misaligned != 0 ? int64_t(S::bytes - misaligned) / L::width : whole;
+    // The one that has the first zero is read again: no more than was read before it.
+    int64_t most = whole / 8;
     for (; columns > 0; p += n * L::width, columns -= n, n = whole) {
+      if (out->finite.lo != 0 && n > most) n = most;
       if (n > columns) n = columns;
-      block(out, p, n);
+      if (out->finite.lo == 0 || !block<false>(out, p, n)) block<true>(out, p, n);
+      if (most < whole) most *= 2;
     }
   }
 };
