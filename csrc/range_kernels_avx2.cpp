@@ -28,6 +28,11 @@ struct Avx2 {
     __builtin_memcpy(buffer, p, size_t(n));
     return load(buffer);
   }
+  static V load_halves(const char* a, const char* b) {
+    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a));
+    const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+  }
   static void store(void* p, V v) { _mm256_storeu_si256(reinterpret_cast<V*>(p), v); }
 
   template <int width>

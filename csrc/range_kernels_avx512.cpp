@@ -31,6 +31,11 @@ struct Avx512 {
   static V load_partial(const char* p, int64_t n, V padding) {
     return _mm512_mask_loadu_epi8(padding, (uint64_t(1) << n) - 1, p);  // masked bytes are not touched
   }
+  static V load_halves(const char* a, const char* b) {
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  }
   static void store(void* p, V v) { _mm512_storeu_si512(p, v); }
 
   template <int width>
