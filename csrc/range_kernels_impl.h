@@ -95,10 +95,10 @@ struct RangeLoop {
 
   void run(const char* p, int64_t columns) {
     const int64_t bytes = columns * L::width;
+    // Of rows a page apart this takes two thirds of the time of a masked load, or of a whole vector.
+    if constexpr (requires { S::load_halves(p, p); })
+      if (bytes >= S::bytes / 2 && bytes <= S::bytes) return void(take(0, S::load_halves(p, p + bytes - S::bytes / 2)));
     if (bytes < S::bytes) {
-      // Of rows a page apart this takes two thirds of the time of a masked load.
-      if constexpr (requires { S::load_halves(p, p); })
-        if (bytes >= S::bytes / 2) return void(take(0, S::load_halves(p, p + bytes - S::bytes / 2)));
       if (bytes > 0) take(0, S::load_partial(p, bytes, S::template fill<L::width>(load_word<Word>(p))));
       return;
     }
@@ -189,9 +189,9 @@ void range_plane(const Plane& plane, RangeBits* out) {
   const int64_t stride = plane.column_stride;
   const auto each_row = [&plane](const auto& run) {
     const char* p = plane.data;
-    // No prefetcher of the hardware's crosses a page, and a narrow row leaves it no time to begin. Rows narrower than a
+    // No prefetcher of the hardware's crosses a page, and a narrow row leaves it no time to begin. Rows no wider than a
     // vector come so fast one after the other that the loads themselves run ahead.
-    const int64_t ahead = plane.columns * plane.column_stride * width < S::bytes ? 0 : 16 * plane.row_stride * width;
+    const int64_t ahead = plane.columns * plane.column_stride * width <= S::bytes ? 0 : 16 * plane.row_stride * width;
     for (int64_t r = 0; r < plane.rows; ++r, p += plane.row_stride * width) {
       if (ahead != 0) __builtin_prefetch(p + ahead);
       run(p);
