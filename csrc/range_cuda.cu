@@ -8,6 +8,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "cuda_tensor.h"
 #include "range_cuda_kernels.h"
 
@@ -43,9 +45,8 @@ using Frame = Observation<Batch<24, 4, kWalkDims>>;
 static_assert(sizeof(Frame) <= 4096, "parameters beyond this are copied in a slower way");
 
 // A workspace: a cell for each tensor of a launch.
-constexpr size_t kWorkspace = Many::capacity * sizeof(Cell<DeviceRange>);
-static_assert(kWorkspace >= sizeof(Cell<DeviceHealth>), "one cell for a health");
-static_assert(kWorkspace >= Frame::capacity * sizeof(Cell<Sighting>), "a cell for each of the recorder's");
+constexpr size_t kWorkspace = std::max(
+    {Many::capacity * sizeof(Cell<DeviceRange>), Frame::capacity * sizeof(Cell<Sighting>), sizeof(Cell<DeviceHealth>)});
 
 // Where rows go: into an array, or to the recorder.
 struct Destination {
@@ -67,10 +68,22 @@ struct Plan {
     if (positions != Positions::wished || shape.flat) return;
     const int64_t dims = shape.dims;
     collapse_with(tensor, false);
+    ordered = shape.flat && ascends(tensor);
     if (!shape.flat && dims <= kWalkDims) collapse_with(tensor, true);
   }
 
  private:
+  // Whether memory has the order of C, but for what stride 0 repeats.
+  static bool ascends(const NanwatchTensor& tensor) {
+    int64_t stride = 0;
+    for (int64_t d = tensor.dims - 1; d >= 0; --d) {
+      if (tensor.sizes[d] == 1 || tensor.strides[d] == 0) continue;
+      if (tensor.strides[d] < stride) return false;
+      stride = tensor.strides[d];
+    }
+    return true;
+  }
+
   void collapse_with(const NanwatchTensor& tensor, bool keep_positions) {
     shape = collapse(tensor.dims, tensor.sizes, tensor.strides, keep_positions, dim);
     ordered = keep_positions;

@@ -5,7 +5,7 @@
 // each block decides by its own share, which it reads again while it is in the L2 cache: if it is not finite, or may be
 // part of a mask. What no block could decide alone is left to the last block of the tensor. That is slow, one
 // multiprocessor for a whole tensor, and rare: the zeros and subnormals of finite shares in a tensor that is not finite
-// elsewhere, and positions in C order where memory has another.
+// elsewhere, and the first bad element where C order is not the order of memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -88,7 +88,7 @@ struct Observation : AnyBatch {
   int64_t size[AnyBatch::capacity][kObserveDims], stride[AnyBatch::capacity][kObserveDims];  // strides in bytes
   int64_t repeats[AnyBatch::capacity];  // elements of the tensor for each that is read
   uint8_t dims[AnyBatch::capacity];
-  bool ordered[AnyBatch::capacity];  // whether what is read, as it is read, has positions in C order
+  bool ordered[AnyBatch::capacity];  // whether elements are read in C order, though perhaps with gaps for repeats
   NanwatchTarget target;
 
   __device__ int64_t repeats_of(int tensor) const { return repeats[tensor]; }
@@ -96,15 +96,36 @@ struct Observation : AnyBatch {
   __device__ int64_t row_length(int tensor) const { return size[tensor][dims[tensor] - 1]; }
   __device__ int64_t column_stride(int tensor) const { return stride[tensor][dims[tensor] - 1]; }
 
-  // The first element of a row.
-  __device__ const char* row_at(int tensor, int64_t row) const {
+  // The columns and rows that differ: a dimension of stride 0 repeats what is there.
+  __device__ int64_t num_columns(int tensor) const { return column_stride(tensor) == 0 ? 1 : row_length(tensor); }
+  __device__ int64_t num_rows(int tensor) const {
+    int64_t rows = 1;
+    for (int d = 0; d + 1 < dims[tensor]; ++d)
+      if (stride[tensor][d] != 0) rows *= size[tensor][d];
+    return rows;
+  }
+
+  // The first element of one of these rows, and its position in C order where it stands first.
+  __device__ const char* row_at(int tensor, int64_t row, int64_t* position) const {
     const char* p = this->data[tensor];
-    for (int d = dims[tensor] - 2; d >= 0; --d) {
-      const int64_t next = row / size[tensor][d];
-      p += (row - next * size[tensor][d]) * stride[tensor][d];
+    int64_t weight = row_length(tensor);
+    *position = 0;
+    for (int d = dims[tensor] - 2; d >= 0; weight *= size[tensor][d--]) {
+      if (stride[tensor][d] == 0) continue;
+      const int64_t next = row / size[tensor][d], index = row - next * size[tensor][d];
+      p += index * stride[tensor][d];
+      *position += index * weight;
       row = next;
     }
     return p;
+  }
+
+  // The position in C order of element `at` of a flat tensor, which is counted in memory.
+  __device__ int64_t position_of(int tensor, int64_t at, int width) const {
+    int64_t position = 0, weight = 1;
+    for (int d = dims[tensor] - 1; d >= 0; weight *= size[tensor][d--])
+      if (stride[tensor][d] != 0) position += at * width / stride[tensor][d] % size[tensor][d] * weight;
+    return position;
   }
 };
 
@@ -164,20 +185,21 @@ __device__ void read_in_order(const AnyBatch& batch, int tensor, Format format, 
   __syncthreads();  // all have seen that it is needed
   if (threadIdx.x == 0) *all = {};
   __syncthreads();
-  const int64_t length = batch.row_length(tensor), rows = batch.total(tensor) / length;
+  const int64_t columns = batch.num_columns(tensor), rows = batch.num_rows(tensor);
   const int64_t step = batch.column_stride(tensor);
   // A warp for each row, or the block.
-  const int abreast = length < kThreads ? kWarps : 1, threads = kThreads / abreast;
+  const int abreast = columns < kThreads ? kWarps : 1, threads = kThreads / abreast;
   with_device_float(format, [&](auto tag) {
     constexpr Format F = decltype(tag)::format;
     Glance<F> glance;
     for (int64_t row = int(threadIdx.x) / threads; row < rows; row += abreast) {
-      const char* const first = batch.row_at(tensor, row);
+      int64_t position;
+      const char* const first = batch.row_at(tensor, row, &position);
 #pragma unroll 4
-      for (int64_t column = int(threadIdx.x) % threads; column < length; column += threads)
-        glance.update(load_word<typename Codes<F>::Word>(first + column * step), row * length + column);
+      for (int64_t column = int(threadIdx.x) % threads; column < columns; column += threads)
+        glance.update(load_word<typename Codes<F>::Word>(first + column * step), position + column);
     }
-    all->merge_atomically(glance.times(1));
+    all->merge_atomically(glance.times(batch.total(tensor) / (rows * columns)));
   });
   __syncthreads();
 }
@@ -189,7 +211,7 @@ __device__ bool has_zero_in_each_row(const AnyBatch& batch, int tensor, Format f
   __shared__ int found_none;
   if (threadIdx.x == 0) found_none = 0;
   __syncthreads();
-  const int64_t length = batch.row_length(tensor), rows = batch.total(tensor) / length;
+  const int64_t columns = batch.num_columns(tensor), rows = batch.num_rows(tensor);
   const int64_t step = batch.column_stride(tensor);
   const int lane = int(threadIdx.x) % kWarpThreads;
   const auto look = [&](auto any) {
@@ -199,15 +221,16 @@ __device__ bool has_zero_in_each_row(const AnyBatch& batch, int tensor, Format f
     };
     for (int64_t group = int(threadIdx.x) - lane; group < rows; group += kThreads) {
       bool open = false;
+      int64_t position;
       if (group + lane < rows) {
-        const char* const first = batch.row_at(tensor, group + lane);
-        open = !is_zero_at(first, 0) && !is_zero_at(first, length - 1) && !is_zero_at(first, (group + lane) % length);
+        const char* const first = batch.row_at(tensor, group + lane, &position);
+        open = !is_zero_at(first, 0) && !is_zero_at(first, columns - 1) && !is_zero_at(first, (group + lane) % columns);
       }
       for (unsigned left = __ballot_sync(kWholeWarp, open); left != 0; left &= left - 1) {
-        const char* const first = batch.row_at(tensor, group + __ffs(int(left)) - 1);
+        const char* const first = batch.row_at(tensor, group + __ffs(int(left)) - 1, &position);
         bool zero = false;
-        for (int64_t column = lane; !zero && column - lane < length; column += kWarpThreads)
-          zero = __any_sync(kWholeWarp, column < length && is_zero_at(first, column));
+        for (int64_t column = lane; !zero && column - lane < columns; column += kWarpThreads)
+          zero = __any_sync(kWholeWarp, column < columns && is_zero_at(first, column));
         if (!zero && lane == 0) atomicAdd(&found_none, 1);
         if (!zero) return;
       }
@@ -248,7 +271,11 @@ __device__ void deliver(const AnyBatch& batch, const Share& share, Format format
   }
   __syncthreads();
   if (!is_last) return;
-  if (!all_finite && total->num_undecided != 0) read_in_order(batch, tensor, format, total);
+  bool counts_memory = batch.walk[tensor] == kFlat;
+  if (!all_finite && total->num_undecided != 0) {
+    read_in_order(batch, tensor, format, total);
+    counts_memory = false;
+  }
   const bool is_mask = may_be_mask(batch, tensor, *total) && has_zero_in_each_row(batch, tensor, format);
   if (threadIdx.x != 0) return;
   double values[kNanwatchRowValues];
@@ -257,6 +284,12 @@ __device__ void deliver(const AnyBatch& batch, const Share& share, Format format
     return publish(batch.target, batch.row[tensor], values, kRangeColumns);
   }
   write_row(total->health(), format, values);
+  if (counts_memory && total->loud.not_first != 0) {
+    with_device_float(format, [&](auto tag) {
+      constexpr int width = int(sizeof(typename Codes<decltype(tag)::format>::Word));
+      values[kHealthColumns - 1] = double(batch.position_of(tensor, int64_t(~total->loud.not_first), width));
+    });
+  }
   values[kHealthColumns] = is_mask ? 1.0 : 0.0;
   publish(batch.target, batch.row[tensor], values, kNanwatchRowValues);
 }

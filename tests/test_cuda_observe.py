@@ -139,6 +139,31 @@ def test_masks_as_models_make_them(
     host.shuffle_blocks(0)
 
 
+def expanded(x: Tensor) -> list[Tensor]:
+    """Ways in which a mask (batch, 1, queries, keys) or (batch, 1, 1, keys) is shown to several heads and queries."""
+    batch, _, queries, keys = x.shape
+    row = x[:, :, :1]
+    return [
+        x.expand(batch, 3, queries, keys),
+        row.expand(batch, 1, 70, keys),
+        row.expand(batch, 3, 5, keys),
+        x[..., :1].expand(batch, 1, queries, 40),
+        x.transpose(2, 3).expand(batch, 2, keys, queries),
+    ]
+
+
+@pytest.mark.parametrize("low", [-INF, -65504.0, float("nan")])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_repeats_of_an_expanded_mask_are_counted_and_not_read(host: Host, low: float, batch: int) -> None:
+    """Counts are of all elements and the first bad one is the first in C order, where stride 0 lies between."""
+    generator = torch.Generator().manual_seed(batch)
+    mask = torch.where(torch.rand(batch, 1, 90, 130, generator=generator) < 0.3, low, 0.0).to(torch.float16)
+    mask[..., 0] = 0.0
+    for first in (0, 1, 5):
+        mask.view(-1)[:first] = 0.0
+        assert_rows(host, [mask, *expanded(mask)])
+
+
 def shares(*kinds: str, dtype: torch.dtype = torch.float16) -> Tensor:
     """A tensor of one block a kind."""
     count = CHUNK // dtype.itemsize

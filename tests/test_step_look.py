@@ -398,6 +398,29 @@ def test_a_forward_inside_the_step(check: Any, kind: str, by_name: bool) -> None
         assert are_unchanged(model, before)
 
 
+@pytest.mark.parametrize("check", ["batch", "async"])
+@pytest.mark.parametrize("kind", ["SGD", "LBFGS"])
+def test_a_bad_forward_inside_the_step_with_gradients(check: Any, kind: str) -> None:
+    """Its backward has bad gradients too: the step is stopped all the same, and the forward is named."""
+    model = chain(Plant(b0=INF))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    before = copies(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(X).sum()
+        loss.backward()
+        return loss
+
+    with stand_in():
+        w = watch(model, check=check, gradients=True, microscope=False)
+        with pytest.raises(NonFiniteError) as caught:
+            optimizer.step(closure)
+        assert caught.value.report.finding.phase == "forward"
+        assert are_unchanged(model, before)
+        w.stop()
+
+
 def test_a_closure_made_by_partial() -> None:
     """Whatever can be called is a closure; it is called once, as it was given."""
     model = chain(Plant(b0=INF))

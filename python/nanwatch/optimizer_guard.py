@@ -141,7 +141,7 @@ class OptimizerGuard:
                 f"the {count} steps before this one were skipped, as gradients were not finite;"
                 f" max_skipped_steps={self._max_skipped_steps} lets no more pass"
             )
-        elif _is_inside_step():
+        elif is_inside_step():
             self._fail()  # a closure: the step has been looked at, and changes the weights next
 
     def settle(self) -> None:
@@ -263,7 +263,7 @@ def _steps(optimizer: Optimizer, weights: set[Weight]) -> bool:
     return not weights or any(id(_tensor(weight)) in own for weight in weights)
 
 
-def _is_inside_step() -> bool:
+def is_inside_step() -> bool:
     """Whether this runs for an optimizer's `step`, as the backward of a closure does.
 
     Not for that of an object around an optimizer, which is of the optimizer's class in Lightning and Accelerate: it may

@@ -24,7 +24,7 @@ from .job import rank as _rank
 from .job import report_of
 from .listener import Recorder, Settings
 from .observe import observe
-from .optimizer_guard import SkippedStep
+from .optimizer_guard import SkippedStep, is_inside_step
 from .options import Options
 from .outlook import Outlook
 from .record import Record, to_record
@@ -347,6 +347,8 @@ class Watch:
     def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Hold the failure until a step is about to take it, unless it is what came of the forward's."""
         self._take_in(wait=True)
+        if is_inside_step():  # a closure's backward: the step changes the weights next
+            self._raise_postponed()
         self._backward.ended(calls, arrivals, self._faulty)
 
     def _act_on_step(self, report: Report) -> None:
