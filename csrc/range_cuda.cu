@@ -64,12 +64,15 @@ struct Plan {
   Dim dim[kNanwatchMaxDims];
 
   void make(const NanwatchTensor& tensor, Positions positions) {
-    collapse_with(tensor, positions != Positions::none);
+    ordered = positions != Positions::none;
+    shape = collapse(tensor.dims, tensor.sizes, tensor.strides, ordered, dim);
     if (positions != Positions::wished || shape.flat) return;
-    const int64_t dims = shape.dims;
-    collapse_with(tensor, false);
-    ordered = shape.flat && ascends(tensor);
-    if (!shape.flat && dims <= kWalkDims) collapse_with(tensor, true);
+    Dim merged[kNanwatchMaxDims];
+    const Collapsed other = collapse(tensor.dims, tensor.sizes, tensor.strides, false, merged);
+    if (!other.flat && shape.dims <= kWalkDims) return;
+    shape = other;
+    std::copy(merged, merged + other.dims, dim);
+    ordered = other.flat && ascends(tensor);
   }
 
  private:
@@ -82,11 +85,6 @@ struct Plan {
       stride = tensor.strides[d];
     }
     return true;
-  }
-
-  void collapse_with(const NanwatchTensor& tensor, bool keep_positions) {
-    shape = collapse(tensor.dims, tensor.sizes, tensor.strides, keep_positions, dim);
-    ordered = keep_positions;
   }
 };
 
@@ -204,6 +202,7 @@ int reduce(const NanwatchTensor* tensors, int64_t count, const Destination& to, 
 
 // Whether the recorder's kernels can walk the tensor, so that nothing is enqueued where one of several cannot be.
 bool can_observe(const NanwatchTensor& tensor) {
+  if (tensor.dims <= kObserveDims) return true;
   if (tensor.dims > kNanwatchMaxDims) return false;
   int64_t size[kObserveDims], stride[kObserveDims];
   uint8_t dims;

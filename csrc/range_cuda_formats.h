@@ -11,25 +11,21 @@
 namespace nanwatch {
 namespace {
 
-// Calls fn(FormatTag<F>{}) for the run-time format. with_format is its host twin; the format is the same for a whole
-// block, so nothing diverges.
-template <int I = 0, class Fn>
+// Calls fn(FormatTag<F>{}) for the run-time format, if it comes no later than `last`. with_format is its host twin; the
+// format is the same for a whole block, so nothing diverges.
+template <Format last = Format::i64, int I = 0, class Fn>
 __device__ __forceinline__ void with_device_format(Format format, const Fn& fn) {
   if (format == Format(I)) {
     fn(FormatTag<Format(I)>{});
-  } else if constexpr (I < int(Format::i64)) {
-    with_device_format<I + 1>(format, fn);
+  } else if constexpr (I < int(last)) {
+    with_device_format<last, I + 1>(format, fn);
   }
 }
 
-// The same for the floating-point formats; the others are finite.
-template <int I = 0, class Fn>
+// The same for the floating-point formats, which come first; the others are finite.
+template <class Fn>
 __device__ __forceinline__ void with_device_float(Format format, const Fn& fn) {
-  if (format == Format(I)) {
-    fn(FormatTag<Format(I)>{});
-  } else if constexpr (I < int(Format::f8_e8m0fnu)) {
-    with_device_float<I + 1>(format, fn);
-  }
+  with_device_format<Format::f8_e8m0fnu>(format, fn);
 }
 
 // The formats that are read by the same code as F, those with its width and sign, as a set of bits.

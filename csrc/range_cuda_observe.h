@@ -142,7 +142,7 @@ __device__ void read_plainly(const AnyBatch& batch, const Share& share, Sighting
   total->merge_atomically(glance.times(batch.repeats_of(share.tensor)));
 }
 
-// What the ends of a share say of it. True if it has to be read again.
+// What the ends of a share say of it beyond themselves. True if it has to be read again.
 template <Format F, class AnyBatch>
 __device__ bool is_loud(const AnyBatch& batch, const Share& share, const BlockBits& block, Sighting* total) {
   using Word = typename Codes<F>::Word;
@@ -157,7 +157,6 @@ __device__ bool is_loud(const AnyBatch& batch, const Share& share, const BlockBi
   } else if (is_zero<F>(lo) || is_subnormal<F>(lo)) {
     total->num_undecided = 1;
   }
-  total->quiet = {block.hi, block.not_lo};
   return false;
 }
 
@@ -304,10 +303,7 @@ __device__ __noinline__ void conclude(const Observation<AnyBatch>& batch, const 
     total = {};
     total.quiet = {block.hi, block.not_lo};
     again = false;
-    with_device_float(format, [&](auto tag) {
-      total = {};
-      again = is_loud<decltype(tag)::format>(batch, share, block, &total);
-    });
+    with_device_float(format, [&](auto tag) { again = is_loud<decltype(tag)::format>(batch, share, block, &total); });
   }
   __syncthreads();
   if (again) with_device_float(format, [&](auto tag) { read_plainly<decltype(tag)::format>(batch, share, &total); });

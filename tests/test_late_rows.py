@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +18,7 @@ from nanwatch.errors import BatchLimitError, NonFiniteError
 from nanwatch.watch import Watch, watch
 from stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
 from test_recorder import run, tree
-from toys import Scale, mlp, names
+from toys import Scale, in_threads, mlp, names
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 INF = float("inf")
@@ -589,11 +588,7 @@ def test_threads_have_their_own_batches() -> None:
                 errors.append(number)
 
     with stand_in(), watch(model, check="batch", max_frames=10_000, microscope=False, _verify_hits=True) as w:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(4, work)
     assert errors == [2]
     assert w.batch == 59
     assert [sum(frame.batch == batch for frame in w.frames) for batch in range(60)] == [4] * 60

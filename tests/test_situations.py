@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import threading
 import weakref
 from typing import Any
 
@@ -18,7 +17,7 @@ from architectures import built, inputs_of
 from nanwatch import _extension
 from nanwatch.errors import NonFiniteError
 from nanwatch.watch import watch
-from toys import Scale, fault_of, mlp, names
+from toys import Scale, fault_of, in_threads, mlp, names
 
 INF = float("inf")
 
@@ -266,11 +265,7 @@ def test_threads_share_a_model_and_its_weights() -> None:
                 errors.append((number, error.report.finding.origin if error.report.finding else ""))
 
     with watch(model, max_frames=10_000, _verify_hits=True) as w:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(4, work)
     assert errors == [(2, "data")]
     assert w.batch == 99
     sizes = [sum(frame.batch == batch for frame in w.frames) for batch in range(100)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
-import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from nanwatch import _extension
 from nanwatch.errors import NonFiniteError
-from nanwatch.watch import watch
+from nanwatch.watch import Watch, watch
 from stand_in_device import StandIn, stand_in
 from test_late_rows import Plant, chain
-from toys import Scale, mlp
+from toys import Scale, in_threads, mlp
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 INF = float("inf")
@@ -50,6 +51,30 @@ def later_work(device: StandIn) -> list[str]:
     done: list[str] = []
     device._enqueue(device.stream, lambda: done.append("done"))
     return done
+
+
+@contextlib.contextmanager
+def late(model: nn.Module, check: Any = "async") -> Iterator[tuple[StandIn, torch.optim.Optimizer, Watch]]:
+    """The model watched on a device that runs when told, and an optimizer of its weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stand_in() as device, watch(model, check=check, microscope=False) as w:
+        yield device, optimizer, w
+
+
+@contextlib.contextmanager
+def stopped(model: nn.Module) -> Iterator[pytest.ExceptionInfo[NonFiniteError]]:
+    """What is done inside is ended by a failure, and the weights are what they were."""
+    before = copies(model)
+    with pytest.raises(NonFiniteError) as error:
+        yield error
+    assert are_unchanged(model, before)
+
+
+def assert_told_by_the_next_step(device: StandIn, optimizer: torch.optim.Optimizer) -> None:
+    """Once the device has delivered, the step raises what it found."""
+    device.run()
+    with pytest.raises(NonFiniteError):
+        optimizer.step()
 
 
 def hooks() -> int:
@@ -89,8 +114,7 @@ def test_a_late_fault_is_raised_before_the_step(kind: str, fused: bool) -> None:
 def test_nothing_is_waited_for_when_the_rows_have_come() -> None:
     """Then the step asks for nothing and tells of the fault all the same."""
     model = chain(Plant(b1=INF))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with stand_in() as device, watch(model, check="async", microscope=False):
+    with late(model) as (device, optimizer, _):
         forward_and_backward(model)
         device.run()
         optimizer.step()
@@ -285,26 +309,20 @@ def test_an_optimizer_of_copies_is_the_models_when_it_is_given(is_given: bool) -
 def test_evaluation_is_not_waited_for() -> None:
     """A forward without grad mode gives a step nothing; a fault in it is told when it has come."""
     model = chain(Plant(b0=INF))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for mode in (torch.no_grad, torch.inference_mode):
         model[1].calls = 0
-        with stand_in() as device:
-            w = watch(model, check="async", microscope=False)
+        with late(model) as (device, optimizer, _):
             with mode():
                 model(X)
             optimizer.step()
             assert device.waits == 0
-            device.run()
-            with pytest.raises(NonFiniteError):
-                optimizer.step()
-            w.stop()
+            assert_told_by_the_next_step(device, optimizer)
 
 
 def test_an_evaluation_on_another_stream_hides_no_fault() -> None:
     """Batches are told in their order, so one that was to be told before the fault is waited for too."""
     model = chain(Plant(b1=INF))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with stand_in() as device, watch(model, check="async", microscope=False):
+    with late(model) as (device, optimizer, _):
         device.stream = 2
         with torch.no_grad():
             model(X)
@@ -320,8 +338,7 @@ def test_an_evaluation_on_another_stream_hides_no_fault() -> None:
 def test_a_model_that_is_checkpointed_as_a_whole(reentrant: bool) -> None:
     """With use_reentrant=True its forward has no grad mode; that it is run again says that the step takes it."""
     model = chain(Plant(b0=INF))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with stand_in() as device, watch(model, check="async", microscope=False):
+    with late(model) as (device, optimizer, _):
         before = copies(model)
         x = X.clone().requires_grad_()
         checkpoint(model, x, use_reentrant=reentrant).sum().backward()
@@ -338,25 +355,19 @@ def test_a_recomputation_is_not_waited_for(check: Any) -> None:
     """It may be the last of a backward; the step waits for the forward alone."""
     scale = Scale()
     model = nn.Sequential(scale, nn.Linear(3, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with stand_in() as device:
-        w = watch(model, check=check, microscope=False)
+    with late(model, check) as (device, optimizer, _):
         loss = checkpoint(model, X, use_reentrant=False).sum()
         scale.factor = INF  # only in the recomputation
         loss.backward()
         optimizer.step()
         assert device.waits == 1
-        device.run()
-        with pytest.raises(NonFiniteError):
-            optimizer.step()
-        w._leave()
+        assert_told_by_the_next_step(device, optimizer)
 
 
 def test_batch_has_nothing_to_wait_for_at_a_step() -> None:
     """With check="batch" a forward has been waited for at its end, and raised there."""
     model = chain(Plant(b1=INF))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with stand_in() as device, watch(model, check="batch", microscope=False):
+    with late(model, "batch") as (device, optimizer, _):
         forward_and_backward(model)
         assert device.waits == 1
         optimizer.step()
@@ -554,8 +565,7 @@ def test_a_step_that_the_scaler_skips_waits_for_nothing() -> None:
 def test_a_captured_step_waits_for_nothing() -> None:
     """Inside a capture into a graph a wait would be an error; what is late is told afterwards."""
     model = chain(Plant(b0=INF))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with stand_in() as device, watch(model, check="async", microscope=False):
+    with late(model) as (device, optimizer, _):
         forward_and_backward(model)
         device.capturing = True
         optimizer.step()
@@ -593,15 +603,12 @@ def test_a_compiled_step_is_looked_at(is_reported: bool) -> None:
 def test_a_fault_that_a_report_has_found_is_raised_by_the_step() -> None:
     """As by the next call of the model, whichever comes first, and once."""
     model = chain(Plant(b0=INF))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with stand_in() as device, watch(model, check="async", microscope=False) as w:
+    with late(model) as (device, optimizer, w):
         forward_and_backward(model)
         device.run()
         assert w.report().finding is not None
-        before = copies(model)
-        with pytest.raises(NonFiniteError):
+        with stopped(model):
             optimizer.step()
-        assert are_unchanged(model, before)
         optimizer.step()
 
 
@@ -620,11 +627,7 @@ def test_threads_that_step_at_once() -> None:
                 errors.append(error)
 
     with stand_in(), watch(model, check="async", max_frames=10_000, microscope=False, _verify_hits=True) as w:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(4, work)
         w.look()
         batches = (w.batch or 0) + 1
         assert [sum(frame.batch == batch for frame in w.frames) for batch in range(batches)] == [4] * batches
@@ -656,21 +659,18 @@ def test_with_gradients_the_forward_is_named_and_not_what_came_of_it() -> None:
     model = chain(Plant(b0=INF))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with stand_in(), watch(model, check="async", gradients=True, microscope=False):
-        before = copies(model)
         forward_and_backward(model)
-        with pytest.raises(NonFiniteError) as error:
+        with stopped(model) as error:
             optimizer.step()
         finding = error.value.report.finding
         assert finding is not None
         assert (finding.phase, finding.module) == ("forward", "1")
-        assert are_unchanged(model, before)
 
 
 def test_a_device_that_has_failed_leaves_the_step_its_own_error() -> None:
     """Rows that never come are no fault, and nobody waits for them for ever."""
     model = chain(Plant(b0=INF))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with stand_in() as device, watch(model, check="async", microscope=False) as w:
+    with late(model) as (device, optimizer, w):
         forward_and_backward(model)
         device.break_down()
         optimizer.step()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,3 +85,12 @@ def fault_of(model: nn.Module, *args: Any, **kwargs: Any) -> Report:
     with pytest.raises(NonFiniteError) as error:
         model(*args, **kwargs)
     return error.value.report
+
+
+def in_threads(count: int, work: Callable[[int], object]) -> None:
+    """`work(number)` in so many threads at once, until all are done."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

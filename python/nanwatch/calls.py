@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import _extension, _live, compiled, rehearsal
+from .handles import Handles
 from .recorder import PythonRecorder
 from .wrapped_names import child_name, is_recorded, named_modules
 
@@ -150,11 +151,11 @@ class Attachment:
             if (attachment := this()) is not None and module is not None:
                 attachment._registered(parent, name, module)
 
-        self._handles = [
+        hooks = [
             register_optimizer_step_post_hook(changed),
             register_module_module_registration_hook(registered),
         ]
-        weakref.finalize(self, _remove_all, self._handles)
+        self._hooks = Handles(self, hooks)
 
     def _add(self, name: str, module: nn.Module) -> None:
         if module in self._names:
@@ -225,7 +226,7 @@ class Attachment:
         self._recorder.paused = True
         _live.leave(self._recorder)
         self._recorder.forget_tensors()
-        _remove_all(self._handles)
+        self._hooks.remove()
         for module in list(self._names):
             _unlink(module, self._recorder)
         self._names.clear()
@@ -242,11 +243,6 @@ def put(module: nn.Module, call: Any) -> None:
         module.__dict__.pop(ATTRIBUTE, None)
     else:
         module.__dict__[ATTRIBUTE] = call
-
-
-def _remove_all(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _is_linked(module: nn.Module, recorder: Any) -> bool:

@@ -12,7 +12,7 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 
 from . import text
 from .finding import Finding
+from .handles import Handles
 from .observe import read
 from .record import NOT_TAKEN, SKIPPED_STEP
 from .report import Report
@@ -107,13 +108,12 @@ class OptimizerGuard:
             if (guard := this()) is not None:
                 guard._before_step(optimizer)
 
-        self._handles = [register_optimizer_step_pre_hook(before)]
-        weakref.finalize(self, _remove, self._handles)
+        self._hooks = Handles(self, [register_optimizer_step_pre_hook(before)])
 
     def remove(self) -> None:
         """Look at no more steps."""
         self.settle()
-        _remove(self._handles)
+        self._hooks.remove()
 
     @property
     def pending(self) -> Report | None:
@@ -276,8 +276,3 @@ def is_inside_step() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _remove(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()

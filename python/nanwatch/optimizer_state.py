@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .handles import Handles
 from .observe import observe
 from .record import Row
 from .wrapped_names import parameter_names
@@ -42,12 +43,12 @@ class OptimizerState:
             if (state := this()) is not None and steps_for(stepping, watched()):
                 state._look(stepping)
 
-        self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        weakref.finalize(self, _remove, self._handles)
+        hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        self._hooks = Handles(self, hooks)
 
     def remove(self) -> None:
         """Look at no more steps."""
-        _remove(self._handles)
+        self._hooks.remove()
 
     def _look(self, optimizer: Optimizer) -> None:
         model = self._model()
@@ -80,8 +81,3 @@ def steps_for(stepping: Optimizer, given: Optimizer | None) -> bool:
     if stepping is given or given is None:
         return stepping is given
     return stepping.param_groups is given.param_groups and not getattr(type(given).step, "hooked", False)
-
-
-def _remove(handles: Any) -> None:
-    for handle in handles:
-        handle.remove()

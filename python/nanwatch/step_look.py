@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from .handles import Handles
 from .listener import Recorder
 from .optimizer_state import steps_for
 from .options import Options
@@ -48,12 +49,11 @@ class StepLook:
                 return own._before_step(optimizer, args, kwargs)
             return own._raise_postponed()
 
-        self._handles = [register_optimizer_step_pre_hook(before)] if options.enabled else []
-        weakref.finalize(self, _remove, self._handles)
+        self._hooks = Handles(self, [register_optimizer_step_pre_hook(before)] if options.enabled else [])
 
     def remove(self) -> None:
         """Look at no more steps."""
-        _remove(self._handles)
+        self._hooks.remove()
 
     @_disable_dynamo  # else a compiled step has this compiled too, function by function
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,8 +108,3 @@ def _with_look_after_closure(
     if place < len(args):
         return (*args[:place], looked_at, *args[place + 1 :]), kwargs
     return args, {**kwargs, "closure": looked_at}
-
-
-def _remove(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()
