@@ -194,6 +194,7 @@ bool CallRecorder::look_at_replays(bool wait) {
 
 // Tells of the frames of a batch as if they were recorded now. False with an exception set if the listener raised.
 bool CallRecorder::tell_of(PendingBatch& batch) {
+  if (batch.backward != nullptr) return tell_of(*batch.backward, batch.left);
   bool done = true, has_fault = false;
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;  // what was raised first
   const auto failed = [&] {
@@ -261,6 +262,7 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
 }
 
 void CallRecorder::look_from_python(bool wait) {
+  if (!finish_broken_backwards()) throw py::error_already_set();
   if (pending_.empty() && graphs_.empty()) return;
   Thread& thread = this_thread();
   if (thread.recording) return;
@@ -272,22 +274,22 @@ bool CallRecorder::may_be_late() const {
   return !pending_.empty() || !graphs_.empty();
 }
 
-// Up to the newest batch that a step may take, newest first: behind its marks there is nothing left to wait for of
-// those before it that ran on the same streams. A recomputation by itself is not waited for: the first layers' comes at
-// the end of the backward. It says that a batch without a graph may have been checkpointed as a whole.
-void CallRecorder::await_forwards() {
+// Up to the newest forward or backward that a step may take, newest first: behind its marks there is nothing left to
+// wait for of those before it that ran on the same streams. A recomputation by itself is not waited for: the first
+// layers' comes at the end of the backward. It says that a batch without a graph may have been checkpointed as a whole.
+void CallRecorder::await_before_step() {
   Thread& thread = this_thread();
   if (thread.recording || pending_.empty()) return;
   const bool recomputes = std::any_of(pending_.begin(), pending_.end(),
                                       [](const std::unique_ptr<PendingBatch>& batch) { return batch->recomputed; });
-  std::vector<std::shared_ptr<const Awaited>> forwards;  // while this waits, others may tell of the batches
+  std::vector<std::shared_ptr<const Awaited>> taken;  // while this waits, others may tell of the batches
   for (auto one = pending_.rbegin(); one != pending_.rend(); ++one) {
     const PendingBatch& batch = **one;
     const bool is_taken = !batch.recomputed && (batch.has_graph || recomputes);
-    if (batch.ended && (is_taken || !forwards.empty())) forwards.push_back(batch.awaited);
+    if (batch.ended && (is_taken || !taken.empty())) taken.push_back(batch.awaited);
   }
   const RowTable& table = *RowTable::instance();
-  for (const auto& awaited : forwards) {
+  for (const auto& awaited : taken) {
     if (table.have_come(awaited->rows, awaited->marks) || table.is_capturing(awaited->marks)) continue;
     table.wait(awaited->rows, awaited->marks);
   }
@@ -298,6 +300,7 @@ void CallRecorder::await_forwards() {
 py::list CallRecorder::pending_frames() {
   py::list found;
   for (const std::unique_ptr<PendingBatch>& batch : pending_) {
+    if (batch->backward != nullptr) return found;
     for (const PendingBatch::Entry& entry : batch->entries) {
       const std::vector<LatePtr>& rows = entry.frame.late.rows;
       if (!std::all_of(rows.begin(), rows.end(), [](const LatePtr& row) { return row->arrive(); })) return found;

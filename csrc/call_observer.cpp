@@ -82,8 +82,8 @@ bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role,
 
 bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const Node& node, Memory memory,
                           Node::Slot* slot, FrameData* frame) {
-  if (options_.gradients && THPVariable_Unpack(object).requires_grad())
-    taps.push_back({THPVariable_Unpack(object), label, role});
+  if (frame->taps != nullptr && THPVariable_Unpack(object).requires_grad())
+    frame->taps->push_back({THPVariable_Unpack(object), label, role});
   View view;
   const bool may_be_late = !options_.counts;
   if (may_be_late && table_ != nullptr && late_tensor(object, label, role, memory, slot, frame)) return true;

@@ -41,14 +41,7 @@ struct Options {
   bool counts = false;  // every row is Python's, with the counts of its tensor
 };
 
-// A tensor of a call that may get a gradient.
-struct Tap {
-  at::Tensor tensor;
-  Labels::Id label;
-  Role role;
-};
-
-struct GradientCall;  // see gradient_log.h
+struct GradientCall;  // see backward.h
 
 struct Helpers {
   pybind11::object observe;       // (value, label, role, allow_inf) -> Row
@@ -143,6 +136,8 @@ class CallObserver {
   bool observe_compiled(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame);
   std::shared_ptr<Node::Plan> plan_of(Node& node, std::string_view text);
 
+  // Sends a tensor of a device to be read, in stream order; null where there is nothing to be had so.
+  LatePtr ask(const at::Tensor& x);
   // The rows of what a batch was called with; they may be late.
   bool observe_given(PyObject* args, PyObject* kwargs, FrameData* frame);
   // Gives the late rows of a frame, all of which have come or are lost, their place in it.
@@ -159,8 +154,6 @@ class CallObserver {
   const std::string& label_text(Labels::Id id) const { return labels_.text(id); }
   Labels& labels() { return labels_; }
   const pybind11::object& observe_helper() const { return helpers_.observe; }
-
-  std::vector<Tap> taps;  // of the latest call, when gradients are asked for
 
   Counters counters;
   size_t num_labels() const { return labels_.size(); }

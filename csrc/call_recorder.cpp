@@ -104,11 +104,14 @@ bool CallRecorder::is_traced(int64_t batch) const {
 }
 
 // Calls the listener. False with the exception set if it raised: what the listener raises, the module call raises.
-bool CallRecorder::tell(const char* method, py::args arguments) {
+bool CallRecorder::tell(const char* method, py::args arguments, py::object* answer) {
   const OutsideCompiler outside;
   const py::object bound = py::reinterpret_steal<py::object>(PyObject_GetAttrString(listener_.ptr(), method));
   if (!bound) return false;
-  return bool(py::reinterpret_steal<py::object>(PyObject_CallObject(bound.ptr(), arguments.ptr())));
+  auto said = py::reinterpret_steal<py::object>(PyObject_CallObject(bound.ptr(), arguments.ptr()));
+  if (!said) return false;
+  if (answer != nullptr) *answer = std::move(said);
+  return true;
 }
 
 bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs) {
@@ -155,17 +158,17 @@ bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObj
                           PyObject* output) {
   Node& node = *nodes_[size_t(index)];
   FrameData& frame = thread.frame;
+  std::vector<Tap> taps;  // of this call: while it is looked at, other threads may make calls
   const Recording recording(&thread);
   frame.batch = thread.batch;
   frame.node = index;
   frame.recomputed = thread.recomputed;
   frame.late.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
-  observer_.taps.clear();
+  if (gradient_log_ != nullptr) frame.taps = &taps;
   const bool done = observer_.observe(node, module, args, kwargs, output, thread.nodes.empty(), &frame);
-  if (!done) observer_.taps.clear();
   if (!done) return false;
   const int32_t caller = thread.nodes.empty() ? int32_t(kNoCaller) : thread.nodes.back();
-  follow_gradients(thread, index, caller, nullptr);
+  follow_gradients(thread, std::move(taps), index, caller, nullptr);
   return finish(thread, caller);
 }
 

@@ -15,7 +15,6 @@
 
 namespace nanwatch {
 
-struct Backward;
 class GradientLog;
 
 class CallRecorder {
@@ -69,8 +68,9 @@ class CallRecorder {
   void look_from_python(bool wait);
   // Whether there may be batches that are still to be told of, replays among them.
   bool may_be_late() const;
-  // Before an optimizer's step: waits for the rows of the forwards that it may take, and looks. Throws as that does.
-  void await_forwards();
+  // Before an optimizer's step: waits for the rows of the forwards and backwards that it may take, and looks. Throws as
+  // that does.
+  void await_before_step();
   pybind11::list pending_frames();
 
   CallObserver& observer() { return observer_; }
@@ -88,6 +88,7 @@ class CallRecorder {
   bool tells_batch_end = false;
   bool tells_frames = false;
   bool gathers_largest = false;
+  bool awaits_backwards = false;  // else one whose rows are late is told of later
   // Whether weights are gathered from shards, as FSDP does: into the same storage each time, past the version counter,
   // so that writes to the shards are not seen. Then no weight is known from the batch before.
   bool gathers_weights = false;
@@ -116,7 +117,8 @@ class CallRecorder {
   bool begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs);
   bool end_batch(Thread& thread, bool completed);
   bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
-  void follow_gradients(const Thread& thread, int32_t index, int32_t caller, std::shared_ptr<const GradientCall>* keep);
+  void follow_gradients(const Thread& thread, std::vector<Tap> taps, int32_t index, int32_t caller,
+                        std::shared_ptr<const GradientCall>* keep);
   bool finish(Thread& thread, int32_t caller);
   pybind11::object given_to(const Thread& thread) const;
   pybind11::object name_of(int32_t caller) const;
@@ -125,12 +127,13 @@ class CallRecorder {
   bool close(Thread& thread, bool completed);
   bool look(Thread& thread, bool wait, bool all);
   bool tell_of(PendingBatch& batch);
+  bool tell_of(Backward& backward, const pybind11::object& left);
   void captured(Thread& thread, bool completed);
   bool look_at_batches(Thread& thread, bool wait, bool all);
   bool look_at_replays(bool wait);
   void abandon(Thread& thread);
   bool end_compiled(Thread& thread, bool completed);
-  bool tell(const char* method, pybind11::args arguments);
+  bool tell(const char* method, pybind11::args arguments, pybind11::object* answer = nullptr);
   bool is_traced(int64_t batch) const;
   bool is_told(int64_t batch) const { return tells_frames || is_traced(batch); }
   void keep(FrameData& frame);

@@ -251,6 +251,7 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
   Node& node = *nodes_[size_t(index)];
   bool done = true;
   if (thread.active && !paused && node.observed) {
+    std::vector<Tap> taps;
     const Recording recording(&thread);
     FrameData& frame = thread.frame;
     frame.batch = thread.batch;
@@ -262,9 +263,9 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
       node.type = nullptr;
     }
     frame.late.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
-    observer_.taps.clear();
+    if (gradient_log_ != nullptr) frame.taps = &taps;
     done = observer_.observe_compiled(node, *plan, tensors, &frame);
-    if (done) follow_gradients(thread, int32_t(index), int32_t(caller), &node.compiled_call);
+    if (done) follow_gradients(thread, std::move(taps), int32_t(index), int32_t(caller), &node.compiled_call);
     if (done) done = finish(thread, int32_t(caller));
   }
   if (ends || (!done && thread.compiled)) done = end_compiled(thread, done);

@@ -62,9 +62,9 @@ int on_device(int device, const Work& work) {
   }
 }
 
-int device_of(void* tensor) {
-  auto* const object = static_cast<PyObject*>(tensor);
-  return is_plain_cuda(object) ? int(THPVariable_Unpack(object).device().index()) : -1;
+int device_of(const void* tensor) {
+  const auto& x = *static_cast<const at::Tensor*>(tensor);
+  return is_plain_cuda(x) ? int(x.device().index()) : -1;
 }
 
 int stream_of(int device, void** stream, uint64_t* capture) {

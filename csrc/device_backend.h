@@ -16,8 +16,9 @@ extern "C" {
 typedef struct NanwatchBackend {
   // Not 0: memory that the host could read itself is this device's as well.
   int64_t takes_host_memory;
-  // The device that holds a plain strided tensor (a PyObject*); -1 for anything else.
-  int (*device_of)(void* tensor);
+  // The device that holds a plain strided tensor (an at::Tensor, whose Python class is plain too); -1 for anything
+  // else.
+  int (*device_of)(const void* tensor);
   // The stream that is current there, and the number of the capture into a graph that it is in (0: none).
   int (*stream)(int device, void** stream, uint64_t* capture);
   // Host memory that every device writes at `*address`. For good.

@@ -34,6 +34,13 @@ struct RowData {
   PyObject* python;  // owned; where the Python side made the row, it replaces all else
 };
 
+// A tensor of a call that may get a gradient.
+struct Tap {
+  at::Tensor tensor;
+  Labels::Id label;
+  Role role;
+};
+
 // One call of one module. Reused: clearing keeps the capacity, so a steady run allocates nothing.
 struct FrameData {
   int64_t batch = 0;
@@ -44,6 +51,7 @@ struct FrameData {
   std::vector<RowData> rows;
   std::vector<int64_t> shapes;
   LateFrame late;
+  std::vector<Tap>* taps = nullptr;  // while it is made, if gradients are asked for
 
   FrameData() = default;
   FrameData(const FrameData&) = delete;
@@ -57,7 +65,14 @@ struct FrameData {
   }
 
   void clear() {
+    start_over();
+    taps = nullptr;
+  }
+
+  // Drops what there is of a frame that is being made.
+  void start_over() {
     for (const RowData& row : rows) Py_XDECREF(row.python);
+    if (taps != nullptr) taps->clear();
     rows.clear();
     shapes.clear();
     late.clear();

@@ -44,6 +44,12 @@ std::vector<const GradientCall*> calls_of(const Backward& backward) {
   return calls;
 }
 
+void await(const std::vector<LatePtr>& rows) {
+  if (rows.empty()) return;
+  const RowTable& table = *RowTable::instance();
+  table.wait(rows, table.mark(rows));
+}
+
 // A row that Python made, under the label of another user.
 PyObject* relabelled(PyObject* row, const std::string& label) {
   py::tuple changed(9);
@@ -54,32 +60,58 @@ PyObject* relabelled(PyObject* row, const std::string& label) {
 
 }  // namespace
 
-void CallRecorder::follow_gradients(const Thread& thread, int32_t index, int32_t caller,
+void CallRecorder::follow_gradients(const Thread& thread, std::vector<Tap> taps, int32_t index, int32_t caller,
                                     std::shared_ptr<const GradientCall>* keep) {
-  // No tensor outlives its call for being in there.
-  std::vector<Tap> taps;
-  taps.swap(observer_.taps);
   if (gradient_log_ == nullptr || taps.empty()) return;
   GradientCall call;
   call.batch = thread.batch;
   call.node = index;
   call.caller = caller;
   call.recomputed = thread.recomputed;
+  call.thread = &thread;
   gradient_log_->follow(taps, call, observer_.labels(), keep);
 }
 
+// Makes its frames and tells of it, when its rows have come and what came before it was told.
 bool CallRecorder::finish_backward(std::unique_ptr<Backward> backward) {
   if (!backward || paused) return true;
+  std::vector<LatePtr> rows = backward->awaited();
+  if (awaits_backwards) {
+    await(rows);
+    return tell_of(*backward, py::none());
+  }
+  const GradientCall* const call = backward->events.empty() ? nullptr : backward->events.front().user.call.get();
+  const bool has_to_wait =
+      !rows.empty() || (call != nullptr && std::any_of(pending_.begin(), pending_.end(), [call](const auto& batch) {
+                          return batch->thread == call->thread;
+                        }));
+  if (!has_to_wait) return tell_of(*backward, py::none());
+  py::object left;
+  if (!tell("backward_left", py::make_tuple(), &left)) return false;
+  auto batch = std::make_unique<PendingBatch>(PendingBatch{call->thread, call->batch, false, true, true, true, true});
+  batch->await_rows(*RowTable::instance(), std::move(rows));
+  batch->backward = std::move(backward);
+  batch->left = std::move(left);
+  pending_.push_back(std::move(batch));
+  return true;
+}
+
+bool CallRecorder::tell_of(Backward& backward, const py::object& left) {
   const Stopwatch stopwatch(measures_time_, &observer_.counters.nanoseconds);
-  observer_.counters.nanoseconds += backward->nanoseconds;
-  observer_.counters.tensors += int64_t(backward->events.size());
-  observer_.counters.tensors_read += backward->tensors_read;
-  observer_.counters.bytes_read += backward->bytes_read;
-  observer_.counters.cache_hits += int64_t(backward->events.size()) - backward->tensors_read;
-  observer_.counters.stale_hits += backward->stale_hits;
-  std::vector<const GradientCall*> calls = calls_of(*backward);
+  observer_.counters.nanoseconds += std::exchange(backward.nanoseconds, 0);
+  backward.take_late();
+  if (gradient_log_ != nullptr) {
+    const std::lock_guard<std::mutex> lock(gradient_log_->mutex);
+    for (const Backward::LateTerm& one : backward.late_terms) gradient_log_->add_up(one.sum.get(), one.term);
+  }
+  observer_.counters.tensors += int64_t(backward.events.size());
+  observer_.counters.tensors_read += backward.tensors_read;
+  observer_.counters.bytes_read += backward.bytes_read;
+  observer_.counters.cache_hits += int64_t(backward.events.size()) - backward.tensors_read;
+  observer_.counters.stale_hits += backward.stale_hits;
+  std::vector<const GradientCall*> calls = calls_of(backward);
   observer_.counters.frames += int64_t(calls.size());
-  if (!backward->is_bad && traced_.empty() && calls.size() > ring_.capacity()) {
+  if (!backward.is_bad && traced_.empty() && calls.size() > ring_.capacity()) {
     const auto seen = calls.end() - int64_t(ring_.capacity());
     std::for_each(calls.begin(), seen, [this](const GradientCall* call) { ring_.skip(call->batch); });
     calls.erase(calls.begin(), seen);  // they would be overwritten at once
@@ -94,7 +126,7 @@ bool CallRecorder::finish_backward(std::unique_ptr<Backward> backward) {
     frames[i].phase = Phase::backward;
   }
   py::list events;
-  for (const GradientEvent& event : backward->events) {
+  for (const GradientEvent& event : backward.events) {
     const auto found = positions.find(event.user.call.get());
     if (found == positions.end()) continue;
     FrameData& frame = frames[found->second];
@@ -105,29 +137,40 @@ bool CallRecorder::finish_backward(std::unique_ptr<Backward> backward) {
       row.python = relabelled(row.python, observer_.label_text(event.user.label));
     }
     row.label = event.user.label;
+    if (event.late != nullptr) {
+      row.late = int32_t(frame.late.rows.size());
+      frame.late.rows.push_back(event.late);
+    }
     row.shape_at = uint32_t(frame.shapes.size());
     if (row.python == nullptr) {
-      const auto shape = backward->shapes.begin() + event.row.shape_at;
+      const auto shape = backward.shapes.begin() + event.row.shape_at;
       frame.shapes.insert(frame.shapes.end(), shape, shape + row.dims);
     }
     frame.has_fault |= event.is_bad;
-    if (backward->is_bad)
+    if (backward.is_bad)
       events.append(py::make_tuple(found->second, frame.rows.size(), part_name(event.user.part), event.arrival));
     frame.rows.push_back(row);
   }
+  for (const auto& [again, known] : backward.late_checks) {
+    again->verifies = known;
+    if (!frames.empty()) frames.front().late.rows.push_back(again);
+  }
+  const Node nobody;
+  for (FrameData& frame : frames)
+    if (!observer_.resolve(nobody, &frame)) return false;
   // Told before they are kept: the listener finds the frames that led here still in the ring.
   py::list told;
   bool done = true;
   for (size_t i = 0; i < frames.size() && done; ++i) {
     const bool traced = is_traced(frames[i].batch);
-    if (!backward->is_bad && !traced) continue;
+    if (!backward.is_bad && !traced) continue;
     const py::object seen = to_python(frames[i]);
     const py::object caller =
         calls[i]->caller < 0 ? py::object(py::none()) : py::object(py::str(nodes_[size_t(calls[i]->caller)]->name));
     told.append(py::make_tuple(seen, caller, calls[i]->number));
     done = !traced || tell("frame_recorded", py::make_tuple(seen));
   }
-  if (done && backward->is_bad) done = tell("backward_ended", py::make_tuple(told, events));
+  if (done && backward.is_bad) done = tell("backward_ended", py::make_tuple(told, events, left));
   for (FrameData& frame : frames) ring_.push(frame);
   return done;
 }
@@ -164,8 +207,9 @@ bool CallRecorder::finish_broken_backwards() {
 
 bool CallRecorder::finish_bad_backward() {
   if (gradient_log_ == nullptr) return true;
-  std::unique_ptr<Backward> backward = gradient_log_->take_bad();
-  return !backward || finish_backward(std::move(backward));
+  await(gradient_log_->awaited());
+  const std::unique_ptr<Backward> backward = gradient_log_->take_bad();
+  return !backward || paused || tell_of(*backward, py::none());
 }
 
 void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) {

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <limits>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -75,7 +76,7 @@ class LeafHook final : public GradientHook {
     if (!gradients.empty() && gradients[0].defined())
       look([&](GradientLog& log) {
         const std::vector<GradientUser> users = log.users_now(calls_, places_);
-        if (!users.empty()) add_up(gradients[0], log.arrived(gradients[0], {this, 0, true}, users), &log);
+        if (!users.empty()) add_up(gradients[0], log.arrived(gradients[0], {this, 0, true}, users), log);
       });
     return gradients;
   }
@@ -99,19 +100,14 @@ class LeafHook final : public GradientHook {
  private:
   // A sum of finite gradients stays finite as long as the sum of their largest magnitudes is within the format: then
   // nobody has to read it.
-  void add_up(const at::Tensor& gradient, double largest, GradientLog* log) {
-    if (!leaf_->grad().defined() || looked_at_ != log->sums_looked_at) bound_ = 0;
-    looked_at_ = log->sums_looked_at;
-    bound_ += largest;
+  void add_up(const at::Tensor& gradient, const GradientLog::Known& known, GradientLog& log) {
     const std::optional<Format> format = format_of(gradient.scalar_type());
-    if (!format) return;
-    const double end = largest_finite(*format);
-    if (bound_ > end) log->sums_may_overflow = true;
+    const double end = format ? largest_finite(*format) : std::numeric_limits<double>::infinity();
+    log.add_up(sum_, known, {0, end, !leaf_->grad().defined()});
   }
 
   const at::TensorImpl* leaf_;  // which owns this
-  double bound_ = 0;
-  int64_t looked_at_ = 0;
+  const std::shared_ptr<LeafSum> sum_ = std::make_shared<LeafSum>();
   // Kept apart: the log looks at them under its lock.
   std::vector<std::weak_ptr<const GradientCall>> calls_;
   std::vector<std::pair<Part, Labels::Id>> places_;

@@ -69,55 +69,11 @@ bool is_alone() {
   }
 }
 
-double magnitude_of(const RowData& row) {
-  return std::isfinite(row.range.abs_max) ? row.range.abs_max : 0;
+GradientLog::Known known_of(const RowData& row) {
+  return {std::isfinite(row.range.abs_max) ? row.range.abs_max : 0};
 }
 
 }  // namespace
-
-Backward::~Backward() {
-  for (PyObject* const row : python_rows) Py_DECREF(row);
-}
-
-bool Backward::came(const GradientState& state, const Place& place) const {
-  return !events.empty() && latest_place_ == place && latest_ == state;
-}
-
-const GradientEvent* Backward::find(const at::Tensor& gradient, const GradientState& state, const Place& place) const {
-  if (!state.has_version) return nullptr;
-  if (came(state, place)) return &events.back();
-  if (!state.is_plain || !is_alone) return nullptr;
-  const int64_t number = recent.find(gradient, state, shapes);
-  return number < 0 ? nullptr : &events[size_t(number)];
-}
-
-void Backward::add(const std::vector<GradientUser>& users, const GradientState& state, const Place& place,
-                   const RowData& row, bool row_is_bad) {
-  if (!came(state, place)) ++arrivals;
-  latest_place_ = place;
-  latest_ = state;
-  is_bad |= row_is_bad;
-  for (const GradientUser& user : users) {
-    if (user.part == Part::output) user.call->task = task;
-    events.push_back({user, arrivals, row_is_bad, row});
-  }
-}
-
-void Backward::add_read(const std::vector<GradientUser>& users, const at::Tensor& gradient, const GradientState& state,
-                        const Place& place, RowData row, Finite finite) {
-  ++tensors_read;
-  if (row.python != nullptr) python_rows.push_back(row.python);
-  // What is not finite is read anew at each place. What came to a leaf came to no other place in five models, and
-  // would take the room of what does.
-  const bool is_kept = finite == Finite::yes && state.is_plain && state.has_version && !place.is_leaf;
-  row.shape_at = uint32_t(shapes.size());
-  if (is_kept || row.python == nullptr) {
-    const at::IntArrayRef sizes = gradient.sizes();
-    shapes.insert(shapes.end(), sizes.begin(), sizes.end());
-  }
-  if (is_kept) recent.keep(gradient, state, row.shape_at, int64_t(events.size()));
-  add(users, state, place, row, finite == Finite::no);
-}
 
 GradientLog::~GradientLog() {
   // Perhaps on a thread of the engine.
@@ -263,38 +219,64 @@ Finite GradientLog::read(const at::Tensor& gradient, RowData* row, int64_t* byte
   return isfinite == Py_True ? Finite::yes : isfinite == Py_False ? Finite::no : Finite::unknown;
 }
 
-double GradientLog::arrived(const at::Tensor& gradient, const Place& place, const std::vector<GradientUser>& users) {
+LatePtr GradientLog::ask(const at::Tensor& gradient) {
+  const NanwatchBackend* const backend = RowTable::backend();
+  if (!may_be_late_ || backend == nullptr || (backend->takes_host_memory == 0 && gradient.is_cpu())) return nullptr;
+  const py::gil_scoped_acquire lock;
+  const py::object keep = recorder();
+  return keep ? recorder_->observer().ask(gradient) : nullptr;
+}
+
+GradientLog::Known GradientLog::arrived(const at::Tensor& gradient, const Place& place,
+                                        const std::vector<GradientUser>& users) {
   const int64_t task = autograd::get_current_graph_task_id();
-  if (task < 0) return 0;
+  if (task < 0) return {};
   if (open(task) && tells_start) {
     const py::gil_scoped_acquire lock;
     const py::object keep = recorder();
     if (keep) recorder_->tell_backward_started();
   }
   const GradientState state(gradient);
+  LatePtr known_late;
   {
     const std::lock_guard<std::mutex> lock(mutex);
     Backward* const backward = find(task);
-    if (backward == nullptr) return 0;
+    if (backward == nullptr) return {};
     // What a call was given may get its gradient from elsewhere, too: the call itself has no part in this backward.
-    if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return 0;
-    if (const GradientEvent* const known = backward->find(gradient, state, place)) {
-      const RowData row = known->row;  // which moves when events are added
-      if (verify_hits_ && is_stale(gradient, row)) ++backward->stale_hits;
-      backward->add(users, state, place, row, known->is_bad);
-      return magnitude_of(row);
+    if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return {};
+    if (const GradientEvent* const found = backward->find(gradient, state, place)) {
+      const GradientEvent known = *found;  // which moves when events are added
+      if (verify_hits_ && known.late == nullptr && is_stale(gradient, known.row)) ++backward->stale_hits;
+      backward->add(users, state, place, known);
+      if (known.late == nullptr) return known_of(known.row);
+      if (!verify_hits_) return {0, known.late};
+      known_late = known.late;
     }
+  }
+  const LatePtr late = ask(gradient);
+  if (known_late != nullptr) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    Backward* const backward = find(task);
+    if (late != nullptr && backward != nullptr) backward->late_checks.emplace_back(late, known_late);
+    return {0, known_late};
   }
   RowData row{users[0].label, Role::gradient, Note::none, -1, 0, 0, kNotLate, {}, nullptr};
   int64_t bytes = 0;
-  const Finite finite = read(gradient, &row, &bytes);
-  if (finite == Finite::unknown && row.python == nullptr) return 0;
+  Finite finite = Finite::unknown;
+  if (late != nullptr) {
+    bytes = gradient.numel() * int64_t(word_size(*format_of(gradient.scalar_type())));
+    row.dtype = int8_t(gradient.scalar_type());
+    row.dims = uint8_t(gradient.dim());
+  } else {
+    finite = read(gradient, &row, &bytes);
+    if (finite == Finite::unknown && row.python == nullptr) return {};
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (Backward* const backward = find(task)) {
       backward->bytes_read += bytes;
-      backward->add_read(users, gradient, state, place, row, finite);
-      return magnitude_of(row);
+      backward->add_read(users, gradient, state, place, row, finite, late);
+      return late != nullptr ? Known{0, late} : known_of(row);
     }
   }
   // Another thread of this backward has closed it.
@@ -302,7 +284,24 @@ double GradientLog::arrived(const at::Tensor& gradient, const Place& place, cons
     const py::gil_scoped_acquire lock;
     Py_DECREF(row.python);
   }
-  return 0;
+  return {};
+}
+
+void GradientLog::add_up(const std::shared_ptr<LeafSum>& sum, const Known& known, LeafSum::Term term) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (known.late == nullptr) {
+    term.largest = known.largest;
+    add_up(sum.get(), term);
+  } else if (Backward* const backward = find(autograd::get_current_graph_task_id())) {
+    backward->late_terms.push_back({sum, known.late, term});
+  }
+}
+
+void GradientLog::add_up(LeafSum* sum, const LeafSum::Term& term) {
+  if (term.is_first || sum->looked_at != sums_looked_at) sum->bound = 0;
+  sum->looked_at = sums_looked_at;
+  sum->bound += term.largest;
+  if (sum->bound > term.end) sums_may_overflow = true;
 }
 
 void GradientLog::spend(int64_t nanoseconds) {
@@ -336,10 +335,18 @@ std::unique_ptr<Backward> GradientLog::take_bad() {
   const int64_t task = autograd::get_current_graph_task_id();
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    const Backward* const backward = find(task);
-    if (backward == nullptr || !backward->is_bad) return nullptr;
+    Backward* const backward = find(task);
+    if (backward == nullptr) return nullptr;
+    backward->take_late();
+    if (!backward->is_bad) return nullptr;
   }
   return take(task);
+}
+
+std::vector<LatePtr> GradientLog::awaited() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const Backward* const backward = find(autograd::get_current_graph_task_id());
+  return backward == nullptr ? std::vector<LatePtr>() : backward->awaited();
 }
 
 void GradientLog::over(int64_t task, bool completed) {

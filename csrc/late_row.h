@@ -2,6 +2,7 @@
 // in memory of the host.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
 
 #include <algorithm>
@@ -102,6 +103,8 @@ struct LateFrame {
   const GraphRows* graph() const { return graph_of_batch == nullptr ? nullptr : graph_of_batch->get(); }
   bool empty() const { return rows.empty(); }
   const Lane& lane_of(int device, const NanwatchBackend& backend);
+  // A row for the tensor, to be sent with the rest.
+  LatePtr collect(const at::Tensor& x, Format format, int device);
 
   void clear() {
     if (rows.empty() && lanes.empty()) return;

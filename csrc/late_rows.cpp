@@ -21,6 +21,19 @@ bool has_come(LateRow& row) {
   return row.arrive() && row.state == LateRow::State::arrived;
 }
 
+// -1 for what no device is asked for, as a tensor of a subclass.
+int device_of(PyObject* object, const NanwatchBackend& backend) {
+  return THPVariable_CheckExact(object) ? backend.device_of(&THPVariable_Unpack(object)) : -1;
+}
+
+// How a device is asked for it; nothing where it cannot be.
+std::optional<Format> late_format(const at::Tensor& x) {
+  const std::optional<Format> format = format_of(x.scalar_type());
+  if (!format.has_value() || x.dim() > kNanwatchMaxDims || negation_changes_magnitude(x, *format) || !storage_covers(x))
+    return std::nullopt;
+  return format;
+}
+
 bool same(const RangeRow& a, const RangeRow& b) {
   return a.isfinite == b.isfinite && (!a.isfinite || (a.abs_min == b.abs_min && a.abs_max == b.abs_max));
 }
@@ -34,7 +47,7 @@ CallObserver::CallObserver(const Options& options, Helpers helpers) : options_(o
 
 bool CallObserver::meets_device(PyObject* object) {
   const NanwatchBackend* backend = RowTable::backend();
-  if (backend == nullptr || devices_off_ || backend->device_of(object) < 0) return false;
+  if (backend == nullptr || devices_off_ || device_of(object, *backend) < 0) return false;
   table_ = RowTable::instance();
   return true;
 }
@@ -72,19 +85,20 @@ struct CallObserver::LateReader {
   bool keeps(const LatePtr&) const { return true; }
 
  private:
-  LatePtr collect() {
-    LateFrame& late = frame->late;
-    const auto row = std::make_shared<LateRow>();
-    row->device = device;
-    row->collector = &late;
-    row->graph = late.graph();
-    const size_t at = late.geometry.size();
-    late.geometry.insert(late.geometry.end(), x.sizes().begin(), x.sizes().end());
-    late.geometry.insert(late.geometry.end(), x.strides().begin(), x.strides().end());
-    late.reads.push_back({row, x.storage(), x.const_data_ptr(), format, x.dim(), at});
-    return row;
-  }
+  LatePtr collect() const { return frame->late.collect(x, format, device); }
 };
+
+LatePtr LateFrame::collect(const at::Tensor& x, Format format, int device) {
+  const auto row = std::make_shared<LateRow>();
+  row->device = device;
+  row->collector = this;
+  row->graph = graph();
+  const size_t at = geometry.size();
+  geometry.insert(geometry.end(), x.sizes().begin(), x.sizes().end());
+  geometry.insert(geometry.end(), x.strides().begin(), x.strides().end());
+  reads.push_back({row, x.storage(), x.const_data_ptr(), format, x.dim(), at});
+  return row;
+}
 
 // The stream on which the frame reads tensors of the device.
 const LateFrame::Lane& LateFrame::lane_of(int device, const NanwatchBackend& backend) {
@@ -101,12 +115,11 @@ bool CallObserver::late_tensor(PyObject* object, Labels::Id label, Role role, Me
                                FrameData* frame) {
   const NanwatchBackend* backend = RowTable::backend();
   if (devices_off_ || backend == nullptr) return false;
-  const int device = backend->device_of(object);
+  const int device = device_of(object, *backend);
   if (device < 0) return false;
   const at::Tensor& x = THPVariable_Unpack(object);
-  const std::optional<Format> format = format_of(x.scalar_type());
-  if (!format.has_value() || x.dim() > kNanwatchMaxDims || negation_changes_magnitude(x, *format) || !storage_covers(x))
-    return false;
+  const std::optional<Format> format = late_format(x);
+  if (!format.has_value()) return false;
   const LateFrame::Lane& lane = frame->late.lane_of(device, *backend);
   if (lane.error != 0) return false;
   if (lane.capture != 0) {
@@ -130,6 +143,24 @@ bool CallObserver::late_tensor(PyObject* object, Labels::Id label, Role role, Me
                          nullptr});
   frame->late.rows.push_back(row);
   return true;
+}
+
+// A row of its own for a tensor that belongs to no frame yet, sent at once; null where that cannot be, as in a capture.
+LatePtr CallObserver::ask(const at::Tensor& x) {
+  const NanwatchBackend* const backend = RowTable::backend();
+  if (devices_off_ || backend == nullptr) return nullptr;
+  const std::optional<Format> format = late_format(x);
+  const int device = format.has_value() ? backend->device_of(&x) : -1;
+  if (device < 0) return nullptr;
+  LateFrame late;
+  const LateFrame::Lane& lane = late.lane_of(device, *backend);
+  if (lane.error != 0 || lane.capture != 0) return nullptr;
+  const LatePtr row = late.collect(x, *format, device);
+  if (const int error = RowTable::instance()->send(&late)) {
+    devices_off_ = backend->cannot_run(error) != 0;
+    return nullptr;
+  }
+  return row;
 }
 
 // The frame's rows were sent; where each call is looked at by itself, waits for them.

@@ -1,5 +1,8 @@
-// A batch whose rows are still on a device: its frames in their order, until all rows have come.
+// A batch whose rows are still on a device: its frames in their order, until all rows have come. Or a backward, in the
+// order of both.
 #pragma once
+
+#include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <deque>
@@ -7,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "backward.h"
 #include "frame.h"
 #include "row_table.h"
 
@@ -33,6 +37,8 @@ struct PendingBatch {
   std::deque<Entry> entries = {};
   FrameData given = {};                         // what it was called with, as it was at the end
   std::shared_ptr<const Awaited> awaited = {};  // once it has ended
+  std::unique_ptr<Backward> backward = {};      // then there are no frames yet, and it has ended
+  pybind11::object left = {};                   // what the listener said when it had
 
   // As an outermost call ends: marks what is awaited.
   void end(const RowTable& table, bool is_completed) {
@@ -45,6 +51,9 @@ struct PendingBatch {
     };
     for (const Entry& entry : entries) await(entry.frame);
     await(given);
+    await_rows(table, std::move(rows));
+  }
+  void await_rows(const RowTable& table, std::vector<LatePtr> rows) {
     std::vector<Mark> marks = table.mark(rows);
     awaited = std::make_shared<const Awaited>(Awaited{std::move(rows), std::move(marks)});
   }

@@ -12,11 +12,13 @@ inline const c10::DispatchKeySet kPlainCudaKeys({c10::DispatchKey::CUDA, c10::Di
                                                  c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCUDA,
                                                  c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
 
-// Whether the object is a plain strided CUDA tensor.
-inline bool is_plain_cuda(PyObject* object) {
-  if (!THPVariable_CheckExact(object)) return false;
-  const at::Tensor& x = THPVariable_Unpack(object);
+// Whether it is a plain strided CUDA tensor.
+inline bool is_plain_cuda(const at::Tensor& x) {
   return x.defined() && x.is_cuda() && (x.key_set().raw_repr() & ~kPlainCudaKeys.raw_repr()) == 0;
+}
+
+inline bool is_plain_cuda(PyObject* object) {
+  return THPVariable_CheckExact(object) && is_plain_cuda(THPVariable_Unpack(object));
 }
 
 }  // namespace nanwatch

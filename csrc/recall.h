@@ -58,8 +58,7 @@ bool CallObserver::look_once(const Node& node, FrameData* frame, const Make& mak
   if (frame->late.empty()) return true;
   if (const int error = table_->send(&frame->late)) {
     const bool for_good = RowTable::backend()->cannot_run(error) != 0;
-    frame->clear();
-    taps.clear();
+    frame->start_over();
     devices_off_ = true;
     const bool done = make();
     devices_off_ = for_good;
@@ -73,8 +72,7 @@ bool CallObserver::look(const Node& node, FrameData* frame, const Make& make) {
   bool done = look_once(node, frame, make);
   if (done && frame->has_fault) {
     // Of a faulty call nothing is taken on trust: what was remembered may have been overwritten unseen.
-    frame->clear();
-    taps.clear();
+    frame->start_over();
     remembers_ = false;
     done = look_once(node, frame, make);
     remembers_ = true;

@@ -1,5 +1,6 @@
 #include "row_table.h"
 
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <pybind11/pybind11.h>
 
 #include <utility>
@@ -51,6 +52,10 @@ const NanwatchBackend* RowTable::backend() {
 
 void RowTable::set_backend(const NanwatchBackend* backend) {
   installed = backend;
+}
+
+bool RowTable::has_devices() {
+  return installed != nullptr && (installed->takes_host_memory != 0 || at::detail::getCUDAHooks().hasCUDART());
 }
 
 RowTable* RowTable::instance() {

@@ -49,6 +49,8 @@ class RowTable {
   static RowTable* instance();
   static const NanwatchBackend* backend();
   static void set_backend(const NanwatchBackend* backend);
+  // Whether torch may have a tensor for it. Asks no driver.
+  static bool has_devices();
 
   // Enqueues the reads of the frame on the streams of their lanes, one launch for each device; 0 or an error, and then
   // the rows that were not sent are lost. Waits where all slots hold rows that are still to come.

@@ -205,6 +205,9 @@ void bind_recorder(py::module_& m) {
   m.def(
       "device_backend", [] { return reinterpret_cast<uintptr_t>(RowTable::backend()); },
       "The address of the one there is.");
+  m.def(
+      "tensor_at", [](uintptr_t address) { return *reinterpret_cast<const at::Tensor*>(address); }, py::arg("address"),
+      "The tensor that such a backend is asked about.");
   m.add_object("WatchedCall", py::reinterpret_steal<py::object>(PyType_FromSpec(&spec)));
   m.def("take_call", &take_call, py::arg("type"), "Lets a subclass of WatchedCall be called as WatchedCall is.");
   py::class_<CallRecorder>(m, "CallRecorder", py::custom_type_setup(&collect_recorder),
@@ -232,8 +235,9 @@ void bind_recorder(py::module_& m) {
       .def("frames_of_batch", &CallRecorder::frames_of_batch)
       .def("pending_frames", &CallRecorder::pending_frames)
       .def("look", &CallRecorder::look_from_python, py::arg("wait"))
+      .def_property_readonly("has_devices", [](const CallRecorder&) { return RowTable::has_devices(); })
       .def_property_readonly("may_be_late", &CallRecorder::may_be_late)
-      .def("await_forwards", &CallRecorder::await_forwards)
+      .def("await_before_step", &CallRecorder::await_before_step)
       .def("begin_compiled", [](CallRecorder& self, int64_t node,
                                 const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, tensors); })
       .def("adopt_compiled", &CallRecorder::adopt_compiled)
@@ -262,6 +266,7 @@ void bind_recorder(py::module_& m) {
       .def_readwrite("tells_batch_start", &CallRecorder::tells_batch_start)
       .def_readwrite("tells_batch_end", &CallRecorder::tells_batch_end)
       .def_readwrite("tells_frames", &CallRecorder::tells_frames)
+      .def_readwrite("awaits_backwards", &CallRecorder::awaits_backwards)
       .def_readwrite("gathers_largest", &CallRecorder::gathers_largest)
       .def("take_largest", &CallRecorder::take_largest)
       .def_readwrite("gathers_weights", &CallRecorder::gathers_weights)

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from nanwatch import _extension, _ops, _reference, ranges
 from netcheck_ranks import Ranks
+from stand_in_device import stand_in
 
 settings.register_profile(
     "nanwatch",
@@ -152,3 +153,14 @@ def started_ranks() -> Iterator[Ranks]:
     started = Ranks()
     yield started
     started.kill()
+
+
+@pytest.fixture(autouse=True)
+def recorder_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What makes the recorder "device" of test_recorder.py: the stand-in, in the place of all devices."""
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is None or callspec.params.get("recorder") != "device":
+        yield
+        return
+    with stand_in():
+        yield

@@ -54,7 +54,7 @@ class Target(ctypes.Structure):
 
 _OUT = ctypes.POINTER(ctypes.c_void_p)
 _KINDS: dict[str, Any] = {
-    "device_of": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object),
+    "device_of": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
     "stream": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _OUT, ctypes.POINTER(ctypes.c_uint64)),
     "allocate": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_size_t, _OUT, _OUT),
     "observe": ctypes.CFUNCTYPE(
@@ -188,8 +188,10 @@ class StandIn:
 
     # What the recorder calls
 
-    def _device_of(self, x: Any) -> int:
-        if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or unreadable(x) or x.is_neg():
+    def _device_of(self, address: int) -> int:
+        assert _extension.C is not None
+        x = _extension.C.tensor_at(address)
+        if unreadable(x) or x.is_neg():
             return -1
         return self.place(x) if _is_plain(x) and x.device.type == "cpu" else -1
 

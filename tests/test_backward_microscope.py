@@ -13,7 +13,7 @@ from nanwatch.errors import NonFiniteError
 from nanwatch.report import Report
 from nanwatch.watch import watch
 from test_noninterference import assert_same_bits
-from test_recorder import RECORDERS, watched
+from test_recorder import WITH_DEVICE, watched
 
 
 class Product(nn.Module):
@@ -70,7 +70,7 @@ def closure_of(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> 
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_the_operation_behind_a_weights_gradient_is_found(recorder: str, way: Callable[..., None]) -> None:
     """Wherever the step is made from; frames are those of the one backward that there was, and no weight is changed."""
     model = nn.Sequential(Product())
@@ -92,7 +92,7 @@ def test_the_operation_behind_a_weights_gradient_is_found(recorder: str, way: Ca
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_run_that_goes_on_is_as_it_was(recorder: str, way: Callable[..., None]) -> None:
     """Told of it, the user drops the gradient: the weights are those of a run that had none, and no step is skipped."""
     reports: list[Report] = []
@@ -151,7 +151,7 @@ def test_weights_that_a_module_keeps_in_a_list_of_its_own() -> None:
     assert all(a is b for a, b in zip(model[0]._flat_weights, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_an_overflow_of_a_sum_with_both_signs_is_found(recorder: str) -> None:
     """The signs of inputs and gradients fit each other, so that all products of the sum are positive: from equal
     gradients it would be zero. A user's hook on the weight sees one backward.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from test_recorder import RECORDERS, watched
+from test_recorder import WITH_DEVICE, watched
 
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = (
@@ -43,7 +43,7 @@ def hooks_of_modules(model: nn.Module) -> list[object]:
     return [hook for owner, kind in owners for hook in getattr(owner, kind).values()]
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_only_tensors_are_hooked(recorder: str) -> None:
     """No module and no registry of all modules has a hook, and the graph has the nodes of an unwatched one."""
     plain, model, x = model_of(), model_of(), torch.ones(2, 3, requires_grad=True)

@@ -22,7 +22,7 @@ from nanwatch.errors import NonFiniteError
 from nanwatch.frame import Frame
 from nanwatch.report import Report
 from nanwatch.watch import Watch
-from test_recorder import RECORDERS, needs_native, watched
+from test_recorder import WITH_DEVICE, needs_native, watched
 from toys import mlp
 
 Seen = tuple[str, str, tuple[int, ...], float, float]  # module, label, shape, abs_min, abs_max
@@ -273,7 +273,7 @@ def available() -> list[str]:
 # Order, batches, lifetimes
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_frame_is_made_when_its_last_gradient_has_come(recorder: str) -> None:
     """Backward order: last module first, a parent after its children; its records in the order of their arrival."""
     model = nn.Sequential(mlp(), nn.Tanh())
@@ -291,7 +291,7 @@ def test_a_frame_is_made_when_its_last_gradient_has_come(recorder: str) -> None:
     assert {frame.class_name for frame in w.frames} == {"Sequential", "Tanh", "Linear", "ReLU"}
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_gradient_bears_the_batch_of_its_forward(recorder: str) -> None:
     """Two forwards before their backwards, the later one first."""
     model = mlp()
@@ -303,7 +303,7 @@ def test_a_gradient_bears_the_batch_of_its_forward(recorder: str) -> None:
     assert batches == [(b, name) for b in (1, 0) for name in ("2", "1", "0", "")]
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_every_backward_of_a_forward_has_frames(recorder: str) -> None:
     """retain_graph, twice: the same frames twice, as only what comes is looked at, not what has accumulated."""
     model = mlp()
@@ -316,7 +316,7 @@ def test_every_backward_of_a_forward_has_frames(recorder: str) -> None:
     assert frames[:4] == frames[4:]
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_autograd_grad_is_seen_as_backward_is(recorder: str) -> None:
     """Gradients handed to the caller: of weights and of a leaf input, to the end of a double backward."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
@@ -335,7 +335,7 @@ def test_autograd_grad_is_seen_as_backward_is(recorder: str) -> None:
     assert weights == [model[0].weight.grad.abs().max().item()]
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_accumulation_shows_what_each_backward_adds(recorder: str) -> None:
     """The records are of the gradients that come; param.grad is their sum, and is not touched."""
     model = nn.Linear(2, 1, bias=False)
@@ -360,7 +360,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_checkpointed_modules_have_their_gradients(recorder: str, reentrant: bool) -> None:
     """Each weight's gradient once, as without checkpointing, whichever of the two runs built the graph."""
     torch.manual_seed(0)
@@ -376,7 +376,7 @@ def test_checkpointed_modules_have_their_gradients(recorder: str, reentrant: boo
     }
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_what_a_user_does_on_a_weight_leaves_the_watch_in_place(recorder: str) -> None:
     """The first Python hook on a leaf throws out the others: at the next forward the watch is back."""
     model = nn.Linear(2, 1, bias=False)
@@ -390,7 +390,7 @@ def test_what_a_user_does_on_a_weight_leaves_the_watch_in_place(recorder: str) -
     assert calls == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_hooks_keep_nothing_alive_and_do_nothing_after_the_end(recorder: str) -> None:
     """Graph, activations and watch go when they would; a leaf is as it was, and later backwards are not seen."""
     model = mlp()
@@ -417,7 +417,7 @@ def test_hooks_keep_nothing_alive_and_do_nothing_after_the_end(recorder: str) ->
     assert gone() is None
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_backward_that_raises_leaves_what_came_until_then(recorder: str) -> None:
     """A user's hook raises: its error comes through, and the frames have the gradients before it."""
     model = mlp()
@@ -435,7 +435,7 @@ def test_a_backward_that_raises_leaves_what_came_until_then(recorder: str) -> No
     assert all(name != "0" for name, _ in labels)
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_threads_that_share_a_model_have_whole_backwards(recorder: str) -> None:
     """Forwards and backwards of several threads run into each other: each call has one frame, and it is whole."""
     model = mlp()
@@ -460,7 +460,7 @@ def test_threads_that_share_a_model_have_whole_backwards(recorder: str) -> None:
     assert Counter((f.name, len(f.records)) for f in frames) == dict.fromkeys(expected.items(), 200)
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_only_what_is_asked_for_is_followed(recorder: str) -> None:
     """include, every, weights=False and inputs=False say what of a backward is looked at, too."""
     model = mlp()
@@ -487,7 +487,7 @@ def test_gradients_need_the_outputs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_compiled_model_trains_in_one_graph(recorder: str, backend: str) -> None:
     """fullgraph=True, no second compilation; gradients of weights are seen, those of activations where they exist."""
     torch._dynamo.reset()
@@ -509,7 +509,7 @@ def test_a_compiled_model_trains_in_one_graph(recorder: str, backend: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_compiled_autograd_runs_as_without_a_watch(recorder: str) -> None:
     """A backward that is compiled itself ends well, with the gradients that it should have."""
     torch._dynamo.reset()
@@ -562,7 +562,7 @@ def dead(last: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 @pytest.mark.parametrize(
     ("kind", "operation"), [(Root, "SqrtBackward0"), (Length, "SqrtBackward0"), (Power, "PowBackward0")]
 )
@@ -606,7 +606,7 @@ def test_the_operation_is_that_of_anomaly_mode(kind: type[nn.Module]) -> None:
     assert named in (finding.operation, "MulBackward0", "PowBackward0")
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_an_overflow_in_half_precision_is_produced_where_it_happens(recorder: str) -> None:
     """A scaled loss, weights of 30: the product with the weight leaves float16."""
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 64, bias=False)).half()
@@ -620,7 +620,7 @@ def test_an_overflow_in_half_precision_is_produced_where_it_happens(recorder: st
     assert "float16 ends at 65504" in report.to_text()
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_gradient_from_the_loss_is_received(recorder: str) -> None:
     """The root of the loss at zero: the last module got it, nobody in the model made it."""
     model = nn.Sequential(nn.Linear(3, 3, bias=False))
@@ -650,7 +650,7 @@ class Between(nn.Module):
         return self.last(torch.sqrt(self.first(x)) * 1.0)
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_code_between_submodules_is_named_by_its_module(recorder: str) -> None:
     """The submodule before it received the value from its parent, whose operation and line are found."""
     finding = failing_backward(nn.Sequential(Between()), torch.ones(2, 3), recorder=recorder).finding
@@ -664,7 +664,7 @@ def test_code_between_submodules_is_named_by_its_module(recorder: str) -> None:
     assert finding.operation == "SqrtBackward0"
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_the_report_ends_with_the_frame_that_failed(recorder: str) -> None:
     """However many frames the backward had after it: they are consequences."""
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(10)], Root(), nn.Linear(3, 3))

@@ -16,7 +16,7 @@ from heap import assert_no_growth
 from hooked_gradients import HookedGradients, Seen, gradients_of, largest_of_weights, new_frames, train
 from nanwatch.watch import watch
 from test_noninterference import assert_same_bits
-from test_recorder import RECORDERS, watched
+from test_recorder import WITH_DEVICE, watched
 
 
 def freeze(*modules: nn.Module) -> None:
@@ -150,7 +150,7 @@ def loss_of(output: Tensor, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_the_frames_are_those_of_plain_hooks(case: str, recorder: str) -> None:
     """Each backward has the frames and records that hooks on another copy see, in that order; losses, gradients,
     weights and what is None are those of a training that nobody looks at, to the bit.
@@ -201,7 +201,7 @@ def test_what_is_frozen_has_no_record_and_passes_gradients_on() -> None:
     assert labels == {"head": ["output.grad", "bias.grad", "weight.grad"], "": ["output.grad"]}
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_weight_that_is_frozen_between_forward_and_backward(recorder: str) -> None:
     """Autograd adds nothing to it, and the training is that of an unwatched model."""
     ends = []
@@ -219,7 +219,7 @@ def test_a_weight_that_is_frozen_between_forward_and_backward(recorder: str) -> 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("which", ["embedding", "adapters"])
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_checkpointed_blocks_with_frozen_parts(recorder: str, which: str, reentrant: bool) -> None:
     """Each trained weight has the record of the gradient that it has, once, and no frozen one has any; the training
     is that without a watch.
@@ -253,7 +253,7 @@ def test_checkpointed_blocks_with_frozen_parts(recorder: str, which: str, reentr
     assert sorted(rows) == sorted(last.items())
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_penalty_on_the_gradient_of_a_frozen_input(recorder: str) -> None:
     """Double backward through a frozen layer: each of both runs has the frames that plain hooks see in it."""
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -284,7 +284,7 @@ def test_a_penalty_on_the_gradient_of_a_frozen_input(recorder: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["all but the head", "all but adapters", "after the first step"])
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_what_the_backward_needed_is_gone_with_it(case: str, recorder: str) -> None:
     """Outputs, their gradients and their nodes, behind what is frozen and before it, also where no backward came."""
     model = CASES[case].built()
@@ -318,7 +318,7 @@ def test_what_the_backward_needed_is_gone_with_it(case: str, recorder: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_nothing_grows_while_a_part_is_frozen_and_thawed(recorder: str) -> None:
     """Over many steps neither the C heap nor Python's memory grows by what a call, a hook or a frame would take."""
     model = CASES["all but adapters"].built()
@@ -343,7 +343,7 @@ def test_nothing_grows_while_a_part_is_frozen_and_thawed(recorder: str) -> None:
 @pytest.mark.parametrize(
     "case", ["the embedding", "a whole block in the middle", "all but the head", "all but adapters"]
 )
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_compiled_model_with_frozen_parts(recorder: str, case: str, backend: str) -> None:
     """One graph, trained as it would be unwatched; each trained weight has its record, no other has one."""
     torch._dynamo.reset()

@@ -13,7 +13,7 @@ import nanwatch
 from first_backward_fault import first_backward_fault
 from test_gradients_frozen import Adapted, freeze
 from test_noninterference import assert_same_bits
-from test_recorder import RECORDERS, watched
+from test_recorder import WITH_DEVICE, watched
 
 
 class Half(nn.Module):
@@ -90,7 +90,7 @@ OVERFLOWS = {
 
 
 @pytest.mark.parametrize("case", OVERFLOWS)
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_an_overflow_is_found_and_named(case: str, recorder: str) -> None:
     """A loss scale that grows until a gradient leaves float16: the operation, the module and the batch are those that
     plain hooks on the graph's nodes find first, and the weights are those before the step that would take it.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from forks import SIDE, Fork, Hook, batch, doubles, fork_backward, gained, range_of, ranges
 from nanwatch.errors import NonFiniteError
-from test_recorder import RECORDERS, watched
+from test_recorder import RECORDERS, WITH_DEVICE, watched
 from toys import Scale
 
 
@@ -20,7 +20,7 @@ def other_memory(g: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("change", "factor"), [(doubles, 2), (other_memory, 8)])
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_what_a_hook_changes_is_read_again(recorder: str, change: Hook, factor: int) -> None:
     """In place between the two places, which raises the version; by assigning to `.data`, where the storage is another:
     the second place has what is there then."""
@@ -48,7 +48,7 @@ def writes_storage(g: Tensor) -> None:
 
 
 @pytest.mark.parametrize("write", [writes_data, writes_numpy, writes_storage])
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_what_no_version_tells_of_is_seen_in_what_is_made_of_it(recorder: str, write: Hook) -> None:
     """Of the tensor itself its second place shows what it was at the first; the weight's gradient is what it is."""
     gradient = torch.randn(SIDE, SIDE)
@@ -93,7 +93,7 @@ def test_what_is_not_finite_is_read_at_each_place(recorder: str) -> None:
     assert found["first"] == range_of(gradient.nan_to_num(posinf=1.0))
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_memory_that_was_freed_and_taken_again_is_read(recorder: str) -> None:
     """Forty gradients of one shape, in memory that comes again: each record has its own range."""
     memory: list[int] = []
@@ -121,7 +121,7 @@ def test_memory_that_was_freed_and_taken_again_is_read(recorder: str) -> None:
         pytest.skip("the allocator gave each gradient memory of its own: nothing came again")
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_inference_tensors_are_read_at_each_place(recorder: str) -> None:
     """They have no version: nothing would tell of a write. Users at one place are told apart from no other, as ever."""
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_inference_tensors_are_read_at_each_place(recorder: str) -> None:
     assert gain["tensors_read"] == 4 + 4 + 1
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_finite_sum_of_sparse_gradients_is_told_from_one_that_is_not(recorder: str) -> None:
     """Two that are finite and add up to inf stop the step; what is sparse is read at each place."""
     model = nn.Embedding(4, 2, sparse=True)
@@ -160,7 +160,7 @@ def test_a_finite_sum_of_sparse_gradients_is_told_from_one_that_is_not(recorder:
     assert torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_in_a_job_of_several_processes_each_place_is_read(
     recorder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

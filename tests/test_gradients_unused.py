@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from heap import assert_no_growth
 from hooked_gradients import HookedGradients, Seen, gradients_of, largest_of_weights, new_frames, train
 from test_noninterference import assert_same_bits
-from test_recorder import RECORDERS, watched
+from test_recorder import WITH_DEVICE, watched
 
 
 class Several(nn.Module):
@@ -180,7 +180,7 @@ WITHOUT_GRADIENT = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_the_frames_are_those_of_plain_hooks(case: str, recorder: str) -> None:
     """Each backward has the frames and records that hooks on another copy see, in that order; losses, gradients,
     weights and what is None are those of a training that nobody looks at, to the bit.
@@ -220,7 +220,7 @@ def test_what_nobody_uses_has_no_frame_and_no_record() -> None:
     }
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_backward_for_each_result(recorder: str) -> None:
     """retain_graph: three results of one forward, each with a backward of its own, and the first once more."""
 
@@ -244,7 +244,7 @@ def test_a_backward_for_each_result(recorder: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("how", ["own", "chunk", "unbind"])
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_checkpointed_part_of_whose_results_one_is_used(recorder: str, how: str, reentrant: bool) -> None:
     """The training is that without a watch, and each weight's gradient has its record once."""
 
@@ -299,7 +299,7 @@ class TakesNone(nn.Module):
         return NoGradient.apply(self.layer(x), self.weight)
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_gradient_that_is_none_has_no_record(recorder: str) -> None:
     """A function that gives None for a weight: autograd calls the weight's hooks with None."""
     plain, ours = (Case(TakesNone).built() for _ in range(2))
@@ -325,7 +325,7 @@ def _one_rank() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("case", ["a branch", "a branch that is not called", "a chunk", "later layers"])
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_find_unused_parameters_of_distributed_data_parallel(recorder: str, case: str) -> None:
     """The training is that without a watch, and the records of weights' gradients are those that autograd brings."""
     chosen = CASES[case]
@@ -366,7 +366,7 @@ def weights(backwards: list[list[Seen]]) -> list[list[tuple[Any, ...]]]:
 # Lifetimes
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_what_nobody_uses_is_gone_when_it_would_be(recorder: str) -> None:
     """An unused result goes when its last name goes, before any backward; its graph goes with what used it."""
     model = CASES["a branch"].built()
@@ -388,7 +388,7 @@ def test_what_nobody_uses_is_gone_when_it_would_be(recorder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 @pytest.mark.parametrize("case", ["a chunk", "a branch", "later layers"])
 def test_nothing_grows_while_results_go_unused(case: str, recorder: str) -> None:
     """Over many steps, with one leaf for an input in all of them, and some forwards without a backward: neither the C
@@ -419,7 +419,7 @@ def test_nothing_grows_while_results_go_unused(case: str, recorder: str) -> None
 @pytest.mark.parametrize(
     "case", ["a chunk", "a row of several", "a result of its own operation", "a state of an LSTM"]
 )
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_compiled_model_with_unused_results(recorder: str, case: str, backend: str) -> None:
     """Trained as one that is compiled and not watched; each weight's gradient has its record."""
     chosen = CASES[case]

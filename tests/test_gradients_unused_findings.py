@@ -11,7 +11,7 @@ from first_backward_fault import first_backward_fault
 from hooked_gradients import train
 from test_gradients_unused import Case, whole
 from test_noninterference import assert_same_bits
-from test_recorder import RECORDERS, watched
+from test_recorder import WITH_DEVICE, watched
 
 
 class Root(nn.Module):
@@ -52,7 +52,7 @@ class WithRoot(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["unused", "measured"])
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_pole_that_no_gradient_reaches_is_no_fault(recorder: str, how: str) -> None:
     """Its derivative is never asked for."""
     case = Case(lambda: WithRoot(how))
@@ -64,7 +64,7 @@ def test_a_pole_that_no_gradient_reaches_is_no_fault(recorder: str, how: str) ->
 
 
 @pytest.mark.parametrize("how", ["used", "times zero"])
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_pole_that_a_gradient_reaches_is_found(recorder: str, how: str) -> None:
     """Also where that gradient is zero, as zero times inf is nan. Module and operation are those of plain hooks."""
     case = Case(lambda: WithRoot(how))
@@ -81,7 +81,7 @@ def test_a_pole_that_a_gradient_reaches_is_found(recorder: str, how: str) -> Non
     assert_same_bits(ours.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_module_that_uses_what_it_returns_may_have_made_the_value(recorder: str) -> None:
     """The gradient of its zeros is a sum: one part comes from the layer that they were given to, the bad one from its
     own root. The layer is not accused alone.
@@ -128,7 +128,7 @@ def scaled(model: nn.Module, used: int) -> None:
 
 
 @pytest.mark.parametrize("used", [0, 1])
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_an_overflow_is_found_and_named(recorder: str, used: int) -> None:
     """It is of the branch that is used, though the other has the larger weights, or the smaller ones."""
     torch.manual_seed(0)

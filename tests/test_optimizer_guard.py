@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.errors import NonFiniteError
+from nanwatch.global_hooks import after_steps, before_steps
 from nanwatch.optimizer_guard import SkippedStep
 from nanwatch.report import Report
 from nanwatch.watch import Watch, watch
 from test_noninterference import assert_same_bits
-from test_recorder import RECORDERS, watched
+from test_recorder import WITH_DEVICE, watched
 
 KINDS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
 HOWS = ["single", "foreach", "fused"]
@@ -71,7 +72,7 @@ def collected() -> None:
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("clear", [True, False])
 @pytest.mark.parametrize("kind", KINDS, ids=HOWS)
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_steps_that_a_scaler_skips_are_counted(recorder: str, kind: dict[str, Any], clear: bool) -> None:
     """No error; each has its scale before and after, also in the frames; the run counts as finite."""
     model = Narrow()
@@ -142,7 +143,7 @@ class Around(torch.optim.Optimizer):
 
 
 @pytest.mark.usefixtures("collected")
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_backward_within_an_object_around_the_optimizer_is_not_within_the_step(recorder: str) -> None:
     """The scaler still skips the step, and that is counted."""
     model = Narrow()
@@ -169,7 +170,7 @@ def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=HOWS)
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_step_that_would_take_a_bad_gradient_is_stopped(recorder: str, kind: dict[str, Any]) -> None:
     """Raised by the step, once, weights and optimizer state to the bit as they were; the next clean step is made."""
     model = nn.Sequential(Sick())
@@ -203,7 +204,7 @@ def test_a_step_that_would_take_a_bad_gradient_is_stopped(recorder: str, kind: d
     assert bool((model[0].weight != 0).all())
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_bad_gradient_of_an_earlier_backward_is_found_at_the_step(recorder: str) -> None:
     """Accumulation: the second of four backwards goes wrong, and its batch is the one that is told."""
     model = nn.Sequential(Sick())
@@ -220,7 +221,7 @@ def test_a_bad_gradient_of_an_earlier_backward_is_found_at_the_step(recorder: st
 
 
 @pytest.mark.parametrize("clear", [True, False])
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_finite_gradients_whose_sum_overflows_are_stopped(recorder: str, clear: bool) -> None:
     """Half precision, 40000 and 40000: no gradient was bad, their sum is; sums that are not pass, also many."""
     model = nn.Linear(1, 1, bias=False).half()
@@ -287,7 +288,7 @@ def test_a_closure_is_stopped_before_its_step_changes_a_weight() -> None:
     assert not model[0].weight.any()
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_an_optimizer_that_steps_inside_the_backward_is_stopped(recorder: str) -> None:
     """One optimizer a weight, stepping as soon as the gradient is there."""
     model = nn.Sequential(Sick())
@@ -299,7 +300,7 @@ def test_an_optimizer_that_steps_inside_the_backward_is_stopped(recorder: str) -
     assert not model[0].weight.any()
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_weights_that_are_moved_by_hand_lead_back_to_the_backward(recorder: str) -> None:
     """No optimizer: the next forward meets a bad weight, and the report is that of the backward that made it so."""
     model = nn.Sequential(Sick())
@@ -358,7 +359,7 @@ def state_frames(w: Watch) -> list[dict[str, float | None]]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=HOWS)
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_the_state_of_an_optimizer_has_a_frame_a_step(recorder: str, kind: dict[str, Any]) -> None:
     """exp_avg and exp_avg_sq of every parameter by its name, as they are after the step; step counts are left out."""
     model = nn.Sequential(nn.Linear(3, 2))
@@ -447,9 +448,7 @@ def test_a_skipped_step_in_words(before: float | None, after: float | None, text
 
 def test_nothing_is_left_behind() -> None:
     """The global hooks of a watch are gone after stop(), and after it was forgotten."""
-    from torch.optim import optimizer as module
-
-    before = [len(module._global_optimizer_pre_hooks), len(module._global_optimizer_post_hooks)]
+    before = len(before_steps), len(after_steps)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     watch(model, gradients=True, optimizer=optimizer).stop()
@@ -458,4 +457,4 @@ def test_nothing_is_left_behind() -> None:
     import gc
 
     gc.collect()
-    assert [len(module._global_optimizer_pre_hooks), len(module._global_optimizer_post_hooks)] == before
+    assert (len(before_steps), len(after_steps)) == before

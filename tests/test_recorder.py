@@ -27,6 +27,8 @@ from oracle import values_of
 
 needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
 RECORDERS = [pytest.param("native", marks=needs_native), "python"]
+# With all tensors on a device that does nothing before somebody waits; see conftest.py.
+WITH_DEVICE = [*RECORDERS, pytest.param("device", marks=needs_native)]
 DTYPES = [
     torch.float32,
     torch.float64,
@@ -61,7 +63,7 @@ class Answer(ModelOutput):
 
 def watched(model: nn.Module, recorder: str, **options: Any) -> Watch:
     """A watch with that recorder."""
-    if recorder == "native":
+    if recorder != "python":
         return watch(model, _verify_hits=True, **options)
     with mock.patch("nanwatch.watching.make_recorder", PythonRecorder):
         return watch(model, **options)

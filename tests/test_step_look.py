@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import _extension
 from nanwatch.errors import NonFiniteError
+from nanwatch.global_hooks import after_steps, before_steps
 from nanwatch.watch import Watch, watch
 from stand_in_device import StandIn, stand_in
 from test_late_rows import Plant, chain
@@ -78,10 +78,8 @@ def assert_told_by_the_next_step(device: StandIn, optimizer: torch.optim.Optimiz
 
 
 def hooks() -> int:
-    """How many hooks PyTorch has for the steps of all optimizers."""
-    return len(torch_optimizer._global_optimizer_pre_hooks) + len(
-        torch_optimizer._global_optimizer_post_hooks
-    )
+    """How many hooks there are for the steps of all optimizers."""
+    return len(before_steps) + len(after_steps)
 
 
 # A fault whose rows have not come
@@ -494,8 +492,8 @@ def test_an_optimizer_that_steps_inside_the_backward() -> None:
 class ReadsFoundInf(torch.amp.GradScaler):
     """One whose gradients are on the device: it has run when `found_inf` is read."""
 
-    def __init__(self, device: StandIn) -> None:
-        super().__init__("cpu", init_scale=4.0)
+    def __init__(self, device: StandIn, init_scale: float = 4.0) -> None:
+        super().__init__("cpu", init_scale=init_scale)
         self.device = device
 
     def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:

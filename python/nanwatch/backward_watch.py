@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from .backward import Arrival, BackwardCall, find_in_backward
 from .finding import Finding, find, finding_of
@@ -113,11 +114,17 @@ class BackwardWatch:
         if self._guard is not None:
             self._guard.settle()
 
+    def left(self) -> object:
+        """A backward is over, of which nothing is known yet: what has to be known of this moment later."""
+        return None if self._guard is None else self._guard.note_scale()
+
+    def step_follows(self, optimizer: Optimizer) -> None:
+        """A closure has run, and the step changes the weights next."""
+        if self._guard is not None:
+            self._guard.before_step(optimizer)
+
     def ended(
-        self,
-        calls: list[BackwardCall],
-        arrivals: list[Arrival],
-        faulty: int | None,
+        self, calls: list[BackwardCall], arrivals: list[Arrival], faulty: int | None, left: object
     ) -> None:
         """A backward went wrong, and its frames are not yet kept. `faulty` is a batch whose failure is known."""
         calls = [BackwardCall(*call) for call in calls]
@@ -132,7 +139,7 @@ class BackwardWatch:
         finding = replace(fault.finding, sequence=sequence)
         report = self._report(finding, batch, fault.frames)
         bad = [(call.frame, row) for call in calls for row in call.frame.rows if is_fault(row)]
-        self._guard.hold(report, {frame.batch for frame, _ in bad}, self._weights(bad))
+        self._guard.hold(report, {frame.batch for frame, _ in bad}, self._weights(bad), left)
 
     def _weights(self, bad: list[tuple[FrameRows, Row]]) -> set[Weight]:
         """The weights among these."""

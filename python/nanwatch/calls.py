@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import is_compiling
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import _extension, _live, compiled, rehearsal
+from .global_hooks import after_steps, children
 from .handles import Handles
 from .recorder import PythonRecorder
 from .wrapped_names import child_name, is_recorded, named_modules
@@ -151,11 +150,7 @@ class Attachment:
             if (attachment := this()) is not None and module is not None:
                 attachment._registered(parent, name, module)
 
-        hooks = [
-            register_optimizer_step_post_hook(changed),
-            register_module_module_registration_hook(registered),
-        ]
-        self._hooks = Handles(self, hooks)
+        self._hooks = Handles(self, [after_steps.add(changed), children.add(registered)])
 
     def _add(self, name: str, module: nn.Module) -> None:
         if module in self._names:

@@ -86,10 +86,16 @@ class Listener(Protocol):
     def backward_started(self) -> None:
         """The first gradient of a backward came, and none has been accumulated. Told while `tells_backward_start`."""
 
-    def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
-        """A backward ended in which a gradient was not finite; its frames are not yet among `frames()`."""
+    def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival], left: object = None) -> None:
+        """A backward ended in which a gradient was not finite; its frames are not yet among `frames()`.
+
+        `left`: what `backward_left` answered at its end, where this is told later.
+        """
 
     # Of rows that a device makes there is news only when the host looks. CallRecorder alone calls these.
+
+    def backward_left(self) -> object:
+        """A backward ended whose rows are still to come, or those of its forward. The answer is kept with it."""
 
     def late_fault(self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool) -> None:
         """As `fault`, told when the rows of the batch have come. `given`: what it was called with, as at its end.
@@ -113,6 +119,7 @@ class Recorder(Protocol):
     tells_frames: bool
     gathers_largest: bool  # for `take_largest`
     tells_backward_start: bool
+    awaits_backwards: bool  # at their ends; else those whose rows are late are told of later
     gathers_weights: bool  # from shards, anew in each batch: none is known from the batch before
     watch: int  # by which compiled code finds it; see _live
 
@@ -175,11 +182,15 @@ class Recorder(Protocol):
         """Tell of the batches that have ended and whose rows have come; with `wait`, of all that have ended."""
 
     @property
+    def has_devices(self) -> bool:
+        """Whether there are devices whose rows it has late."""
+
+    @property
     def may_be_late(self) -> bool:
         """Whether there may be batches that are still to be told of, replays of a CUDA graph among them."""
 
-    def await_forwards(self) -> None:
-        """Wait for the rows of the forwards that a step may take, unless it is captured; then `look(False)`.
+    def await_before_step(self) -> None:
+        """Wait for the rows of all that a step may take, unless it is captured; then `look(False)`.
 
         Left out are forwards without grad mode, unless one was run again in the backward since.
         """

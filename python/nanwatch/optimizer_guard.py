@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from . import text
 from .finding import Finding
+from .global_hooks import before_steps
 from .handles import Handles
 from .observe import read
+from .ranges import only_our_dispatch
 from .record import NOT_TAKEN, SKIPPED_STEP
 from .report import Report
 
@@ -99,16 +98,17 @@ class OptimizerGuard:
         self._max_skipped_steps = max_skipped_steps
         self._scaler: Callable[[], Any] | None = None if scaler is None else weakref.ref(scaler)
         self._is_told = scaler is not None
+        self._has_looked = False
         self._pending: _Pending | None = None
-        self._in_a_row = 0
+        self._count(0)
         self._latest: set[Weight] = set()  # whose step was skipped last
         this = weakref.ref(self)
 
         def before(optimizer: Optimizer, *_: Any) -> None:
             if (guard := this()) is not None:
-                guard._before_step(optimizer)
+                guard.before_step(optimizer)
 
-        self._hooks = Handles(self, [register_optimizer_step_pre_hook(before)])
+        self._hooks = Handles(self, [before_steps.add(before)])
 
     def remove(self) -> None:
         """Look at no more steps."""
@@ -126,17 +126,37 @@ class OptimizerGuard:
         self._drop()
         return pending
 
-    def hold(self, report: Report, batches: set[int], weights: set[Weight]) -> None:
-        """A backward has gone wrong: the gradients of these weights, in these batches, are not finite."""
+    def note_scale(self) -> Tensor | None:
+        """The scale as it is now, still where it is: nobody waits for it. None where no scaler is found.
+
+        For the `hold` of a backward that is found bad when a scaler may have lowered the scale.
+        """
+        if self._scaler is None and not self._has_looked:
+            # Before anything is bad, this once: later the scale is another.
+            self._has_looked = True
+            found = _find_scaler()
+            self._scaler = None if found() is None else found
+        scale = None if self._scaler is None else getattr(self._scaler(), "_scale", None)
+        if not isinstance(scale, Tensor):
+            return None
+        with only_our_dispatch(), torch.no_grad():
+            return scale.detach().clone()
+
+    def hold(self, report: Report, batches: set[int], weights: set[Weight], noted: object = None) -> None:
+        """A backward has gone wrong: the gradients of these weights, in these batches, are not finite.
+
+        `noted`: what `note_scale` gave when it was over.
+        """
         if self._pending is None:
-            self._pending = _Pending(report, batches, weights, self._scale())
+            scale = float(noted) if isinstance(noted, Tensor) else self._scale()
+            self._pending = _Pending(report, batches, weights, scale)
         else:
             self._pending.batches.update(batches)
             self._pending.weights |= weights
         self._recorder.tells_backward_start = True
         if self._in_a_row >= self._max_skipped_steps:
             count = self._in_a_row
-            self._in_a_row = 0
+            self._count(0)
             self._fail(
                 f"the {count} steps before this one were skipped, as gradients were not finite;"
                 f" max_skipped_steps={self._max_skipped_steps} lets no more pass"
@@ -158,11 +178,12 @@ class OptimizerGuard:
         step = SkippedStep(finding.batch, before, after, finding)
         self.skipped.append(step)
         self.num_skipped += 1
-        self._in_a_row += 1
+        self._count(self._in_a_row + 1)
         self._latest = pending.weights
         self._recorder.excuse_gradients(sorted(pending.batches), str(step))
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """A step is about to change the weights: raise, or let it pass."""
         if self._recorder.paused:
             return
         if torch._C._current_graph_task_id() != -1:
@@ -176,7 +197,7 @@ class OptimizerGuard:
         pending = self._pending
         if pending is None:
             if self._in_a_row and _steps(optimizer, self._latest):
-                self._in_a_row = 0
+                self._count(0)
             self._let_go()
             return
         found_inf = getattr(optimizer, "found_inf", None)
@@ -209,6 +230,11 @@ class OptimizerGuard:
             finding = replace(report.finding, remarks=(*report.finding.remarks, remark))
             report = replace(report, finding=finding)
         self._act(report)
+
+    def _count(self, in_a_row: int) -> None:
+        self._in_a_row = in_a_row
+        # When no more may be skipped a bad backward is told of at its end, while it can still be run again.
+        self._recorder.awaits_backwards = in_a_row >= self._max_skipped_steps
 
     def _drop(self) -> None:
         self._pending = None

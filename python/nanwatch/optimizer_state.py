@@ -7,12 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
+from .global_hooks import after_steps, before_steps
 from .handles import Handles
 from .observe import observe
 from .record import Row
@@ -43,8 +40,7 @@ class OptimizerState:
             if (state := this()) is not None and steps_for(stepping, watched()):
                 state._look(stepping)
 
-        hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        self._hooks = Handles(self, hooks)
+        self._hooks = Handles(self, [before_steps.add(before), after_steps.add(after)])
 
     def remove(self) -> None:
         """Look at no more steps."""

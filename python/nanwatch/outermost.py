@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .calls import ATTRIBUTE
 from .errors import spell
+from .global_hooks import after_steps
 
 _T = TypeVar("_T")
 
@@ -118,9 +118,7 @@ class Outermost:
             return nn.Module.__call__(module, *args, **kwargs)
 
         nn.Module._compiled_call_impl = call
-        self._handle = register_optimizer_step_post_hook(
-            lambda optimizer, *_: self._optimizers.add(optimizer)
-        )
+        self._handle = after_steps.add(lambda optimizer, *_: self._optimizers.add(optimizer))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .errors import NonFiniteError, spell
 from .finding import Finding
+from .global_hooks import after_steps
 from .job import place, report_of
 from .report import Report
 
@@ -151,7 +151,7 @@ class _Job:
         self._verdict = Verdict(
             None, rank, world_size, peer_timeout, name=str(self._num_verdicts), on_stuck=self._stuck
         )
-        self._handle = register_optimizer_step_post_hook(self._stepped)
+        self._handle = after_steps.add(self._stepped)
         # Each verdict's own, with the one before it: others may have put theirs over the last one's.
         self._excepthook = sys.excepthook = partial(self._uncaught, sys.excepthook)
 

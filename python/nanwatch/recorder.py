@@ -72,6 +72,7 @@ class PythonRecorder(RecordsBackwards):
         self.tells_batch_end = False
         self.tells_frames = False
         self.gathers_largest = False
+        self.awaits_backwards = False  # nothing is late here
         self.gathers_weights = False  # nor is anything remembered here
         self.watch = -1
         self.latest_batch = -1
@@ -125,11 +126,16 @@ class PythonRecorder(RecordsBackwards):
         """Nothing is ever late here."""
 
     @property
+    def has_devices(self) -> bool:
+        """See Recorder: each row is waited for."""
+        return False
+
+    @property
     def may_be_late(self) -> bool:
         """See Recorder: never."""
         return False
 
-    def await_forwards(self) -> None:
+    def await_before_step(self) -> None:
         """There are none to wait for."""
 
     def forget_weights(self) -> None:

@@ -1,4 +1,4 @@
-"""The look before an optimizer's step: at the forwards that it is about to take, whose rows a device may still hold."""
+"""The look before an optimizer's step: at what it is about to take, whose rows a device may still hold."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
+from .global_hooks import before_steps
 from .handles import Handles
 from .listener import Recorder
 from .optimizer_state import steps_for
@@ -20,22 +21,30 @@ from .options import Options
 
 
 class StepLook:
-    """Looks before every step of an optimizer at what has come, and waits for what has not where check="async" does.
+    """Looks before every step of an optimizer at what has come, and waits for what has not: forwards with
+    check="async", and gradients.
 
     What the recorder's listener raises then, and what `raise_postponed()` raises, the step raises, and no weight has
     changed. Only a step that may change the model is waited for: that of an optimizer with one of its parameters, of
     the one that the options name, and of any where the parameters are shards, which an optimizer may hold in another
-    form. A closure is looked at when it has run, as the step changes the weights next.
+    form. A closure is looked at when it has run, as the step changes the weights next: `step_follows(optimizer)` is
+    called then.
     """
 
     def __init__(
-        self, model: nn.Module, recorder: Recorder, options: Options, raise_postponed: Callable[[], None]
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        options: Options,
+        raise_postponed: Callable[[], None],
+        step_follows: Callable[[Optimizer], None],
     ) -> None:
         self._model = weakref.ref(model)
         self._recorder = recorder
-        self._waits = options.check == "async"
+        self._waits = recorder.has_devices and (options.check == "async" or options.gradients)
         self._given = None if options.optimizer is None else weakref.ref(options.optimizer)
         self._raise_postponed = raise_postponed
+        self._step_follows = step_follows
         # Found once each, unless a group was added: to go through the parameters of 400 modules takes 0.5 ms.
         self._own: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         this = weakref.ref(self)
@@ -49,7 +58,7 @@ class StepLook:
                 return own._before_step(optimizer, args, kwargs)
             return own._raise_postponed()
 
-        self._hooks = Handles(self, [register_optimizer_step_pre_hook(before)] if options.enabled else [])
+        self._hooks = Handles(self, [before_steps.add(before)] if options.enabled else [])
 
     def remove(self) -> None:
         """Look at no more steps."""
@@ -61,12 +70,16 @@ class StepLook:
         self._look(optimizer)
         if not self._waits or not self._is_own(optimizer):
             return None
-        return _with_look_after_closure(optimizer, args, kwargs, lambda: self._look(optimizer))
+        return _with_look_after_closure(optimizer, args, kwargs, lambda: self._after_closure(optimizer))
+
+    def _after_closure(self, optimizer: Optimizer) -> None:
+        self._look(optimizer)
+        self._step_follows(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
         self._recorder.look(False)
         if self._waits and self._recorder.may_be_late and self._is_own(optimizer):
-            self._recorder.await_forwards()
+            self._recorder.await_before_step()
 
     def _is_own(self, optimizer: Optimizer) -> bool:
         count = sum(len(group["params"]) for group in optimizer.param_groups)

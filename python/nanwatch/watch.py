@@ -66,6 +66,7 @@ def watch(
         weights, buffers, inputs, outputs: which tensors to look at; of the buffers, those of floating point.
         gradients: look in every backward at the gradients of what is looked at in the forward. A failure there is
             acted on when an optimizer's step is about to take it, before any weight changes; see docs/gradients.md.
+            On a GPU that step waits for them, once, unless a GradScaler has.
             Without it no gradient is read, also not those that a step is about to take.
         counts: count the zeros, subnormals, nans and infinities of every tensor, for its record's `health` and the
             columns of a trace, and not only of those that are not finite. Each is then read anew, twice, and on a GPU

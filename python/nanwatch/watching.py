@@ -107,6 +107,7 @@ class Watch:
             self._recorder,
             options,
             lambda: None if (own := this()) is None else own._raise_postponed(),
+            lambda optimizer: None if (own := this()) is None else own._backward.step_follows(optimizer),
         )
         self._backward = BackwardWatch(
             model,
@@ -192,7 +193,7 @@ class Watch:
     @property
     def frames(self) -> tuple[Frame, ...]:
         """The latest frames, oldest first, at most `max_frames`. Those of a backward come when it is over."""
-        self._backward.settle()
+        self._settle()
         frames = [*self._recorder.frames(), *self._recorder.pending_frames()]
         return tuple(frame.to_frame() for frame in frames[-self._options.max_frames :])
 
@@ -204,13 +205,13 @@ class Watch:
     @property
     def skipped_steps(self) -> tuple[SkippedStep, ...]:
         """The latest hundred of the steps that were skipped, as gradients were not finite, oldest first."""
-        self._backward.settle()
+        self._settle()
         return self._backward.skipped
 
     @property
     def counters(self) -> dict[str, int]:
         """What was done so far: calls, frames, tensors (seen), tensors_read, bytes_read, cache_hits, skipped_steps."""
-        self._backward.settle()
+        self._settle()
         return {**self._recorder.counters, "skipped_steps": self._backward.num_skipped}
 
     def report(self) -> Report:
@@ -222,9 +223,12 @@ class Watch:
         """
         if self._attachment is not None:
             self._attachment.warn_of_lost()
-        self._take_in(wait=self._options.check != "async")
         frames = self.frames
         return self._failure or self._backward.held or self._report(frames, None, self.batch)
+
+    def _settle(self) -> None:
+        self._take_in(wait=self._options.check != "async")
+        self._backward.settle()
 
     def _take_in(self, *, wait: bool) -> None:
         try:
@@ -344,12 +348,16 @@ class Watch:
         """See Listener."""
         self._backward.started()
 
-    def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
+    def backward_left(self) -> object:
+        """See Listener."""
+        return self._backward.left()
+
+    def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival], left: object = None) -> None:
         """Hold the failure until a step is about to take it, unless it is what came of the forward's."""
         self._take_in(wait=True)
         if is_inside_step():  # a closure's backward: the step changes the weights next
             self._raise_postponed()
-        self._backward.ended(calls, arrivals, self._faulty)
+        self._backward.ended(calls, arrivals, self._faulty, left)
 
     def _act_on_step(self, report: Report) -> None:
         """A step is about to take what a backward did wrong, or has left its optimizer so."""

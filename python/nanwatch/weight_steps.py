@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
+from .global_hooks import after_steps
+from .handles import Handles
 from .weight_versions import Key
 
 
@@ -33,12 +35,11 @@ class WeightSteps:
             if (steps := this()) is not None:
                 steps._after(optimizer)
 
-        self._handle = register_optimizer_step_post_hook(after)
-        weakref.finalize(self, self._handle.remove)
+        self._hooks = Handles(self, [after_steps.add(after)])
 
     def remove(self) -> None:
         """Tell of no more steps. A second time does nothing."""
-        self._handle.remove()
+        self._hooks.remove()
 
     def _after(self, optimizer: Optimizer) -> None:
         size = sum(len(group["params"]) for group in optimizer.param_groups)

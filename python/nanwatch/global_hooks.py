@@ -1,0 +1,70 @@
+"""Hooks on what PyTorch tells all of: optimizers that step, and modules that get a child.
+
+PyTorch goes through its own hooks as they are: one that comes or goes meanwhile ends the user's step by an error. That
+may be a Watch that its own report has stopped, one of another thread, or one that the garbage collector finds just
+then. So PyTorch gets one hook of each kind, at the first use and for good, which goes through a copy of those here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+Hook = Callable[..., Any]
+
+
+class GlobalHooks:
+    """Hooks of one kind, called in the order in which they came. They may come and go at any time, on any thread.
+
+    What one returns that is not None the next is called with, behind the first argument; the last of it is the result.
+    """
+
+    def __init__(self, register: Callable[[Hook], object]) -> None:
+        self._register: Callable[[Hook], object] | None = register
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._hooks: dict[int, Hook] = {}
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+    def add(self, hook: Hook) -> GlobalHook:
+        """Call it from now on, until its `remove()`."""
+        number = next(self._numbers)
+        self._hooks[number] = hook
+        with self._lock:
+            register, self._register = self._register, None
+        if register is not None:
+            register(self._call)
+        return GlobalHook(self._hooks, number)
+
+    def _call(self, subject: Any, *rest: Any) -> Any:
+        changed = None
+        for hook in self._hooks.copy().values():
+            found = hook(subject, *(rest if changed is None else changed))
+            changed = changed if found is None else found
+        return changed
+
+
+class GlobalHook:
+    """One of these, to be taken off."""
+
+    def __init__(self, hooks: dict[int, Hook], number: int) -> None:
+        self._hooks = hooks
+        self._number = number
+
+    def remove(self) -> None:
+        """Call it no more. Does nothing the second time."""
+        self._hooks.pop(self._number, None)
+
+
+# hook(optimizer, args, kwargs), which may return other (args, kwargs); and after the step.
+before_steps = GlobalHooks(register_optimizer_step_pre_hook)
+after_steps = GlobalHooks(register_optimizer_step_post_hook)
+# hook(module, name, child)
+children = GlobalHooks(register_module_module_registration_hook)
