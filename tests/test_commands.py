@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -60,6 +61,23 @@ def test_the_doctor_ends_quietly(argument: str, buffered: bool, expected: int) -
 def test_a_command_ends_quietly(argument: str, saved: Path) -> None:
     """The same for a sub-command."""
     assert unread("show", str(saved), argument) == (CUT, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_what_the_terminal_cannot_show_is_an_escape(encoding: str, saved: Path) -> None:
+    """An arrow, which reports of skipped steps have, in an encoding without it."""
+    report = json.loads(saved.read_text())
+    report["frames"][0]["name"] = "a→b"
+    saved.write_text(json.dumps(report))
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(Path(nanwatch.__file__).parent.parent),
+        "PYTHONIOENCODING": encoding,
+    }
+    command = [sys.executable, "-m", "nanwatch", "show", str(saved)]
+    done = subprocess.run(command, env=env, capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert ("a→b".encode() if encoding == "utf-8" else b"a\\u2192b") in done.stdout
 
 
 def test_head_cuts_a_long_output(saved: Path) -> None:

@@ -230,8 +230,8 @@ def test_a_skipped_step_has_the_scale_that_its_backward_had(check: Any, is_given
         assert not are_unchanged(model, before)
         assert device.waits == (3 if check == "batch" else 0)
         assert [str(step) for step in w.skipped_steps] == [
-            "skipped step (scale 262144 -> 131072)",
-            "skipped step (scale 131072 -> 65536)",
+            "skipped step (scale 262144 → 131072)",
+            "skipped step (scale 131072 → 65536)",
         ]
         assert {r.note for frame in backward_frames(w) for r in frame.records if r.isfinite is False} == {
             str(step) for step in w.skipped_steps

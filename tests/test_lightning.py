@@ -141,7 +141,7 @@ def test_steps_that_the_scaler_skips_are_counted(tmp_path):
     skipped = round(24 - log2(scale))
     assert skipped > 2
     assert len(callback.watch.skipped_steps) == skipped
-    assert str(callback.watch.skipped_steps[0]) == "skipped step (scale 16777216 -> 8388608)"
+    assert str(callback.watch.skipped_steps[0]) == "skipped step (scale 16777216 → 8388608)"
     assert callback.watch.report().finding is None
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
     # With no step to spare it is a failure.

@@ -81,9 +81,9 @@ def test_steps_that_a_scaler_skips_are_counted(recorder: str, kind: dict[str, An
         for _ in train(model, scaler, 6, kind, clear=clear):
             pass
         assert [str(step) for step in w.skipped_steps] == [
-            "skipped step (scale 524288 -> 262144)",
-            "skipped step (scale 262144 -> 131072)",
-            "skipped step (scale 131072 -> 65536)",
+            "skipped step (scale 524288 → 262144)",
+            "skipped step (scale 262144 → 131072)",
+            "skipped step (scale 131072 → 65536)",
         ]
         assert [step.batch for step in w.skipped_steps] == [0, 1, 2]
         assert w.counters["skipped_steps"] == 3
@@ -91,7 +91,7 @@ def test_steps_that_a_scaler_skips_are_counted(recorder: str, kind: dict[str, An
     assert report.finding is None
     text = report.to_text()
     assert text.startswith("All finite up to batch 5 but for gradients that no step took")
-    assert "Batch 0: skipped step (scale 524288 -> 262144)." in text
+    assert "Batch 0: skipped step (scale 524288 → 262144)." in text
     notes = [(f.batch, r.note) for f in w.frames for r in f.records if r.isfinite is False]
     assert {batch for batch, _ in notes} == {0, 1, 2}
     assert all(note.startswith("skipped step (scale ") for _, note in notes)
@@ -161,7 +161,7 @@ def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
     """Of two that are in use none is guessed; `scaler` says which."""
     other = torch.amp.GradScaler("cpu")
     other.scale(torch.ones(1))
-    for given, told in ((True, "skipped step (scale 131072 -> 65536)"), (False, "skipped step")):
+    for given, told in ((True, "skipped step (scale 131072 → 65536)"), (False, "skipped step")):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)
         model = Narrow()
         with watch(model, gradients=True, scaler=scaler if given else None) as w:
@@ -435,8 +435,8 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [
-        (65536.0, 32768.0, "skipped step (scale 65536 -> 32768)"),
-        (0.5, 0.25, "skipped step (scale 0.5 -> 0.25)"),
+        (65536.0, 32768.0, "skipped step (scale 65536 → 32768)"),
+        (0.5, 0.25, "skipped step (scale 0.5 → 0.25)"),
         (65536.0, 65536.0, "skipped step (scale 65536)"),
         (None, None, "skipped step"),
     ],

@@ -204,10 +204,10 @@ def test_a_step_that_the_scaler_skips_is_counted_and_no_failure(way: str, tmp_pa
     ours = run(way, tmp_path, scale, gradients=True, max_frames=10_000)
     assert ours.scales == plain.scales
     falls = [(a, b) for a, b in zip(plain.scales, plain.scales[1:], strict=False) if b < a]
-    told = [f"skipped step (scale {a:.0f} -> {b:.0f})" for a, b in falls]
+    told = [f"skipped step (scale {a:.0f} → {b:.0f})" for a, b in falls]
     assert [str(one) for one in ours.watch.skipped_steps] == told
     assert ours.watch.counters["skipped_steps"] == len(falls)
-    assert told[0] == "skipped step (scale 65536 -> 32768)" or "accumulating" in way
+    assert told[0] == "skipped step (scale 65536 → 32768)" or "accumulating" in way
     assert len(falls) <= 2 < len(plain.scales)
     assert_same_bits(ours.weights, plain.weights)
     report = ours.watch.report()

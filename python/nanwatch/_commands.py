@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -39,8 +40,11 @@ def until_cut(command: Callable[[], int], *, shows_place: bool = False) -> int:
     """The command's exit status, or 141 where the reader of its output went away, as `head` does.
 
     Ctrl-C goes up as KeyboardInterrupt, at which the interpreter ends by SIGINT: what a shell calls 130, and what ends
-    a loop in a script too. With `shows_place` it prints the traceback, without it nothing.
+    a loop in a script too. With `shows_place` it prints the traceback, without it nothing. What the encoding of stdout
+    does not have is printed as an escape.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             status = command()

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .backward import Arrival, BackwardCall, Part
-from .frame import FrameRows, Phase
-from .frame_ring import FrameRing
+from .backward import Arrival, Part
 from .job import place
 from .observe import observe
 from .recent_gradients import GradientState, RecentGradients, state_of
-from .record import Role, Row, is_fault
+from .record import Row, is_fault
 
 
 @dataclass(eq=False)
@@ -290,117 +288,3 @@ def _same(x: Tensor, other: Tensor) -> bool:
 def _has_gradient(x: Tensor) -> bool:
     """Whether hooks on this tensor would ever see a gradient of numbers."""
     return x.requires_grad and not x.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-
-
-class RecordsBackwards:
-    """The part of PythonRecorder that makes frames of backwards; see Recorder."""
-
-    paused: bool
-    counters: dict[str, int]
-    _frames: FrameRing
-    _traced: frozenset[int]
-    _listener: Any
-    _nodes: list[Any]
-
-    def __init__(self, gradients: bool, counts: bool) -> None:
-        this = weakref.ref(self)
-        self._gradients: PythonGradients | None = None
-        if gradients:
-            self._gradients = PythonGradients(
-                lambda: None if (own := this()) is None else own._listener.backward_started(),
-                lambda *found: None if (own := this()) is None else own._keep_backward(*found),
-                counts,
-            )
-        # Of calls in compiled code the latest of each module, for the gradients of its weights.
-        self._compiled_calls: dict[str, object] = {}
-
-    @property
-    def tells_backward_start(self) -> bool:
-        """See Recorder."""
-        return self._gradients is not None and self._gradients.tells_start
-
-    @tells_backward_start.setter
-    def tells_backward_start(self, tells: bool) -> None:
-        if self._gradients is not None:
-            self._gradients.tells_start = tells
-
-    def finish_broken_backwards(self) -> None:
-        """See Recorder."""
-        if self._gradients is not None:
-            self._gradients.finish_broken()
-
-    def finish_bad_backward(self) -> None:
-        """See Recorder."""
-        if self._gradients is not None:
-            self._gradients.finish_bad()
-
-    @property
-    def gradient_sums_may_overflow(self) -> bool:
-        """See Recorder."""
-        return self._gradients is not None and self._gradients.sums_may_overflow
-
-    def forget_gradient_sums(self) -> None:
-        """See Recorder."""
-        if self._gradients is not None:
-            self._gradients.sums_may_overflow = False
-            self._gradients.sums_looked_at += 1
-
-    def add_frame(self, batch: int, node: int, rows: list[Row]) -> None:
-        """See Recorder."""
-        self.counters["frames"] += 1
-        name = self._nodes[node].name
-        self._frames.append(FrameRows(batch, name, self._nodes[node].class_name, rows, False, "step"))
-
-    def excuse_gradients(self, batches: Sequence[int], note: str) -> None:
-        """See Recorder."""
-        for i, frame in enumerate(self._frames):
-            if frame.phase == "backward" and frame.batch in batches:
-                rows = [(*row[:8], note) if row[6] is False else row for row in frame.rows]
-                self._frames[i] = frame._replace(rows=rows)
-
-    def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
-        """See Recorder."""
-        if self._gradients is not None:
-            self._gradients.release(leaves)
-            self._gradients = None
-
-    def _keep_backward(
-        self, calls: list[Any], rows: list[list[Row]], arrivals: list[Arrival], is_bad: bool
-    ) -> None:
-        if self.paused or self._gradients is None:
-            return
-        self.counters["tensors"] += len(arrivals)
-        self.counters["tensors_read"] += self._gradients.tensors_read
-        self.counters["cache_hits"] += len(arrivals) - self._gradients.tensors_read
-        self._gradients.tensors_read = 0
-        self.counters["frames"] += len(calls)
-        phase: Phase = "backward"
-        frames = [
-            FrameRows(one.batch, one.name, one.class_name, own, one.recomputed, phase)
-            for one, own in zip(calls, rows, strict=True)
-        ]
-        try:
-            for frame in frames:
-                if frame.batch in self._traced:
-                    self._listener.frame_recorded(frame)
-            if is_bad:
-                told = [
-                    BackwardCall(frame, one.caller, one.number)
-                    for frame, one in zip(frames, calls, strict=True)
-                ]
-                self._listener.backward_ended(told, arrivals)
-        finally:
-            self._frames.extend(frames)
-
-    def _follow(
-        self,
-        call: tuple[int, str, str, str | None, bool],
-        tensors: Sequence[tuple[Role, str, Tensor]],
-        *,
-        in_compiled_code: bool = False,
-    ) -> None:
-        if self._gradients is not None:
-            parts: list[Any] = [one for one in tensors if one[0] != "buffer"]
-            keep = self._gradients.follow(parts, call, in_compiled_code=in_compiled_code)
-            if in_compiled_code:
-                self._compiled_calls[call[1]] = keep

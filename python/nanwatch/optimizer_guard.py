@@ -52,7 +52,7 @@ class SkippedStep:
         before, after = self.scale_before, self.scale_after
         if before is None:
             return SKIPPED_STEP
-        fell = "" if after is None or after == before else f" -> {_spell(after)}"
+        fell = "" if after is None or after == before else f" → {_spell(after)}"
         return f"{SKIPPED_STEP} (scale {_spell(before)}{fell})"
 
 

@@ -41,7 +41,7 @@ class Record:
     filled when the tensor held a non-finite value. `note` is "", "None", "not a tensor", "local shard" (of a
     DTensor: all that was read), "local shard: Shard(0) at dp=1 of 4, from [8, 0]" (and which one: `placement`), "mask"
     (an additive mask, whose -inf is meant), "allowed inf" (as `allow_inf` says),
-    "skipped step (scale 65536 -> 32768)" (a gradient that no step took), "not in the step's gradients" (one that never
+    "skipped step (scale 65536 → 32768)" (a gradient that no step took), "not in the step's gradients" (one that never
     reached them) or "not checked: <reason>".
     """
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from . import _extension
 from .frame import FrameRows
 from .frame_ring import FrameRing
-from .gradients import RecordsBackwards
+from .gradient_frames import RecordsBackwards
 from .largest import Largest, Name
 from .listener import Listener, Settings
 from .observe import arrived, observe
