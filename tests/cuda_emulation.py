@@ -6,16 +6,18 @@ The very text that nvcc compiles runs here, one fibre per CUDA thread (tests/cud
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
+import hashlib
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+BUILT = ROOT / "build" / "cuda_host"
 # One for each path through the sources: with minima of 16-bit halves and reductions over a warp, and without.
 ARCHITECTURES = (750, 900)
 
@@ -52,15 +54,38 @@ def build(source: str, *options: str) -> ctypes.CDLL:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ was not found: the CUDA source cannot be compiled for the host")
-    library = Path(tempfile.mkdtemp(prefix="nanwatch-cuda-host-")) / "library.so"
     command = [compiler, "-std=c++17", "-O2", "-g", *WARNINGS, *SANITIZERS, *options, "-shared", "-fPIC"]
     command += [f"-I{ROOT / 'tests/cuda_host'}", f"-I{ROOT / 'csrc'}", str(ROOT / "tests/cuda_host" / source)]
-    try:
-        done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return ctypes.CDLL(str(library))
-    finally:
-        shutil.rmtree(library.parent)  # what is loaded stays loaded
+    BUILT.mkdir(parents=True, exist_ok=True)
+    name = f"{Path(source).stem}-{digest(*options)}"
+    library = BUILT / f"{name}-{digest(*command, version(compiler), *sources())}.so"
+    # Of the processes of a test run one compiles, and the others wait for it; so it is half a minute once.
+    with (BUILT / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            for older in BUILT.glob(f"{name}-*.so"):
+                older.unlink()
+            unfinished = library.with_suffix(".part")
+            done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            unfinished.rename(library)
+    return ctypes.CDLL(str(library))
+
+
+def digest(*texts: str) -> str:
+    """A few letters that stand for these texts."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def version(compiler: str) -> str:
+    """What it says of itself."""
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def sources() -> list[str]:
+    """All that may be included."""
+    folders = ROOT / "csrc", ROOT / "tests" / "cuda_host"
+    return [path.read_text() for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
 
 
 class DescribedTensor(ctypes.Structure):

@@ -22,7 +22,7 @@ from nanwatch.errors import NonFiniteError
 from nanwatch.frame import Frame
 from nanwatch.report import Report
 from nanwatch.watch import Watch
-from test_recorder import WITH_DEVICE, needs_native, watched
+from test_recorder import RECORDERS, WITH_DEVICE, needs_native, watched
 from toys import mlp
 
 Seen = tuple[str, str, tuple[int, ...], float, float]  # module, label, shape, abs_min, abs_max
@@ -487,7 +487,7 @@ def test_gradients_need_the_outputs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
+@pytest.mark.parametrize("recorder", RECORDERS)
 def test_a_compiled_model_trains_in_one_graph(recorder: str, backend: str) -> None:
     """fullgraph=True, no second compilation; gradients of weights are seen, those of activations where they exist."""
     torch._dynamo.reset()
@@ -509,7 +509,7 @@ def test_a_compiled_model_trains_in_one_graph(recorder: str, backend: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
+@pytest.mark.parametrize("recorder", RECORDERS)
 def test_compiled_autograd_runs_as_without_a_watch(recorder: str) -> None:
     """A backward that is compiled itself ends well, with the gradients that it should have."""
     torch._dynamo.reset()

@@ -16,7 +16,7 @@ from heap import assert_no_growth
 from hooked_gradients import HookedGradients, Seen, gradients_of, largest_of_weights, new_frames, train
 from nanwatch.watch import watch
 from test_noninterference import assert_same_bits
-from test_recorder import WITH_DEVICE, watched
+from test_recorder import RECORDERS, WITH_DEVICE, watched
 
 
 def freeze(*modules: nn.Module) -> None:
@@ -318,7 +318,7 @@ def test_what_the_backward_needed_is_gone_with_it(case: str, recorder: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
+@pytest.mark.parametrize("recorder", RECORDERS)
 def test_nothing_grows_while_a_part_is_frozen_and_thawed(recorder: str) -> None:
     """Over many steps neither the C heap nor Python's memory grows by what a call, a hook or a frame would take."""
     model = CASES["all but adapters"].built()

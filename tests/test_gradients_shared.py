@@ -23,7 +23,7 @@ from heap import assert_no_growth
 from hooked_gradients import HookedGradients, Seen, new_frames, seen
 from test_gradients import available
 from test_noninterference import loss_of
-from test_recorder import WITH_DEVICE, needs_native, watched
+from test_recorder import RECORDERS, WITH_DEVICE, needs_native, watched
 from toys import Scale
 
 
@@ -308,7 +308,7 @@ def test_every_gradient_is_gone_when_it_would_be() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
+@pytest.mark.parametrize("recorder", RECORDERS)
 def test_nothing_grows(recorder: str) -> None:
     """Over many backwards, some of which fail, neither the C heap nor Python's memory grows by a tensor's shell."""
 
