@@ -144,9 +144,6 @@ class Attachment:
                 attachment._recorder.forget_weights()
 
         def registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-            # Compiled autograd registers a module while Dynamo follows, which must not follow this.
-            if is_compiling():
-                return
             if (attachment := this()) is not None and module is not None:
                 attachment._registered(parent, name, module)
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -22,9 +23,11 @@ class GlobalHooks:
     """Hooks of one kind, called in the order in which they came. They may come and go at any time, on any thread.
 
     What one returns that is not None the next is called with, behind the first argument; the last of it is the result.
+    A compiler that follows what calls them follows them too, unless they are not `traced`: then it finds none.
     """
 
-    def __init__(self, register: Callable[[Hook], object]) -> None:
+    def __init__(self, register: Callable[[Hook], object], *, traced: bool = True) -> None:
+        self._traced = traced
         self._register: Callable[[Hook], object] | None = register
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -44,6 +47,8 @@ class GlobalHooks:
         return GlobalHook(self._hooks, number)
 
     def _call(self, subject: Any, *rest: Any) -> Any:
+        if not self._traced and is_compiling():
+            return None
         changed = None
         for hook in self._hooks.copy().values():
             found = hook(subject, *(rest if changed is None else changed))
@@ -66,5 +71,5 @@ class GlobalHook:
 # hook(optimizer, args, kwargs), which may return other (args, kwargs); and after the step.
 before_steps = GlobalHooks(register_optimizer_step_pre_hook)
 after_steps = GlobalHooks(register_optimizer_step_post_hook)
-# hook(module, name, child)
-children = GlobalHooks(register_module_module_registration_hook)
+# hook(module, name, child). Compiled autograd registers a module while Dynamo follows.
+children = GlobalHooks(register_module_module_registration_hook, traced=False)
