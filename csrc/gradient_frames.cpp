@@ -199,16 +199,18 @@ void CallRecorder::tell_backward_started() {
 
 // Backwards that ended by an exception: what came until then.
 bool CallRecorder::finish_broken_backwards() {
-  if (gradient_log_ == nullptr) return true;
-  while (std::unique_ptr<Backward> backward = gradient_log_->take_broken())
+  const std::shared_ptr<GradientLog> log = gradient_log_;  // which goes where the listener stops the watch
+  if (log == nullptr) return true;
+  while (std::unique_ptr<Backward> backward = log->take_broken())
     if (!finish_backward(std::move(backward))) return false;
   return true;
 }
 
 bool CallRecorder::finish_bad_backward() {
-  if (gradient_log_ == nullptr) return true;
-  await(gradient_log_->awaited());
-  const std::unique_ptr<Backward> backward = gradient_log_->take_bad();
+  const std::shared_ptr<GradientLog> log = gradient_log_;
+  if (log == nullptr) return true;
+  await(log->awaited());
+  const std::unique_ptr<Backward> backward = log->take_bad();
   return !backward || paused || tell_of(*backward, py::none());
 }
 

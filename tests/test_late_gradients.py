@@ -428,3 +428,35 @@ def test_nothing_is_kept_after_the_end() -> None:
         assert finding is not None
         assert finding.phase == "backward"
         assert not w._recorder.may_be_late
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("how", ["forward", "step", "look"])
+def test_a_watch_that_is_stopped_by_what_a_broken_backward_tells(how: str, place: int) -> None:
+    """The user's exception has ended the backward; what is told of it later stops the watch, and nothing else."""
+    model = chain(SpoilsLater(0))
+    told = []
+
+    def stop(report: Report) -> None:
+        told.append(report.finding)
+        w.stop()
+
+    def breaks(gradient: Tensor) -> None:
+        raise LookupError("mine")
+
+    with stand_in(place=lambda x: place) as device:
+        w = watch(
+            model, gradients=True, check="async", microscope=False, max_skipped_steps=0, on_nonfinite=stop
+        )
+        x = X.clone().requires_grad_()
+        x.register_hook(breaks)
+        with pytest.raises(LookupError):
+            model(x).sum().backward()
+        device.run()
+        if how == "forward":
+            model(X)
+        elif how == "step":
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        else:
+            w.look()
+    assert [finding.phase for finding in told if finding is not None] == ["backward"]
