@@ -119,8 +119,13 @@ bool CallRecorder::look_at_batches(Thread& thread, bool wait, bool all) {
     if (found == pending_.end()) return true;
     std::shared_ptr<const Awaited> awaited = (*found)->awaited;
     if (!wait && !table.have_come(awaited->rows, awaited->marks)) return true;
-    const std::unique_ptr<PendingBatch> batch = std::move(*found);
-    pending_.erase(found);
+    // While the device was asked, another thread may have taken it.
+    const auto still = std::find_if(pending_.begin(), pending_.end(), [&](const std::unique_ptr<PendingBatch>& batch) {
+      return batch->awaited == awaited;
+    });
+    if (still == pending_.end()) continue;
+    const std::unique_ptr<PendingBatch> batch = std::move(*still);
+    pending_.erase(still);
     if (wait) table.wait(awaited->rows, awaited->marks);
     if (!table.have_come(awaited->rows, awaited->marks))
       for (const LatePtr& row : awaited->rows) row->lose(0);  // the stream is being captured: no telling when
@@ -298,17 +303,23 @@ void CallRecorder::await_before_step() {
 
 // The frames whose rows have come, of those that wait.
 py::list CallRecorder::pending_frames() {
-  py::list found;
-  for (const std::unique_ptr<PendingBatch>& batch : pending_) {
-    if (batch->backward != nullptr) return found;
-    for (const PendingBatch::Entry& entry : batch->entries) {
+  // Copied first: making Python objects may let another thread tell of the batches.
+  std::vector<FrameData> copies;
+  const auto copy = [&copies](const PendingBatch& batch) {
+    if (batch.backward != nullptr) return false;
+    for (const PendingBatch::Entry& entry : batch.entries) {
       const std::vector<LatePtr>& rows = entry.frame.late.rows;
-      if (!std::all_of(rows.begin(), rows.end(), [](const LatePtr& row) { return row->arrive(); })) return found;
-      FrameData copy;
-      copy.copy(entry.frame);
-      if (!observer_.resolve(*nodes_[size_t(copy.node)], &copy)) throw py::error_already_set();
-      found.append(to_python(copy));
+      if (!std::all_of(rows.begin(), rows.end(), [](const LatePtr& row) { return row->arrive(); })) return false;
+      copies.emplace_back().copy(entry.frame);
     }
+    return true;
+  };
+  for (const std::unique_ptr<PendingBatch>& batch : pending_)
+    if (!copy(*batch)) break;
+  py::list found;
+  for (FrameData& frame : copies) {
+    if (!observer_.resolve(*nodes_[size_t(frame.node)], &frame)) throw py::error_already_set();
+    found.append(to_python(frame));
   }
   return found;
 }

@@ -40,10 +40,8 @@ struct PendingBatch {
   std::unique_ptr<Backward> backward = {};      // then there are no frames yet, and it has ended
   pybind11::object left = {};                   // what the listener said when it had
 
-  // As an outermost call ends: marks what is awaited.
+  // As an outermost call ends: marks what is awaited. Only then is it ended, as other threads may look meanwhile.
   void end(const RowTable& table, bool is_completed) {
-    ended = true;
-    completed = is_completed;
     std::vector<LatePtr> rows;
     const auto await = [&rows](const FrameData& frame) {
       for (const LatePtr& row : frame.late.rows)
@@ -52,6 +50,8 @@ struct PendingBatch {
     for (const Entry& entry : entries) await(entry.frame);
     await(given);
     await_rows(table, std::move(rows));
+    completed = is_completed;
+    ended = true;
   }
   void await_rows(const RowTable& table, std::vector<LatePtr> rows) {
     std::vector<Mark> marks = table.mark(rows);

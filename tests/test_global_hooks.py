@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,15 +21,6 @@ from toys import in_threads, mlp
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer of its weights."""
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-@pytest.fixture
-def switching() -> Iterator[None]:
-    """Threads take turns as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def test_torch_has_one_of_each_kind_for_good() -> None:

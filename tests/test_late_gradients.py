@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +29,7 @@ from toys import in_threads, mlp
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 X = torch.ones(2, 3)
+INF = float("inf")
 CHECKS: list[Any] = ["batch", "async"]
 
 
@@ -460,3 +463,47 @@ def test_a_watch_that_is_stopped_by_what_a_broken_backward_tells(how: str, place
         else:
             w.look()
     assert [finding.phase for finding in told if finding is not None] == ["backward"]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.usefixtures("switching")
+@pytest.mark.parametrize("holds", [True, False])
+def test_threads_that_train_and_look_at_once(check: Any, holds: bool) -> None:
+    """Three train one model, with bad gradients now and then, and one asks for all that can be asked: nobody fails."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    over = threading.Event()
+    errors: list[BaseException] = []
+    with stand_in(holds=holds) as device:
+        w = watch(model, gradients=True, check=check, microscope=False, on_nonfinite="record")
+        asks: list[Any] = [w.look, w.report, lambda: w.frames, lambda: device.run(5), lambda: w.counters]
+        asks.append(lambda: (w.pause(), w.resume()))
+
+        def work(number: int) -> None:
+            draw = random.Random(number)
+            try:
+                while not over.is_set():
+                    if number == 3:
+                        draw.choice(asks)()
+                        continue
+                    loss = model(torch.randn(2, 3)).sum()
+                    try:
+                        (loss * INF if draw.random() < 0.1 else loss).backward()
+                    except RuntimeError as error:
+                        # Another thread's step has written a weight that this backward needs.
+                        if "modified by an inplace operation" not in str(error):
+                            raise
+                    if draw.random() < 0.3:
+                        optimizer.step()
+            except BaseException as error:
+                errors.append(error)
+                over.set()
+
+        timer = threading.Timer(3.0, over.set)
+        timer.start()
+        in_threads(4, work)
+        timer.cancel()
+        frames = w.counters["frames"]
+        w.stop()
+    assert not errors
+    assert frames > 100

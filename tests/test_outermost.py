@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.outermost import MAX_MODELS, Outermost, is_inside_a_call, living, may_be_trained, topmost
+from nanwatch.outermost import MAX_MODELS, Outermost, is_inside_a_call, made, may_be_trained, topmost
 
 X = torch.ones(2, 3)
 
@@ -69,13 +69,13 @@ def test_the_topmost_holds_the_others():
 def test_the_living_are_found():
     """Objects of a class and of those derived from it, as long as they live."""
     net = nn.Sequential(nn.Linear(3, 3))
-    assert any(one is net for one in living(nn.Module))
+    assert any(one is net for one in made(nn.Module))
     optimizer = torch.optim.Adam(net.parameters())
-    assert any(one is optimizer for one in living(torch.optim.Optimizer))
+    assert any(one is optimizer for one in made(torch.optim.Optimizer))
     mark = id(optimizer)
     del optimizer
     gc.collect()
-    assert not any(id(one) == mark for one in living(torch.optim.Adam))
+    assert not any(id(one) == mark for one in made(torch.optim.Adam))
 
 
 def found_in(program, class_name=None):

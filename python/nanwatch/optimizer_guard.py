@@ -7,7 +7,6 @@ ones), the scale has fallen, or the gradients that were bad are gone.
 
 from __future__ import annotations
 
-import gc
 import sys
 import warnings
 import weakref
@@ -24,6 +23,7 @@ from . import text
 from .finding import Finding
 from .global_hooks import before_steps
 from .handles import Handles
+from .living import living
 from .observe import read
 from .ranges import only_our_dispatch
 from .record import NOT_TAKEN, SKIPPED_STEP
@@ -151,8 +151,9 @@ class OptimizerGuard:
             scale = float(noted) if isinstance(noted, Tensor) else self._scale()
             self._pending = _Pending(report, batches, weights, scale)
         else:
-            self._pending.batches.update(batches)
-            self._pending.weights |= weights
+            # New ones: another thread may be going through those that are there.
+            self._pending.batches = self._pending.batches | batches
+            self._pending.weights = self._pending.weights | weights
         self._recorder.tells_backward_start = True
         if self._in_a_row >= self._max_skipped_steps:
             count = self._in_a_row
@@ -224,8 +225,8 @@ class OptimizerGuard:
 
     def _fail(self, remark: str = "") -> None:
         report = self.release()
-        assert report is not None
-        assert report.finding is not None
+        if report is None or report.finding is None:
+            return  # another thread's step has told of it
         if remark:
             finding = replace(report.finding, remarks=(*report.finding.remarks, remark))
             report = replace(report, finding=finding)
@@ -257,14 +258,11 @@ class OptimizerGuard:
 def _find_scaler() -> Callable[[], Any]:
     """The one GradScaler that is in use in this process; nothing where there are none or several.
 
-    Nothing leads from a model to its scaler. This looks through all objects, 50 ms for a million, after the first bad
-    gradient.
+    Nothing leads from a model to its scaler. This looks through all objects, 10 ms for a million, after the first bad
+    gradient, or the first late one.
     """
-    found = [
-        one
-        for one in gc.get_objects()
-        if issubclass(type(one), torch.amp.GradScaler) and one._enabled and one._scale is not None
-    ]
+    scalers = living(torch.amp.GradScaler)
+    found = [one for one in scalers if getattr(one, "_enabled", False) and one._scale is not None]
     return weakref.ref(found[0]) if len(found) == 1 else lambda: None
 
 

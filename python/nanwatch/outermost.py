@@ -6,7 +6,6 @@ apart is parameters that require a gradient, in a module that is in training mod
 
 from __future__ import annotations
 
-import gc
 import sys
 import warnings
 import weakref
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 from .calls import ATTRIBUTE
 from .errors import spell
 from .global_hooks import after_steps
+from .living import living
 
 _T = TypeVar("_T")
 
@@ -68,15 +68,10 @@ def topmost(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
     return tops[0] if len(tops) == 1 else module
 
 
-def living(kind: type[_T]) -> list[_T]:
-    """All objects of that class, or of one derived from it, that the garbage collector knows."""
-    # Not isinstance: an object may be asked for its class, and answer by importing half a library.
-    return [one for one in gc.get_objects() if issubclass(type(one), kind) and _is_made(one)]
-
-
-def _is_made(one: object) -> bool:
-    # What has not gone through its __init__ yet, or is a copy under way, has no parts to look at.
-    return bool(getattr(one, "__dict__", None))
+def made(kind: type[_T]) -> list[_T]:
+    """All living objects of that class, or of one derived from it, that can be looked at."""
+    # What has not gone through its __init__ yet, or is a copy under way, has no parts.
+    return [one for one in living(kind) if getattr(one, "__dict__", None)]
 
 
 def is_inside_a_call(frame: FrameType | None) -> bool:
@@ -148,7 +143,7 @@ class Outermost:
             is_model = not is_inside_a_call(caller) and may_be_trained(
                 module, lambda: self._optimized(module)
             )
-            model = topmost(module, living(nn.Module)) if is_model else module
+            model = topmost(module, made(nn.Module)) if is_model else module
         if not is_model:
             if len(self.passed_over) < 5:
                 self.passed_over[type(module).__name__] = None
@@ -166,7 +161,7 @@ class Outermost:
         # To look for optimizers takes 0.1 s among 400,000 objects: once a module. Later ones are known by their step.
         if module not in self._searched:
             self._searched.add(module)
-            self._optimizers.update(living(Optimizer))
+            self._optimizers.update(made(Optimizer))
         return {
             id(parameter)
             for optimizer in self._optimizers

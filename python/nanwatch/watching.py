@@ -289,17 +289,18 @@ class Watch:
             self._faults.begin()
             # Weights that something else than an optimizer moved by what the backward did wrong: that came first.
             held = self._backward.release()
-            self._untold = held or self._report_fault(frame, caller, given())
+            report = self._untold = held or self._report_fault(frame, caller, given())
             if not self._run_is_open:
-                self._failure = self._untold
+                self._failure = report
                 self._run_is_open = True
             self._recorder.tells_batch_end = True
-            self._response.announce(self._untold)
-            self._outlook.fault(self._untold.finding)
+            self._response.announce(report)
+            self._outlook.fault(report.finding)
             if not self._response.acts:
-                self._untold = self._look_closer(self._untold)
+                self._untold = self._look_closer(report)
         if self._faults.count(frame.name):
-            first = self._untold.finding if self._untold is not None and self._faults.is_first else None
+            untold = self._untold  # which another thread may tell
+            first = untold.finding if untold is not None and self._faults.is_first else None
             self._faults.warn(first or find([frame.to_frame()], rank=_rank()))
 
     def batch_ended(self, batch: int, completed: bool) -> None:
