@@ -110,12 +110,25 @@ bool CallRecorder::look(Thread& thread, bool wait, bool all) {
   return look_at_batches(thread, wait, all) && (graphs_.empty() || look_at_replays(wait));
 }
 
+// The first that may be told of. Of other threads, unless `all` are meant, those are the recomputations and backwards
+// that lie behind none of their own forwards: autograd may run them on a thread that looks at nothing itself.
+CallRecorder::Pending::iterator CallRecorder::find_ended(const Thread& thread, bool all) {
+  std::vector<const void*> behind_forwards;
+  return std::find_if(pending_.begin(), pending_.end(), [&](const std::unique_ptr<PendingBatch>& batch) {
+    const bool is_own = all || batch->thread == &thread;
+    if (is_own) return batch->ended;
+    const bool is_behind =
+        std::find(behind_forwards.begin(), behind_forwards.end(), batch->thread) != behind_forwards.end();
+    if (batch->ended && !is_behind && (batch->recomputed || batch->backward != nullptr)) return true;
+    behind_forwards.push_back(batch->thread);
+    return false;
+  });
+}
+
 bool CallRecorder::look_at_batches(Thread& thread, bool wait, bool all) {
   const RowTable& table = *RowTable::instance();
   while (true) {
-    const auto found = std::find_if(pending_.begin(), pending_.end(), [&](const std::unique_ptr<PendingBatch>& batch) {
-      return batch->ended && (all || batch->thread == &thread);
-    });
+    const auto found = find_ended(thread, all);
     if (found == pending_.end()) return true;
     std::shared_ptr<const Awaited> awaited = (*found)->awaited;
     if (!wait && !table.have_come(awaited->rows, awaited->marks)) return true;

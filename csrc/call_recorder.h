@@ -111,6 +111,7 @@ class CallRecorder {
   };
 
   class Recording;
+  using Pending = std::deque<std::unique_ptr<PendingBatch>>;
 
   Thread& this_thread();
   void meet(Node& node, PyObject* module);
@@ -129,6 +130,7 @@ class CallRecorder {
   bool tell_of(PendingBatch& batch);
   bool tell_of(Backward& backward, const pybind11::object& left);
   void captured(Thread& thread, bool completed);
+  Pending::iterator find_ended(const Thread& thread, bool all);
   bool look_at_batches(Thread& thread, bool wait, bool all);
   bool look_at_replays(bool wait);
   void abandon(Thread& thread);
@@ -143,9 +145,9 @@ class CallRecorder {
   pybind11::object listener_, frame_type_;
   FrameRing ring_;
   Largest largest_;
-  std::shared_ptr<GradientLog> gradient_log_;          // null when nobody asked for gradients
-  std::deque<std::unique_ptr<PendingBatch>> pending_;  // in the order of their beginnings
-  std::vector<std::shared_ptr<GraphRows>> graphs_;     // what was captured
+  std::shared_ptr<GradientLog> gradient_log_;       // null when nobody asked for gradients
+  Pending pending_;                                 // in the order of their beginnings
+  std::vector<std::shared_ptr<GraphRows>> graphs_;  // what was captured
   const Check check_;
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted

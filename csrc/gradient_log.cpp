@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "call_recorder.h"
 #include "gradient_hooks.h"
@@ -338,6 +339,8 @@ std::unique_ptr<Backward> GradientLog::take_bad() {
     Backward* const backward = find(task);
     if (backward == nullptr) return nullptr;
     backward->take_late();
+    // What they add up to the step would take, too.
+    for (const Backward::LateTerm& one : std::exchange(backward->late_terms, {})) add_up(one.sum.get(), one.term);
     if (!backward->is_bad) return nullptr;
   }
   return take(task);

@@ -286,6 +286,7 @@ class StandIn:
         """The functions; they live as long as the table."""
 
         def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+            @torch.compiler.disable  # as it is called in the middle of what is compiled
             def call(*arguments: Any) -> Any:
                 try:
                     with only_our_dispatch(), torch.no_grad():

@@ -6,7 +6,9 @@ import contextlib
 import gc
 import random
 import threading
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from forks import SIDE, Fork, fork_backward, range_of, ranges
 from nanwatch import _extension
@@ -169,20 +172,18 @@ def test_nothing_is_waited_for_where_the_rows_have_come(check: Any) -> None:
             assert device.waits == waits
 
 
-def test_the_optimizer_of_another_model_waits_for_nothing() -> None:
-    """Its step takes none of these gradients."""
-    model, other = chain(SpoilsLater(0)), mlp()
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    with trained(model, on_nonfinite="record") as (device, _, w):
-        model(X).sum().backward()
-        other(X).sum().backward()
-        optimizer.step()
-        assert device.waits == 0
-        assert w.report().finding is None
-        w.look()
-        finding = w.report().finding
-    assert finding is not None
-    assert finding.phase == "backward"
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("place", [0, -1])
+def test_the_optimizer_of_what_feeds_the_model_takes_no_bad_gradient(check: Any, place: int) -> None:
+    """A generator in front of a watched discriminator: its step is stopped too."""
+    generator, model = nn.Linear(3, 3), chain(SpoilsLater(0))
+    optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
+    with stand_in(place=lambda x: place):
+        w = watch(model, gradients=True, check=check, microscope=False)
+        model(generator(X)).sum().backward()
+        with stopped(generator):
+            optimizer.step()
+        w._leave()
 
 
 def test_module_has_each_gradient_when_it_comes() -> None:
@@ -262,6 +263,69 @@ def test_skips_beyond_the_most_are_raised_by_the_backward() -> None:
         w._leave()
 
 
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(("scale", "skips"), [(2.0**17, [1]), (2.0**60, [2, 4])])
+def test_steps_that_follow_each_other_without_a_forward(
+    check: Any, place: int, scale: float, skips: list[int]
+) -> None:
+    """Two forwards, then a step for each: every skip is counted by itself, and a good step is no failure."""
+    model = Narrow()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with stand_in(place=lambda x: place) as device, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler = ReadsFoundInf(device, init_scale=scale)
+        w = watch(model, gradients=True, check=check, scaler=scaler, max_skipped_steps=9, microscope=False)
+        found = []
+        for _ in skips:
+            for loss in [model(torch.ones(2, 4)).sum() for _ in range(2)]:
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            found.append(w.counters["skipped_steps"])
+        w.stop()
+    assert found == skips
+    first = w.skipped_steps[0]
+    assert (first.scale_before, first.scale_after) == (scale, scale / 2)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("elsewhere", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_skips_of_a_checkpointed_model_are_counted_once(check: Any, elsewhere: bool, reentrant: bool) -> None:
+    """Also where the backward, with the recomputation in it, runs on a thread of its own, as those of a device do."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Narrow()
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = checkpoint(self.inner, x, use_reentrant=reentrant)
+            return found
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Checkpointed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with stand_in() as device, ThreadPoolExecutor(1) as pool:
+        scaler = ReadsFoundInf(device, init_scale=2.0**60)
+        w = watch(model, gradients=True, check=check, scaler=scaler, max_skipped_steps=9, microscope=False)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = scaler.scale(model(torch.ones(2, 4)).sum())
+            if elsewhere:
+                pool.submit(loss.backward).result()
+            else:
+                loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert w.counters["skipped_steps"] <= step + 1
+        w.look()
+        assert w.counters["skipped_steps"] == 4
+        w.stop()
+
+
 # Steps that are looked at in another way
 
 
@@ -322,6 +386,29 @@ def test_sums_of_late_gradients(check: Any) -> None:
             with stopped(model) as error:
                 optimizer.step()
             assert "the sum of several backwards" in error.value.report.to_text()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_sum_is_looked_at_by_a_step_inside_the_backward(check: Any, place: int) -> None:
+    """Two finite gradients add up to inf, and the step is made as soon as the second is there."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = []
+
+    def accumulated(_: Tensor) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            optimizer.step()
+
+    model.weight.register_post_accumulate_grad_hook(accumulated)
+    x = torch.full((1, 1), torch.finfo(torch.float32).max * 0.6)
+    with stand_in(place=lambda x: place):
+        w = watch(model, gradients=True, check=check, microscope=False)
+        with stopped(model):
+            for _ in range(2):
+                model(x).sum().backward()
+        w._leave()
 
 
 def test_the_forward_is_named_and_not_what_came_of_it() -> None:

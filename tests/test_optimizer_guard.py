@@ -263,8 +263,9 @@ def test_what_the_user_mends_or_drops_is_no_failure() -> None:
     with watch(model, gradients=True) as w:
         model(torch.ones(3)).sum().backward()
         torch.nan_to_num_(model[0].weight.grad, posinf=0.0)
-        with pytest.warns(RuntimeWarning, match="nothing was stopped"):
+        with pytest.warns(RuntimeWarning, match="nothing was stopped") as told:
             optimizer.step()
+        assert told[0].filename == __file__
         assert w.report().finding is None
         model(torch.ones(3)).sum().backward()
         assert w.report().finding is not None

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from . import _extension
+
 DEVICE_TYPE = "cuda"
 _INDUCTOR = "torch._inductor.config"
 # What has to be on in Inductor, by its name for it: `triton.cudagraph_trees` allow what is captured to write to
@@ -39,7 +41,10 @@ def captured_on(tx: Any, recorder: Any, devices: Iterable[torch.device]) -> torc
 
 def _can_be_captured(recorder: Any) -> bool:
     """Not a part of a batch that is under way, and not by the Python recorder, which waits for each row."""
-    return bool(recorder.has_devices) and not recorder.is_under_way
+    native = _extension.C
+    if native is None or not isinstance(recorder, native.CallRecorder) or native.device_backend() == 0:
+        return False
+    return not recorder.is_under_way
 
 
 def _setting(tx: Any, name: str) -> bool:

@@ -37,7 +37,7 @@ class FaultWarnings:
 
     def end(self, batch: int) -> None:
         """The batch is over: warn of modules that were at fault again."""
-        repeats = {name: count - 1 for name, count in self._counts.items() if count > 1}
+        repeats = {name: count - 1 for name, count in self._counts.copy().items() if count > 1}
         if self._speaks and repeats:
             listed = ", ".join(f"{name or 'the model'} {count} more" for name, count in repeats.items())
             warnings.warn(f"batch {batch}, further faulty calls: {listed}", RuntimeWarning, stacklevel=2)

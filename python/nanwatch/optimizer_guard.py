@@ -67,6 +67,7 @@ class _Pending:
     weights: set[Weight]
     scale: float | None
     skipped: bool = False  # as the optimizer itself said
+    is_late: bool = False  # found some time after it was over
 
 
 class OptimizerGuard:
@@ -98,7 +99,7 @@ class OptimizerGuard:
         self._max_skipped_steps = max_skipped_steps
         self._scaler: Callable[[], Any] | None = None if scaler is None else weakref.ref(scaler)
         self._is_told = scaler is not None
-        self._has_looked = False
+        self._noted = 0  # scales
         self._pending: _Pending | None = None
         self._count(0)
         self._latest: set[Weight] = set()  # whose step was skipped last
@@ -131,29 +132,36 @@ class OptimizerGuard:
 
         For the `hold` of a backward that is found bad when a scaler may have lowered the scale.
         """
-        if self._scaler is None and not self._has_looked:
-            # Before anything is bad, this once: later the scale is another.
-            self._has_looked = True
+        self._noted += 1
+        if self._scaler is None and self._noted & (self._noted - 1) == 0:
+            # Before anything is bad, as later the scale is another; ever less often, where there is none.
             found = _find_scaler()
             self._scaler = None if found() is None else found
         scale = None if self._scaler is None else getattr(self._scaler(), "_scale", None)
-        if not isinstance(scale, Tensor):
+        try:
+            with only_our_dispatch(), torch.no_grad():
+                return scale.detach().clone() if isinstance(scale, Tensor) else None
+        except RuntimeError:  # no memory, or a device that has failed
             return None
-        with only_our_dispatch(), torch.no_grad():
-            return scale.detach().clone()
 
     def hold(self, report: Report, batches: set[int], weights: set[Weight], noted: object = None) -> None:
         """A backward has gone wrong: the gradients of these weights, in these batches, are not finite.
 
         `noted`: what `note_scale` gave when it was over.
         """
-        if self._pending is None:
-            scale = float(noted) if isinstance(noted, Tensor) else self._scale()
-            self._pending = _Pending(report, batches, weights, scale)
+        scale = float(noted) if isinstance(noted, Tensor) else None
+        pending = self._pending
+        if pending is not None and scale is not None and scale < (pending.scale or 0.0):
+            # Between the two, of which nothing was known, the scaler skipped a step.
+            self._skip(pending, scale)
+            pending = None
+        if pending is None:
+            self._pending = _Pending(report, batches, weights, self._scale() if scale is None else scale)
+            self._pending.is_late = scale is not None
         else:
             # New ones: another thread may be going through those that are there.
-            self._pending.batches = self._pending.batches | batches
-            self._pending.weights = self._pending.weights | weights
+            pending.batches = pending.batches | batches
+            pending.weights = pending.weights | weights
         self._recorder.tells_backward_start = True
         if self._in_a_row >= self._max_skipped_steps:
             count = self._in_a_row
@@ -170,12 +178,16 @@ class OptimizerGuard:
         pending = self._pending
         if pending is None or not (pending.skipped or self._has_fallen(pending) or _are_clean(pending)):
             return
+        after = self._scale()
+        if not (self._is_told or pending.skipped or self._has_fallen(pending)):
+            pending.scale = None  # the scaler that was found has no part in this
+        self._skip(pending, after)
+
+    def _skip(self, pending: _Pending, after: float | None) -> None:
         self._drop()
         finding = pending.report.finding
         assert finding is not None
-        before, after = pending.scale, self._scale()
-        if not (self._is_told or pending.skipped or self._has_fallen(pending)):
-            before = None  # the scaler that was found has no part in this
+        before = pending.scale
         step = SkippedStep(finding.batch, before, after, finding)
         self.skipped.append(step)
         self.num_skipped += 1
@@ -195,6 +207,8 @@ class OptimizerGuard:
         if self._pending is None and may_be_bad:
             self._recorder.forget_gradient_sums()
             self._look_at_sums()
+        if self._pending is not None and self._pending.is_late and self._has_fallen(self._pending):
+            self.settle()  # the step before this one was skipped
         pending = self._pending
         if pending is None:
             if self._in_a_row and _steps(optimizer, self._latest):
@@ -220,7 +234,7 @@ class OptimizerGuard:
         warnings.warn(
             f"{text.summary(finding)}; the gradients that the optimizer's step takes are finite: nothing was stopped",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=6,  # who calls the step
         )
 
     def _fail(self, remark: str = "") -> None:

@@ -27,8 +27,8 @@ class StepLook:
     What the recorder's listener raises then, and what `raise_postponed()` raises, the step raises, and no weight has
     changed. Only a step that may change the model is waited for: that of an optimizer with one of its parameters, of
     the one that the options name, and of any where the parameters are shards, which an optimizer may hold in another
-    form. A closure is looked at when it has run, as the step changes the weights next: `step_follows(optimizer)` is
-    called then.
+    form, or where gradients are watched. A closure is looked at when it has run, as the step changes the weights next:
+    `step_follows(optimizer)` is called then.
     """
 
     def __init__(
@@ -42,6 +42,8 @@ class StepLook:
         self._model = weakref.ref(model)
         self._recorder = recorder
         self._waits = recorder.has_devices and (options.check == "async" or options.gradients)
+        # What feeds the model gets its gradients from it, and another optimizer may have that.
+        self._looks_at_all = options.gradients
         self._given = None if options.optimizer is None else weakref.ref(options.optimizer)
         self._raise_postponed = raise_postponed
         self._step_follows = step_follows
@@ -89,7 +91,8 @@ class StepLook:
         model = self._model()
         held = {id(x) for group in optimizer.param_groups for x in group["params"]}
         is_own = (
-            self._recorder.gathers_weights
+            self._looks_at_all
+            or self._recorder.gathers_weights
             or (self._given is not None and steps_for(optimizer, self._given()))
             or (model is not None and any(id(x) in held for x in model.parameters()))
         )
