@@ -76,10 +76,6 @@ void CallRecorder::follow_gradients(const Thread& thread, std::vector<Tap> taps,
 bool CallRecorder::finish_backward(std::unique_ptr<Backward> backward) {
   if (!backward || paused) return true;
   std::vector<LatePtr> rows = backward->awaited();
-  if (awaits_backwards) {
-    await(rows);
-    return tell_of(*backward, py::none());
-  }
   const GradientCall* const call = backward->events.empty() ? nullptr : backward->events.front().user.call.get();
   const bool has_to_wait =
       !rows.empty() || (call != nullptr && std::any_of(pending_.begin(), pending_.end(), [call](const auto& batch) {
@@ -93,7 +89,11 @@ bool CallRecorder::finish_backward(std::unique_ptr<Backward> backward) {
   batch->backward = std::move(backward);
   batch->left = std::move(left);
   pending_.push_back(std::move(batch));
-  return true;
+  if (!awaits_backwards) return true;
+  Thread& thread = this_thread();
+  if (thread.recording) return true;
+  const Recording recording(&thread);
+  return look_at_batches(thread, true, true);
 }
 
 bool CallRecorder::tell_of(Backward& backward, const py::object& left) {

@@ -69,8 +69,8 @@ def trained(
 
 
 @settings(max_examples=30)
-@given(seed=st.integers(0, 2**32), spoils=st.booleans(), behind=st.booleans())
-def test_reports_are_those_of_the_host(seed: int, spoils: bool, behind: bool) -> None:
+@given(seed=st.integers(0, 2**32), spoils=st.booleans(), behind=st.booleans(), skips=st.sampled_from([0, 20]))
+def test_reports_are_those_of_the_host(seed: int, spoils: bool, behind: bool, skips: int) -> None:
     """Random graphs over three batches, one of which may be spoilt: every frame in its order, and the report."""
     found = {}
     for check, place, holds in (
@@ -90,6 +90,7 @@ def test_reports_are_those_of_the_host(seed: int, spoils: bool, behind: bool) ->
                 max_frames=10_000,
                 on_nonfinite="record",
                 check=check,
+                max_skipped_steps=skips,
                 _verify_hits=True,
             ) as w:
                 for _ in range(3):
