@@ -14,11 +14,16 @@ from hypothesis import strategies as st
 from conftest import Implementation
 from oracle import DTYPES, FORMATS, expected, from_patterns, same
 
-BLOCK = 16 << 10  # bytes; kBlockBytes of csrc/range_kernels_impl.h
+BLOCK = 16 << 10  # bytes; kBlockBytes of csrc/range_loop_impl.h
 BYTES = 4 * BLOCK + 200
 PLACES = st.sampled_from(
     [block * BLOCK + place for block in range(4) for place in (0, 63, 64, BLOCK - 1)]
 ) | st.integers(0, BYTES - 1)
+STREAM = 256 << 10  # bytes; kStreamBytes there: four at once
+STREAMS_BYTES = 5 * STREAM
+STREAM_PLACES = st.sampled_from(
+    [stream * STREAM + place for stream in range(5) for place in (0, 63, 64, 4095, 4096, STREAM - 1)]
+) | st.integers(0, STREAMS_BYTES - 1)
 
 
 def special_patterns(dtype: torch.dtype) -> list[int]:
@@ -38,16 +43,17 @@ def ordinary(dtype: torch.dtype, count: int, shift: int) -> np.ndarray:
     return ((form.bias << form.fraction_bits) + fraction + sign).astype(unsigned)
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.bool])
-@given(data=st.data())
-@settings(max_examples=25)
-def test_specials_among_ordinary_numbers(
-    implementation: Implementation, dtype: torch.dtype, data: st.DataObject
+def check_specials(
+    implementation: Implementation,
+    dtype: torch.dtype,
+    data: st.DataObject,
+    num_bytes: int,
+    places: st.SearchStrategy[int],
 ) -> None:
     """Range and health are those of the decoded bits, wherever the first zero, nan or infinity stands."""
     shift = data.draw(st.integers(0, 100))
-    words = ordinary(dtype, BYTES // dtype.itemsize, shift)
-    placed = st.tuples(PLACES, st.sampled_from(special_patterns(dtype)))
+    words = ordinary(dtype, num_bytes // dtype.itemsize, shift)
+    placed = st.tuples(places, st.sampled_from(special_patterns(dtype)))
     for place, pattern in data.draw(st.lists(placed, max_size=4)):
         words[place // dtype.itemsize] = pattern
     offset = data.draw(st.integers(0, 3))
@@ -55,3 +61,28 @@ def test_specials_among_ordinary_numbers(
     want = expected(x.cpu())
     assert same(implementation.abs_range(x), want[:3])
     assert same(implementation.tensor_health(x), want)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.bool])
+@given(data=st.data())
+@settings(max_examples=25)
+def test_specials_among_ordinary_numbers(
+    implementation: Implementation, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """In tensors of a few blocks."""
+    check_specials(implementation, dtype, data, BYTES, PLACES)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.bool])
+@given(data=st.data())
+@settings(max_examples=15)
+def test_specials_in_tensors_that_are_read_at_several_places_at_once(
+    implementation: Implementation, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """In one thread: two would have less each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        check_specials(implementation, dtype, data, STREAMS_BYTES, STREAM_PLACES)
+    finally:
+        torch.set_num_threads(threads)

@@ -28,14 +28,20 @@ int64_t length() {
   return below(3) == 0 ? edges[below(sizeof edges / sizeof *edges)] : below(below(20) == 0 ? 80000 : 600);
 }
 
+// Of 1 MiB and more, which are read at several places at once; `width` in bytes.
+int64_t large_length(int64_t width) {
+  const int64_t ends[] = {-64, -1, 0, 1, 64, below(1 << 16)};
+  return ((1 + below(3)) * (int64_t(1) << 20) + ends[below(6)]) / width + below(40);
+}
+
 template <Format F>
-typename Codes<F>::Word word(int kind) {
+typename Codes<F>::Word word(int kind, int64_t rarity) {
   using Word = typename Codes<F>::Word;
   const Word any = Word(random_bits());
   if (F == Format::boolean) return Word(any & 1);
-  if (kind == 0) return any;                              // every pattern, so mostly not finite for some formats
-  if (kind == 1) return below(4) == 0 ? any : Word(0);    // zeros
-  if (kind == 2) return below(50) == 0 ? any : Word(17);  // rare exceptions
+  if (kind == 0) return any;                                  // every pattern, so mostly not finite for some formats
+  if (kind == 1) return below(4) == 0 ? any : Word(0);        // zeros
+  if (kind == 2) return below(rarity) == 0 ? any : Word(17);  // rare exceptions
   Word w = any;
   while (!is_finite<F>(magnitude<F>(w))) w = Word(random_bits());
   return w;
@@ -46,6 +52,8 @@ bool agree(const KernelTable& table) {
   using Word = typename Codes<F>::Word;
   Plane plane{nullptr, length(), 1 + (below(2) == 0 ? below(9) : 0), below(3) == 0 ? below(5) : 1, 0};
   if (plane.columns > 2000) plane.column_stride = 1;
+  const bool is_large = below(1000) == 0;
+  if (is_large) plane = {nullptr, large_length(sizeof(Word)), 1, 1, 0};
   const int64_t row = plane.columns == 0 ? 0 : (plane.columns - 1) * plane.column_stride + 1;
   plane.row_stride = row + below(4);
   const int64_t words = plane.rows == 0 || row == 0 ? 0 : (plane.rows - 1) * plane.row_stride + row;
@@ -54,7 +62,7 @@ bool agree(const KernelTable& table) {
   const std::unique_ptr<char[]> memory(new char[bytes]);  // of this size to the byte
   const int kind = int(below(4));
   for (int64_t i = 0; i < words; ++i) {
-    const Word w = word<F>(kind);
+    const Word w = word<F>(kind, is_large ? 300000 : 50);
     memcpy(memory.get() + shift + i * int64_t(sizeof(Word)), &w, sizeof w);
   }
   plane.data = memory.get() + shift;
