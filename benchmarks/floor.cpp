@@ -1,7 +1,7 @@
 // The floor under every range: read the same memory once, fold it with xor, return a number. One load and one xor per
 // vector is the least a function that looks at all of a tensor can do, so `floor / nanwatch` is the share of the
 // machine's read bandwidth that nanwatch reaches. What is large is read at four places at once, as that is the fastest
-// read from DRAM that was found (1.1 to 1.4 times one after the other, see csrc/range_loop_impl.h). Called the way
+// read from DRAM that was found (1.2 to 1.5 times one after the other, see csrc/range_loop_impl.h). Called the way
 // nanwatch is called (METH_O, a tensor), so that the price of a call from Python is in both.
 //
 //   read_serial(x), read_threads(x) -> int   xor of x's 64-bit words; x dense, on the CPU, 64-byte aligned
