@@ -43,12 +43,16 @@ def ordinary(dtype: torch.dtype, count: int, shift: int) -> np.ndarray:
     return ((form.bias << form.fraction_bits) + fraction + sign).astype(unsigned)
 
 
-def check_specials(
+@pytest.mark.parametrize(("num_bytes", "places"), [(BYTES, PLACES), (STREAMS_BYTES, STREAM_PLACES)])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.bool])
+@given(data=st.data())
+@settings(max_examples=25)
+def test_specials_among_ordinary_numbers(
     implementation: Implementation,
     dtype: torch.dtype,
-    data: st.DataObject,
     num_bytes: int,
     places: st.SearchStrategy[int],
+    data: st.DataObject,
 ) -> None:
     """Range and health are those of the decoded bits, wherever the first zero, nan or infinity stands."""
     shift = data.draw(st.integers(0, 100))
@@ -59,30 +63,10 @@ def check_specials(
     offset = data.draw(st.integers(0, 3))
     x = implementation.place(from_patterns(words, dtype)[offset:])
     want = expected(x.cpu())
-    assert same(implementation.abs_range(x), want[:3])
-    assert same(implementation.tensor_health(x), want)
-
-
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.bool])
-@given(data=st.data())
-@settings(max_examples=25)
-def test_specials_among_ordinary_numbers(
-    implementation: Implementation, dtype: torch.dtype, data: st.DataObject
-) -> None:
-    """In tensors of a few blocks."""
-    check_specials(implementation, dtype, data, BYTES, PLACES)
-
-
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.bool])
-@given(data=st.data())
-@settings(max_examples=15)
-def test_specials_in_tensors_that_are_read_at_several_places_at_once(
-    implementation: Implementation, dtype: torch.dtype, data: st.DataObject
-) -> None:
-    """In one thread: two would have less each."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # each of two would have too little to read it at several places
     try:
-        check_specials(implementation, dtype, data, STREAMS_BYTES, STREAM_PLACES)
+        assert same(implementation.abs_range(x), want[:3])
+        assert same(implementation.tensor_health(x), want)
     finally:
         torch.set_num_threads(threads)
