@@ -40,16 +40,13 @@ struct HealthLoop {
   }
 
   RangeLoop<S, F> range;
-  V zero[kAccumulators], small[kAccumulators];
-
-  HealthLoop() {
-    for (int j = 0; j < kAccumulators; ++j) zero[j] = small[j] = S::template fill<L::width>(Word(0));
-  }
+  V zero[kAccumulators] = {};
+  typename S::LessCount small[kAccumulators] = {};
 
   void take(int j, V x) { count<true>(range.take(j, x), &zero[j], &small[j]); }
 
   template <bool with_zeros>
-  static void count(V m, V* zeros, V* smalls) {
+  static void count(V m, V* zeros, typename S::LessCount* smalls) {
     if constexpr (with_zeros && Codes<F>::has_zero)
       *zeros = S::template count_equal<L::width>(*zeros, m, S::template fill<L::width>(Word(0)));
     if constexpr (counts_subnormal)
@@ -63,22 +60,31 @@ struct HealthLoop {
     return L::count - columns;
   }
 
-  // Takes in `turns` of `n` vectors that are `apart`, `step` bytes one after the other. In locals, as in RangeLoop:
-  // held through `this`, the accumulators are spilled.
-  template <bool with_zeros, int n, int64_t apart>
-  void take_turns(const char* p, int64_t turns, int64_t step) {
+  // Takes in `turns` of kAccumulators vectors one after the other, or of a line of each stream. In locals, as in
+  // RangeLoop: held through `this`, the accumulators are spilled.
+  template <bool with_zeros, bool of_streams>
+  void take_turns(const char* p, int64_t turns) {
+    constexpr int64_t places = of_streams ? kStreams : kAccumulators;
+    constexpr int64_t apart = of_streams ? kStreamBytes : S::bytes, bytes = of_streams ? kLineBytes : S::bytes;
     constexpr int a = kAccumulators;
-    V lo[a], hi[a], zeros[a], smalls[a], least[a];
+    V lo[a], hi[a], least[a];
+    V zeros[a] = {};
+    typename S::LessCount smalls[a] = {};
     for (int j = 0; j < a; ++j) {
       lo[j] = S::template fill<L::width>(Word(~Word(0)));
-      hi[j] = zeros[j] = smalls[j] = least[j] = S::template fill<L::width>(Word(0));
+      hi[j] = least[j] = S::template fill<L::width>(Word(0));
     }
-    for (; turns > 0; --turns, p += step) {
+    for (; turns > 0; --turns, p += of_streams ? bytes : places * bytes) {
 #pragma GCC unroll 4
-      for (int j = 0; j < n; ++j) {
-        const V x = S::load(p + j * apart);
-        const V m = RangeLoop<S, F>::template step<!with_zeros, with_zeros>(x, &lo[j % a], &hi[j % a], &least[j % a]);
-        count<with_zeros>(m, &zeros[j % a], &smalls[j % a]);
+      for (int j = 0; j < places; ++j) {
+        if (of_streams) __builtin_prefetch(p + j * apart + kPrefetchBytes);
+#pragma GCC unroll 4
+        for (int64_t at = 0; at < bytes; at += S::bytes) {
+          const int i = j % a;
+          const V x = S::load(p + j * apart + at);
+          const V m = RangeLoop<S, F>::template step<!with_zeros, with_zeros>(x, &lo[i], &hi[i], &least[i]);
+          count<with_zeros>(m, &zeros[i], &smalls[i]);
+        }
       }
     }
     for (int j = 0; j < a; ++j) {
@@ -95,10 +101,9 @@ struct HealthLoop {
     const char* q = p;
     int64_t vectors = columns / L::count;
     if (const int64_t turns = vectors / kAccumulators; turns > 0) {
-      constexpr int64_t step = kAccumulators * S::bytes;
-      loop.template take_turns<with_zeros, kAccumulators, S::bytes>(q, turns, step);
+      loop.template take_turns<with_zeros, false>(q, turns);
       vectors %= kAccumulators;
-      q += turns * step;
+      q += turns * kAccumulators * S::bytes;
     }
     for (int j = 0; j < vectors; ++j, q += S::bytes) loop.take(j, S::load(q));
     const int64_t rest = columns % L::count;
@@ -112,13 +117,13 @@ struct HealthLoop {
   // One block of kBlockVectors vectors, a part of it of each stream.
   template <bool with_zeros>
   static bool block_of_streams(HealthBits* out, const char* p) {
-    constexpr int64_t turns = kBlockVectors / kStreams;
+    constexpr int64_t bytes = kBlockBytes / kStreams;
     HealthLoop loop;
-    loop.template take_turns<with_zeros, kStreams, kStreamBytes>(p, turns, S::bytes);
+    loop.template take_turns<with_zeros, true>(p, bytes / kLineBytes);
     RangeBits bits;
     loop.range.finish(&bits);
     if (is_finite<F>(Word(bits.hi))) return loop.template finish<with_zeros>(out, bits, 0, 0);
-    for (int j = 0; j < kStreams; ++j) some(out, p + j * kStreamBytes, turns * L::count, 1);
+    for (int j = 0; j < kStreams; ++j) some(out, p + j * kStreamBytes, bytes / L::width, 1);
     return true;
   }
 

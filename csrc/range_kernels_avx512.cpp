@@ -48,6 +48,7 @@ struct Avx512 {
   static V bit_and(V a, V b) { return _mm512_and_si512(a, b); }
   static V bit_xor(V a, V b) { return _mm512_xor_si512(a, b); }
   static V min_signed8(V a, V b) { return _mm512_min_epi8(a, b); }
+  static bool any_zero8(V v) { return _mm512_testn_epi8_mask(v, v) != 0; }
   static V select(V mask, V a, V b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xca); }
 
   template <int width>
@@ -80,12 +81,25 @@ struct Avx512 {
     if constexpr (width == 8) return _mm512_mask_sub_epi64(counts, _mm512_cmpeq_epi64_mask(a, b), counts, minus_one);
   }
   template <int width>
-  static V count_less(V counts, V a, V b) {
-    const V minus_one = _mm512_set1_epi32(-1);
-    if constexpr (width == 1) return _mm512_mask_sub_epi8(counts, _mm512_cmplt_epu8_mask(a, b), counts, minus_one);
-    if constexpr (width == 2) return _mm512_mask_sub_epi16(counts, _mm512_cmplt_epu16_mask(a, b), counts, minus_one);
-    if constexpr (width == 4) return _mm512_mask_sub_epi32(counts, _mm512_cmplt_epu32_mask(a, b), counts, minus_one);
-    if constexpr (width == 8) return _mm512_mask_sub_epi64(counts, _mm512_cmplt_epu64_mask(a, b), counts, minus_one);
+  static int64_t total(V v) {
+    if constexpr (width == 1) return _mm512_reduce_add_epi64(_mm512_sad_epu8(v, _mm512_setzero_si512()));
+    if constexpr (width == 2) return _mm512_reduce_add_epi32(_mm512_madd_epi16(v, _mm512_set1_epi16(1)));
+    if constexpr (width == 4) return _mm512_reduce_add_epi32(v);
+    if constexpr (width == 8) return _mm512_reduce_add_epi64(v);
+  }
+  // Not in lanes as well: to count the bits of one mask leaves the vector units to the rest. With two masks what takes
+  // them out of their registers is the bottleneck.
+  using LessCount = int64_t;
+  template <int width>
+  static LessCount count_less(LessCount count, V a, V b) {
+    if constexpr (width == 1) return count + _mm_popcnt_u64(_mm512_cmplt_epu8_mask(a, b));
+    if constexpr (width == 2) return count + _mm_popcnt_u32(_mm512_cmplt_epu16_mask(a, b));
+    if constexpr (width == 4) return count + _mm_popcnt_u32(_mm512_cmplt_epu32_mask(a, b));
+    if constexpr (width == 8) return count + _mm_popcnt_u32(_mm512_cmplt_epu64_mask(a, b));
+  }
+  template <int width>
+  static int64_t total(LessCount count) {
+    return count;
   }
 
   template <int width>
@@ -103,13 +117,6 @@ struct Avx512 {
   template <int width>
   static uint64_t greatest(V v) {
     return fits<width>(~least<width>(_mm512_xor_si512(v, _mm512_set1_epi32(-1))));
-  }
-  template <int width>
-  static int64_t total(V v) {
-    if constexpr (width == 1) return _mm512_reduce_add_epi64(_mm512_sad_epu8(v, _mm512_setzero_si512()));
-    if constexpr (width == 2) return _mm512_reduce_add_epi32(_mm512_madd_epi16(v, _mm512_set1_epi16(1)));
-    if constexpr (width == 4) return _mm512_reduce_add_epi32(v);
-    if constexpr (width == 8) return _mm512_reduce_add_epi64(v);
   }
 };
 

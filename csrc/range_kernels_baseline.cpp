@@ -47,6 +47,7 @@ struct Baseline {
   static V bit_and(V a, V b) { return a & b; }
   static V bit_xor(V a, V b) { return a ^ b; }
   static V min_signed8(V a, V b) { return select(V(I<1>(a) < I<1>(b)), a, b); }
+  static bool any_zero8(V v) { return least<1>(v) == 0; }
   static V select(V mask, V a, V b) { return (a & mask) | (b & ~mask); }
   template <int width>
   static V min(V a, V b) {
@@ -65,6 +66,7 @@ struct Baseline {
   static V count_equal(V counts, V a, V b) {
     return V(U<width>(counts) - U<width>(U<width>(a) == U<width>(b)));
   }
+  using LessCount = V;
   template <int width>
   static V count_less(V counts, V a, V b) {
     return V(U<width>(counts) - U<width>(U<width>(a) < U<width>(b)));
