@@ -159,7 +159,7 @@ def verify_candidates(x: Tensor, candidates: dict[str, Candidate]) -> None:
         what = f"{name} on {x.numel()} elements of {x.dtype}"
         if name == "transformers":
             verify(what, result, (f"{wanted[0]:8.2e} {wanted[1]:8.2e} output", not wanted[2]))
-        elif name.startswith("floor"):
+        elif name.startswith(("floor", "plain")):
             words = np.zeros(-(-x.nbytes // 8) * 8, dtype=np.uint8)
             words[: x.nbytes] = x.view(torch.uint8).numpy()
             verify(what, result, int(np.bitwise_xor.reduce(words.view(np.uint64))))
@@ -172,6 +172,21 @@ def verify_candidates(x: Tensor, candidates: dict[str, Candidate]) -> None:
 # ---- rows ----
 
 
+def keep_fastest_reads(*columns: dict[str, float]) -> None:
+    """Of each read of the memory, leave the faster of one thread and all, as a second one hurts below some hundred KiB;
+    "floor" is the fastest of them all, as four places at once hurt in some caches."""
+    seconds = columns[0]
+    reads = [name for name in seconds if name.startswith(("plain", "floor"))]
+    if reads:
+        plain = min((name for name in reads if name.startswith("plain")), key=seconds.__getitem__)
+        floor = min(reads, key=seconds.__getitem__)
+        for column in columns:
+            kept = {"plain": column[plain], "floor": column[floor]}
+            for name in reads:
+                del column[name]
+            column |= kept
+
+
 def dense_row(
     dtype: str, numel: int, threads: int, floor: ModuleType | None, only: set[str], quick: bool
 ) -> Row:
@@ -180,21 +195,17 @@ def dense_row(
     if "health" in only:
         precise["health"] = Candidate(nanwatch.tensor_health, x)
     if floor is not None:
-        precise["floor serial"] = Candidate(floor.read_serial, x)
+        reads = {"plain": floor.read_serial, "floor": floor.streams_serial}
         if threads > 1:
-            precise["floor threads"] = Candidate(floor.read_threads, x)
+            reads |= {"plain threads": floor.read_threads, "floor threads": floor.streams_threads}
+        precise |= {name: Candidate(read, x) for name, read in reads.items()}
     others = rivals(x, only)
     verify_candidates(x, {**precise, **others})
 
     samples = interleave(precise, QUICK if quick else PRECISE)
     seconds = {name: samples.seconds(name) for name in precise}
     ratios = {name: samples.ratio(name, "nanwatch") for name in precise if name != "nanwatch"}
-    # The floor is the faster way to read this buffer: a second thread hurts below some hundred KiB.
-    if floors := [name for name in precise if name.startswith("floor")]:
-        fastest = min(floors, key=lambda name: seconds[name])
-        seconds["floor"], ratios["floor"] = seconds[fastest], ratios[fastest]
-        for name in floors:
-            del seconds[name], ratios[name]
+    keep_fastest_reads(seconds, ratios)
     if others:
         samples = interleave({"nanwatch": precise["nanwatch"], **others}, QUICK if quick else ROUGH)
         seconds |= {name: samples.seconds(name) for name in others}
@@ -254,7 +265,8 @@ def measure(options: argparse.Namespace, floor: ModuleType | None) -> Iterator[R
 
 
 def dense_table(rows: list[Row]) -> str:
-    names = [name for name in ("floor", "health", *RIVALS) if any(name in row.ratios for row in rows)]
+    columns = ("plain", "floor", "health", *RIVALS)
+    names = [name for name in columns if any(name in row.ratios for row in rows)]
     headings = ["dtype", "elements", "nanwatch", "GB/s", *names]
     body = []
     for row in rows:

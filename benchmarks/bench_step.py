@@ -211,7 +211,7 @@ def main() -> int:
         return 0
 
     keep_freed_memory()
-    floor = load_floor().read_threads
+    floor = load_floor().streams_threads
     buffer = torch.randn(64 << 20)
     floor(buffer)
     read_speed = buffer.nbytes / statistics.median(seconds(lambda: floor(buffer), 1) for _ in range(9))

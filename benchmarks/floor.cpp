@@ -1,11 +1,12 @@
-// The floor under every range: read the same memory once, fold it with xor, return a number. One load and one xor per
-// vector is the least a function that looks at all of a tensor can do, so `floor / nanwatch` is the share of the
-// machine's read bandwidth that nanwatch reaches. What is large is read at four places at once, as that is the fastest
-// read from DRAM that was found (1.2 to 1.5 times one after the other, see csrc/range_loop_impl.h). Called the way
-// nanwatch is called (METH_O, a tensor), so that the price of a call from Python is in both.
+// The floors under every range: read the same memory once, fold it with xor, return a number. One load and one xor per
+// vector is the least a function that looks at all of a tensor can do, so the time of a read over nanwatch's is the
+// share of the machine's read bandwidth that nanwatch reaches. Called the way nanwatch is called (METH_O, a tensor), so
+// that the price of a call from Python is in both.
 //
-//   read_serial(x), read_threads(x) -> int   xor of x's 64-bit words; x dense, on the CPU, 64-byte aligned
-//   isa() -> str                             what the two run on
+//   read_serial(x), read_threads(x) -> int         xor of x's 64-bit words; x dense, on the CPU, 64-byte aligned
+//   streams_serial(x), streams_threads(x) -> int   the same; from 1 MiB on at four places at once, the last MiB first,
+//                                                  which is the fastest read that was found (csrc/range_loop_impl.h)
+//   isa() -> str                                   what they run on
 //
 // Built by torch.utils.cpp_extension.load, see bench_range.py; not part of the library.
 
@@ -30,6 +31,7 @@ using ReadLines = uint64_t (*)(const char* data, int64_t lines);
 // Of what is read at once, in lines.
 constexpr int64_t kStreamLines = 4096, kBlockLines = 4 * kStreamLines;
 
+template <bool streams>
 uint64_t read_lines_portable(const char* data, int64_t lines) {
   uint64_t words[8] = {};
   const auto take = [&words](const char* p) {
@@ -37,10 +39,10 @@ uint64_t read_lines_portable(const char* data, int64_t lines) {
     std::memcpy(line, p, 64);
     for (int j = 0; j < 8; ++j) words[j] ^= line[j];
   };
-  int64_t i = 0;
-  for (; i + kBlockLines <= lines; i += kBlockLines)
+  int64_t i = streams ? lines / kBlockLines * kBlockLines : 0;
+  for (int64_t block = i; (block -= kBlockLines) >= 0;)
     for (int64_t k = 0; k < kStreamLines; ++k)
-      for (int j = 0; j < 4; ++j) take(data + (i + j * kStreamLines + k) * 64);
+      for (int j = 0; j < 4; ++j) take(data + (block + j * kStreamLines + k) * 64);
   for (; i < lines; ++i) take(data + i * 64);
   uint64_t all = 0;
   for (const uint64_t word : words) all ^= word;
@@ -48,13 +50,14 @@ uint64_t read_lines_portable(const char* data, int64_t lines) {
 }
 
 #if defined(__x86_64__)
+template <bool streams>
 __attribute__((target("avx2"))) uint64_t read_lines_avx2(const char* data, int64_t lines) {
   __m256i sum[4] = {};
-  int64_t i = 0;
-  for (; i + kBlockLines <= lines; i += kBlockLines)
+  int64_t i = streams ? lines / kBlockLines * kBlockLines : 0;
+  for (int64_t block = i; (block -= kBlockLines) >= 0;)
     for (int64_t k = 0; k < kStreamLines; ++k)
       for (int j = 0; j < 4; ++j) {
-        const auto* line = reinterpret_cast<const __m256i*>(data + (i + j * kStreamLines + k) * 64);
+        const auto* line = reinterpret_cast<const __m256i*>(data + (block + j * kStreamLines + k) * 64);
         sum[j] = _mm256_xor_si256(sum[j], _mm256_xor_si256(_mm256_load_si256(line), _mm256_load_si256(line + 1)));
       }
   for (; i + 2 <= lines; i += 2)
@@ -62,18 +65,19 @@ __attribute__((target("avx2"))) uint64_t read_lines_avx2(const char* data, int64
       sum[j] = _mm256_xor_si256(sum[j], _mm256_load_si256(reinterpret_cast<const __m256i*>(data + i * 64) + j));
   alignas(32) uint64_t words[16];
   for (int j = 0; j < 4; ++j) _mm256_store_si256(reinterpret_cast<__m256i*>(words) + j, sum[j]);
-  uint64_t all = read_lines_portable(data + i * 64, lines - i);
+  uint64_t all = read_lines_portable<false>(data + i * 64, lines - i);
   for (const uint64_t word : words) all ^= word;
   return all;
 }
 
+template <bool streams>
 __attribute__((target("avx512f"))) uint64_t read_lines_avx512(const char* data, int64_t lines) {
   __m512i sum[4] = {};
-  int64_t i = 0;
-  for (; i + kBlockLines <= lines; i += kBlockLines)
+  int64_t i = streams ? lines / kBlockLines * kBlockLines : 0;
+  for (int64_t block = i; (block -= kBlockLines) >= 0;)
     for (int64_t k = 0; k < kStreamLines; ++k)
       for (int j = 0; j < 4; ++j)
-        sum[j] = _mm512_xor_si512(sum[j], _mm512_load_si512(data + (i + j * kStreamLines + k) * 64));
+        sum[j] = _mm512_xor_si512(sum[j], _mm512_load_si512(data + (block + j * kStreamLines + k) * 64));
   for (; i + 8 <= lines; i += 8)
     for (int j = 0; j < 8; ++j) sum[j % 4] = _mm512_xor_si512(sum[j % 4], _mm512_load_si512(data + (i + j) * 64));
   for (; i < lines; ++i) sum[0] = _mm512_xor_si512(sum[0], _mm512_load_si512(data + i * 64));
@@ -87,23 +91,24 @@ __attribute__((target("avx512f"))) uint64_t read_lines_avx512(const char* data, 
 
 struct Isa {
   const char* name;
-  ReadLines read;
+  ReadLines read, streams;
 };
 
 Isa best_isa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f")) return {"avx512", read_lines_avx512};
-  if (__builtin_cpu_supports("avx2")) return {"avx2", read_lines_avx2};
+  if (__builtin_cpu_supports("avx512f")) return {"avx512", read_lines_avx512<false>, read_lines_avx512<true>};
+  if (__builtin_cpu_supports("avx2")) return {"avx2", read_lines_avx2<false>, read_lines_avx2<true>};
 #endif
-  return {"portable", read_lines_portable};
+  return {"portable", read_lines_portable<false>, read_lines_portable<true>};
 }
 
 const Isa isa = best_isa();
 
+template <ReadLines Isa::* lines_of>
 uint64_t read_bytes(const char* data, int64_t bytes) {
   const int64_t lines = bytes / 64;
-  uint64_t all = isa.read(data, lines);
+  uint64_t all = (isa.*lines_of)(data, lines);
   for (int64_t at = lines * 64; at < bytes; at += 8) {
     uint64_t word = 0;
     std::memcpy(&word, data + at, size_t(bytes - at < 8 ? bytes - at : 8));
@@ -112,14 +117,15 @@ uint64_t read_bytes(const char* data, int64_t bytes) {
   return all;
 }
 
+template <ReadLines Isa::* lines_of>
 uint64_t read_bytes_threads(const char* data, int64_t bytes) {
   std::atomic<uint64_t> all{0};
   const int64_t lines = bytes / 64;
   // Grain of 64 KiB: the caller takes the faster of this and the serial read, so it need not be shy.
   at::parallel_for(0, lines, 1024, [&](int64_t begin, int64_t end) {
-    all.fetch_xor(isa.read(data + begin * 64, end - begin), std::memory_order_relaxed);
+    all.fetch_xor((isa.*lines_of)(data + begin * 64, end - begin), std::memory_order_relaxed);
   });
-  return all ^ read_bytes(data + lines * 64, bytes - lines * 64);
+  return all ^ read_bytes<lines_of>(data + lines * 64, bytes - lines * 64);
 }
 
 template <uint64_t (*Read)(const char*, int64_t)>
@@ -146,8 +152,10 @@ PyObject* isa_name(PyObject*, PyObject*) {
 }
 
 PyMethodDef methods[] = {
-    {"read_serial", read<read_bytes>, METH_O, "xor of the tensor's 64-bit words, one thread"},
-    {"read_threads", read<read_bytes_threads>, METH_O, "xor of the tensor's 64-bit words, torch's threads"},
+    {"read_serial", read<read_bytes<&Isa::read>>, METH_O, "xor of the tensor's 64-bit words, one thread"},
+    {"read_threads", read<read_bytes_threads<&Isa::read>>, METH_O, "xor of the tensor's 64-bit words, torch's threads"},
+    {"streams_serial", read<read_bytes<&Isa::streams>>, METH_O, "read_serial at four places at once"},
+    {"streams_threads", read<read_bytes_threads<&Isa::streams>>, METH_O, "read_threads at four places at once"},
     {"isa", isa_name, METH_NOARGS, "avx512, avx2 or portable"},
     {nullptr, nullptr, 0, nullptr},
 };

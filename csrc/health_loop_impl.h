@@ -40,8 +40,15 @@ struct HealthLoop {
   }
 
   RangeLoop<S, F> range;
-  V zero[kAccumulators] = {};
-  typename S::LessCount small[kAccumulators] = {};
+  V zero[kAccumulators];
+  typename S::LessCount small[kAccumulators];
+
+  HealthLoop() {
+    for (int j = 0; j < kAccumulators; ++j) {
+      zero[j] = S::template fill<L::width>(Word(0));
+      small[j] = typename S::LessCount{};
+    }
+  }
 
   void take(int j, V x) { count<true>(range.take(j, x), &zero[j], &small[j]); }
 
@@ -67,12 +74,12 @@ struct HealthLoop {
     constexpr int64_t places = of_streams ? kStreams : kAccumulators;
     constexpr int64_t apart = of_streams ? kStreamBytes : S::bytes, bytes = of_streams ? kLineBytes : S::bytes;
     constexpr int a = kAccumulators;
-    V lo[a], hi[a], least[a];
-    V zeros[a] = {};
-    typename S::LessCount smalls[a] = {};
+    V lo[a], hi[a], zeros[a], least[a];
+    typename S::LessCount smalls[a];
     for (int j = 0; j < a; ++j) {
-      lo[j] = S::template fill<L::width>(Word(~Word(0)));
-      hi[j] = least[j] = S::template fill<L::width>(Word(0));
+      lo[j] = S::template fill<L::width>(L::greatest);
+      hi[j] = zeros[j] = least[j] = S::template fill<L::width>(Word(0));
+      smalls[j] = typename S::LessCount{};
     }
     for (; turns > 0; --turns, p += of_streams ? bytes : places * bytes) {
 #pragma GCC unroll 4
@@ -149,7 +156,7 @@ struct HealthLoop {
 
   static void run(HealthBits* out, const char* p, int64_t columns) {
     // As in RangeLoop, loads should not cross a line: the block that comes first ends at one.
-    constexpr int64_t whole = kBlockVectors * L::count, streams = kStreams * kStreamBytes / L::width;
+    constexpr int64_t whole = kBlockVectors * L::count, streams = kChunkBytes / L::width;
     const uintptr_t misaligned = reinterpret_cast<uintptr_t>(p) % S::bytes;
     int64_t n = misaligned % L::width == 0 && misaligned != 0 ? int64_t(S::bytes - misaligned) / L::width : whole;
     // The one that has the first zero is read again: no more than was read before it.
@@ -159,7 +166,7 @@ struct HealthLoop {
       if (n == whole && columns >= streams) {
         for (const char* q = p; q < p + kStreamBytes; q += kBlockBytes / kStreams)
           if (out->finite.lo == 0 || !block_of_streams<false>(out, q)) block_of_streams<true>(out, q);
-        p += kStreams * kStreamBytes;
+        p += kChunkBytes;
         columns -= streams;
         continue;
       }

@@ -73,13 +73,13 @@ struct HostWalk {
     }
   }
 
-  // Elements below which a second thread costs more than it saves: 512 KiB of memory traffic, counting the whole cache
+  // Elements below which a second thread costs more than it saves: 384 KiB of memory traffic, counting the whole cache
   // line for an element, or a row, that has one to itself.
   int64_t grain() const {
     constexpr int64_t line = 64;
     const int64_t element = std::min(line, width * inner.stride);
     const int64_t row = outer.size > 1 ? std::min(line, width * outer.stride) / inner.size : 0;
-    return (256 << 10) / std::max(element, row);
+    return (192 << 10) / std::max(element, row);
   }
 };
 

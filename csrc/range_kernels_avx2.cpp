@@ -53,6 +53,8 @@ struct Avx2 {
     const V top = _mm256_set1_epi64x(INT64_MIN);
     return _mm256_cmpgt_epi64(_mm256_xor_si256(b, top), _mm256_xor_si256(a, top));
   }
+  static V min_signed64(V a, V b) { return select(_mm256_cmpgt_epi64(b, a), a, b); }
+  static V max_signed64(V a, V b) { return select(_mm256_cmpgt_epi64(a, b), a, b); }
   template <int width>
   static V min(V a, V b) {
     if constexpr (width == 1) return _mm256_min_epu8(a, b);

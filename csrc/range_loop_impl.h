@@ -12,11 +12,13 @@ namespace {
 
 // What is large is read at four places at once, this far apart: the hardware's prefetchers begin anew at each page of
 // 4 KiB, and meanwhile the other three run on. Any distance from 64 KiB on does. That is 1.2 to 1.4 times faster from
-// DRAM, with huge pages as fast.
-constexpr int64_t kStreams = 4, kStreamBytes = 256 << 10;
+// DRAM, with huge pages as fast. The last chunk comes first: of a tensor that was just written the end is still in the
+// cache, and what reads it next will find its beginning there. From 8 to 64 MiB that saves 3 to 9 % here, and up to 5 %
+// of the next.
+constexpr int64_t kStreams = 4, kStreamBytes = 256 << 10, kChunkBytes = kStreams * kStreamBytes;
 
-// Of each place the line after the next is asked for by the way: a vector takes up three registers until it is done, so
-// they run out, some 50 lines ahead, before the requests to memory do, and a prefetch takes none. A twentieth faster
+// Of each place the line after the next is asked for by the way: what waits for a line fills the queue of the vector
+// units before the requests to memory are used up, and a prefetch does not stand in that queue. A twentieth faster
 // where part of the tensor lies in the third cache, as fast elsewhere; from 4 lines on it is slower there.
 constexpr int64_t kLineBytes = 64, kPrefetchBytes = 2 * kLineBytes;
 
@@ -34,6 +36,27 @@ struct Lanes {
   static constexpr int width = sizeof(Word);
   static constexpr int count = S::bytes / width;
   static constexpr Word sign_bit = Word(Word(1) << (8 * width - 1));
+  // No magnitude has the sign bit: then a set that compares 64 bits as signed only needs not flip it first.
+  static constexpr bool is_signed64 = width == 8 && Codes<F>::sign == Sign::cleared && requires(V v) {
+    S::min_signed64(v, v);
+  };
+  static constexpr Word greatest = is_signed64 ? Word(~sign_bit) : Word(~Word(0));
+
+  static V min(V a, V b) {
+    if constexpr (is_signed64) {
+      return S::min_signed64(a, b);
+    } else {
+      return S::template min<width>(a, b);
+    }
+  }
+
+  static V max(V a, V b) {
+    if constexpr (is_signed64) {
+      return S::max_signed64(a, b);
+    } else {
+      return S::template max<width>(a, b);
+    }
+  }
 
   // Of the fnuz formats' nan this makes a zero.
   static V magnitudes(V x) {
@@ -73,10 +96,11 @@ struct RangeLoop {
   V lo[kAccumulators], hi[kAccumulators], least_signed[kAccumulators];
   bool met_zero = false;
 
+  // Unrolled, or the compiler leaves the arrays in memory: 17 ns of a call that takes 60.
   RangeLoop() {
 #pragma GCC unroll 4
     for (int j = 0; j < kAccumulators; ++j) {
-      lo[j] = S::template fill<L::width>(Word(~Word(0)));
+      lo[j] = S::template fill<L::width>(L::greatest);
       hi[j] = least_signed[j] = S::template fill<L::width>(Word(0));
     }
   }
@@ -94,15 +118,12 @@ struct RangeLoop {
       *least_signed = S::min_signed8(*least_signed, x);
     }
     const V m = L::magnitudes(x);
-    if constexpr (with_least) *lo = S::template min<L::width>(*lo, m);
-    *hi = S::template max<L::width>(*hi, m);
+    if constexpr (with_least) *lo = L::min(*lo, m);
+    *hi = L::max(*hi, m);
     return m;
   }
 
-  V least_magnitudes() const {
-    constexpr int w = L::width;
-    return S::template min<w>(S::template min<w>(lo[0], lo[1]), S::template min<w>(lo[2], lo[3]));
-  }
+  V least_magnitudes() const { return L::min(L::min(lo[0], lo[1]), L::min(lo[2], lo[3])); }
 
   void run(const char* p, int64_t columns) {
     const int64_t bytes = columns * L::width;
@@ -120,7 +141,7 @@ struct RangeLoop {
     p += misaligned % L::width == 0 ? S::bytes - misaligned : S::bytes;
     // The accumulators are copied to locals: held through `this`, the compiler spills them on every step.
     constexpr int64_t step = kAccumulators * S::bytes;
-    if (last - p >= 8 * step) {  // 2 KiB: the copying takes as long as reading 1 KiB
+    if (last - p >= 8 * step) {  // 2 KiB: below, one chain is as fast as four
       RangeLoop fast = *this;
       const auto streams = [&fast](const char* p, auto with_least, auto with_nan) {
         for (const char* const end = p + kStreamBytes; p < end; p += kLineBytes) {
@@ -135,7 +156,9 @@ struct RangeLoop {
         }
       };
       const auto steps = [&](const char* p, const char* end, auto with_least, auto with_nan) {
-        for (; end - p >= kStreams * kStreamBytes; p += kStreams * kStreamBytes) streams(p, with_least, with_nan);
+        const char* const rest = p + (end - p) / kChunkBytes * kChunkBytes;
+        for (const char* chunk = rest; chunk != p;) streams(chunk -= kChunkBytes, with_least, with_nan);
+        p = rest;
         for (int64_t count = (end - p + S::bytes) / step; count > 0; --count, p += step) {
 #pragma GCC unroll 4
           for (int j = 0; j < kAccumulators; ++j)
@@ -187,13 +210,13 @@ struct RangeLoop {
   void run_singly(const char* p, int64_t columns, int64_t stride) {
     Range<F> range;
     for (; columns > 0; --columns, p += stride * L::width) range.update(load_word<Word>(p));
-    lo[1] = S::template min<L::width>(lo[1], S::template fill<L::width>(range.lo));
-    hi[1] = S::template max<L::width>(hi[1], S::template fill<L::width>(range.hi));
+    lo[1] = L::min(lo[1], S::template fill<L::width>(range.lo));
+    hi[1] = L::max(hi[1], S::template fill<L::width>(range.hi));
   }
 
   void finish(RangeBits* out) const {
     constexpr int w = L::width;
-    const V h = S::template max<w>(S::template max<w>(hi[0], hi[1]), S::template max<w>(hi[2], hi[3]));
+    const V h = L::max(L::max(hi[0], hi[1]), L::max(hi[2], hi[3]));
     out->merge({S::template least<w>(least_magnitudes()), S::template greatest<w>(h)});
     if constexpr (is_fnuz) {
       const V n = S::min_signed8(S::min_signed8(least_signed[0], least_signed[1]),

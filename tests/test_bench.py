@@ -58,7 +58,7 @@ def test_a_quick_run_has_rows_and_finite_ratios(tmp_path: Path) -> None:
             assert math.isfinite(value)
             assert value > 0
     dense = [row for row in document["rows"] if row["kind"] == "dense"]
-    assert all({"floor", "health", "transformers", "aminmax"} <= row["ratios"].keys() for row in dense)
+    assert all({"plain", "floor", "health", "transformers", "aminmax"} <= row["ratios"].keys() for row in dense)
     assert document["targets"]
     assert document["machine"]["cpu"]
 
@@ -129,11 +129,34 @@ def test_the_worst_row_decides(targets: ModuleType) -> None:
     assert verdict.passed
 
 
-def test_the_floor_is_judged_from_64_kib_up_and_by_threads(targets: ModuleType) -> None:
+@pytest.mark.parametrize(("read", "least"), [("plain", 0.9), ("floor", 0.8)])
+def test_a_read_is_judged_from_64_kib_up_and_by_threads(targets: ModuleType, read: str, least: float) -> None:
     """Small tensors do not count, and a good median at one thread does not hide a bad one at two."""
-    rows = [_dense(targets, 1000, floor=0.1), _dense(targets, 16384, floor=1.0)]
+    rows = [_dense(targets, 1000, **{read: 0.1}), _dense(targets, 16384, **{read: 1.0})]
     assert all(target.passed for target in targets.judge(rows))
-    rows += [_dense(targets, 16384, threads=2, floor=0.92), _dense(targets, 1_000_000, floor=1.0)]
+    rows += [_dense(targets, 16384, threads=2, **{read: 0.92}), _dense(targets, 1_000_000, **{read: 1.0})]
     median, each = targets.judge(rows)
     assert (median.passed, each.passed) == (False, True)
     assert "2 threads" in median.where
+    *_, each = targets.judge([*rows, _dense(targets, 20_000, **{read: least - 0.01})])
+    assert (each.passed, each.where) == (False, "float32 20000, 1 thread")
+
+
+def test_the_fastest_read_is_kept_by_time_and_in_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the plain reads the faster, as the floor the fastest of all; times and ratios are those of the same read."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from bench_range import keep_fastest_reads
+
+    seconds = {"nanwatch": 1.0, "plain": 2.0, "plain threads": 3.0, "floor": 4.0, "floor threads": 1.5}
+    ratios = {"plain": 20.0, "plain threads": 30.0, "floor": 40.0, "floor threads": 15.0}
+    keep_fastest_reads(seconds, ratios)
+    assert seconds == {"nanwatch": 1.0, "plain": 2.0, "floor": 1.5}
+    assert ratios == {"plain": 20.0, "floor": 15.0}
+
+    seconds, ratios = {"plain": 2.0, "floor": 4.0}, {"plain": 20.0, "floor": 40.0}
+    keep_fastest_reads(seconds, ratios)
+    assert (seconds, ratios) == ({"plain": 2.0, "floor": 2.0}, {"plain": 20.0, "floor": 20.0})
+
+    seconds = {"nanwatch": 1.0}
+    keep_fastest_reads(seconds)
+    assert seconds == {"nanwatch": 1.0}

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import _extension, _ops, _reference
 
 # 0 and 1; around 16, 64 and 512 elements, where vector bodies begin and end; 1_000_003 gives a byte-wide dtype
-# enough to be split over threads, which starts at 512 KiB.
+# enough to be split over threads, which starts at 384 KiB.
 _SIZES = (0, 1, 2, 3, 15, 16, 17, 63, 65, 511, 513, 4099, 1_000_003)
 _OFFSETS = (0, 1, 3)
 _PLANTS = (float("nan"), float("inf"), float("-inf"))
