@@ -58,7 +58,9 @@ def test_a_quick_run_has_rows_and_finite_ratios(tmp_path: Path) -> None:
             assert math.isfinite(value)
             assert value > 0
     dense = [row for row in document["rows"] if row["kind"] == "dense"]
-    assert all({"plain", "floor", "health", "transformers", "aminmax"} <= row["ratios"].keys() for row in dense)
+    assert all(
+        {"plain", "floor", "health", "transformers", "aminmax"} <= row["ratios"].keys() for row in dense
+    )
     assert document["targets"]
     assert document["machine"]["cpu"]
 
