@@ -46,6 +46,8 @@ struct HostWalk {
     return true;
   }
 
+  bool is_run() const { return inner.stride == 1 && inner.size == numel; }
+
   const char* row(int64_t index) const {
     int64_t offset = index % outer.size * outer.stride;
     index /= outer.size;
@@ -86,20 +88,37 @@ struct HostWalk {
 // What kernel(plane, &bits) finds in all planes of a walk, in one thread or in torch's.
 template <typename Bits, typename Kernel>
 Bits reduce(const HostWalk& walk, const Kernel& kernel) {
-  Bits total;
+  const auto look = [&](int64_t begin, int64_t end, Bits* bits) {
+    walk.planes(begin, end, [&](const Plane& plane) { kernel(plane, bits); });
+  };
   const int64_t grain = walk.grain();
   if (walk.numel < 2 * grain) {
-    walk.planes(0, walk.numel, [&](const Plane& plane) { kernel(plane, &total); });
-    return total;
+    Bits bits;
+    look(0, walk.numel, &bits);
+    return bits;
   }
-  std::mutex mutex;
-  at::parallel_for(0, walk.numel, grain, [&](int64_t begin, int64_t end) {
-    Bits part;
-    walk.planes(begin, end, [&](const Plane& plane) { kernel(plane, &part); });
-    const std::lock_guard<std::mutex> lock(mutex);
-    total.merge(part);
-  });
-  return total;
+  // Each cache line of this stack that another thread looks at takes it some 100 ns. So the lock shares one with what
+  // it guards, and what a thread has to know of a run it gets by value: 2 to 10 % less for 400 KiB to 1 MiB.
+  struct alignas(64) {
+    std::mutex mutex;
+    Bits bits;
+  } total;
+  const auto in_threads = [&](const auto& look) {
+    at::parallel_for(0, walk.numel, grain, [look, &total](int64_t begin, int64_t end) {
+      Bits part;
+      look(begin, end, &part);
+      const std::lock_guard<std::mutex> lock(total.mutex);
+      total.bits.merge(part);
+    });
+  };
+  if (walk.is_run()) {
+    in_threads([data = walk.data, width = walk.width, kernel](int64_t begin, int64_t end, Bits* bits) {
+      kernel(Plane{data + begin * width, end - begin, 1, 1, 0}, bits);
+    });
+  } else {
+    in_threads(look);
+  }
+  return total.bits;
 }
 
 }  // namespace nanwatch
