@@ -43,7 +43,7 @@ PARTS = ("floor", "health", *RIVALS, "strided")
 Read = Callable[[Tensor], Any]
 
 # The share of the floor is wanted to a hundredth, a factor of fifty is not: hence two groups of rounds.
-PRECISE = Plan(min_rounds=9, max_rounds=41, budget=2.0, sample=1e-3)
+PRECISE = Plan(min_rounds=9, max_rounds=151, budget=2.0, sample=1e-3)
 ROUGH = Plan(min_rounds=5, max_rounds=15, budget=2.0, sample=1e-3)
 QUICK = Plan(min_rounds=3, max_rounds=5, budget=0.1, sample=2e-4)
 
