@@ -11,7 +11,7 @@ namespace nanwatch {
 namespace {
 
 // What is large is read at four places at once, this far apart: the hardware's prefetchers begin anew at each page of
-// 4 KiB, and meanwhile the other three run on. Any distance from 64 KiB on does. That is 1.2 to 1.4 times faster from
+// 4 KiB, and meanwhile the other three run on. Any distance from 64 KiB on does. That is 1.1 to 1.4 times faster from
 // DRAM, with huge pages as fast. The last chunk comes first: of a tensor that was just written the end is still in the
 // cache, and what reads it next will find its beginning there. From 8 to 64 MiB that saves 3 to 9 % here, and up to 5 %
 // of the next.
