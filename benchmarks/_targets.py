@@ -103,7 +103,7 @@ def judge(rows: Iterable[Row]) -> list[Target]:
         *_at_least("share of a plain read's bandwidth from 64 KiB up, median", 0.95, _medians(plain)),
         *_at_least("share of a plain read's bandwidth from 64 KiB up, each", 0.90, plain),
         *_at_least("share of the floor's bandwidth from 64 KiB up, median", 0.95, _medians(floor)),
-        *_at_least("share of the floor's bandwidth from 64 KiB up, each", 0.80, floor),
+        *_at_least("share of the floor's bandwidth from 64 KiB up, each", 0.90, floor),
         *_at_least("transformers' functions, times nanwatch", 40, ratios("transformers")),
         *_at_least("torch.compile, times nanwatch", 1, ratios("compile")),
         *_at_least(

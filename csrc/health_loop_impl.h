@@ -84,7 +84,7 @@ struct HealthLoop {
     for (; turns > 0; --turns, p += of_streams ? bytes : places * bytes) {
 #pragma GCC unroll 4
       for (int j = 0; j < places; ++j) {
-        if (of_streams) __builtin_prefetch(p + j * apart + kPrefetchBytes);
+        if constexpr (of_streams) __builtin_prefetch(p + j * apart + kPrefetchBytes);
 #pragma GCC unroll 4
         for (int64_t at = 0; at < bytes; at += S::bytes) {
           const int i = j % a;

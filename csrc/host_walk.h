@@ -103,10 +103,10 @@ Bits reduce(const HostWalk& walk, const Kernel& kernel) {
     std::mutex mutex;
     Bits bits;
   } total;
-  const auto in_threads = [&](const auto& look) {
-    at::parallel_for(0, walk.numel, grain, [look, &total](int64_t begin, int64_t end) {
+  const auto in_threads = [&](const auto& look_at) {
+    at::parallel_for(0, walk.numel, grain, [look_at, &total](int64_t begin, int64_t end) {
       Bits part;
-      look(begin, end, &part);
+      look_at(begin, end, &part);
       const std::lock_guard<std::mutex> lock(total.mutex);
       total.bits.merge(part);
     });

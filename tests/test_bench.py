@@ -131,8 +131,8 @@ def test_the_worst_row_decides(targets: ModuleType) -> None:
     assert verdict.passed
 
 
-@pytest.mark.parametrize(("read", "least"), [("plain", 0.9), ("floor", 0.8)])
-def test_a_read_is_judged_from_64_kib_up_and_by_threads(targets: ModuleType, read: str, least: float) -> None:
+@pytest.mark.parametrize("read", ["plain", "floor"])
+def test_a_read_is_judged_from_64_kib_up_and_by_threads(targets: ModuleType, read: str) -> None:
     """Small tensors do not count, and a good median at one thread does not hide a bad one at two."""
     rows = [_dense(targets, 1000, **{read: 0.1}), _dense(targets, 16384, **{read: 1.0})]
     assert all(target.passed for target in targets.judge(rows))
@@ -140,7 +140,7 @@ def test_a_read_is_judged_from_64_kib_up_and_by_threads(targets: ModuleType, rea
     median, each = targets.judge(rows)
     assert (median.passed, each.passed) == (False, True)
     assert "2 threads" in median.where
-    *_, each = targets.judge([*rows, _dense(targets, 20_000, **{read: least - 0.01})])
+    *_, each = targets.judge([*rows, _dense(targets, 20_000, **{read: 0.89})])
     assert (each.passed, each.where) == (False, "float32 20000, 1 thread")
 
 
