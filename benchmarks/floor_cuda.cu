@@ -41,9 +41,11 @@ int floor_read(const void* data, int64_t bytes, uint32_t* sink, int blocks, void
   return int(cudaGetLastError());
 }
 
-// The sum of the 32-bit words by cub::DeviceReduce. With null `temporary` only sets how many bytes that must have.
-int floor_cub(const void* data, int64_t bytes, uint32_t* sum, void* temporary, size_t* temporary_bytes, void* stream) {
-  return int(cub::DeviceReduce::Sum(temporary, *temporary_bytes, static_cast<const uint32_t*>(data), sum, bytes / 4,
+// The largest of the 32-bit words, as signed integers, by cub::DeviceReduce. With null `temporary` only sets how many
+// bytes that must have.
+int floor_cub(const void* data, int64_t bytes, int32_t* largest, void* temporary, size_t* temporary_bytes,
+              void* stream) {
+  return int(cub::DeviceReduce::Max(temporary, *temporary_bytes, static_cast<const int32_t*>(data), largest, bytes / 4,
                                     static_cast<cudaStream_t>(stream)));
 }
 
