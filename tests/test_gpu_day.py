@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu_day.sh"
-PARTS = [
+PARTS = ["build", "selfcheck", "tests", "range", "memcheck", "step", "racecheck", "ncu", "frame"]
+PARTS += ["synccheck", "initcheck"]
     "build",
     "selfcheck",
     "tests",
