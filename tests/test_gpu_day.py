@@ -13,18 +13,6 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu_day.sh"
 PARTS = ["build", "selfcheck", "tests", "range", "memcheck", "step", "racecheck", "ncu", "frame"]
 PARTS += ["synccheck", "initcheck"]
-    "build",
-    "selfcheck",
-    "tests",
-    "range",
-    "memcheck",
-    "step",
-    "racecheck",
-    "ncu",
-    "frame",
-    "synccheck",
-    "initcheck",
-]
 
 # Stands for python3: a GPU named "Fake GPU", and commands that fail where BROKEN names a word of theirs.
 PYTHON = """#!/usr/bin/env bash
