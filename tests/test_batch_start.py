@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.batch_start import BatchStart, RngState
+from nanwatch.batch_start import BatchStart
+from nanwatch.execution_context import RngState
 
 
 class Does(nn.Module):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch import Capsule, write_capsule
-from nanwatch.batch_start import Autocast, RngState
+from nanwatch.execution_context import Autocast, RngState
 from nanwatch.tree import LeftOut
 from oracle import DTYPES, random_patterns
 from strategies import tensors, views

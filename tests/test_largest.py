@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from architectures import built, inputs_of
 from nanwatch import _extension, largest
+from nanwatch.formats import limits
 from nanwatch.frame import Frame, FrameRows
-from nanwatch.headroom import limits
 from nanwatch.largest import Largest, Name
 from nanwatch.record import MASK
 from nanwatch.watch import watch

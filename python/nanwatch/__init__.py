@@ -28,6 +28,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ._version import __version__
 from .capsule import Capsule, write_capsule
 from .debug import DebugUnderflowOverflow, detect_overflow
 from .errors import BatchLimitError, CapsuleError, NonFiniteError, TraceError
@@ -58,8 +59,6 @@ else:
         return found
 
 
-__version__ = "0.1.0"
-
 __all__ = [
     "AbsRange",
     "BatchLimitError",
@@ -79,6 +78,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "Watch",
+    "__version__",
     "abs_range",
     "abs_ranges",
     "detect_overflow",

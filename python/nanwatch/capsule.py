@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from . import tensor_file, tree
-from .batch_start import Autocast, RngState
+from ._version import __version__
 from .capsule_document import (
     DOCUMENT,
     MAX_DOCUMENT,
@@ -35,6 +35,7 @@ from .capsule_document import (
     check_file,
     to_json,
 )
+from .execution_context import Autocast, RngState
 from .finding import Finding
 from .numbered import make_numbered
 from .tensor_file import Entry
@@ -242,8 +243,6 @@ def _memory(x: Tensor) -> object:
 
 
 def _versions() -> dict[str, str | None]:
-    from . import __version__
-
     return {
         "nanwatch": __version__,
         "torch": str(torch.__version__),

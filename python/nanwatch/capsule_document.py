@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from . import reading, tensor_file, tree
-from .batch_start import Autocast, RngState
 from .errors import CapsuleError
+from .execution_context import Autocast, RngState
 from .finding import Finding
 from .report import SCHEMA as REPORT_SCHEMA
 from .report import VERSION as REPORT_VERSION

@@ -11,7 +11,7 @@ import numpy as np
 
 from .align import Ints, Rows, align
 from .difference import KINDS, Difference, Growth, Kind, Place, Series
-from .headroom import limits
+from .formats import limits
 from .progress import Tell
 from .text import without_wrappers
 from .trace_file import Trace, batch_words, strings

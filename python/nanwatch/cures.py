@@ -15,7 +15,8 @@ from .batch_start import BatchStart, no_second_run
 from .casting import NARROW
 from .errors import spell
 from .finding import Cure, Finding
-from .headroom import NEAR_FACTOR, headroom_bits, is_near_end, limits
+from .formats import limits
+from .headroom import NEAR_FACTOR, headroom_bits, is_near_end
 from .precision import in_dtype, in_dtype_throughout, run_in_fp32
 from .record import Row, is_fault, to_record
 from .trial import Change, Trial, run

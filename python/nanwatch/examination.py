@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .batch_start import Autocast, RngState
+from .execution_context import Autocast, RngState
 from .finding import Cure, Finding
 from .record import Record
 from .spread import Spread

@@ -11,7 +11,7 @@ from math import log2
 from typing import Any
 
 from .exponents import ExponentHistogram
-from .headroom import Limits, floor_log2, limits
+from .formats import Limits, floor_log2, limits
 from .ranges import _dtype_name
 
 SHOWN_FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")

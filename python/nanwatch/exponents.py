@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _extension, _ops, _reference
-from .headroom import floor_log2, limits
+from .formats import floor_log2, limits
 from .ranges import _dtype_name, _is_plain, _readable, _through_public, only_our_dispatch
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import _extension, _ops, _reference
 from .exponents import ExponentHistogram, counted_dtype
-from .headroom import limits
+from .formats import limits
 from .ranges import _dtype_name, _is_plain, _readable, _through_public, _type_name, only_our_dispatch
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from .fit import check_margin, narrowest
-from .headroom import limits
+from .formats import limits
 from .text import without_wrappers
 from .trace_file import Trace, strings
 

@@ -17,7 +17,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .headroom import NEAR_FACTOR, limits
+from .formats import limits
+from .headroom import NEAR_FACTOR
 from .largest import Name
 from .text import module_name
 from .tracks import LATEST, POINTS, Floats, Numbers, Tracks

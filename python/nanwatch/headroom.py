@@ -7,43 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import frexp, inf, isfinite, log2, sqrt
-from typing import NamedTuple
+from math import inf, isfinite, log2, sqrt
 
+from .formats import Limits, limits
 from .frame import Frame
 from .record import Record, is_excused
-
-
-class Limits(NamedTuple):
-    """The ends of a floating-point format: the largest finite, the smallest normal and the smallest number above 0.
-
-    A format without subnormals has its smallest normal number twice.
-    """
-
-    largest: float
-    smallest_normal: float
-    smallest_subnormal: float
-
-
-def _binary(precision: int, least: int, largest: float) -> Limits:
-    """A format of `precision` significant bits whose smallest normal number is 2^least."""
-    return Limits(largest, 2.0**least, 2.0 ** (least - precision + 1))
-
-
-_LIMITS = {
-    "float64": _binary(53, -1022, (2 - 2.0**-52) * 2.0**1023),
-    "float32": _binary(24, -126, (2 - 2.0**-23) * 2.0**127),
-    "float16": _binary(11, -14, 65504.0),
-    "bfloat16": _binary(8, -126, (2 - 2.0**-7) * 2.0**127),
-    "float8_e4m3fn": _binary(4, -6, 448.0),
-    "float8_e4m3fnuz": _binary(4, -7, 240.0),
-    "float8_e5m2": _binary(3, -14, 57344.0),
-    "float8_e5m2fnuz": _binary(3, -15, 57344.0),
-    "float8_e8m0fnu": _binary(1, -127, 2.0**127),
-}
-# The modulus of a complex number is bounded by what its parts can hold, to half a bit.
-_PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
-
 
 # 8 bits. From the root of the end on a value may leave it by its own square; for float16 the two are the same.
 NEAR_FACTOR = 256
@@ -69,16 +37,6 @@ def has_vanished(record: Record) -> bool:
     if ends is None or record.abs_max is None or not record.isfinite or 0 in (record.shape or ()):
         return False
     return record.abs_max < ends.smallest_normal
-
-
-def limits(dtype_name: str) -> Limits | None:
-    """The limits of a format ("float16"; of its parts for "complex64"); None for a dtype that cannot overflow."""
-    return _LIMITS.get(_PARTS.get(dtype_name, dtype_name))
-
-
-def floor_log2(value: float) -> int:
-    """The e of 2^e <= value < 2^(e+1), for a finite value above 0."""
-    return frexp(value)[1] - 1
 
 
 def headroom_bits(record: Record) -> float | None:

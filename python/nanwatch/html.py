@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import text
 from .extras import needed
+from .formats import limits
 from .frame import Frame
-from .headroom import NEAR_FACTOR, by_module, headroom_bits, limits, shrinking
+from .headroom import NEAR_FACTOR, by_module, headroom_bits, shrinking
 from .progress import Tell, silent
 from .record import Record
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import TypeAlias
 
+from .formats import limits
 from .frame import FrameRows
-from .headroom import limits
 from .record import is_excused
 
 Name: TypeAlias = tuple[str, str, str]  # module, label, dtype

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from math import ceil, frexp, inf, isfinite, log2
 
 from .finding import Cure
-from .headroom import headroom_bits, limits
+from .formats import limits
+from .headroom import headroom_bits
 from .record import Record
 
 # One bit of room is left where it can be, as one more doubling of the loss would else be the next failure.

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .headroom import is_normal, limits
+from .formats import limits
+from .headroom import is_normal
 from .observe import observe, read
 from .ranges import _is_plain, tensor_health
 from .record import Record, Row, to_record

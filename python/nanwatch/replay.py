@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .batch_start import RngState
 from .capsule import Capsule
+from .execution_context import RngState
 from .options import SWITCH
 from .report import Report
 from .text import close_names, without_wrappers

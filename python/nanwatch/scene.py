@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .batch_start import Autocast, RngState
 from .damage import describe
 from .errors import spell
 from .examination import Call, Examination
+from .execution_context import Autocast, RngState
 from .finding import Finding, value_of
 from .lineage import Lineage
 from .observe import observe

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .headroom import floor_log2, limits
+from .formats import floor_log2, limits
 
 _MOST = 2**63
 

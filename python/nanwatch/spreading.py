@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .exponents import ExponentHistogram, exponent_histogram
-from .headroom import limits
+from .formats import limits
 from .ranges import _dtype_name, unreadable
 from .spread import Spread
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
 from .backward_text import next_backward, why_backward
 from .extras import needed
-from .headroom import has_vanished, is_near_end, limits, shrinking
+from .formats import limits
+from .headroom import has_vanished, is_near_end, shrinking
 from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, SKIPPED_STEP, Record
 
 if TYPE_CHECKING:

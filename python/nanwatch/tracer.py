@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from . import trace
+from ._version import __version__
 from .job import place
 from .listener import Recorder
 from .trace import SUFFIX
@@ -62,7 +63,7 @@ class Tracer:
         trace.arrow("pyarrow.parquet", "trace=")
         facts = {
             "version": trace.VERSION,
-            "nanwatch": _version(),
+            "nanwatch": __version__,
             "torch": str(torch.__version__),
             "rank": rank,
             "every": every,
@@ -155,12 +156,6 @@ def start_tracer(path: Path, recorder: Recorder, ring: int, every: int, model: n
             f"nanwatch: there is no trace, as {error}; the run goes on", RuntimeWarning, stacklevel=2
         )
         return None
-
-
-def _version() -> str:
-    from . import __version__  # not above: the package is still being imported
-
-    return __version__
 
 
 def _tick(tracer: weakref.ref[Tracer]) -> float:
