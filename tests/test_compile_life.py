@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import nanwatch
-from nanwatch import _ops, compiled
+from nanwatch import compile_ops, compiled
 from nanwatch.watch import watch
 from toys import Scale, mlp, names
 
@@ -331,8 +331,8 @@ def test_the_operators_keep_the_rules(device: str) -> None:
         pytest.skip("no CUDA device")
     x = torch.randn(3, 2, device=device, requires_grad=True)
     sequence = torch.zeros(1, dtype=torch.int64)
-    torch.library.opcheck(_ops.begin_, (sequence, 10**6, 0, [x]))
-    torch.library.opcheck(_ops.record_, (sequence, 10**6, 0, -1, "Linear\not output", [x]))
+    torch.library.opcheck(compile_ops.begin_, (sequence, 10**6, 0, [x]))
+    torch.library.opcheck(compile_ops.record_, (sequence, 10**6, 0, -1, "Linear\not output", [x]))
 
 
 def test_a_module_that_nobody_watches_is_none_of_its_business() -> None:

@@ -19,6 +19,7 @@ from ._commands import command_parser
 from .capsule import Capsule
 from .progress import Tell, shown
 from .replay import Replayed, dtype_of, rerun
+from .terminal import wants_color
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE, _FAILED = 1, 2
@@ -172,7 +173,7 @@ def _lines(capsule: Capsule, runs: list[_Run]) -> list[str]:
     lines += [f"{label:<{width}}{run.words}" for label, run in zip(labels, runs, strict=True)]
     failed = next((run for run in runs if run.verdict == "non-finite"), None)
     if failed is not None and failed.done is not None:
-        lines += ["", failed.done.report.to_text(color=text.wants_color(sys.stdout))]
+        lines += ["", failed.done.report.to_text(color=wants_color(sys.stdout))]
     remarks = dict.fromkeys(remark for run in runs if run.done is not None for remark in run.done.remarks)
     if remarks:
         lines += ["", *(f"Note:  {remark}" for remark in remarks)]

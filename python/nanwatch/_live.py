@@ -41,7 +41,7 @@ def leave(recorder: Any) -> None:
 
 
 def begin(sequence: Tensor, watch: int, callee: int, tensors: Sequence[Tensor]) -> None:
-    """See `_ops.begin_`."""
+    """See `compile_ops.begin_`."""
     _count(sequence)
     if (recorder := _recorders.get(watch)) is not None:
         recorder.begin_compiled(callee, list(tensors))
@@ -50,14 +50,14 @@ def begin(sequence: Tensor, watch: int, callee: int, tensors: Sequence[Tensor]) 
 def record(
     sequence: Tensor, watch: int, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]
 ) -> None:
-    """See `_ops.record_`."""
+    """See `compile_ops.record_`."""
     _count(sequence)
     if (recorder := _recorders.get(watch)) is not None:
         recorder.record_compiled(callee, caller, plan, list(tensors))
 
 
 def look(sequence: Tensor, watch: int) -> None:
-    """See `_ops.look_`."""
+    """See `compile_ops.look_`."""
     _count(sequence)
     if (recorder := _recorders.get(watch)) is not None:
         recorder.look(False)

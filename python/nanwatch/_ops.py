@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _live, _reference
+from . import _reference
 
 _library = torch.library.Library("nanwatch", "DEF")
 
 
-def _define(schema: str, fallback: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def define(schema: str, fallback: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Registers one operator and returns its overload: resolving `torch.ops.nanwatch.name` costs as much again."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -40,7 +40,7 @@ def _fake_abs_range(x: Tensor) -> Tensor:
     return _row(x, _reference.RANGE_WIDTH)
 
 
-_abs_range = _define("abs_range(Tensor x) -> Tensor", _reference.abs_range, _fake_abs_range)
+_abs_range = define("abs_range(Tensor x) -> Tensor", _reference.abs_range, _fake_abs_range)
 
 
 def _fake_abs_ranges(xs: Sequence[Tensor]) -> Tensor:
@@ -49,14 +49,14 @@ def _fake_abs_ranges(xs: Sequence[Tensor]) -> Tensor:
     return _row(xs[0], len(xs), _reference.RANGE_WIDTH)
 
 
-_abs_ranges = _define("abs_ranges(Tensor[] xs) -> Tensor", _reference.abs_ranges, _fake_abs_ranges)
+_abs_ranges = define("abs_ranges(Tensor[] xs) -> Tensor", _reference.abs_ranges, _fake_abs_ranges)
 
 
 def _fake_health(x: Tensor) -> Tensor:
     return _row(x, _reference.HEALTH_WIDTH)
 
 
-_health = _define("health(Tensor x) -> Tensor", _reference.health, _fake_health)
+_health = define("health(Tensor x) -> Tensor", _reference.health, _fake_health)
 
 
 def _fake_exponent_histogram(x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def _fake_exponent_histogram(x: Tensor) -> Tensor:
     return torch.empty((columns,), dtype=torch.int64, device=x.device)
 
 
-_exponent_histogram = _define(
+_exponent_histogram = define(
     "exponent_histogram(Tensor x) -> Tensor", _reference.exponent_histogram, _fake_exponent_histogram
 )
 
@@ -73,25 +73,7 @@ def _fake_count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
     return torch.empty((len(codes),), dtype=torch.int64, device=x.device)
 
 
-_count_from = _define("count_from(Tensor x, int[] codes) -> Tensor", _reference.count_from, _fake_count_from)
-
-
-def _fake_nothing(*_: object) -> None:
-    """Of what these write, the number of calls so far, nobody reads the value."""
-
-
-# No argument is called `node` or `self`: Inductor hands an operator's arguments on by name, among names of its own.
-begin_ = _define(
-    "begin_(Tensor(a!) sequence, int watch, int callee, Tensor[] tensors) -> ()", _live.begin, _fake_nothing
-)
-
-record_ = _define(
-    "record_(Tensor(a!) sequence, int watch, int callee, int caller, str plan, Tensor[] tensors) -> ()",
-    _live.record,
-    _fake_nothing,
-)
-
-look_ = _define("look_(Tensor(a!) sequence, int watch) -> ()", _live.look, _fake_nothing)
+_count_from = define("count_from(Tensor x, int[] codes) -> Tensor", _reference.count_from, _fake_count_from)
 
 
 def abs_range(x: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class Attachment:
         self._parts = parts
         self._told_of_lost = False
         self._watch = _live.enter(model, recorder)
-        # What the operators in compiled code are said to write; see _ops.record_.
+        # What the operators in compiled code are said to write; see compile_ops.record_.
         self._sequence = _new_sequence(torch.device("cpu"))
         self._device_sequences: dict[torch.device, torch.Tensor] = {}
         compiled.install()

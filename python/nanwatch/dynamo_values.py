@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from . import _ops, traced
+from . import compile_ops, traced
 from ._live import NOBODY
 from .walk import MAX_DEPTH, MAX_LEAVES, spell_key
 
@@ -44,9 +44,9 @@ def put_begin(tx: Any, site: Site, found: list[Leaf]) -> None:
     """Put `begin_` into the graph where nothing in the graph has made the call."""
     if site.caller == NOBODY:
         if site.outside is not None:
-            _call(tx, _ops.look_, site.outside, _constant(site.watch))
+            _call(tx, compile_ops.look_, site.outside, _constant(site.watch))
         _, tensors = _plan(tx, "", found, site.device)
-        _call(tx, _ops.begin_, site.sequence, _constant(site.watch), _constant(site.callee), tensors)
+        _call(tx, compile_ops.begin_, site.sequence, _constant(site.watch), _constant(site.callee), tensors)
 
 
 def put_record(tx: Any, site: Site, found: list[Leaf]) -> None:
@@ -56,7 +56,7 @@ def put_record(tx: Any, site: Site, found: list[Leaf]) -> None:
             tx, site.class_name, [leaf for leaf in found if leaf[0] in site.parts], site.device
         )
         numbers = map(_constant, (site.watch, site.callee, site.caller))
-        _call(tx, _ops.record_, site.sequence, *numbers, lines, tensors)
+        _call(tx, compile_ops.record_, site.sequence, *numbers, lines, tensors)
 
 
 def own_leaves(tx: Any, module: Any) -> list[Leaf]:

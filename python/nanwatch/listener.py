@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
 from .backward import Arrival, BackwardCall
 from .frame import FrameRows
 from .largest import Name
-from .options import Check, Options
 from .record import Row
+
+Check: TypeAlias = Literal["auto", "module", "batch", "async"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +36,6 @@ class Settings:
     gradients: bool = False
     counts: bool = False
     check: Check = "auto"
-
-    @classmethod
-    def of(cls, options: Options, *, max_frames: int, verify_hits: bool, measure_time: bool) -> Settings:
-        """Those of a watch with these options, whose recorder may hold more frames than are shown."""
-        return cls(
-            max_frames=max_frames,
-            every=options.every,
-            traced=tuple(options.trace_batches),
-            weights=options.weights,
-            buffers=options.buffers,
-            inputs=options.inputs,
-            outputs=options.outputs,
-            reread_weights=options.reread_weights,
-            verify_hits=verify_hits,
-            measure_time=measure_time,
-            gradients=options.gradients,
-            counts=options.counts,
-            check=options.check,
-        )
 
 
 class Listener(Protocol):
@@ -202,10 +184,10 @@ class Recorder(Protocol):
         """Let go of all that is remembered of tensors."""
 
     def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
-        """A call in compiled code begins that no watched call of the same graph made; see `_ops.begin_`."""
+        """A call in compiled code begins that no watched call of the same graph made; see `compile_ops.begin_`."""
 
     def adopt_compiled(self, callee: int) -> None:
         """As begin_compiled, of a call whose end nothing will tell: the next batch ends it."""
 
     def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
-        """A call in compiled code has ended; see `_ops.record_`."""
+        """A call in compiled code has ended; see `compile_ops.record_`."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from .listener import Check, Settings
 from .reading import shorten
 from .sink import ACCEPTED, is_target
 from .text import close_names
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from .report import Report
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
-Check: TypeAlias = Literal["auto", "module", "batch", "async"]
 _ACTIONS = ("raise", "warn", "record")
 _CHECKS = ("auto", "module", "batch", "async")
 SWITCH = "NANWATCH"
@@ -74,6 +74,24 @@ class Options:
     def allows_inf(self, name: str) -> bool:
         """Whether infinities in the module of this name are meant."""
         return _matches(name, self.allow_inf)
+
+    def recorder_settings(self, *, max_frames: int, verify_hits: bool, measure_time: bool) -> Settings:
+        """Return the settings of a recorder for these options; it may hold more frames than are shown."""
+        return Settings(
+            max_frames=max_frames,
+            every=self.every,
+            traced=tuple(self.trace_batches),
+            weights=self.weights,
+            buffers=self.buffers,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            reread_weights=self.reread_weights,
+            verify_hits=verify_hits,
+            measure_time=measure_time,
+            gradients=self.gradients,
+            counts=self.counts,
+            check=self.check,
+        )
 
 
 def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:

@@ -16,7 +16,7 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO, cast
 
-from .text import wants_color
+from .terminal import wants_color
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -14,6 +14,7 @@ from .finding import ORIGINS, VALUES, Cure, Finding
 from .frame import PHASES, Frame
 from .record import ROLES, Record
 from .spread import Spread
+from .terminal import wants_color
 
 if TYPE_CHECKING:
     from .ranges import TensorHealth
@@ -54,7 +55,7 @@ class Report:
     def print(self, file: TextIO | None = None) -> None:
         """Write the text to `file` (sys.stdout), in colour where that is a terminal and `rich` is installed."""
         out = sys.stdout if file is None else file
-        out.write(f"{self.to_text(color=text.wants_color(out))}\n")
+        out.write(f"{self.to_text(color=wants_color(out))}\n")
 
     def to_json(self) -> str:
         """One strict JSON document; nan and the infinities are the strings "nan", "inf" and "-inf"."""

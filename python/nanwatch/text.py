@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from .backward_text import next_backward, why_backward
 from .extras import needed
@@ -320,16 +320,6 @@ def report_text(
     """The whole report as text, without a newline at its end; with ANSI colours when `color`."""
     lines = list(styled_lines(frames, finding, batch, mesh))
     return _colored(lines) if color else "\n".join(line for _, line in lines)
-
-
-def wants_color(file: TextIO) -> bool:
-    """Whether `file` is a terminal that shows colours, as rich judges it; never without rich."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        return False
-    console = Console(file=file)
-    return console.is_terminal and not console.no_color and console.color_system is not None
 
 
 def _colored(lines: Sequence[tuple[Style, str]]) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .options import Check, OnNonfinite, Options, check_model, check_names, check_options
+from .listener import Check
+from .options import OnNonfinite, Options, check_model, check_names, check_options
 from .watching import Watch
 from .wrapped_names import named_modules, original_module
 

@@ -22,7 +22,7 @@ from .finding import Finding, find
 from .frame import Frame, FrameRows
 from .job import rank as _rank
 from .job import report_of
-from .listener import Recorder, Settings
+from .listener import Recorder
 from .observe import observe
 from .optimizer_guard import SkippedStep, is_inside_step
 from .options import Options
@@ -81,7 +81,9 @@ class Watch:
             from .tracer import ring_size
 
             ring = max(ring, ring_size(model))
-        settings = Settings.of(options, max_frames=ring, verify_hits=verify_hits, measure_time=measure_time)
+        settings = options.recorder_settings(
+            max_frames=ring, verify_hits=verify_hits, measure_time=measure_time
+        )
         self._recorder: Recorder = make_recorder(settings, self)
         self._tracer: Tracer | None = None
         if options.trace is not None and options.enabled:
