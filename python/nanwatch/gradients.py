@@ -151,6 +151,7 @@ class PythonGradients:
         if task in self._backwards and self._backwards[task].is_bad:
             self._finish(task)
 
+    @past_torch_function()
     def release(self, leaves: Iterable[Tensor]) -> None:
         """Take the hooks off these."""
         for x in leaves:
