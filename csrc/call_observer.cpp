@@ -17,6 +17,13 @@ bool is_scalar(PyObject* value) {
          PyBytes_Check(value);
 }
 
+// By its class alone: asking the object for its `__class__` may run code of the user's, and what that says is no reason
+// to take the object's memory for a tensor's.
+bool is_tensor(PyObject* object) {
+  return THPVariable_CheckExact(object) ||
+         PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));
+}
+
 bool is_training(PyObject* module) {
   static PyObject* const training = PyUnicode_InternFromString("training");
   const py::object flag = py::reinterpret_steal<py::object>(PyObject_GetAttr(module, training));
@@ -28,10 +35,6 @@ bool is_in(PyObject* item, const std::vector<PyObject*>& stack) {
   for (PyObject* entry : stack)
     if (entry == item) return true;
   return false;
-}
-
-py::object string(const std::string& text) {
-  return py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace"));
 }
 
 }  // namespace
@@ -69,12 +72,24 @@ struct CallObserver::HostReader {
   bool keeps(const RangeRow& row) const { return row.isfinite; }
 };
 
+void CallObserver::unread(Labels::Id label, Role role, const std::string& reason, FrameData* frame) {
+  if (PyObject* const row = unread_row(labels_.text(label), role, reason))
+    frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotLate, {}, row});
+}
+
+// Turns an error of looking at a value into the value's row. False for one that must end the call; it stays set.
+bool CallObserver::excuse(Labels::Id label, Role role, FrameData* frame) {
+  const std::optional<std::string> reason = excuse_error();
+  if (reason.has_value()) unread(label, role, *reason, frame);
+  return reason.has_value();
+}
+
 bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame) {
   const OutsideCompiler outside;
-  const py::object text = string(labels_.text(label)), role_text = string(role_name(role));
+  const py::object text = from_utf8(labels_.text(label)), role_text = from_utf8(role_name(role));
   PyObject* row = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
                                                node.allow_inf ? Py_True : Py_False, nullptr);
-  if (row == nullptr) return survive();
+  if (row == nullptr) return excuse(label, role, frame);
   frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotLate, {}, row});
   frame->has_fault |= is_fault(frame->rows.back());
   return true;
@@ -97,21 +112,22 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
     return row_from_python(object, label, role, node, frame);
   }
   const at::Tensor& x = THPVariable_Unpack(object);
-  const RangeRow range = range_of<RangeRow>(object, frame->batch, memory, slot, HostReader{*this, x, view});
-  if (!range.isfinite) {
-    // A copy to the host that nobody has waited for yet leaves in the output what was there before.
-    if (table_ != nullptr && role == Role::output) table_->drain();
-    return row_from_python(object, label, role, node, frame);
-  }
-  // Zeros and the largest number there is: perhaps an additive attention mask, which Python knows to tell.
-  if (range.abs_min == 0.0 && (role == Role::input || role == Role::buffer) && word_size(view.format) > 1 &&
-      range.abs_max == largest_finite(view.format))
-    return row_from_python(object, label, role, node, frame);
-  const auto at = uint32_t(frame->shapes.size());
+  // Taken before the read: another thread may give the tensor other sizes while the lock is released.
+  RowData row{label,    role, Note::none, int8_t(x.scalar_type()), uint8_t(view.dims), uint32_t(frame->shapes.size()),
+              kNotLate, {},   nullptr};
   frame->shapes.insert(frame->shapes.end(), view.sizes, view.sizes + view.dims);
-  frame->rows.push_back(
-      {label, role, Note::none, int8_t(x.scalar_type()), uint8_t(view.dims), at, kNotLate, range, nullptr});
-  return true;
+  row.range = range_of<RangeRow>(object, frame->batch, memory, slot, HostReader{*this, x, view});
+  // Zeros and the largest number there is: perhaps an additive attention mask, which Python knows to tell.
+  const bool may_be_mask = row.range.abs_min == 0.0 && (role == Role::input || role == Role::buffer) &&
+                           word_size(view.format) > 1 && row.range.abs_max == largest_finite(view.format);
+  if (row.range.isfinite && !may_be_mask) {
+    frame->rows.push_back(row);
+    return true;
+  }
+  frame->shapes.resize(row.shape_at);
+  // A copy to the host that nobody has waited for yet leaves in the output what was there before.
+  if (!row.range.isfinite && table_ != nullptr && role == Role::output) table_->drain();
+  return row_from_python(object, label, role, node, frame);
 }
 
 // ---- what the module owns -------------------------------------------------------------------------------------------
@@ -122,7 +138,7 @@ bool CallObserver::each_own(Node& node, PyObject* module, Role role, const Actio
   static PyObject* const buffers = PyUnicode_InternFromString("_buffers");
   const py::object named =
       py::reinterpret_steal<py::object>(PyObject_GetAttr(module, role == Role::weight ? parameters : buffers));
-  if (!named) return survive();
+  if (!named) return false;
   if (!PyDict_Check(named.ptr()) || PyDict_GET_SIZE(named.ptr()) == 0) return true;
   std::vector<Node::Slot>& slots = role == Role::weight ? node.weights : node.buffers;
   PyObject *name, *value;
@@ -132,7 +148,7 @@ bool CallObserver::each_own(Node& node, PyObject* module, Role role, const Actio
   static thread_local ObjectSet own;
   own.clear();
   while (PyDict_Next(named.ptr(), &position, &name, &value)) {
-    if (!THPVariable_Check(value)) continue;
+    if (!is_tensor(value)) continue;
     if (role == Role::buffer) {
       const at::Tensor& x = THPVariable_Unpack(value);
       if (!x.is_floating_point() && !x.is_complex()) continue;
@@ -142,9 +158,7 @@ bool CallObserver::each_own(Node& node, PyObject* module, Role role, const Actio
     Node::Slot& slot = slots[count++];
     if (slot.name.ptr() != name) {
       slot.name = py::reinterpret_borrow<py::object>(name);
-      const char* text = PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : nullptr;
-      if (text == nullptr) PyErr_Clear();
-      slot.label = labels_.of_text(text != nullptr ? text : "?");
+      slot.label = labels_.of_text(to_utf8(name));
     }
     const py::object held = py::reinterpret_borrow<py::object>(value);
     if (!action(value, slot)) return false;
@@ -153,11 +167,12 @@ bool CallObserver::each_own(Node& node, PyObject* module, Role role, const Actio
 }
 
 bool CallObserver::own_tensors(Node& node, PyObject* module, Role role, FrameData* frame) {
-  return each_own(node, module, role, [&](PyObject* value, Node::Slot& slot) {
+  const bool done = each_own(node, module, role, [&](PyObject* value, Node::Slot& slot) {
     // BatchNorm's kernels move the running statistics past the version counter.
     const bool moves = role == Role::buffer && is_training(module);
     return tensor(value, slot.label, role, node, moves ? Memory::none : Memory::weight, &slot, frame);
   });
+  return done || excuse(labels_.of_text(role_name(role)), role, frame);
 }
 
 void CallObserver::prepare(Node& node, PyObject* module) {
@@ -168,7 +183,7 @@ void CallObserver::prepare(Node& node, PyObject* module) {
       if (plain_view(value, &view)) find_entry(key_of(THPVariable_Unpack(value)), &slot);
       return true;
     });
-    if (!done) PyErr_Clear();
+    if (!done && !excuse_error()) throw py::error_already_set();
   }
 }
 
@@ -199,34 +214,33 @@ struct CallObserver::Walk {
   // Python's own walk over a value: for limits, cycles and types that are not known here.
   bool slowly(PyObject* value, Labels::Id label) {
     const OutsideCompiler outside;
-    const py::object text = string(self.labels_.text(label));
+    const py::object text = from_utf8(self.labels_.text(label));
     const py::object found = py::reinterpret_steal<py::object>(
         PyObject_CallFunctionObjArgs(self.helpers_.leaves.ptr(), value, text.ptr(), nullptr));
-    if (!found) return survive();
+    if (!found) return self.excuse(label, role, frame);
     if (!PyList_Check(found.ptr())) return true;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.ptr()); ++i) {
       PyObject* pair = PyList_GET_ITEM(found.ptr(), i);
-      const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(pair, 0));
-      if (name == nullptr) return survive();
       PyObject* leaf = PyTuple_GET_ITEM(pair, 1);
-      const Labels::Id id = self.labels_.of_text(name);
+      const Labels::Id id = self.labels_.of_text(to_utf8(PyTuple_GET_ITEM(pair, 0)));
       ++leaves;
-      const bool done = THPVariable_Check(leaf) ? self.tensor(leaf, id, role, node, memory, nullptr, frame)
-                                                : self.row_from_python(leaf, id, role, node, frame);
+      const bool done = is_tensor(leaf) ? self.tensor(leaf, id, role, node, memory, nullptr, frame)
+                                        : self.row_from_python(leaf, id, role, node, frame);
       if (!done) return false;
     }
     return true;
   }
 
   bool value(PyObject* object, Labels::Id label) {
-    if (THPVariable_Check(object)) {
+    if (is_tensor(object)) {
       ++leaves;
       return self.tensor(object, label, role, node, memory, nullptr, frame);
     }
     if (object == Py_None) return note(label, Note::is_none);
     if (is_scalar(object)) return note(label, Note::not_a_tensor);
     if (PyTuple_Check(object) || PyList_Check(object)) return sequence(object, label);
-    const Kind kind = PyDict_CheckExact(object) ? Kind::mapping : self.kind_of(Py_TYPE(object));
+    const std::optional<Kind> kind = PyDict_CheckExact(object) ? Kind::mapping : self.kind_of(Py_TYPE(object));
+    if (!kind.has_value()) return false;
     if (kind == Kind::opaque) return note(label, Note::not_a_tensor);
     if (kind == Kind::mapping && has_plain_keys(object)) return mapping(object, label);
     return slowly(object, label);
@@ -262,22 +276,25 @@ struct CallObserver::Walk {
     bool done = true;
     while (done && PyDict_Next(object, &position, &key, &item)) {
       if (limit(label)) break;
-      const py::object held = py::reinterpret_borrow<py::object>(item);
-      done = value(item, named(label, key));
+      done = item_of(label, key, item);
     }
     inside.pop_back();
     return done;
   }
 
-  Labels::Id named(Labels::Id parent, PyObject* key) {
-    return self.labels_.item(parent, key, [this](PyObject* k) -> std::string {
-      const OutsideCompiler outside;
-      const py::object text = py::reinterpret_steal<py::object>(PyObject_CallOneArg(self.helpers_.spell_key.ptr(), k));
-      const char* spelt = text ? PyUnicode_AsUTF8(text.ptr()) : nullptr;
-      if (spelt != nullptr) return spelt;
-      PyErr_Clear();
-      return "?";
-    });
+  // An item of a dictionary, which another thread may change meanwhile.
+  bool item_of(Labels::Id parent, PyObject* key, PyObject* item) {
+    const py::object held_key = py::reinterpret_borrow<py::object>(key);
+    const py::object held_item = py::reinterpret_borrow<py::object>(item);
+    const std::optional<Labels::Id> label = self.labels_.item(parent, key, [this](PyObject* k) { return spell(k); });
+    return label.has_value() && value(item, *label);
+  }
+
+  std::optional<std::string> spell(PyObject* key) {
+    const OutsideCompiler outside;
+    const py::object text = py::reinterpret_steal<py::object>(PyObject_CallOneArg(self.helpers_.spell_key.ptr(), key));
+    if (!text && !excuse_error()) return std::nullopt;
+    return to_utf8(text.ptr());
   }
 
   static bool has_plain_keys(PyObject* object) {
@@ -314,7 +331,8 @@ struct CallObserver::Walk {
   }
 };
 
-CallObserver::Kind CallObserver::kind_of(PyTypeObject* type) {
+// Nothing, with an exception set, where asking was ended by what must end the call.
+std::optional<CallObserver::Kind> CallObserver::kind_of(PyTypeObject* type) {
   const auto found = kinds_.find(type);
   if (found != kinds_.end()) return found->second;
   const OutsideCompiler outside;
@@ -329,7 +347,8 @@ CallObserver::Kind CallObserver::kind_of(PyTypeObject* type) {
         if (py::cast<std::string>(base.attr("__name__")) == "ModelOutput") kind = Kind::mapping;
     }
   } catch (py::error_already_set& error) {
-    error.discard_as_unraisable("nanwatch: what kind of container a type is");
+    error.restore();
+    if (!excuse_error()) return std::nullopt;  // else Python's walk says what it raises
   }
   if (kinds_.size() < 4096) {  // types made anew for every call would pile up
     Py_INCREF(handle.ptr());
@@ -350,10 +369,8 @@ bool CallObserver::input_rows(const Node& node, PyObject* args, PyObject* kwargs
   if (kwargs == nullptr) return true;
   PyObject *key, *item;
   Py_ssize_t position = 0;
-  while (PyDict_Next(kwargs, &position, &key, &item)) {
-    const py::object held = py::reinterpret_borrow<py::object>(item);
-    if (!walk.value(item, walk.named(Labels::kInput, key))) return false;
-  }
+  while (PyDict_Next(kwargs, &position, &key, &item))
+    if (!walk.item_of(Labels::kInput, key, item)) return false;
   return true;
 }
 

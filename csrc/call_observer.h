@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -186,6 +187,7 @@ class CallObserver {
   bool late_tensor(PyObject* object, Labels::Id label, Role role, Memory memory, Node::Slot* slot, FrameData* frame);
   bool resolve_row(const Node& node, const LateRow& late, const FrameData& frame, RowData* row);
   void unread(Labels::Id label, Role role, const std::string& reason, FrameData* frame);
+  bool excuse(Labels::Id label, Role role, FrameData* frame);
   bool row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame);
   RangeRow read(const at::Tensor& x, const View& view);
   template <typename Row, typename Reader>
@@ -193,7 +195,7 @@ class CallObserver {
   template <typename Row, typename Reader>
   Row weight_range(const at::Tensor& x, int64_t batch, int64_t lifetime, Node::Slot* slot, Reader& reader);
   RangeRow hit(const Reading& reading, const View& view);
-  Kind kind_of(PyTypeObject* type);
+  std::optional<Kind> kind_of(PyTypeObject* type);
 
   Options options_;
   Helpers helpers_;

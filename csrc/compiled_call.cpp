@@ -132,17 +132,6 @@ std::shared_ptr<Node::Plan> CallObserver::plan_of(Node& node, std::string_view t
   return made;
 }
 
-void CallObserver::unread(Labels::Id label, Role role, const std::string& reason, FrameData* frame) {
-  const std::string note = "not checked: " + reason;
-  PyObject* row = Py_BuildValue("(sszszzzzs)", labels_.text(label).c_str(), role_name(role), nullptr, "", nullptr,
-                                nullptr, nullptr, nullptr, note.c_str());
-  if (row != nullptr) {
-    frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotLate, {}, row});
-  } else {
-    PyErr_Clear();
-  }
-}
-
 bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame) {
   size_t next = 0;
   std::vector<const void*> own;

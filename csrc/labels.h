@@ -5,8 +5,10 @@
 #include <Python.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace nanwatch {
@@ -40,21 +42,23 @@ class Labels {
     return id;
   }
 
-  // `key` is a str; `spell` gives the text between the brackets (Python's rule). A model may build its keys anew in
-  // every call, so what is kept for good is the text; the string objects only save spelling it, and are let go at
-  // times.
+  // `key` is a str; `spell` gives the text between the brackets (Python's rule), or nothing with an exception set. A
+  // model may build its keys anew in every call, so what is kept for good is the text; the string objects only save
+  // spelling it, and are let go at times.
   template <typename Spell>
-  Id item(Id parent, PyObject* key, const Spell& spell) {
+  std::optional<Id> item(Id parent, PyObject* key, const Spell& spell) {
     const auto found = named_.find({parent, key});
     if (found != named_.end()) return found->second;
-    const std::string stem = texts_[size_t(parent)];
-    const std::string text = stem + "[" + spell(key) + "]";
+    const std::optional<std::string> spelt = spell(key);
+    if (!spelt.has_value()) return std::nullopt;
+    const std::string& stem = texts_[size_t(parent)];
+    const std::string text = stem + "[" + *spelt + "]";
     const auto known = by_text_.find(text);
     const Id id = known != by_text_.end() ? known->second : add(text, stem + "[...]");
     if (known == by_text_.end() && texts_[size_t(id)] == text) by_text_.emplace(text, id);
     if (named_.size() >= kMaxKeys) forget_keys();
-    Py_INCREF(key);  // while it is held, no other string can have its address
-    named_.emplace(Named{parent, key}, id);
+    // While it is held, no other string can have its address. Another thread may have been first.
+    if (named_.emplace(Named{parent, key}, id).second) Py_INCREF(key);
     return id;
   }
 
@@ -76,8 +80,9 @@ class Labels {
   };
 
   void forget_keys() {
-    for (const auto& entry : named_) Py_DECREF(entry.first.key);
-    named_.clear();
+    // What a key's end runs, of a subclass of str, may come here again.
+    const auto forgotten = std::exchange(named_, {});
+    for (const auto& entry : forgotten) Py_DECREF(entry.first.key);
   }
 
   bool full() const { return texts_.size() >= kLimit; }

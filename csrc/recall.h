@@ -14,19 +14,21 @@ namespace nanwatch {
 
 template <typename Row, typename Reader>
 Row CallObserver::weight_range(const at::Tensor& x, int64_t batch, int64_t lifetime, Node::Slot* slot, Reader& reader) {
-  const uint64_t key = key_of(x);
-  find_entry(key, slot);
-  WeightReading& seen = *slot->seen;
-  const bool unchanged = seen.reading.is_of(x, key);
-  if (unchanged && seen.reading.epoch == epoch_ && batch - seen.reading.batch < lifetime && reader.knows(seen.reading))
-    return reader.hit(seen.reading);
+  const Content content(x, epoch_);
+  find_entry(content.key, slot);
+  const Reading& known = slot->seen->reading;
+  const bool unchanged = known.content.has_same_version(content);
+  if (unchanged && known.content.epoch == epoch_ && batch - known.batch < lifetime && reader.knows(known))
+    return reader.hit(known);
+  // While the lock is released for the read, another thread may drop the slot's entry, or the slot.
+  const std::shared_ptr<WeightReading> seen = slot->seen;
   const Row row = reader.read();
   if (reader.keeps(row)) {
     // Each weight starts at another age, so that no batch comes in which all are read again.
     const int64_t age = unchanged ? 0 : first_readings_++ % lifetime;
-    seen.take(x, key, row, batch - age, epoch_);
+    seen->take(x, content, row, batch - age);
   } else {
-    seen.reading.forget();  // what is not finite is looked at closely each time
+    seen->reading.forget();  // what is not finite is looked at closely each time
   }
   return row;
 }
@@ -42,12 +44,12 @@ Row CallObserver::range_of(PyObject* object, int64_t batch, Memory memory, Node:
     Node::Slot passing;
     return weight_range<Row>(x, batch, 1, &passing, reader);
   }
-  const uint64_t key = key_of(x);
-  const Reading* reading = activations_.find(x, key);
-  if (reading != nullptr && reading->epoch == epoch_ && reading->batch == batch && reader.knows(*reading))
+  const Content content(x, epoch_);
+  const Reading* reading = activations_.find(content);
+  if (reading != nullptr && reading->content.epoch == epoch_ && reading->batch == batch && reader.knows(*reading))
     return reader.hit(*reading);
   const Row row = reader.read();
-  if (reader.keeps(row)) activations_.remember(object, x, key, row, batch, epoch_);
+  if (reader.keeps(row)) activations_.remember(object, content, row, batch);
   return row;
 }
 

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -73,11 +74,50 @@ inline bool is_fault(const RowData& row) {
   return is_row(row.python) && PyTuple_GET_ITEM(row.python, 6) == Py_False && !is_meant(row.python);
 }
 
-// An error while looking is shown and forgotten: it must not end a training. What is no Exception (Ctrl-C) must.
-inline bool survive() {
-  if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
-  PyErr_WriteUnraisable(nullptr);
-  return true;
+inline pybind11::object from_utf8(const std::string& text) {
+  return pybind11::reinterpret_steal<pybind11::object>(
+      PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace"));
+}
+
+// The text of a str; lone surrogates, which UTF-8 has not, as `\ud800`. "?" for anything else.
+inline std::string to_utf8(PyObject* text) {
+  if (text == nullptr || !PyUnicode_Check(text)) return "?";
+  Py_ssize_t size;
+  if (const char* const found = PyUnicode_AsUTF8AndSize(text, &size)) return {found, size_t(size)};
+  PyErr_Clear();
+  const auto bytes =
+      pybind11::reinterpret_steal<pybind11::object>(PyUnicode_AsEncodedString(text, "utf-8", "backslashreplace"));
+  if (bytes) return {PyBytes_AS_STRING(bytes.ptr()), size_t(PyBytes_GET_SIZE(bytes.ptr()))};
+  PyErr_Clear();
+  return "?";
+}
+
+// Clears an error of looking at something, which must not end a training, and says what it was, as observe.py does.
+// Nothing for what is no Exception (Ctrl-C): that stays set, and ends the call.
+inline std::optional<std::string> excuse_error() {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return std::nullopt;
+  const pybind11::error_already_set error;
+  std::string reason = reinterpret_cast<PyTypeObject*>(error.type().ptr())->tp_name;
+  reason.erase(0, reason.rfind('.') + 1);
+  const auto said = pybind11::reinterpret_steal<pybind11::object>(PyObject_Str(error.value().ptr()));
+  const auto start = said ? pybind11::reinterpret_steal<pybind11::object>(PyUnicode_Substring(said.ptr(), 0, 120))
+                          : pybind11::object();
+  if (!start) {
+    PyErr_Clear();
+    return reason;
+  }
+  const std::string text = to_utf8(start.ptr());
+  const std::string line = text.substr(0, text.find('\n'));
+  return line.empty() ? reason : reason + ": " + line;
+}
+
+// The row of a value that was not read, owned.
+inline PyObject* unread_row(const std::string& label, Role role, const std::string& reason) {
+  PyObject* const row =
+      Py_BuildValue("(NszszzzzN)", from_utf8(label).release().ptr(), role_name(role), nullptr, "", nullptr, nullptr,
+                    nullptr, nullptr, from_utf8("not checked: " + reason).release().ptr());
+  if (row == nullptr) PyErr_Clear();
+  return row;
 }
 
 }  // namespace nanwatch

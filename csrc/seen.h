@@ -64,31 +64,42 @@ inline bool can_be_remembered(const at::Tensor& x) {
   return !x.is_inference();
 }
 
-// A reading and what it was of. Whether the addresses in it still mean what they meant is for the caches to know.
-struct Reading {
+// Which content a tensor has: a part of a storage, and the version of it. Taken before the tensor is read: what another
+// thread writes meanwhile then has a later version.
+struct Content {
   uint64_t key = 0;
   const c10::StorageImpl* storage = nullptr;
   const void* counter = nullptr;
   uint32_t version = 0;
+  int64_t epoch = -1;  // how often weights had been declared changed by then; below 0 there is nothing
+
+  Content() = default;
+  Content(const at::Tensor& x, int64_t at_epoch)
+      : key(key_of(x)),
+        storage(storage_of(x)),
+        counter(counter_identity(x)),
+        version(x.unsafeGetTensorImpl()->version_counter().current_version()),
+        epoch(at_epoch) {}
+
+  bool is_over(const at::Tensor& x) const { return storage == storage_of(x) && counter == counter_identity(x); }
+  bool has_same_version(const Content& other) const {
+    return epoch >= 0 && key == other.key && storage == other.storage && counter == other.counter &&
+           version == other.version;
+  }
+};
+
+// A reading and the content it was of. The caches know whether the addresses in it still mean what they meant.
+struct Reading {
+  Content content;
   int64_t batch = -1;  // when it was read
-  int64_t epoch = -1;  // how often weights had been declared changed by then
   RangeRow range{};
   LatePtr late;  // in place of the range where a device was asked for it
 
-  bool is_of(const at::Tensor& x, uint64_t its_key) const {
-    return epoch >= 0 && key == its_key && storage == storage_of(x) && counter == counter_identity(x) &&
-           version == x.unsafeGetTensorImpl()->version_counter().current_version();
-  }
-
   // `row`: a RangeRow or a LatePtr.
   template <typename Row>
-  void take(const at::Tensor& x, uint64_t its_key, const Row& row, int64_t at_batch, int64_t at_epoch) {
-    key = its_key;
-    storage = storage_of(x);
-    counter = counter_identity(x);
-    version = x.unsafeGetTensorImpl()->version_counter().current_version();
+  void take(const Content& its_content, const Row& row, int64_t at_batch) {
+    content = its_content;
     batch = at_batch;
-    epoch = at_epoch;
     if constexpr (std::is_same_v<Row, LatePtr>) {
       late = row;
     } else {
@@ -97,7 +108,7 @@ struct Reading {
     }
   }
 
-  void forget() { epoch = -1; }
+  void forget() { content.epoch = -1; }
 };
 
 // A few slots for each hashed key; when all are taken the newcomer takes the first. Bounded, and a miss only costs a
@@ -110,31 +121,34 @@ class ActivationCache {
   ~ActivationCache() { clear(); }
 
   // Null if it was not read, or not as it is now.
-  const Reading* find(const at::Tensor& x, uint64_t key) const {
-    const size_t first = first_of(key);
+  const Reading* find(const Content& content) const {
+    const size_t first = first_of(content.key);
     for (size_t index = first; index < first + kWays; ++index) {
       const Slot& slot = slots_[index];
       if (slot.weak == nullptr) return nullptr;
-      if (slot.reading.key == key) return slot.reading.is_of(x, key) && slot.is_alive() ? &slot.reading : nullptr;
+      if (slot.reading.content.key == content.key)
+        return slot.reading.content.has_same_version(content) && slot.is_alive() ? &slot.reading : nullptr;
     }
     return nullptr;
   }
 
   template <typename Row>
-  void remember(PyObject* object, const at::Tensor& x, uint64_t key, const Row& row, int64_t batch, int64_t epoch) {
-    const size_t first = first_of(key);
-    size_t index = first;
-    while (index < first + kWays && slots_[index].weak != nullptr && slots_[index].reading.key != key) ++index;
-    if (index == first + kWays) index = first;
-    Slot& slot = slots_[index];
-    if (slot.weak == nullptr) used_.push_back(uint32_t(index));
+  void remember(PyObject* object, const Content& content, const Row& row, int64_t batch) {
+    // Before a slot is chosen: the garbage collector may run here, and others' code with it.
     PyObject* weak = PyWeakref_NewRef(object, nullptr);
     if (weak == nullptr) {
       PyErr_Clear();
       weak = Py_NewRef(Py_None);  // no weak reference: the slot stays taken and is never alive
     }
+    const size_t first = first_of(content.key);
+    size_t index = first;
+    while (index < first + kWays && slots_[index].weak != nullptr && slots_[index].reading.content.key != content.key)
+      ++index;
+    if (index == first + kWays) index = first;
+    Slot& slot = slots_[index];
+    if (slot.weak == nullptr) used_.push_back(uint32_t(index));
     Py_XSETREF(slot.weak, weak);
-    slot.reading.take(x, key, row, batch, epoch);
+    slot.reading.take(content, row, batch);
   }
 
   void clear() {
@@ -154,8 +168,7 @@ class ActivationCache {
     bool is_alive() const {
       PyObject* read = PyWeakref_CheckRef(weak) ? PyWeakref_GetObject(weak) : Py_None;
       if (read == nullptr || read == Py_None) return false;
-      const at::Tensor& owner = THPVariable_Unpack(read);
-      return storage_of(owner) == reading.storage && counter_identity(owner) == reading.counter;
+      return reading.content.is_over(THPVariable_Unpack(read));
     }
   };
   static size_t first_of(uint64_t key) { return size_t(key >> (64 - kBits)); }
@@ -171,13 +184,15 @@ struct WeightReading {
   c10::VariableVersion hold_counter;
 
   template <typename Row>
-  void take(const at::Tensor& x, uint64_t key, const Row& row, int64_t batch, int64_t epoch) {
-    if (reading.storage != storage_of(x) || !hold_counter.enabled())
+  void take(const at::Tensor& x, const Content& content, const Row& row, int64_t batch) {
+    // Another thread may have given the tensor another storage while it was read.
+    if (!content.is_over(x)) return reading.forget();
+    if (reading.content.storage != content.storage || !hold_counter.enabled())
       hold_storage = x.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
     hold_counter = x.unsafeGetTensorImpl()->version_counter();
-    reading.take(x, key, row, batch, epoch);
+    reading.take(content, row, batch);
   }
-  bool is_expired() const { return reading.storage != nullptr && hold_storage.expired(); }
+  bool is_expired() const { return reading.content.storage != nullptr && hold_storage.expired(); }
 };
 
 // Weights: one entry per tensor, shared by the modules that share the tensor. Entries of freed storages are swept out

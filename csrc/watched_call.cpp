@@ -13,6 +13,20 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
+// Until 3.11 the interpreter counts the call of an object like this one as a level of recursion. While this lives, the
+// level is given back: the forward may go as deep as it could unwatched. Taking it again cannot fail, as it was there.
+class LevelGivenBack {
+ public:
+#if PY_VERSION_HEX < 0x030C0000
+  LevelGivenBack() { Py_LeaveRecursiveCall(); }
+  ~LevelGivenBack() { Py_EnterRecursiveCall(""); }
+#else
+  LevelGivenBack() {}
+#endif
+  LevelGivenBack(const LevelGivenBack&) = delete;
+  LevelGivenBack& operator=(const LevelGivenBack&) = delete;
+};
+
 struct WatchedCall {
   PyObject ob_base;
   PyObject* owner;  // the Python object that owns the recorder
@@ -47,6 +61,7 @@ PyObject* calling_module(WatchedCall* self) {
 
 PyObject* call(PyObject* object, PyObject* args, PyObject* kwargs) {
   // Not HANDLE_TH_ERRORS: it would hold back the warnings of the forward, and takes 10 ns.
+  const LevelGivenBack level;
   try {
     auto* self = reinterpret_cast<WatchedCall*>(object);
     static PyObject* const call_impl = PyUnicode_InternFromString("_call_impl");

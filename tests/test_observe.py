@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanwatch.errors import NonFiniteError
 from nanwatch.observe import observe
+from nanwatch.report import Report
 from nanwatch.watch import watch
 
 INF = float("inf")
@@ -148,6 +151,164 @@ def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.Monk
         assert row[2:8] == ((2, 3), "float32", None, None, None, None)
         assert note in row[8]
         assert observe(torch.tensor([2.0]), "input", "input")[4:7] == (2.0, 2.0, True)
+
+
+class Refuses(torch.Tensor):
+    """A subclass that answers nothing."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("not allowed")
+
+
+class Broken(torch.Tensor):
+    """A subclass whose attributes raise."""
+
+    @property
+    def shape(self) -> Any:
+        raise ValueError("no shape\nat all")
+
+    @property
+    def dtype(self) -> Any:
+        raise ValueError("no dtype\nat all")
+
+
+class Gives(nn.Module):
+    """Gives what `make` makes of the input."""
+
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(x)
+
+
+def broken_attribute(x: torch.Tensor) -> torch.Tensor:
+    return x.as_subclass(Broken)
+
+
+def refused_attribute(x: torch.Tensor) -> torch.Tensor:
+    return x.as_subclass(Refuses)
+
+
+def strided_nested(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([x, x[:1]], layout=torch.strided)
+
+
+def jagged_nested(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged)
+
+
+@pytest.mark.usefixtures("each_recorder")
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"counts": True}], ids=["ranges", "counts"])
+@pytest.mark.parametrize(
+    ("make", "read"),
+    [(broken_attribute, False), (refused_attribute, True), (strided_nested, True), (jagged_nested, True)],
+)
+def test_a_tensor_whose_attributes_raise_has_its_row(
+    make: Callable[[torch.Tensor], torch.Tensor],
+    read: bool,
+    options: dict[str, Any],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It is read all the same, or not checked with the reason: the forward goes on, and no traceback is printed."""
+    model = Gives(make)
+    for value in (1.0, float("nan")):
+        with watch(model, on_nonfinite="record", microscope=False, **options) as w:
+            given = model(torch.full((2, 3), value))
+        assert type(given) is type(make(torch.ones(2, 3)))
+        record = w.frames[-1].records[-1]
+        assert record.label == "output"
+        if read:
+            assert (record.isfinite, record.note) == (value == 1.0, "")
+        else:
+            assert (record.isfinite, record.note) == (None, "not checked: ValueError: no dtype")
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("each_recorder")
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_a_nan_in_a_tensor_without_a_shape_is_reported() -> None:
+    """The error tells of the nan, in words and as JSON, though nothing tells the tensor's shape."""
+    model = Gives(strided_nested)
+    with watch(model), pytest.raises(NonFiniteError, match="nan first seen") as error:
+        model(torch.full((2, 3), float("nan")))
+    told = error.value.report.to_json()
+    assert Report.from_json(told).to_json() == told
+
+
+class Asks(TorchFunctionMode):
+    """Notes what it is asked; refuses attributes if it is told to."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+        self.refuses = refuses
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if self.refuses and name == "__get__":
+            raise RuntimeError("attribute access refused")
+        self.asked[f"{name} {getattr(func, '__self__', None)}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Counts(torch.Tensor):
+    """Notes what a tensor of it is asked."""
+
+    asked: ClassVar[Counter[str]] = Counter()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Counts.asked[f"{getattr(func, '__name__', '')} {getattr(func, '__self__', None)}"] += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Odd(nn.Module):
+    """Owns, takes and gives tensors of a subclass, with buffers of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.weight = nn.Parameter(torch.ones(3).as_subclass(Counts))
+        self.register_buffer("index", torch.arange(3))
+        self.register_buffer("scale", torch.ones(3).as_subclass(Counts))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"norm": self.norm(x), "odd": x.as_subclass(Counts), "zeros": x * 0}
+
+
+@pytest.mark.usefixtures("each_recorder")
+@pytest.mark.parametrize("options", [{}, {"counts": True}, {"gradients": True}], ids=str)
+def test_a_mode_and_a_subclass_see_no_call_of_the_recorder(options: dict[str, Any]) -> None:
+    """A function mode and a subclass are asked by a watched training exactly what they are asked by a plain one."""
+    asked = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = Odd()
+        Counts.asked.clear()
+        with watch(model, enabled=enabled, **options) as w, Asks() as mode:
+            for _ in range(2):
+                model(torch.randn(4, 3))["norm"].square().sum().backward()
+        assert bool(w.frames) == enabled
+        asked.append((mode.asked, Counts.asked.copy()))
+    assert asked[0] == asked[1]
+
+
+@pytest.mark.usefixtures("each_recorder")
+@pytest.mark.parametrize("options", [{}, {"counts": True}, {"gradients": True}], ids=str)
+def test_a_mode_that_refuses_attributes_refuses_nothing_to_the_recorder(options: dict[str, Any]) -> None:
+    """Under it all is read as ever."""
+    model = nn.Linear(3, 2)
+    with watch(model, **options) as w:
+        with Asks(refuses=True):
+            model(torch.ones(2, 3))
+        model(torch.ones(2, 3))
+    under_mode, plain = ([(r.label, r.abs_max, r.note) for r in frame.records] for frame in w.frames)
+    assert under_mode == plain
+    assert len(plain) == 4
 
 
 @pytest.mark.cuda

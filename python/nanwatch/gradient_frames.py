@@ -12,6 +12,7 @@ from .backward import Arrival, BackwardCall
 from .frame import FrameRows, Phase
 from .frame_ring import FrameRing
 from .gradients import PythonGradients
+from .observe import past_torch_function
 from .record import Role, Row
 
 
@@ -115,6 +116,7 @@ class RecordsBackwards:
         finally:
             self._frames.extend(frames)
 
+    @past_torch_function()
     def _follow(
         self,
         call: tuple[int, str, str, str | None, bool],

@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from .backward import Arrival, Part
 from .job import place
-from .observe import observe
+from .observe import observe, past_torch_function
 from .recent_gradients import GradientState, RecentGradients, state_of
 from .record import Row, is_fault
 
@@ -151,6 +151,7 @@ class PythonGradients:
         if task in self._backwards and self._backwards[task].is_bad:
             self._finish(task)
 
+    @past_torch_function()
     def release(self, leaves: Iterable[Tensor]) -> None:
         """Take the hooks off these."""
         for x in leaves:
@@ -214,6 +215,7 @@ class _TensorHook:
     part: Part
     label: str
 
+    @past_torch_function()
     def __call__(self, gradient: Tensor | None) -> None:
         # Of one operation's results those that nobody used get None, as each part of unbind but the one that was.
         if gradient is None or is_compiling():
@@ -231,6 +233,7 @@ class _LeafHook:
     bound: float = 0.0
     looked_at: int = 0
 
+    @past_torch_function()
     def __call__(self, gradient: Tensor | None) -> None:
         # None comes from a Function whose backward gives none.
         if gradient is None or is_compiling() or (gradients := self.gradients()) is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .ranges import (
     TensorHealth,
@@ -21,65 +23,75 @@ from .shard import shard_note
 from .walk import Unwalked
 
 # Any wait for the device ends the user's capture with an error.
-_CAPTURING = f"{NOT_CHECKED}: in a CUDA graph capture"
+_CAPTURING = "in a CUDA graph capture"
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 
 
 def observe(value: Any, label: str, role: Role, allow_inf: bool = False, *, counts: bool = False) -> Row:
-    """The row of `value`: its range when it is a tensor that can be read, else the note that says why not.
+    """Return the row of `value`: its range when it is a tensor that can be read, else the note that says why not.
 
-    Never raises and never builds a graph. A tensor that is not finite, or that looks like an additive mask, is looked
-    at a second time, for the counts and the index, while it is at hand; with `counts` every tensor is. `allow_inf`:
-    infinities in it are meant.
+    Never raises, builds no graph, and calls no function or dispatch mode of the user's. A tensor that is not finite, or
+    that looks like an additive mask, is looked at a second time, for the counts and the index, while it is at hand.
+    With `counts` every tensor is. `allow_inf`: infinities in it are meant.
     """
-    row = read(value, label, role)
-    if row[6] is False or (row[4] == 0 and _may_be_finite_mask(value, row)):
-        row = _examine(value, row, allow_inf)
-    return _counted(value, row) if counts and row[6] else row
-
-
-def _counted(x: Tensor, row: Row) -> Row:
-    try:
-        return (*row[:7], tensor_health(x), row[8])
-    except Exception:
-        return row
+    if not isinstance(value, Tensor):
+        return _no_tensor(value, label, role)
+    with only_our_dispatch():
+        row = _read(value, label, role)
+        return row if row[6] is None else _examine(value, row, allow_inf, counts)
 
 
 def read(value: Any, label: str, role: Role) -> Row:
     """As `observe`, without the second look."""
     if not isinstance(value, Tensor):
-        note = NONE if value is None else NOT_A_TENSOR
-        if isinstance(value, Unwalked):
-            note = f"{NOT_CHECKED}: {value}"
-        return label, role, None, "", None, None, None, None, note
-    if torch._C._get_tracing_state() is not None:
-        # torch.jit.trace makes tensors of sizes, and nodes of its graph.
-        with only_our_dispatch():
-            return _read(value, label, role)
-    return _read(value, label, role)
+        return _no_tensor(value, label, role)
+    with only_our_dispatch():
+        return _read(value, label, role)
+
+
+def _no_tensor(value: Any, label: str, role: Role) -> Row:
+    if isinstance(value, Unwalked):
+        return _unchecked(label, role, None, "", value)
+    note = NONE if value is None else NOT_A_TENSOR
+    return label, role, None, "", None, None, None, None, note
 
 
 def _read(value: Tensor, label: str, role: Role) -> Row:
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and _is_cuda(value):
-        return label, role, _shape(value), dtype_name(value), None, None, None, None, _CAPTURING
+    # Any attribute of a tensor may raise: that of a subclass is its own code, and a nested one has no shape.
     try:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and value.is_cuda:
+            return _unchecked(label, role, _shape(value), dtype_name(value), _CAPTURING)
         abs_min, abs_max, isfinite = abs_range(value)
+        # By name: importing DTensor where nobody uses it costs 0.3 s.
+        note = shard_note(value) if type(value).__name__ == "DTensor" else ""
+        return label, role, _shape(value), dtype_name(value), abs_min, abs_max, isfinite, None, note
     except Exception as error:
         return _unread(value, label, role, error)
-    if type(value) is Tensor or type(value) is nn.Parameter:
-        return label, role, value.shape, dtype_name(value), abs_min, abs_max, isfinite, None, ""
-    # By name: importing DTensor where nobody uses it costs 0.3 s.
-    note = shard_note(value) if type(value).__name__ == "DTensor" else ""
-    return label, role, _shape(value), dtype_name(value), abs_min, abs_max, isfinite, None, note
+
+
+@contextmanager
+def past_torch_function() -> Iterator[None]:
+    """Ask tensors directly, not the `__torch_function__` of a subclass or of an active mode."""
+    with torch._C.DisableTorchFunction():
+        yield
+
+
+@past_torch_function()
+def holds_fractions(x: Tensor) -> bool:
+    """Return whether the dtype is a floating-point or a complex one."""
+    return Tensor.is_floating_point(x) or Tensor.is_complex(x)
 
 
 def dtype_name(x: Tensor) -> str:
     """`float16` for torch.float16; kept, as making it anew costs as much as reading a small tensor."""
-    dtype = x.dtype
-    name = _DTYPE_NAMES.get(dtype)
-    if name is None:
-        name = _DTYPE_NAMES[dtype] = str(dtype).removeprefix("torch.")
-    return name
+    try:
+        dtype = x.dtype
+        name = _DTYPE_NAMES.get(dtype)
+        if name is None:
+            name = _DTYPE_NAMES[dtype] = str(dtype).removeprefix("torch.")
+        return name
+    except Exception:
+        return ""
 
 
 def _unread(x: Tensor, label: str, role: Role, error: Exception) -> Row:
@@ -87,15 +99,20 @@ def _unread(x: Tensor, label: str, role: Role, error: Exception) -> Row:
         reason = unreadable(x)
     except Exception:
         reason = ""
-    if not reason:
+    return _unchecked(label, role, _shape(x), dtype_name(x), reason or _words(error))
+
+
+def _unchecked(label: str, role: Role, shape: tuple[int, ...] | None, dtype: str, reason: str) -> Row:
+    return label, role, shape, dtype, None, None, None, None, f"{NOT_CHECKED}: {reason}"
+
+
+def _words(error: Exception) -> str:
+    """Return the type of the error and the first line of what it says."""
+    try:
         lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
-    return label, role, _shape(x), dtype_name(x), None, None, None, None, f"{NOT_CHECKED}: {reason}"
-
-
-def _is_cuda(x: Tensor) -> bool:
-    with torch._C.DisableTorchFunction():
-        return x.is_cuda
+    except Exception:
+        lines = []
+    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
 
 
 def _shape(x: Tensor) -> tuple[int, ...] | None:
@@ -120,14 +137,18 @@ def _largest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
-def _examine(x: Tensor, row: Row, allow_inf: bool) -> Row:
+def _examine(x: Tensor, row: Row, allow_inf: bool, counts: bool) -> Row:
     try:
-        health = tensor_health(x)
-        is_mask = row[1] in ("input", "buffer") and _is_mask(x, health)
+        if row[6] is False or (row[4] == 0 and _may_be_finite_mask(x, row)):
+            health = tensor_health(x)
+            is_mask = row[1] in ("input", "buffer") and _is_mask(x, health)
+            row = _with_health(row, health, is_mask, allow_inf)
+        if counts and row[6]:
+            row = (*row[:7], tensor_health(x), row[8])
     except Exception:
         # The range already says what matters; the counts are an extra.
-        return row
-    return _with_health(row, health, is_mask, allow_inf)
+        pass
+    return row
 
 
 def _with_health(row: Row, health: TensorHealth, is_mask: bool, allow_inf: bool) -> Row:
@@ -156,7 +177,7 @@ def arrived(
     in words, why there are none.
     """
     if isinstance(values, str):
-        return label, role, shape, dtype, None, None, None, None, f"{NOT_CHECKED}: {values}"
+        return _unchecked(label, role, shape, dtype, values)
     row: Row = label, role, shape, dtype, values[0], values[1], values[2] != 0, None, ""
     if len(values) == 3:
         return row
@@ -173,7 +194,7 @@ def _is_mask(x: Tensor, health: TensorHealth) -> bool:
     """
     if not _may_be_mask(health, x.dtype, x.ndim):
         return False
-    with only_our_dispatch(), torch.no_grad():
+    with torch.no_grad():
         local = local_shard(x)
         values = (x if local is None else local).detach()
         is_zero = values == 0

@@ -24,7 +24,7 @@ from .frame_ring import FrameRing
 from .gradient_frames import RecordsBackwards
 from .largest import Largest, Name
 from .listener import Listener, Settings
-from .observe import arrived, observe
+from .observe import arrived, holds_fractions, observe
 from .record import Role, Row, is_fault
 from .walk import Unwalked, call_leaves, is_container, leaves, spell_key
 
@@ -286,9 +286,7 @@ class PythonRecorder(RecordsBackwards):
         if settings.weights:
             values += [("weight", name, x) for name, x in own_tensors(module._parameters)]
         if settings.buffers:
-            for name, x in own_tensors(module._buffers):
-                if x.is_floating_point() or x.is_complex():
-                    values.append(("buffer", name, x))
+            values += [("buffer", name, x) for name, x in own_tensors(module._buffers) if holds_fractions(x)]
         if settings.inputs:
             values += [("input", label, x) for label, x in call_leaves(args, kwargs)]
         if settings.outputs:
