@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, turn, watch
 from nanwatch.batch_start import BatchStart
+from nanwatch.links import chain
 
 
 class Log(nn.Module):
@@ -84,7 +85,7 @@ def test_another_thread_waits_and_is_watched_then(part: bool) -> None:
     assert finding is not None
     assert (finding.module, finding.operation, finding.transient) == ("log", "aten.log.default", False)
     assert [frame.name for frame in frames if frame.batch == 1] == (["log"] if part else ["log", ""])
-    assert all(turn.ATTRIBUTE not in module.__dict__ for module in model.modules())
+    assert all(not chain(module) for module in model.modules())
 
 
 def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +150,8 @@ def test_the_hooks_of_gradients_are_quiet_too() -> None:
 
 
 def test_a_copy_of_the_model_made_meanwhile_is_a_plain_model() -> None:
-    """As always: in copies and pickles nothing stands before a call."""
+    """As always: no copy and no pickle shows a watch or a re-run."""
     model = nn.Sequential(nn.Linear(2, 2))
     with watch(model), BatchStart.capture(model, (torch.ones(1, 2),), {}).again():
         for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert all(module.__dict__.get(turn.ATTRIBUTE) is None for module in one.modules())
+            assert all(not chain(module) for module in one.modules())
