@@ -18,8 +18,8 @@ from torch.compiler import is_compiling
 from . import _extension, _live, compiled, rehearsal
 from .global_hooks import after_steps, children
 from .handles import Handles
-from .modules import WeakIdentityDict
 from .links import Link, attach, chain, detach
+from .modules import WeakIdentityDict
 from .recorder import PythonRecorder
 from .wrapped_names import child_name, is_recorded, named_modules
 
@@ -151,7 +151,7 @@ class Attachment:
         _live.leave(self._recorder)
         self._recorder.forget_tensors()
         self._hooks.remove()
-        for module in self._names.keys():
+        for module in self._names.objects():
             for link in chain(module):
                 if link.recorder is self._recorder:
                     detach(module, link)

@@ -2,7 +2,7 @@
 
 `nn.Module.__call__` asks its module for `_compiled_call_impl` before it runs hooks and forward. From the first use on a
 data descriptor has that name in the class `nn.Module`. It answers with the link that stands before the module's call,
-else with what `module.compile()` has put into the module's `__dict__`, else None, as PyTorch's own class attribute does.
+or with what `module.compile()` has put into the module's `__dict__`, or with None, as PyTorch's own class attribute.
 The links are kept beside the modules, by their addresses: an entry in a module's `__dict__` would reach every copy,
 `vars(module)`, and the pickles of all classes whose `__getstate__` copies `__dict__`, as nn.LSTM's does.
 

@@ -1,4 +1,4 @@
-"""Modules by identity: a user's module may define equality, hash, length or truth as it likes, and none of them is asked.
+"""Modules by identity: a user's class may define equality, hash, length or truth as it likes, and is not asked for it.
 
 PyTorch's own `modules()`, `named_modules()` and `parameters()` put each module into a set, which asks for its hash.
 """
@@ -59,7 +59,7 @@ class WeakIdentityDict(Generic[_T]):
 
         entries[number] = (weakref.ref(key, forget), value)
 
-    def keys(self) -> list[Any]:
+    def objects(self) -> list[Any]:
         """The objects, in the order in which they came."""
         return [key for reference, _ in list(self._entries.values()) if (key := reference()) is not None]
 

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from .errors import spell
 from .global_hooks import after_steps
-from .living import living
 from .links import calls_of_others, make_calls_of_others
+from .living import living
 
 _T = TypeVar("_T")
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .modules import each_module
 from .links import chain, own_call
+from .modules import each_module
 from .stand_in import StandIn, before_calls
 
 # In seconds. A thread that the second run itself waits for must come through at last: better disturbed than stuck.
@@ -32,7 +32,15 @@ class Turn:
 
     def is_ours(self) -> bool:
         """Whether the calling thread may go on: the owner, and a thread of autograd, on which its backward may run."""
-        return threading.get_ident() == self._owner or torch._C._current_graph_task_id() != -1
+        return self.is_owned() or torch._C._current_graph_task_id() != -1
+
+    def is_owned(self) -> bool:
+        """Whether the calling thread made it."""
+        return threading.get_ident() == self._owner
+
+    def holds_up(self) -> bool:
+        """Whether the calling thread has to wait."""
+        return not self._free.is_set() and not self.is_ours()
 
     def wait(self) -> None:
         """Wait for the end, but no longer than PATIENCE, and not once more after that; at once for who may go on."""
