@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import nanwatch
+from nanwatch.links import attach, chain, detach
 
 Way = Callable[[], AbstractContextManager[Any]]
 
@@ -90,18 +91,19 @@ class Ways:
     def _watching(self, **options: Any) -> Way:
         watch = nanwatch.watch(self._model, **options)
         self._watches.append(watch)
-        place = "_compiled_call_impl"
-        calls = {module: module.__dict__.pop(place) for module in self._model.modules()}
+        calls = [(module, chain(module)[0]) for module in self._model.modules()]
+        for module, call in calls:
+            detach(module, call)
 
         @contextmanager
         def installed() -> Iterator[None]:
-            for module, call in calls.items():
-                module.__dict__[place] = call
+            for module, call in calls:
+                attach(module, call)
             try:
                 yield
             finally:
-                for module in calls:
-                    del module.__dict__[place]
+                for module, call in calls:
+                    detach(module, call)
                 # Hooks on weights outlive graphs, and the next forward puts them back. Nobody else has any here.
                 for x in self._model.parameters() if options.get("gradients") else ():
                     x._backward_hooks = None

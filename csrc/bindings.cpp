@@ -194,6 +194,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("living", &living, py::arg("kind"), "The objects of that class, or of one derived from it, that gc knows.");
   m.def("cuda_compiled", &cuda_compiled, "Whether CUDA kernels are linked in.");
   bind_recorder(m);
+  bind_place(m);
 }
 
 }  // namespace nanwatch

@@ -36,7 +36,6 @@ class CallRecorder {
   // kNoCaller.
   static constexpr int64_t kNoCaller = -1;
   void begin_compiled(int64_t node, at::TensorList tensors);
-  void adopt_compiled(int64_t node);  // as `begin`, of a call whose end nothing will tell
   void record_compiled(int64_t node, int64_t caller, std::string_view plan, at::TensorList tensors);
 
   // By which compiled code finds this recorder; below 0 it does not.
@@ -83,7 +82,7 @@ class CallRecorder {
   int traverse(visitproc visit, void* arg) const;
   void drop_references();
 
-  bool paused = false;
+  int paused = 0;  // nothing is recorded while it is not 0: 1 after pause() or stop(), and 2 for each re-run under way
   bool tells_batch_start = false;
   bool tells_batch_end = false;
   bool tells_frames = false;
@@ -101,7 +100,6 @@ class CallRecorder {
     int64_t batch = 0;
     bool recomputed = false, active = false;
     bool compiled = false;   // the outermost call runs in compiled code, whose end an exception leaves out
-    bool adopted = false;    // and a normal return too
     bool recording = false;  // Python code called from here may call a watched module: that call is not recorded
     PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call, which keeps them alive
     PyObject* given = nullptr;                    // owned; weak references to what a compiled outermost call was given
@@ -178,5 +176,8 @@ class CallRecorder::Recording {
 
 // Adds CallRecorder and WatchedCall to the module.
 void bind_recorder(pybind11::module_& m);
+
+// Adds Place to the module.
+void bind_place(pybind11::module_& m);
 
 }  // namespace nanwatch

@@ -184,28 +184,21 @@ void CallRecorder::set_watch(int64_t watch) {
 
 // Ends the batch of an outermost call that ran in compiled code and never came to its end.
 void CallRecorder::abandon(Thread& thread) {
-  end_compiled(thread, thread.adopted);
+  end_compiled(thread, false);
   PyErr_Clear();
 }
 
 bool CallRecorder::end_compiled(Thread& thread, bool completed) {
   thread.nodes.clear();
-  thread.compiled = thread.adopted = false;
+  thread.compiled = false;
   const bool done = end_batch(thread, completed);
   Py_CLEAR(thread.given);
   return done;
 }
 
-void CallRecorder::adopt_compiled(int64_t node) {
-  Thread& thread = this_thread();
-  begin_compiled(node, {});
-  thread.adopted = thread.compiled;
-}
-
 void CallRecorder::begin_compiled(int64_t node, at::TensorList tensors) {
   Thread& thread = this_thread();
   if (thread.recording || node < 0 || node >= int64_t(nodes_.size())) return;
-  if (thread.adopted) return;
   if (thread.compiled) abandon(thread);
   if (!thread.nodes.empty() || paused) return;
   if (!begin_batch(thread, nullptr, nullptr, nullptr)) throw py::error_already_set();
@@ -229,7 +222,7 @@ void CallRecorder::begin_compiled(int64_t node, at::TensorList tensors) {
 void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_view text, at::TensorList tensors) {
   Thread& thread = this_thread();
   if (thread.recording || thread.nodes.empty() || index < 0 || index >= int64_t(nodes_.size())) return;
-  const bool ends = thread.compiled && !thread.adopted && caller == kNoCaller;
+  const bool ends = thread.compiled && caller == kNoCaller;
   if (caller >= int64_t(nodes_.size())) caller = kNoCaller;
   if (ends) {
     thread.nodes.pop_back();

@@ -1,9 +1,9 @@
-// What stands between a module and its call while it is watched.
+// The callable that makes a module's call while it is watched.
 //
-// nn.Module.__call__ looks for an instance attribute `_compiled_call_impl` before it runs its hooks and its forward,
-// and leaves it out of copies and pickles. A WatchedCall put there sees the arguments, makes the call with everything
-// PyTorch does around it, and sees the result: 0.2 µs, where registering any forward hook makes PyTorch itself 0.85 µs
-// slower, and an exception needs no second hook to be noticed.
+// nn.Module.__call__ asks for `_compiled_call_impl` before it runs its hooks and its forward (see place.cpp). A
+// WatchedCall put there sees the arguments, makes the call with everything PyTorch does around it, and sees the result:
+// 0.2 µs, where registering any forward hook makes PyTorch itself 0.85 µs slower, and an exception needs no second hook
+// to be noticed.
 #include <torch/csrc/Exceptions.h>
 
 #include "call_recorder.h"
@@ -36,43 +36,22 @@ struct WatchedCall {
   int32_t node;
 };
 
-// The module this call is made on. Not always the one the attribute was put on: replicas for DataParallel are made by
-// copying __dict__, and nothing but the caller's frame says which of them calls. A copy shows in the reference count:
-// one reference from the module's __dict__, one from the interpreter's stack.
-PyObject* calling_module(WatchedCall* self) {
-  PyObject* module = PyWeakref_GetObject(self->module);  // borrowed
-  if (Py_REFCNT(self) <= 2 && module != Py_None) return Py_NewRef(module);
-  py::object found;
-  try {
-    const py::object frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
-    if (frame) {
-      const py::object name = frame.attr("f_code").attr("co_name");
-      const py::dict locals(frame.attr("f_locals"));
-      if (py::cast<std::string>(name) == "_wrapped_call_impl" && locals.contains("self")) found = locals["self"];
-    }
-  } catch (py::error_already_set&) {
-    found = py::object();
-  }
-  if (found) return found.release().ptr();
-  if (module != Py_None) return Py_NewRef(module);
-  PyErr_SetString(PyExc_ReferenceError, "nanwatch: the watched module of this call no longer exists");
-  return nullptr;
-}
-
 PyObject* call(PyObject* object, PyObject* args, PyObject* kwargs) {
   // Not HANDLE_TH_ERRORS: it would hold back the warnings of the forward, and takes 10 ns.
   const LevelGivenBack level;
   try {
     auto* self = reinterpret_cast<WatchedCall*>(object);
     static PyObject* const call_impl = PyUnicode_InternFromString("_call_impl");
-    const py::object module = py::reinterpret_steal<py::object>(calling_module(self));
-    if (!module) return nullptr;
-    const bool is_ours = PyWeakref_GetObject(self->module) == module.ptr();
-    const py::object target = self->inner != nullptr && is_ours
+    const py::object module = py::reinterpret_borrow<py::object>(PyWeakref_GetObject(self->module));
+    if (module.is_none()) {
+      PyErr_SetString(PyExc_ReferenceError, "nanwatch: the watched module of this call no longer exists");
+      return nullptr;
+    }
+    const py::object target = self->inner != nullptr
                                   ? py::reinterpret_borrow<py::object>(self->inner)
                                   : py::reinterpret_steal<py::object>(PyObject_GetAttr(module.ptr(), call_impl));
     if (!target) return nullptr;
-    if (!is_ours || self->owner == nullptr) return PyObject_Call(target.ptr(), args, kwargs);
+    if (self->owner == nullptr) return PyObject_Call(target.ptr(), args, kwargs);
     const py::object keep = py::reinterpret_borrow<py::object>(object);  // stop() may drop it during the call
     return self->recorder->run(self->node, module.ptr(), target.ptr(), args, kwargs);
   } catch (py::error_already_set& error) {
@@ -157,19 +136,11 @@ PyGetSetDef properties[] = {{"recorder", recorder_of, nullptr, "The CallRecorder
                             {"module", module_of, nullptr, "The module, or None once it is gone.", nullptr},
                             {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-// In a copy or a pickle of the module, also one made of its __dict__ by a class of the user's, nothing stands here.
-PyObject* reduce(PyObject*, PyObject*) {
-  return Py_BuildValue("(O())", reinterpret_cast<PyObject*>(Py_TYPE(Py_None)));
-}
-
-PyMethodDef methods[] = {{"__reduce__", reduce, METH_NOARGS, "A copy is None."}, {nullptr, nullptr, 0, nullptr}};
-
 PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(create)},
                        {Py_tp_call, reinterpret_cast<void*>(call)},
                        {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
                        {Py_tp_clear, reinterpret_cast<void*>(clear)},
                        {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
-                       {Py_tp_methods, reinterpret_cast<void*>(methods)},
                        {Py_tp_getset, reinterpret_cast<void*>(properties)},
                        {Py_tp_doc, const_cast<char*>("WatchedCall(recorder, module, inner, node)")},
                        {0, nullptr}};
@@ -255,7 +226,6 @@ void bind_recorder(py::module_& m) {
       .def("await_before_step", &CallRecorder::await_before_step)
       .def("begin_compiled", [](CallRecorder& self, int64_t node,
                                 const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, tensors); })
-      .def("adopt_compiled", &CallRecorder::adopt_compiled)
       .def("record_compiled",
            [](CallRecorder& self, int64_t node, int64_t caller, const std::string& plan,
               const std::vector<at::Tensor>& tensors) { self.record_compiled(node, caller, plan, tensors); })
@@ -277,7 +247,10 @@ void bind_recorder(py::module_& m) {
       .def_property("tells_backward_start", &CallRecorder::tells_backward_start,
                     &CallRecorder::set_tells_backward_start)
       .def("forget_weights", [](CallRecorder& self) { self.observer().forget_weights(); })
-      .def_readwrite("paused", &CallRecorder::paused)
+      .def_property(
+          "paused", [](const CallRecorder& self) { return self.paused != 0; },
+          [](CallRecorder& self, bool on) { self.paused = (self.paused & ~1) | int(on); })
+      .def("suspend", [](CallRecorder& self, bool on) { self.paused += on ? 2 : -2; })
       .def_readwrite("tells_batch_start", &CallRecorder::tells_batch_start)
       .def_readwrite("tells_batch_end", &CallRecorder::tells_batch_end)
       .def_readwrite("tells_frames", &CallRecorder::tells_frames)

@@ -49,7 +49,7 @@ def test_a_row_has_every_way(bench: ModuleType) -> None:
     assert len(seen) == 10 * 2 + (10 - 2) * 3 + 2 * 3
     assert sum(anomaly for anomaly, _ in seen) == 2 + 3
     for module in model.modules():
-        assert "_compiled_call_impl" not in module.__dict__
+        assert module._compiled_call_impl is None
         assert not module._forward_hooks
     assert all(not x._backward_hooks for x in model.parameters())
 

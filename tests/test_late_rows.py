@@ -460,7 +460,7 @@ def test_the_last_batch_is_told_by_stop() -> None:
         with pytest.raises(NonFiniteError) as error:
             watched_run(model, 2, check="async", microscope=False)
         assert error.value.report.batch == 1
-        assert all("_compiled_call_impl" not in module.__dict__ for module in model.modules())
+        assert all(module._compiled_call_impl is None for module in model.modules())
 
 
 def test_a_report_shows_a_fault_and_leaves_the_raising_to_the_next_call() -> None:

@@ -93,4 +93,4 @@ def test_a_deferred_watch_watches_one_model_at_a_time(roomy):
         second(torch.ones(1, 2))
     deferred.stop()
     assert [watch.batch for watch in watches] == [None, 0]
-    assert not any("_compiled_call_impl" in module.__dict__ for module in (first, second))
+    assert all(module._compiled_call_impl is None for module in (first, second))

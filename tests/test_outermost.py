@@ -193,7 +193,7 @@ def test_an_error_ends_the_search_alone():
 
 def test_two_at_once_are_refused():
     """The place where it looks holds one."""
-    with Outermost(print), pytest.raises(RuntimeError, match="is taken"), Outermost(print):
+    with Outermost(print), pytest.raises(RuntimeError, match="another Outermost"), Outermost(print):
         pass
     assert nn.Module._compiled_call_impl is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch import NonFiniteError, Report, watch
+from nanwatch import NonFiniteError, Report, closer_look, watch
 
 
 class Log(nn.Module):
@@ -145,8 +146,8 @@ def test_everything_is_written_and_named_in_the_error(tmp_path: Path) -> None:
         assert str(path) in str(error.value)
 
 
-def test_a_model_that_several_threads_call_is_not_run_again() -> None:
-    """The second run would change states that another thread is using: a remark says so."""
+def test_a_thread_that_has_left_the_model_does_not_end_second_runs() -> None:
+    """A call from another thread, once, is no reason to look at failures less closely ever after."""
     model = Log()
     with watch(model):
         thread = threading.Thread(target=lambda: model(torch.ones(2)))
@@ -156,5 +157,69 @@ def test_a_model_that_several_threads_call_is_not_run_again() -> None:
             model(torch.zeros(2))
     finding = error.value.report.finding
     assert finding is not None
-    assert finding.operation is None
-    assert "several threads" in finding.remarks[0]
+    assert finding.operation == "aten.log.default"
+
+
+class Waits(nn.Module):
+    """The log; with another shape it waits inside until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_inside, self.may_leave = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The log."""
+        if len(x) == 1:
+            self.is_inside.set()
+            assert self.may_leave.wait(60)
+        return x.log()
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+def test_a_thread_inside_the_model(monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
+    """The second run waits a little for it to leave; while it is inside there is none, and a remark says so."""
+    monkeypatch.setattr(closer_look, "_PATIENCE", 60.0 if leaves else 0.01)
+    model = Waits()
+    with watch(model):
+        thread = threading.Thread(target=lambda: model(torch.ones(1)))
+        thread.start()
+        assert model.is_inside.wait(60)
+        real = closer_look.CloserLook._make_room
+
+        def make_room(self: closer_look.CloserLook) -> bool:
+            if leaves:
+                model.may_leave.set()
+            return real(self)
+
+        monkeypatch.setattr(closer_look.CloserLook, "_make_room", make_room)
+        with pytest.raises(NonFiniteError) as error:
+            model(torch.zeros(2))
+        model.may_leave.set()
+        thread.join(60)
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.operation == "aten.log.default") == leaves
+    assert any("another thread was inside the model" in remark for remark in finding.remarks) != leaves
+
+
+def test_after_many_failures_looks_get_rarer_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One warning; each report that is passed over says why; those at numbers that double are looked at."""
+    monkeypatch.setattr(closer_look, "MANY", 2)
+    model = Log()
+    looked, told = [], []
+    with watch(model, output_dir=tmp_path), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(9):
+            with pytest.raises(NonFiniteError) as error:
+                model(torch.zeros(2))
+            finding = error.value.report.finding
+            assert finding is not None
+            looked.append(finding.operation is not None)
+            told.append(any("of this watch" in remark for remark in finding.remarks))
+    numbers = [number for number, was in enumerate(looked, 1) if was]
+    assert numbers == [1, 2, 4, 8]
+    assert told == [not was for was in looked]
+    assert len(list(tmp_path.iterdir())) == 4
+    assert len([one for one in caught if "looked closer" in str(one.message)]) == 1

@@ -119,7 +119,7 @@ def test_nothing_of_the_callers_changes(tmp_path):
     assert torch.equal(before[0], torch.get_rng_state())
     assert (before[1], before[2]) == (random.getstate(), np.random.get_state()[1].tolist())
     assert torch.equal(capsule.args[0], X)
-    assert "_compiled_call_impl" not in vars(model)
+    assert model._compiled_call_impl is None
 
 
 def test_the_finding_has_the_names_of_the_whole_model(tmp_path):

@@ -164,7 +164,7 @@ def test_a_second_run_that_raises() -> None:
     _, seen = look(model, torch.ones(2))
     assert (seen.transient, seen.operation) == (None, None)
     assert any("StopIteration" in one for one in seen.remarks)
-    assert "_compiled_call_impl" not in model.__dict__
+    assert model._compiled_call_impl is None
 
 
 def test_an_interrupt_is_not_held_up() -> None:
@@ -180,7 +180,7 @@ def test_an_interrupt_is_not_held_up() -> None:
     model = Does(forward)
     with pytest.raises(KeyboardInterrupt):
         look(model, torch.ones(2))
-    assert "_compiled_call_impl" not in model.__dict__
+    assert model._compiled_call_impl is None
 
 
 def test_an_error_after_the_bad_value() -> None:

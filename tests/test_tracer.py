@@ -340,7 +340,7 @@ def test_a_disk_that_is_full_from_the_start_is_a_warning(
     model = mlp()
     with pytest.raises(FileExistsError, match="file"):
         watch(model, trace=tmp_path / "file" / "run.parquet")
-    assert "_compiled_call_impl" not in model[0].__dict__
+    assert model[0]._compiled_call_impl is None
     monkeypatch.setattr(tracer, "claim", full)
     with pytest.warns(RuntimeWarning, match="there is no trace"):
         w = watch(model, trace=tmp_path / "run.parquet")

@@ -170,7 +170,7 @@ def test_accumulation_and_evaluation_count_as_batches(gradients, tmp_path):
     assert callback.watch is not None
     assert callback.watch.batch == 8 * 2 + 2 * 3 - 1
     assert callback.watch.skipped_steps == ()
-    assert not any("_compiled_call_impl" in module.__dict__ for module in watched.model.modules())
+    assert all(module._compiled_call_impl is None for module in watched.model.modules())
 
 
 @pytest.mark.parametrize("gradients", [False, True])

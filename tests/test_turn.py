@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, turn, watch
 from nanwatch.batch_start import BatchStart
+from nanwatch.links import chain
 
 
 class Log(nn.Module):
@@ -84,7 +86,7 @@ def test_another_thread_waits_and_is_watched_then(part: bool) -> None:
     assert finding is not None
     assert (finding.module, finding.operation, finding.transient) == ("log", "aten.log.default", False)
     assert [frame.name for frame in frames if frame.batch == 1] == (["log"] if part else ["log", ""])
-    assert all(turn.ATTRIBUTE not in module.__dict__ for module in model.modules())
+    assert all(not chain(module) for module in model.modules())
 
 
 def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +151,67 @@ def test_the_hooks_of_gradients_are_quiet_too() -> None:
 
 
 def test_a_copy_of_the_model_made_meanwhile_is_a_plain_model() -> None:
-    """As always: in copies and pickles nothing stands before a call."""
+    """As always: no copy and no pickle shows a watch or a re-run."""
     model = nn.Sequential(nn.Linear(2, 2))
     with watch(model), BatchStart.capture(model, (torch.ones(1, 2),), {}).again():
         for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert all(module.__dict__.get(turn.ATTRIBUTE) is None for module in one.modules())
+            assert all(not chain(module) for module in one.modules())
+
+
+class Ends(nn.Module):
+    """In its second run it does what it was given, here or in another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+        self.do: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == 2:
+            self.do()
+        return x
+
+
+def in_a_thread(do: Callable[[], None]) -> None:
+    thread = threading.Thread(target=do)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("each_recorder")
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in a hook", "in another thread"])
+@pytest.mark.parametrize("action", ["stop", "pause"])
+def test_what_ends_a_watch_during_a_second_run_holds(action: str, elsewhere: bool) -> None:
+    """After stop() or pause() nothing is recorded and nothing raises, also once the second run is over."""
+    ends = Ends()
+    model = nn.Sequential(ends, Log())
+    w = watch(model)
+    end = getattr(w, action)
+    ends.do = (lambda: in_a_thread(end)) if elsewhere else end
+    with pytest.raises(NonFiniteError):
+        model(torch.zeros(2))
+    assert ends.runs >= 2
+    frames = w.counters["frames"]
+    model(torch.zeros(2))
+    assert w.counters["frames"] == frames
+    assert any(chain(module) for module in model.modules()) == (action == "pause")
+    if action == "pause":
+        w.resume()
+        with pytest.raises(NonFiniteError):
+            model(torch.zeros(2))
+        w.stop()
+
+
+def test_resume_during_a_second_run_begins_after_it() -> None:
+    """The second run stays unrecorded; the batch after it is recorded."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with watch(model) as w:
+        with turn.unwatched(model):
+            w.pause()
+            w.resume()
+            model(torch.ones(1, 2))
+        assert w.batch is None
+        model(torch.ones(1, 2))
+    assert w.batch == 0

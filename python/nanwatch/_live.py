@@ -13,16 +13,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .modules import WeakIdentityDict
+
 NOBODY = -1  # the caller of a call that no watched call of the same graph made
 
 _recorders: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_numbers: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()
+_numbers: WeakIdentityDict[list[int]] = WeakIdentityDict()
 _next_number = itertools.count()
 
 
 def enter(model: nn.Module, recorder: Any) -> int:
     """Give the recorder of `model` its number."""
-    numbers = _numbers.setdefault(model, [])
+    numbers = _numbers.get(model)
+    if numbers is None:
+        numbers = _numbers[model] = []
     free = [one for one in numbers if one not in _recorders]
     number = free[0] if free else next(_next_number)
     if not free:

@@ -69,7 +69,7 @@ def examine_backward(
                 )
             )
         scene = _Scene(finding, name, magnitudes, loss_scale)
-        with start.again() as call, stand_in({guilty.module}, scene.run):
+        with start.again() as call, stand_in([guilty.module], scene.run):
             try:
                 call()
             except _Found:

@@ -14,6 +14,7 @@ from .backward import Arrival, BackwardCall, find_in_backward
 from .finding import Finding, find, finding_of
 from .frame import FrameRows
 from .job import report_of
+from .modules import each_parameter
 from .observe import observe
 from .optimizer_guard import OptimizerGuard, SkippedStep, Weight
 from .optimizer_state import NAME, OptimizerState
@@ -82,7 +83,7 @@ class BackwardWatch:
                 one.remove()
         model = self._model()
         if self._guard is not None and model is not None:
-            self._recorder.forget_gradients(list(model.parameters()))
+            self._recorder.forget_gradients(list(each_parameter(model)))
 
     def settle(self) -> None:
         """Make frames of backwards that ended by an exception; see whether what is held was skipped meanwhile."""

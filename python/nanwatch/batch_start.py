@@ -18,6 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from . import parametrized
 from .execution_context import Autocast, RngState
+from .modules import each_module
 from .turn import unwatched
 from .walk import call_leaves
 
@@ -85,7 +86,9 @@ class BatchStart:
         """
         with ExitStack() as after:
             after.callback(RngState.capture(others=True).restore)
-            after.callback(_set_training, [(module, module.training) for module in self.module.modules()])
+            after.callback(
+                _set_training, [(module, module.training) for _, module in each_module(self.module)]
+            )
             after.enter_context(_held(self.module, self.args, self.kwargs))
             after.enter_context(unwatched(self.module))
             if parametrized.is_on():
@@ -142,7 +145,9 @@ def _held(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
     Their version counters too: the user's own call may still be under way, and have saved them for its backward.
     """
-    places = [(module, name, buffer) for module in root.modules() for name, buffer in module._buffers.items()]
+    places = [
+        (module, name, buffer) for _, module in each_module(root) for name, buffer in module._buffers.items()
+    ]
     buffers = {id(x): x for _, _, x in places if x is not None}
     given = {id(x): x for _, x in call_leaves(args, kwargs) if isinstance(x, Tensor) and id(x) not in buffers}
     # Elements that share their memory cannot be written to, neither by a forward nor here.

@@ -1,15 +1,12 @@
-"""What stands between a module and its call while it is watched, and the putting there and taking away of it.
+"""Watched calls: links that record the calls of modules, and how they are attached to the modules of a model.
 
-A module is watched through `_compiled_call_impl`, the instance attribute that nn.Module.__call__ asks for before it
-runs hooks and forward, and that it leaves out of copies and pickles. A WatchedCall in that place sees a call's
-arguments and its result, after every hook of the user's. No hook is registered: any forward hook makes PyTorch itself
-0.85 µs slower per call, and its hooks are not told when a forward ends by an exception.
+A WatchedCall stands in the place before its module's call (place.py). It sees a call's arguments and its result, after
+every hook of the user's. No hook is registered: any forward hook makes PyTorch itself 0.85 µs slower per call, and its
+hooks are not told when a forward ends by an exception.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,19 +18,19 @@ from torch.compiler import is_compiling
 from . import _extension, _live, compiled, rehearsal
 from .global_hooks import after_steps, children
 from .handles import Handles
+from .links import Link, attach, chain, detach
+from .modules import WeakIdentityDict
 from .recorder import PythonRecorder
 from .wrapped_names import child_name, is_recorded, named_modules
 
-ATTRIBUTE = "_compiled_call_impl"
 
-
-class PythonWatchedCall:
-    """What stands in a module's `_compiled_call_impl` while a PythonRecorder watches it."""
+class PythonWatchedCall(Link):
+    """The link before a module's call while a PythonRecorder watches it."""
 
     def __init__(self, recorder: PythonRecorder, module: nn.Module, inner: Any, node: int) -> None:
         self.recorder = recorder
         self.inner = inner
-        self.node = node
+        self._node = node
         self._module = weakref.ref(module)
 
     @property
@@ -41,29 +38,16 @@ class PythonWatchedCall:
         """The module, or None once it is gone."""
         return self._module()
 
-    def __reduce__(self) -> Any:
-        """In a copy or a pickle of the module nothing stands here."""
-        return type(None), ()
-
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Make the call that this stands before, and record it."""
         if is_compiling():
             return self.module._call_impl(*args, **kwargs)  # type: ignore[union-attr]
-        # As StandIn.__call__, but in this frame: torch.compile, which skips this one, would follow a call of it.
-        # So it would that of the property.
-        caller = sys._getframe(1)
-        own = self._module()
-        module = caller.f_locals["self"] if caller.f_code.co_name == "_wrapped_call_impl" else own
+        module = self._module()  # not the property: torch.compile, which skips this frame, would follow it
         if module is None:
             raise ReferenceError("nanwatch: the watched module of this call no longer exists")
-        is_replica = module is not own
-        if is_replica:
-            return module._call_impl(*args, **kwargs)
         target = module._call_impl if self.inner is None else self.inner
-        return self.recorder.run(self.node, module, target, args, kwargs)
+        return self.recorder.run(self._node, module, target, args, kwargs)
 
-
-_KINDS: tuple[Any, ...] = (PythonWatchedCall,)
 
 if _extension.C is not None:
     _Native: Any = _extension.C.WatchedCall
@@ -80,23 +64,13 @@ if _extension.C is not None:
             return self.module._call_impl(*args, **kwargs)
 
     _extension.C.take_call(NativeWatchedCall)
-    _KINDS += (NativeWatchedCall,)
+    Link.register(NativeWatchedCall)
 
 
 def _watched_call(recorder: Any, module: nn.Module, inner: Any, node: int) -> Any:
     if isinstance(recorder, PythonRecorder):
         return PythonWatchedCall(recorder, module, inner, node)
     return NativeWatchedCall(recorder, module, inner, node)
-
-
-def chain(module: nn.Module) -> list[Any]:
-    """The watched calls in the module's place, the outermost first."""
-    found = []
-    current: Any = module.__dict__.get(ATTRIBUTE)
-    while isinstance(current, _KINDS):
-        found.append(current)
-        current = current.inner
-    return found
 
 
 class Attachment:
@@ -117,7 +91,6 @@ class Attachment:
     ) -> None:
         self._recorder = recorder
         self._parts = parts
-        self._told_of_lost = False
         self._watch = _live.enter(model, recorder)
         # What the operators in compiled code are said to write; see compile_ops.record_.
         self._sequence = _new_sequence(torch.device("cpu"))
@@ -126,14 +99,11 @@ class Attachment:
         rehearsal.install()
         self._observed = observed
         self._allow_inf = allow_inf
-        # Not the calls themselves: a second reference to one is how it knows that its module's __dict__ was copied.
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._nodes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._root = weakref.ref(model)
+        self._names: WeakIdentityDict[str] = WeakIdentityDict()
         # FSDP's own classes the recorder knows. The model may be a part of what was sharded as a whole.
-        if any(type(x).__name__ == "DTensor" for x in model.parameters()):
-            recorder.gathers_weights = True
         for one in named_modules(model):
+            if any(type(x).__name__ == "DTensor" for x in one.module._parameters.values()):
+                recorder.gathers_weights = True
             self._add(one.name, one.module)
         # torch's registries are global and outlive this: what they hold must not keep it, or the model, alive.
         this = weakref.ref(self)
@@ -150,62 +120,24 @@ class Attachment:
         self._hooks = Handles(self, [after_steps.add(changed), children.add(registered)])
 
     def _add(self, name: str, module: nn.Module) -> None:
-        if module in self._names:
+        if self._names.get(module) is not None:
             return
-        self._names[module] = name
-        self._nodes[module] = self._recorder.add_node(
-            name, module, self._records(module), self._allow_inf(name)
-        )
-        self._link(module)
-
-    def _records(self, module: nn.Module) -> bool:
-        return is_recorded(module) and self._observed(self._names[module])
-
-    def _link(self, module: nn.Module) -> None:
-        node = self._nodes[module]
-        call = _watched_call(self._recorder, module, module.__dict__.get(ATTRIBUTE), node)
+        records = is_recorded(module) and self._observed(name)
+        node = self._recorder.add_node(name, module, records, self._allow_inf(name))
+        call = _watched_call(self._recorder, module, None, node)
         # For compiled code; `site` is the same as a word, by which Dynamo knows that the place is as it was.
         call.attachment = weakref.ref(self)
-        call.place = (self._watch, node, self._parts if self._records(module) else "")
+        call.place = (self._watch, node, self._parts if records else "")
         call.site = f"{self._watch}.{node}.{call.place[2]}"
         call.sequence = self._sequence
-        # Not by setattr: a ScriptModule, or a class with a __setattr__ of its own, would make an attribute of it.
-        module.__dict__[ATTRIBUTE] = call
+        attach(module, call)
+        self._names[module] = name
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module) -> None:
-        known = self._names.get(parent)
-        if known is None:
+        if (known := self._names.get(parent)) is None:
             return
         for one in named_modules(module, child_name(parent, known, name)):
             self._add(one.name, one.module)
-
-    def lost(self) -> list[str]:
-        """The names of modules whose place somebody else has taken, as `module.compile()` does."""
-        return [name for module, name in self._names.items() if not _is_linked(module, self._recorder)]
-
-    def warn_of_lost(self) -> None:
-        """Warn, once, when there are such modules."""
-        lost = self.lost()
-        if not lost or self._told_of_lost:
-            return
-        self._told_of_lost = True
-        shown = ", ".join(name or "the root module" for name in lost[:3])
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        warnings.warn(
-            f"nanwatch no longer sees the calls of {shown}{more}: `compile()` or other code has taken their place."
-            " Compile first and watch then.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-    def relink(self) -> None:
-        """Stand before what `module.compile()` has put in the place since. Called while such a module is compiled."""
-        for module in list(self._names):
-            if ATTRIBUTE in module.__dict__ and not _is_linked(module, self._recorder):
-                self._link(module)
-                if module is self._root():
-                    # Its call is under way, and went past its place.
-                    self._recorder.adopt_compiled(self._nodes[module])
 
     def put_sequence(self, call: Any, device: torch.device) -> None:
         """Give the call, as `device_sequence`, what the operators in a graph that is all on this device write."""
@@ -219,37 +151,13 @@ class Attachment:
         _live.leave(self._recorder)
         self._recorder.forget_tensors()
         self._hooks.remove()
-        for module in list(self._names):
-            _unlink(module, self._recorder)
+        for module in self._names.objects():
+            for link in chain(module):
+                if link.recorder is self._recorder:
+                    detach(module, link)
         self._names.clear()
 
 
 def _new_sequence(device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.zeros(1, dtype=torch.int64, device=device)
-
-
-def put(module: nn.Module, call: Any) -> None:
-    """Make this what stands before the module's call; None for nothing."""
-    if call is None:
-        module.__dict__.pop(ATTRIBUTE, None)
-    else:
-        module.__dict__[ATTRIBUTE] = call
-
-
-def _is_linked(module: nn.Module, recorder: Any) -> bool:
-    return any(call.recorder is recorder for call in chain(module))
-
-
-def _unlink(module: nn.Module, recorder: Any) -> None:
-    """Take the recorder's call out of the module's place, also from behind those that others put there since."""
-    outer: Any = None
-    for call in chain(module):
-        if call.recorder is not recorder:
-            outer = call
-        elif outer is None:
-            put(module, call.inner)
-            return
-        else:
-            outer.inner = call.inner
-            return

@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -17,8 +18,10 @@ from .options import Options
 from .report import Report
 from .turn import Turn
 
-# A run that goes on may fail for ever, and a disk is not filled with capsules.
-_MAX_LOOKS = 20
+# A run that goes on may fail for ever, and a disk is not filled with capsules: after so many failures looks get rarer.
+MANY = 20
+# In seconds: a re-run waits so long for other threads to leave the model. They may wait for this one.
+_PATIENCE = 1.0
 
 
 class CloserLook:
@@ -33,10 +36,12 @@ class CloserLook:
         self.keeps_start = options.microscope is True or (options.microscope is None and raises)
         self._output_dir = options.output_dir
         self._model = weakref.ref(model)
-        self._looks = 0
-        # References to the batch's tensors: from its start to its end.
-        self._starts: dict[int, BatchStart] = {}
-        self._threads: set[int] = set()
+        self._failures = 0
+        # By thread, from the start of its batch to its end; None where no second run is possible. They refer to the
+        # batch's tensors.
+        self._starts: dict[int, BatchStart | None] = {}
+        # Held while a thread enters or leaves the model; notified when one has left.
+        self._door = threading.Condition()
         self._turn: Turn | None = None
         # Of the latest batch, until its backward is over: its number too.
         self._ended: tuple[int, BatchStart] | None = None
@@ -47,19 +52,25 @@ class CloserLook:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     ) -> None:
         """Keep what a second run of this thread's batch would need."""
-        here = threading.get_ident()
-        self._threads.add(here)
-        if (turn := self._turn) is not None:
-            turn.wait()
-        self._ended = None
         try:
-            self._starts[here] = BatchStart.capture(module, args, kwargs)
+            start = BatchStart.capture(module, args, kwargs)
         except Exception:
-            self._starts.pop(here, None)
+            start = None
+        self._ended = None
+        here = threading.get_ident()
+        while True:
+            with self._door:
+                turn = self._turn
+                if turn is None or not turn.holds_up():
+                    self._starts[here] = start
+                    return
+            turn.wait()
 
     def batch_ended(self, batch: int) -> None:
         """Let go of it, or keep it on for the batch's backward."""
-        start = self._starts.pop(threading.get_ident(), None)
+        with self._door:
+            start = self._starts.pop(threading.get_ident(), None)
+            self._door.notify_all()
         self._ended = (batch, start) if self._keeps_ended and start is not None and start.grad else None
 
     def let_go(self) -> None:
@@ -72,20 +83,16 @@ class CloserLook:
         `is_late`: it is of a batch that this thread has left behind.
         """
         model = self._model()
-        if (
-            model is None
-            or not (self.keeps_start or self._output_dir is not None)
-            or self._looks >= _MAX_LOOKS
-        ):
+        if model is None or not (self.keeps_start or self._output_dir is not None):
             return report
-        self._looks += 1
-        # First: a thread that comes now either waits for this or is known below.
-        self._turn = turn = Turn()
-        reason = "the model is called from several threads" if len(self._threads) > 1 else ""
+        self._failures += 1
+        if not is_due(self._failures):
+            return self._passed_over(report)
+        reason = ""
         if is_late:
             reason = "it was over when its rows came from the device"
-        if reason:
-            turn.end()
+        elif self.keeps_start and not self._make_room():
+            reason = "another thread was inside the model"
         try:
             # Not before there is a failure: it brings many modules with it.
             from .postmortem import post_mortem
@@ -107,8 +114,44 @@ class CloserLook:
             )
             return report
         finally:
+            self._end_turn()
+
+    def _make_room(self) -> bool:
+        """Keep other threads from entering the model until `_end_turn`; whether those inside have left it."""
+        here = threading.get_ident()
+        with self._door:
+            if self._turn is not None:  # another thread's
+                return False
+            self._turn = turn = Turn()
+            if self._door.wait_for(lambda: self._starts.keys() <= {here}, _PATIENCE):
+                return True
+        turn.end()
+        return False
+
+    def _end_turn(self) -> None:
+        with self._door:
+            turn = self._turn
+            if turn is None or not turn.is_owned():
+                return
             self._turn = None
-            turn.end()
+        turn.end()
+
+    def _passed_over(self, report: Report) -> Report:
+        """The report as it is, which says that it was not looked at."""
+        if self._failures == MANY + 1:
+            warnings.warn(
+                f"nanwatch has looked closer at {MANY} failed batches of this model. From now on it does so only at the"
+                f" {2 * MANY}th, {4 * MANY}th, {8 * MANY}th and so on. To end the failures, follow the first report."
+                " To have no more reports, call Watch.stop(). To have one of each failure, begin a new watch.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        finding = report.finding
+        if finding is None:
+            return report
+        remark = f"the batch was not run a second time, and nothing was written: it is failure {self._failures} of this"
+        remark += f" watch, and after {MANY} only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are looked at closer"
+        return replace(report, finding=replace(finding, remarks=(*finding.remarks, remark)))
 
     def _loss_scale(self) -> float | None:
         """The present scale of the loss, where the watch was told of its GradScaler.
@@ -140,3 +183,9 @@ class CloserLook:
             ended = self._ended
             return ended[1] if ended is not None and ended[0] == report.finding.batch else None
         return start
+
+
+def is_due(number: int) -> bool:
+    """Whether the failure of this number, from 1, is looked at: the first MANY, then at numbers that double."""
+    rounds, rest = divmod(number, MANY)
+    return number <= MANY or (rest == 0 and rounds & (rounds - 1) == 0)

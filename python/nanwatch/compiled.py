@@ -130,26 +130,21 @@ def _under_way(tx: Any) -> list[nn.Module]:
 def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
     """A Site for every recorder that watches the module, the innermost first."""
     from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
 
-    from .calls import ATTRIBUTE, chain
+    from .links import ATTRIBUTE
 
     module: nn.Module = variable.value
     if tx.output.export or torch.compiler.is_exporting():
         return []
-    calls = chain(module)
+    calls = _calls(module)
     if not calls:
-        if variable.source is not None and ATTRIBUTE not in module.__dict__:
+        if variable.source is not None and getattr(module, ATTRIBUTE) is None:
             # So that a watch that begins later is noticed.
-            absent = functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=ATTRIBUTE)
-            install_guard(variable.source.make_guard(absent))
+            install_guard(AttrSource(variable.source, ATTRIBUTE).make_guard(GuardBuilder.CONSTANT_MATCH))
         return []
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return []  # values inside vmap and grad cannot be looked at
-    if not _under_way(tx):
-        for call in calls:
-            if (attachment := call.attachment()) is not None:
-                attachment.relink()
-        calls = chain(module)
     sites: list[Site] = []
     devices = _devices(tx)
     place = variable.var_getattr(tx, ATTRIBUTE)
@@ -173,6 +168,13 @@ def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
     return sites[::-1]
 
 
+def _calls(module: nn.Module) -> list[Any]:
+    """The watched calls before the module's call, the outermost first."""
+    from .links import chain
+
+    return [link for link in chain(module) if link.recorder is not None]
+
+
 def _devices(tx: Any) -> dict[int, torch.device | None]:
     """Of each watch in this trace the device that it will be captured on, if it will be."""
     devices: dict[int, torch.device | None] = tx.output.__dict__.setdefault("_nanwatch_devices", {})
@@ -188,10 +190,8 @@ def _devices_of(module: nn.Module, args: Any, kwargs: Any) -> Iterator[torch.dev
 
 
 def _caller(under_way: list[nn.Module], call: Any) -> int:
-    from .calls import chain
-
     for module in reversed(under_way):
-        for other in chain(module):
+        for other in _calls(module):
             if other.recorder is call.recorder:
                 return int(other.place[1])
     return NOBODY

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from .modules import each_module
 from .options import MAX_FRAMES
 from .watch import Watch, watch
 
@@ -38,7 +39,7 @@ class DeferredWatch:
         options = dict(self._options)
         if options.get("scaler") is None and callable(getattr(scaler, "get_scale", None)):
             options["scaler"] = scaler
-        room = min(_CALLS * sum(1 for _ in model.modules()), MAX_FRAMES) if self._roomy else 0
+        room = min(_CALLS * sum(1 for _ in each_module(model)), MAX_FRAMES) if self._roomy else 0
         self.watch = watch(model, **options, _room=room)
         return self.watch
 

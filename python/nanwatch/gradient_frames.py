@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,9 @@ from .observe import past_torch_function
 from .record import Role, Row
 
 
-class RecordsBackwards:
+class RecordsBackwards(ABC):
     """The part of PythonRecorder that makes frames of backwards; see Recorder."""
 
-    paused: bool
     counters: dict[str, int]
     _frames: FrameRing
     _traced: frozenset[int]
@@ -37,6 +37,11 @@ class RecordsBackwards:
             )
         # Of calls in compiled code the latest of each module, for the gradients of its weights.
         self._compiled_calls: dict[str, object] = {}
+
+    @property
+    @abstractmethod
+    def paused(self) -> bool:
+        """See Recorder."""
 
     @property
     def tells_backward_start(self) -> bool:

@@ -95,7 +95,7 @@ class Listener(Protocol):
 class Recorder(Protocol):
     """What the two recorders have in common."""
 
-    paused: bool
+    paused: bool  # read: whether nothing is recorded; set by pause(), resume() and stop()
     tells_batch_start: bool
     tells_batch_end: bool
     tells_frames: bool
@@ -177,6 +177,9 @@ class Recorder(Protocol):
         Left out are forwards without grad mode, unless one was run again in the backward since.
         """
 
+    def suspend(self, on: bool, /) -> None:
+        """Record nothing until it is called with False as often as with True: for re-runs."""
+
     def forget_weights(self) -> None:
         """Weights may have changed without a sign: read them again."""
 
@@ -185,9 +188,6 @@ class Recorder(Protocol):
 
     def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
         """A call in compiled code begins that no watched call of the same graph made; see `compile_ops.begin_`."""
-
-    def adopt_compiled(self, callee: int) -> None:
-        """As begin_compiled, of a call whose end nothing will tell: the next batch ends it."""
 
     def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
         """A call in compiled code has ended; see `compile_ops.record_`."""

@@ -19,9 +19,9 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from .calls import ATTRIBUTE
 from .errors import spell
 from .global_hooks import after_steps
+from .links import calls_of_others, make_calls_of_others
 from .living import living
 
 _T = TypeVar("_T")
@@ -84,10 +84,10 @@ def is_inside_a_call(frame: FrameType | None) -> bool:
 class Outermost:
     """Within the block, `found(model)` is called for each model that is called, before the call is made.
 
-    What looks stands in `nn.Module._compiled_call_impl`, which is None elsewhere, and which a call asks for where the
-    module itself has none. The modules that `found` watches have one each, so their calls take no longer; the others'
-    take 1 µs more, and 3 µs when they are made from outside any other. With `class_name`, a glob pattern, the model is
-    any module of such a class, trained or not, called inside another one or not. After MAX_MODELS it looks no more.
+    It makes the calls of all modules that no link stands before; see links.py. The calls of the modules that `found`
+    watches take no longer; those of others take 1 µs more, and 3 µs when they are made from outside any other. With
+    `class_name`, a glob pattern, the model is any module of such a class, trained or not, called inside another one or
+    not. After MAX_MODELS it looks no more.
     """
 
     def __init__(self, found: Callable[[nn.Module], object], class_name: str | None = None) -> None:
@@ -101,10 +101,8 @@ class Outermost:
         self.passed_over: dict[str, None] = {}
 
     def __enter__(self) -> Outermost:
-        if getattr(nn.Module, ATTRIBUTE) is not None:
-            raise RuntimeError(
-                f"nn.Module.{ATTRIBUTE} is taken, by another Outermost or by other code; end that first"
-            )
+        if calls_of_others() is not None:
+            raise RuntimeError("another Outermost looks for models already; end that first")
 
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # A compiler reads this function too; to it the module is itself.
@@ -112,7 +110,7 @@ class Outermost:
                 return module._call_impl(*args, **kwargs)
             return nn.Module.__call__(module, *args, **kwargs)
 
-        nn.Module._compiled_call_impl = call
+        make_calls_of_others(call)
         self._handle = after_steps.add(lambda optimizer, *_: self._optimizers.add(optimizer))
         return self
 
@@ -124,7 +122,7 @@ class Outermost:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-            nn.Module._compiled_call_impl = None
+            make_calls_of_others(None)
 
     def _try_to_look(self, module: nn.Module, caller: FrameType | None) -> bool:
         try:

@@ -12,6 +12,7 @@ from .finding import Finding
 from .forecast import Forecast, Forecaster
 from .frame import FrameRows
 from .listener import Recorder
+from .modules import each_module
 
 if TYPE_CHECKING:
     from .log import Log
@@ -95,4 +96,4 @@ class Outlook:
 
 def _num_tensors(model: nn.Module) -> int:
     """Its weights and buffers, and an output of each module."""
-    return sum(1 + len(module._parameters) + len(module._buffers) for module in model.modules())
+    return sum(1 + len(module._parameters) + len(module._buffers) for _, module in each_module(model))

@@ -25,6 +25,7 @@ from .errors import NonFiniteError, spell
 from .finding import Finding
 from .global_hooks import after_steps
 from .job import place, report_of
+from .modules import each_module
 from .report import Report
 
 if TYPE_CHECKING:  # of use only in a job of several ranks
@@ -272,5 +273,5 @@ def _group() -> Any:
 
 def _part(model: nn.Module) -> str:
     """The same on ranks that hold replicas or shards of one model, another for each stage of a pipeline."""
-    names = "\n".join(f"{name} {type(module).__name__}" for name, module in model.named_modules())
+    names = "\n".join(f"{name} {type(module).__name__}" for name, module in each_module(model))
     return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()

@@ -44,7 +44,6 @@ class _Thread(threading.local):
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
         # Of an outermost call in compiled code, whose end an exception leaves out: what it was given.
         self.compiled: list[weakref.ref[Tensor]] | None = None
-        self.adopted = False  # and a normal return too
 
     @contextmanager
     def is_recording(self) -> Iterator[None]:
@@ -67,7 +66,8 @@ class PythonRecorder(RecordsBackwards):
     """The recorder without the compiled part."""
 
     def __init__(self, settings: Settings, listener: Listener) -> None:
-        self.paused = False
+        self._is_paused = False
+        self._num_suspended = 0
         self.tells_batch_start = False
         self.tells_batch_end = False
         self.tells_frames = False
@@ -93,6 +93,20 @@ class PythonRecorder(RecordsBackwards):
         """See Recorder."""
         self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
         return len(self._nodes) - 1
+
+    @property
+    def paused(self) -> bool:
+        """See Recorder."""
+        return self._is_paused or self._num_suspended > 0
+
+    @paused.setter
+    def paused(self, on: bool) -> None:
+        self._is_paused = on
+
+    def suspend(self, on: bool, /) -> None:
+        """See Recorder."""
+        with self.lock:
+            self._num_suspended += 1 if on else -1
 
     @property
     def frames_kept(self) -> int:
@@ -148,7 +162,7 @@ class PythonRecorder(RecordsBackwards):
         """Make the call `target(*args, **kwargs)` of `module` and record it."""
         thread = self._thread
         if thread.compiled is not None and not thread.recording:
-            self._end_compiled(thread, thread.adopted)
+            self._end_compiled(thread, completed=False)
         outermost = not thread.names
         if thread.recording or (outermost and self.paused):
             return target(*args, **kwargs)
@@ -189,7 +203,7 @@ class PythonRecorder(RecordsBackwards):
     def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
         """See Recorder."""
         thread = self._thread
-        if thread.adopted or thread.recording:
+        if thread.recording:
             return
         if thread.compiled is not None:
             self._end_compiled(thread, completed=False)
@@ -199,17 +213,12 @@ class PythonRecorder(RecordsBackwards):
         thread.names.append(self._nodes[callee].name)
         thread.compiled = [weakref.ref(x) for x in tensors]
 
-    def adopt_compiled(self, callee: int) -> None:
-        """See Recorder."""
-        self.begin_compiled(callee, ())
-        self._thread.adopted = self._thread.compiled is not None
-
     def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
         """See Recorder."""
         thread = self._thread
         if not thread.names or thread.recording or not 0 <= callee < len(self._nodes):
             return
-        ends = thread.compiled is not None and not thread.adopted and caller < 0
+        ends = thread.compiled is not None and caller < 0
         if ends:
             thread.names.pop()
         self.counters["calls"] += 1
@@ -238,7 +247,6 @@ class PythonRecorder(RecordsBackwards):
     def _end_compiled(self, thread: _Thread, completed: bool) -> None:
         thread.names.clear()
         thread.compiled = None
-        thread.adopted = False
         self._end_batch(thread, completed)
 
     def _end_batch(self, thread: _Thread, completed: bool) -> None:

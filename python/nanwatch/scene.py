@@ -66,7 +66,7 @@ class Scene:
     def in_place(self) -> Iterator[None]:
         """Inside, the calls of both modules are looked at."""
         try:
-            with stand_in({self._suspect, self._examined}, self._run):
+            with stand_in([self._suspect, self._examined], self._run):
                 yield
         finally:
             self._lineage.active = False

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from .modules import each_module
 from .placement import MeshPlace, Placement
 from .record import LOCAL_SHARD
 
@@ -39,7 +40,7 @@ def parameter_mesh(model: nn.Module | None) -> tuple[str, ...]:
     """
     meshes: dict[int, Any] = {}
     try:
-        for module in () if model is None else model.modules():
+        for _, module in () if model is None else each_module(model):
             for x in (*module._parameters.values(), *_gathered(module)):
                 if type(x).__name__ == "DTensor":
                     meshes.setdefault(id(x.device_mesh), x.device_mesh)

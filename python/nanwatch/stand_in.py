@@ -1,79 +1,72 @@
-"""What stands before the calls of some modules for a time."""
+"""Links that make the calls of some modules for a time."""
 
 from __future__ import annotations
 
-import sys
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
 
-from .calls import ATTRIBUTE, put
+from .links import Link, attach, detach
 
 # Makes the call of a module, as `module._call_impl(*args, **kwargs)` would.
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class StandIn(ABC):
-    """What stands in a module's place for a time, before `below` or, where that is None, the module's own call."""
+class StandIn(Link):
+    """A link that stands before a module's call until the end of a `with` block; it keeps the module alive."""
 
-    def __init__(self, module: nn.Module, below: Any) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._below = below
-
-    def __reduce__(self) -> Any:
-        """In a copy or a pickle of the module nothing stands here."""
-        return type(None), ()
+        self.inner: Any = None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Make the call through `run`; a replica of DataParallel makes its own, unseen.
-
-        A replica has a copy of the original's __dict__, and with it the very object that stands there: only the frame
-        of nn.Module.__call__ knows which of them calls.
-        """
-        caller = sys._getframe(1)
-        if caller.f_code.co_name == "_wrapped_call_impl" and caller.f_locals["self"] is not self._module:
-            return caller.f_locals["self"]._call_impl(*args, **kwargs)
+        """Make the call through `run`."""
         return self.run(self._module, args, kwargs)
 
     @abstractmethod
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the module's call."""
 
-    def run_below(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_inner(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make it as if this did not stand there."""
-        return (module._call_impl if self._below is None else self._below)(*args, **kwargs)
+        return (module._call_impl if self.inner is None else self.inner)(*args, **kwargs)
+
+
+@contextmanager
+def before_calls(links: Iterable[StandIn]) -> Iterator[None]:
+    """Inside, these links stand before the calls of their modules."""
+    attached: list[StandIn] = []
+    try:
+        for link in links:
+            attached.append(link)
+            attach(link._module, link)
+        yield
+    finally:
+        for link in attached:
+            detach(link._module, link)
 
 
 class _OfThisThread(StandIn):
     """Makes the calls of the thread that made it through a function; those of others unseen."""
 
-    def __init__(self, module: nn.Module, run: Run, below: Any) -> None:
-        super().__init__(module, below)
+    def __init__(self, module: nn.Module, run: Run) -> None:
+        super().__init__(module)
         self._run = run
         self._thread = threading.get_ident()
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call."""
         own = threading.get_ident() == self._thread
-        return (self._run if own else self.run_below)(module, args, kwargs)
+        return (self._run if own else self.run_inner)(module, args, kwargs)
 
 
-@contextmanager
-def stand_in(modules: Iterable[nn.Module], run: Run) -> Iterator[None]:
-    """Inside, the calls of these modules that this thread makes are made by `run`, after the user's hooks.
+def stand_in(modules: Iterable[nn.Module], run: Run) -> AbstractContextManager[None]:
+    """A context inside which `run` makes the calls of these modules that this thread makes, after the user's hooks.
 
-    For use inside `BatchStart.again`, where no watch stands there, and compiled modules run eagerly anyhow.
+    For use inside `BatchStart.again`, where no watch records anything, and compiled modules run eagerly anyhow.
     """
-    before = [(module, module.__dict__.get(ATTRIBUTE)) for module in modules]
-    try:
-        for module, below in before:
-            put(module, _OfThisThread(module, run, below))
-        yield
-    finally:
-        for module, call in before:
-            if isinstance(module.__dict__.get(ATTRIBUTE), _OfThisThread):
-                put(module, call)
+    return before_calls(_OfThisThread(module, run) for module in {id(one): one for one in modules}.values())

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from .global_hooks import before_steps
 from .handles import Handles
 from .listener import Recorder
+from .modules import each_parameter
 from .optimizer_state import steps_for
 from .options import Options
 
@@ -94,7 +95,7 @@ class StepLook:
             self._looks_at_all
             or self._recorder.gathers_weights
             or (self._given is not None and steps_for(optimizer, self._given()))
-            or (model is not None and any(id(x) in held for x in model.parameters()))
+            or (model is not None and any(id(x) in held for x in each_parameter(model)))
         )
         self._own[optimizer] = count, is_own
         return is_own

@@ -19,6 +19,7 @@ from . import trace
 from ._version import __version__
 from .job import place
 from .listener import Recorder
+from .modules import each_module
 from .trace import SUFFIX
 from .trace_writer import TraceWriter, claim
 from .weight_steps import WeightSteps
@@ -38,7 +39,7 @@ _HURRIED_SECONDS = 0.02
 
 def ring_size(model: nn.Module) -> int:
     """How many frames the recorder should hold while every batch of this model is traced."""
-    return max(_LEAST_RING, _RING_PER_MODULE * sum(1 for _ in model.modules()))
+    return max(_LEAST_RING, _RING_PER_MODULE * sum(1 for _ in each_module(model)))
 
 
 class Tracer:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .calls import ATTRIBUTE, chain, put
-from .stand_in import StandIn
+from .links import chain, own_call
+from .modules import each_module
+from .stand_in import StandIn, before_calls
 
 # In seconds. A thread that the second run itself waits for must come through at last: better disturbed than stuck.
 PATIENCE = 60.0
@@ -31,7 +32,15 @@ class Turn:
 
     def is_ours(self) -> bool:
         """Whether the calling thread may go on: the owner, and a thread of autograd, on which its backward may run."""
-        return threading.get_ident() == self._owner or torch._C._current_graph_task_id() != -1
+        return self.is_owned() or torch._C._current_graph_task_id() != -1
+
+    def is_owned(self) -> bool:
+        """Whether the calling thread made it."""
+        return threading.get_ident() == self._owner
+
+    def holds_up(self) -> bool:
+        """Whether the calling thread has to wait."""
+        return not self._free.is_set() and not self.is_ours()
 
     def wait(self) -> None:
         """Wait for the end, but no longer than PATIENCE, and not once more after that; at once for who may go on."""
@@ -45,41 +54,39 @@ class Turn:
 
 
 class _Gate(StandIn):
-    """What stands in a module's place during a turn: through it its thread goes unwatched, and others later."""
+    """The link before a module's call during a turn. The owner's calls pass the watches by; those of others wait."""
 
-    def __init__(self, module: nn.Module, turn: Turn, below: Any) -> None:
-        super().__init__(module, below)
+    def __init__(self, module: nn.Module, turn: Turn) -> None:
+        super().__init__(module)
         self._turn = turn
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call."""
-        if not self._turn.is_ours():
-            self._turn.wait()
-            if self._turn.is_over and module.__dict__.get(ATTRIBUTE) is not self:
-                return nn.Module.__call__(module, *args, **kwargs)
-        return self.run_below(module, args, kwargs)
+        if self._turn.is_ours():
+            return own_call(module)(*args, **kwargs)
+        self._turn.wait()
+        if self._turn.is_over:  # from the start: the next turn may have begun
+            return nn.Module.__call__(module, *args, **kwargs)
+        return self.run_inner(module, args, kwargs)
 
 
 @contextmanager
 def unwatched(root: nn.Module) -> Iterator[None]:
-    """Inside, no watch records anything of a module in the tree; other threads that call one wait for the end."""
+    """Inside, no watch records anything of a module in the tree; other threads that call one wait for the end.
+
+    The watches stay where they are. So one that is stopped or paused meanwhile stays so.
+    """
     turn = Turn()
-    taken: list[tuple[nn.Module, Any, _Gate]] = []
-    recorders: dict[int, tuple[Any, bool]] = {}
+    watched = [module for _, module in each_module(root) if chain(module)]
+    # The hooks of gradients on weights stand before no call.
+    found = {id(link.recorder): link.recorder for module in watched for link in chain(module)}
+    recorders = [recorder for recorder in found.values() if recorder is not None]
+    for recorder in recorders:
+        recorder.suspend(True)
     try:
-        for module in root.modules():
-            if watched := chain(module):
-                for call in watched:
-                    # The hooks of gradients on weights are in no call's place.
-                    recorders.setdefault(id(call.recorder), (call.recorder, call.recorder.paused))
-                    call.recorder.paused = True
-                taken.append((module, watched[0], _Gate(module, turn, watched[-1].inner)))
-                put(module, taken[-1][2])
-        yield
+        with before_calls(_Gate(module, turn) for module in watched):
+            yield
     finally:
-        for recorder, paused in recorders.values():
-            recorder.paused = paused
-        for module, before, gate in taken:
-            if module.__dict__.get(ATTRIBUTE) is gate:
-                put(module, before)
+        for recorder in recorders:
+            recorder.suspend(False)
         turn.end()

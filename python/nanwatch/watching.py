@@ -223,8 +223,6 @@ class Watch:
         non-finite value: what came later is its consequence. With check="async" it is what has come so far; `look()`
         waits for the rest.
         """
-        if self._attachment is not None:
-            self._attachment.warn_of_lost()
         frames = self.frames
         return self._failure or self._backward.held or self._report(frames, None, self.batch)
 

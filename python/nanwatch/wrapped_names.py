@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from .modules import each_module
 from .text import without_wrappers
 
 # By name: most of them are in parts of torch that are imported by those who use them. A module of the user's own that
@@ -76,7 +77,8 @@ def named_modules(model: nn.Module, name: str = "", *, remove_duplicate: bool = 
     `name` is that of `model`, or of what it wraps.
     """
     places: dict[str, tuple[str, str | None]] = {}
-    for path, module in model.named_modules(remove_duplicate=remove_duplicate):
+    found = each_module(model) if remove_duplicate else model.named_modules(remove_duplicate=False)
+    for path, module in found:
         place = name
         if path:
             above, _, key = path.rpartition(".")
@@ -143,8 +145,9 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     """The name of each parameter, by its id."""
     found: dict[int, str] = {}
     for one in named_modules(model):
-        for key, x in one.module.named_parameters(recurse=False):
-            found.setdefault(id(x), _joined(one.name, key))
+        for key, x in one.module._parameters.items():
+            if x is not None:
+                found.setdefault(id(x), _joined(one.name, key))
     return found
 
 

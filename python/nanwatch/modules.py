@@ -1,0 +1,68 @@
+"""Modules by identity: a user's class may define equality, hash, length or truth as it likes, and is not asked for it.
+
+PyTorch's own `modules()`, `named_modules()` and `parameters()` put each module into a set, which asks for its hash.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+
+_T = TypeVar("_T")
+
+
+def each_module(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Each module of the tree once, with its path, in the order of `root.named_modules()`."""
+    seen: set[int] = set()
+    left = [("", root)]
+    while left:
+        path, module = left.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield path, module
+            # As they are now: the caller, or another thread, may register more meanwhile.
+            children = [(key, child) for key, child in list(module._modules.items()) if child is not None]
+            left += [(f"{path}.{key}" if path else key, child) for key, child in reversed(children)]
+
+
+def each_parameter(root: nn.Module) -> Iterator[Tensor]:
+    """Each parameter of the tree once, in the order of `root.parameters()`."""
+    seen: set[int] = set()
+    for _, module in each_module(root):
+        for x in list(module._parameters.values()):
+            if x is not None and id(x) not in seen:
+                seen.add(id(x))
+                yield x
+
+
+class WeakIdentityDict(Generic[_T]):
+    """Values by objects, which are compared by identity, for as long as the objects live."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], _T]] = {}
+
+    def get(self, key: object) -> _T | None:
+        """The value of the object, or None."""
+        entry = self._entries.get(id(key))
+        return None if entry is None or entry[0]() is not key else entry[1]
+
+    def __setitem__(self, key: object, value: _T) -> None:
+        number, entries = id(key), self._entries
+
+        def forget(reference: object) -> None:
+            entry = entries.pop(number, None)
+            if entry is not None and entry[0] is not reference:  # of another object at the same address
+                entries[number] = entry
+
+        entries[number] = (weakref.ref(key, forget), value)
+
+    def objects(self) -> list[Any]:
+        """The objects, in the order in which they came."""
+        return [key for reference, _ in list(self._entries.values()) if (key := reference()) is not None]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._entries.clear()
