@@ -259,7 +259,9 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   const bool waits = pending != nullptr && close(thread, completed);
   thread.args = thread.kwargs = nullptr;
   observer_.end_batch();
-  if (pending_.empty() && (thread.recomputed || !tells_batch_end)) return completed;
+  // The listener is told of every batch that ends by an exception. A look may change `tells_batch_end`.
+  const auto tells_end = [&] { return !thread.recomputed && (tells_batch_end || !completed); };
+  if (pending_.empty() && !tells_end()) return completed;
   bool done = completed;
   {
     HeldError held;
@@ -269,7 +271,7 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
     const bool is_pending = std::any_of(pending_.begin(), pending_.end(),
                                         [&](const std::unique_ptr<PendingBatch>& one) { return one.get() == pending; });
     if (is_pending) pending->is_left = true;
-    if (!thread.recomputed && tells_batch_end) {
+    if (tells_end()) {
       HeldError& own = completed ? raised : held;
       own.show();
       done &= tell(is_pending ? "batch_left" : "batch_ended", py::make_tuple(thread.batch, done));

@@ -9,7 +9,6 @@ arguments and its result, after every hook of the user's. No hook is registered:
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from . import _extension, _live, compiled, rehearsal
 from .global_hooks import after_steps, children
 from .handles import Handles
 from .recorder import PythonRecorder
+from .user_warning import warn_user
 from .wrapped_names import child_name, is_recorded, named_modules
 
 ATTRIBUTE = "_compiled_call_impl"
@@ -191,11 +191,9 @@ class Attachment:
         self._told_of_lost = True
         shown = ", ".join(name or "the root module" for name in lost[:3])
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        warnings.warn(
+        warn_user(
             f"nanwatch no longer sees the calls of {shown}{more}: `compile()` or other code has taken their place."
-            " Compile first and watch then.",
-            RuntimeWarning,
-            stacklevel=3,
+            " Compile first and watch then."
         )
 
     def relink(self) -> None:

@@ -77,7 +77,7 @@ class Listener(Protocol):
         """
 
     def batch_ended(self, batch: int, completed: bool) -> None:
-        """An outermost call returned (`completed`) or raised. Told only while `tells_batch_end` is set.
+        """An outermost call returned (`completed`) or raised. Told of the former only while `tells_batch_end` is set.
 
         What it raised is then `sys.exc_info()[1]`, and only what is raised from that takes its place. Calls of watched
         modules made from here, or from `fault`, are not recorded.
