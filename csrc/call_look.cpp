@@ -161,10 +161,8 @@ void CallRecorder::captured(Thread& thread, bool completed) {
   }
   if (RowTable::instance()->end_graph(*graph) == 0) {
     graphs_.push_back(graph);
-  } else if (PyErr_WarnEx(PyExc_RuntimeWarning,
-                          "nanwatch: this batch was not captured into one CUDA graph as a whole: its replays are not "
-                          "seen",
-                          1) != 0) {
+  } else if (!tell("warn", py::make_tuple("nanwatch: this batch was not captured into one CUDA graph as a whole: its "
+                                          "replays are not seen"))) {
     PyErr_WriteUnraisable(nullptr);
   }
 }
@@ -183,11 +181,9 @@ bool CallRecorder::look_at_replays(bool wait) {
       const uint64_t lost = replays - GraphRows::kReplays - graph->seen;
       graph->seen += lost;
       next_batch_ += int64_t(lost);
-      if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
-                           "nanwatch: %llu replays of a CUDA graph were not seen, as each look finds the latest %llu; "
-                           "call Watch.look() at least as often",
-                           static_cast<unsigned long long>(lost),
-                           static_cast<unsigned long long>(GraphRows::kReplays)) != 0)
+      if (!tell("warn", py::make_tuple("nanwatch: " + std::to_string(lost) +
+                                       " replays of a CUDA graph were not seen, as each look finds the latest " +
+                                       std::to_string(GraphRows::kReplays) + "; call Watch.look() at least as often")))
         return false;
     }
     while (graph->seen < replays) {

@@ -106,6 +106,9 @@ class Listener(Protocol):
     def batch_left(self, batch: int, completed: bool) -> None:
         """As `batch_ended`, of a batch whose rows are still to come."""
 
+    def warn(self, message: str) -> None:
+        """Warn of something in the user's run."""
+
     def batch_looked_at(self, batch: int, completed: bool) -> None:
         """All frames of a batch have been told that was left before. Told if one was faulty or `tells_batch_end`."""
 

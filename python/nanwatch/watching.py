@@ -29,6 +29,7 @@ from .report import Report
 from .reports import Reports
 from .response import Response
 from .step_look import StepLook
+from .user_warning import warn_user
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -301,6 +302,10 @@ class Watch:
             self._conclude(batch, completed)
         finally:
             self._recorder.tells_batch_end = self._awaits_batch_end()
+
+    def warn(self, message: str) -> None:
+        """See Listener."""
+        warn_user(message)
 
     def _conclude(self, batch: int, completed: bool) -> None:
         if self._tracer is not None:
