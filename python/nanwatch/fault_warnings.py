@@ -25,8 +25,8 @@ class _Count:
     calls: Counter[str] = field(default_factory=Counter)
 
     def add(self, batch: int, module: str) -> None:
-        if self.first < 0:
-            self.first = batch
+        # Batches of several threads come in any order.
+        self.first = batch if self.first < 0 else min(self.first, batch)
         self.last = max(self.last, batch)
         self.batches += 1
         self.firsts[module] += 1
@@ -116,7 +116,8 @@ class FaultWarnings:
             self._run = None
         if told.batches:
             calls = f"; faulty calls: {_ranked(told.calls)}" if told.calls else ""
-            warn_user(f"of {batches:,} batches watched, {told}{calls}", may_raise=may_raise)
+            watched = f"{batches:,} batch{'' if batches == 1 else 'es'}"
+            warn_user(f"of {watched} watched, {told}{calls}", may_raise=may_raise)
 
 
 def _ranked(counts: Counter[str]) -> str:

@@ -133,6 +133,7 @@ class _Job:
 
     def connect(self, peers: Peers, peer_timeout: float) -> Verdict | None:
         """The verdict of the process group there is now; None without one, or in a group of one."""
+        self._waited_for = None  # the next error may have its id
         group = _group()
         if group is None:
             if self._verdict is not None:
