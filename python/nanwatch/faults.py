@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .errors import BatchLimitError, NonFiniteError
+from .errors import BatchLimitError, NonFiniteError, spell
 from .fault_warnings import FaultWarnings
 from .faulty_batches import FaultyBatch, FaultyBatches
 from .frame import FrameRows
@@ -24,6 +25,8 @@ from .report import Report
 from .reports import Reports
 from .response import Response
 from .walk import call_leaves
+
+_log = logging.getLogger("nanwatch")
 
 
 class Faults:
@@ -184,10 +187,13 @@ class Faults:
         # One without calls ended something else, such as a call in compiled code.
         if isinstance(error, NonFiniteError | BatchLimitError) or not left_calls(error):
             return
-        faulty = self.batches.get(batch) or self._meet_left(error, batch)
-        if faulty is not None and not faulty.is_told:
-            faulty.is_told = True
-            self._response.note(error, faulty.report, self._look_closer)
+        try:
+            faulty = self.batches.get(batch) or self._meet_left(error, batch)
+            if faulty is not None and not faulty.is_told:
+                faulty.is_told = True
+                self._response.note(error, faulty.report, self._look_closer)
+        except Exception as trouble:  # the user's error matters more
+            _log.debug("what %s left in batch %d was not told: %s", spell(error), batch, spell(trouble))
 
     def _meet_left(self, error: Exception, batch: int) -> FaultyBatch | None:
         """Look at the calls that the exception left."""

@@ -110,7 +110,7 @@ class Response:
     def note(self, error: Exception, report: Report, look: Look) -> None:
         """Say in a note of somebody else's exception, which ends a batch, what was not finite in it.
 
-        Also hand the report to the user's function. What that raises, the recorder drops in favour of `error`.
+        Also hand the report to the user's function, whose errors the caller drops in favour of `error`.
         """
         closer = look(report) if self.acts else report
         add_note(error, closer)
