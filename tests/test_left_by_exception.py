@@ -265,3 +265,25 @@ def test_an_exception_that_takes_no_note_is_raised_as_it_is() -> None:
         error = raised_by(model, torch.full((2, 4), 1e30))
     assert (type(error), error.args, error.__context__) == (Odd, ("mine",), None)
     assert w.report().finding is not None
+
+
+def test_a_look_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what goes wrong in it nor what the user's function raises is raised; the next batch is watched."""
+
+    def refuse(report: Report) -> None:
+        raise LookupError("of the callable")
+
+    def break_down(*_: object) -> None:
+        raise LookupError("of the look")
+
+    model = Net()
+    refuse_nonfinite(model)
+    for breaks in (False, True):
+        if breaks:
+            monkeypatch.setattr("nanwatch.faults.left_frames", break_down)
+        with watch(model, on_nonfinite=refuse) as w:
+            error = raised_by(model, torch.full((2, 4), 1e30))
+            assert (type(error), error.args, error.__context__) == (Refused, ("b",), None)
+            assert len(notes_of(error)) == (not breaks)
+            model(torch.ones(2, 4))
+            assert (w.batch, w._ended_by_exception) == (1, False)
