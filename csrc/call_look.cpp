@@ -161,10 +161,8 @@ void CallRecorder::captured(Thread& thread, bool completed) {
   }
   if (RowTable::instance()->end_graph(*graph) == 0) {
     graphs_.push_back(graph);
-  } else if (PyErr_WarnEx(PyExc_RuntimeWarning,
-                          "nanwatch: this batch was not captured into one CUDA graph as a whole: its replays are not "
-                          "seen",
-                          1) != 0) {
+  } else if (!tell("warn", py::make_tuple("nanwatch: this batch was not captured into one CUDA graph as a whole: its "
+                                          "replays are not seen"))) {
     PyErr_WriteUnraisable(nullptr);
   }
 }
@@ -183,11 +181,9 @@ bool CallRecorder::look_at_replays(bool wait) {
       const uint64_t lost = replays - GraphRows::kReplays - graph->seen;
       graph->seen += lost;
       next_batch_ += int64_t(lost);
-      if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
-                           "nanwatch: %llu replays of a CUDA graph were not seen, as each look finds the latest %llu; "
-                           "call Watch.look() at least as often",
-                           static_cast<unsigned long long>(lost),
-                           static_cast<unsigned long long>(GraphRows::kReplays)) != 0)
+      if (!tell("warn", py::make_tuple("nanwatch: " + std::to_string(lost) +
+                                       " replays of a CUDA graph were not seen, as each look finds the latest " +
+                                       std::to_string(GraphRows::kReplays) + "; call Watch.look() at least as often")))
         return false;
     }
     while (graph->seen < replays) {
@@ -259,7 +255,9 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   const bool waits = pending != nullptr && close(thread, completed);
   thread.args = thread.kwargs = nullptr;
   observer_.end_batch();
-  if (pending_.empty() && (thread.recomputed || !tells_batch_end)) return completed;
+  // The listener is told of every batch that ends by an exception. A look may change `tells_batch_end`.
+  const auto tells_end = [&] { return !thread.recomputed && (tells_batch_end || !completed); };
+  if (pending_.empty() && !tells_end()) return completed;
   bool done = completed;
   {
     HeldError held;
@@ -269,7 +267,7 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
     const bool is_pending = std::any_of(pending_.begin(), pending_.end(),
                                         [&](const std::unique_ptr<PendingBatch>& one) { return one.get() == pending; });
     if (is_pending) pending->is_left = true;
-    if (!thread.recomputed && tells_batch_end) {
+    if (tells_end()) {
       HeldError& own = completed ? raised : held;
       own.show();
       done &= tell(is_pending ? "batch_left" : "batch_ended", py::make_tuple(thread.batch, done));

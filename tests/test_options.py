@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -134,22 +132,6 @@ def test_check_at_the_batch_tells_nothing_of_a_batch_that_raised_by_itself() -> 
     finding = w.report().finding
     assert finding is not None
     assert finding.module == "0"
-
-
-def test_warn_names_each_module_once_a_batch_and_counts_the_rest() -> None:
-    """A module called three times in a faulty batch gives one warning, and one count of the other two at the end."""
-    shared = Scale(INF)
-    model = nn.Sequential(shared, shared, nn.Sequential(shared))
-    with watch(model, on_nonfinite="warn"), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for batch in range(2):
-            before = len(caught)
-            model(torch.ones(1))
-            texts = [str(warning.message) for warning in caught[before:]]
-            assert [re.findall(r"of (\S+) ", text)[0] for text in texts[:-1]] == ["0", "2", "the"]
-            assert all(f"in batch {batch}" in text for text in texts[:-1])
-            assert texts[-1] == f"batch {batch}, further faulty calls: 0 2 more"
-    assert {warning.category for warning in caught} == {RuntimeWarning}
 
 
 def test_an_error_of_the_callable_is_the_calls_error_at_the_batch_too() -> None:

@@ -199,6 +199,58 @@ def test_an_error_of_a_collective_outside_any_forward_is_explained(job):
     assert shown[0].__cause__ is ended
 
 
+def of_gloo() -> None:
+    raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Read error")
+
+
+def of_c10d() -> None:
+    raise dist.DistBackendError("remote process exited")
+
+
+def of_a_wait() -> None:
+    code = compile(
+        "raise RuntimeError('words of another backend')", "/torch/distributed/distributed_c10d.py", "exec"
+    )
+    exec(code, {})
+
+
+def of_a_shape() -> None:
+    nn.Linear(4, 4)(torch.ones(2, 5))
+
+
+def of_another_kind() -> None:
+    raise ValueError("gloo")
+
+
+@pytest.mark.parametrize(
+    ("fail", "waits"),
+    [(of_gloo, True), (of_c10d, True), (of_a_wait, True), (of_a_shape, False), (of_another_kind, False)],
+)
+def test_only_the_error_of_a_collective_is_waited_for(job, monkeypatch, fail, waits):
+    """Once for each error, where it ends a batch, the `with` and the process. Any other is what it was, at once."""
+    pauses = []
+    clock = iter(range(10_000))
+
+    class Time:
+        monotonic = staticmethod(lambda: float(next(clock)))
+        sleep = staticmethod(pauses.append)
+
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            fail()
+            return x
+
+    model = Fails()
+    with nanwatch.watch(model, peer_timeout=10):
+        monkeypatch.setattr(peers, "time", Time)
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            model(torch.ones(2, 4))
+        assert bool(pauses) is waits
+        pauses.clear()
+        assert peers._job.explain(caught.value, None) is None
+        assert not pauses
+
+
 @pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt(), RuntimeError("a bug")])
 def test_other_errors_are_what_they_were(job, error):
     """Nobody has failed elsewhere: a user's own error leaves the forward and the `with` as it is."""

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -267,35 +266,6 @@ def test_batches_nobody_looked_at_end_no_failure() -> None:
         for _ in range(3):
             model(torch.ones(1))
     assert w.report().batch == 0
-
-
-def test_warn_warns_of_each_module_once_a_batch() -> None:
-    """Every faulty module warns once in each bad batch; what it did again is counted at the batch's end."""
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = Scale(INF)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.scale(x)
-            return self.scale(x)
-
-    model = Twice()
-    with watch(model, on_nonfinite="warn"), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for factor in (INF, 1.0, INF):
-            model.scale.factor = factor
-            model(torch.ones(1))
-    texts = [str(warning.message) for warning in caught]
-    assert [text.split(";")[0] for text in texts[:2]] == [
-        "inf first seen in `output` of scale (Scale) in batch 0",
-        "inf first seen in `output` of the root module (Twice) in batch 0",
-    ]
-    assert texts[2] == "batch 0, further faulty calls: scale 1 more"
-    assert len(texts) == 6
-    assert all("batch 2" in text for text in texts[3:])
-    assert {warning.category for warning in caught} == {RuntimeWarning}
 
 
 def test_a_callable_gets_each_bad_batch() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from .backward import Arrival, BackwardCall, find_in_backward
-from .finding import Finding, find, finding_of
+from .faulty_batches import FaultyBatches
+from .finding import find, finding_of
 from .frame import FrameRows
-from .job import report_of
 from .modules import each_parameter
 from .observe import observe
 from .optimizer_guard import OptimizerGuard, SkippedStep, Weight
@@ -21,7 +21,7 @@ from .optimizer_state import NAME, OptimizerState
 from .options import Options
 from .record import Row, is_fault
 from .report import Report
-from .shard import parameter_mesh
+from .reports import Reports
 from .wrapped_names import find_module, named_modules
 
 _ADDED_UP = (
@@ -45,6 +45,7 @@ class BackwardWatch:
         model: nn.Module,
         recorder: Any,
         options: Options,
+        reports: Reports,
         *,
         rank: Callable[[], int],
         act: Callable[[Report], None],
@@ -53,6 +54,7 @@ class BackwardWatch:
         self._model = weakref.ref(model)
         self._recorder = recorder
         self._options = options
+        self._reports = reports
         self._rank = rank
         self._act = act
         this = weakref.ref(self)
@@ -125,20 +127,20 @@ class BackwardWatch:
             self._guard.before_step(optimizer)
 
     def ended(
-        self, calls: list[BackwardCall], arrivals: list[Arrival], faulty: int | None, left: object
+        self, calls: list[BackwardCall], arrivals: list[Arrival], faulty: FaultyBatches, left: object
     ) -> None:
-        """A backward went wrong, and its frames are not yet kept. `faulty` is a batch whose failure is known."""
+        """Hold the failure of a backward whose frames are not yet kept. `faulty` are batches that are known to be."""
         calls = [BackwardCall(*call) for call in calls]
         fault = find_in_backward(calls, [Arrival(*one) for one in arrivals], rank=self._rank())
         # The gradients of a faulty forward are its consequence.
-        if fault is None or self._guard is None or fault.finding.batch == faulty:
+        if fault is None or self._guard is None or fault.finding.batch in faulty:
             return
         batch = fault.finding.batch
         # The frames of a backward are kept, and counted, once it has been told of.
         num_before, place = self._recorder.frames_of_batch(batch), fault.finding.sequence
         sequence = None if num_before is None or place is None else num_before + place
         finding = replace(fault.finding, sequence=sequence)
-        report = self._report(finding, batch, fault.frames)
+        report = self._reports.latest(finding, batch, fault.frames)
         bad = [(call.frame, row) for call in calls for row in call.frame.rows if is_fault(row)]
         self._guard.hold(report, {frame.batch for frame, _ in bad}, self._weights(bad), left)
 
@@ -170,7 +172,7 @@ class BackwardWatch:
         sequence = self._recorder.frames_of_batch(batch)
         finding = finding_of(frame, frame.records[0], "produced", None, self._rank(), sequence)
         remark = _REDUCED if frame.records[0].is_shard else _ADDED_UP
-        report = self._report(replace(finding, remarks=(remark,)), batch, [bad[0][0]])
+        report = self._reports.latest(replace(finding, remarks=(remark,)), batch, [bad[0][0]])
         self._guard.hold(report, {batch}, self._weights(bad))
 
     def _state_seen(self, rows: list[Row]) -> None:
@@ -181,12 +183,6 @@ class BackwardWatch:
         if not any(map(is_fault, rows)):
             return
         num_frames = self._recorder.frames_of_batch(batch)
-        report = self._report(None, batch)
+        report = self._reports.latest(None, batch)
         finding = find(report.frames[-1:], rank=self._rank(), num_frames=num_frames)
         self._act(replace(report, finding=finding))
-
-    def _report(self, finding: Finding | None, batch: int, more: Iterable[FrameRows] = ()) -> Report:
-        """With the latest frames, and `more` that are not among them."""
-        frames = (*self._recorder.frames(), *more)[-self._options.max_frames :]
-        told = tuple(frame.to_frame() for frame in frames)
-        return report_of(told, finding, batch, parameter_mesh(self._model()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +16,7 @@ from .errors import spell
 from .options import Options
 from .report import Report
 from .turn import Turn
+from .user_warning import warn_user
 
 # A run that goes on may fail for ever, and a disk is not filled with capsules: after so many failures looks get rarer.
 MANY = 20
@@ -107,11 +107,7 @@ class CloserLook:
                 loss_scale=self._loss_scale(),
             )
         except Exception as error:  # the first report is not lost for the second
-            warnings.warn(
-                f"nanwatch could not look closer at a failure: {spell(error)}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn_user(f"nanwatch could not look closer at a failure: {spell(error)}", may_raise=False)
             return report
         finally:
             self._end_turn()
@@ -173,9 +169,7 @@ class CloserLook:
 
             write_frames(report, self._output_dir / name)
         except Exception as error:
-            warnings.warn(
-                f"nanwatch could not write the last frames: {spell(error)}", RuntimeWarning, stacklevel=2
-            )
+            warn_user(f"nanwatch could not write the last frames: {spell(error)}", may_raise=False)
 
     def _start_of(self, report: Report) -> BatchStart | None:
         start = self._starts.get(threading.get_ident())

@@ -9,7 +9,6 @@ frame and raises as a call in the interpreter does (csrc/compiled_call.cpp).
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Iterator
 from types import CodeType
@@ -30,6 +29,7 @@ from .dynamo_values import (
     put_begin,
     put_record,
 )
+from .user_warning import warn_user
 
 _DYNAMO = "torch._dynamo"
 
@@ -63,7 +63,7 @@ def _warn(what: str, error: Exception) -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(f"nanwatch: {what} ({type(error).__name__}: {error})", RuntimeWarning, stacklevel=3)
+        warn_user(f"nanwatch: {what} ({type(error).__name__}: {error})")
 
 
 def _follow_watched_calls() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import TYPE_CHECKING
 
 from . import text
@@ -29,11 +31,26 @@ class NonFiniteError(ValueError):
         self.origin = origin
 
     def __str__(self) -> str:
-        finding = self.report.finding
-        head = "a non-finite value" if finding is None else text.summary(finding)
-        if self.origin is not None:
-            head += f"\nAmong the ranks: {self.origin}"
-        return f"{head}\n\n{self.report.to_text()}"
+        return _told(self.report, self.origin)
+
+
+def add_note(error: BaseException, report: Report) -> None:
+    """Add what was not finite to somebody else's exception, as a note under its traceback (PEP 678). Raises nothing."""
+    note = f"nanwatch: {_told(report)}"
+    try:
+        if sys.version_info >= (3, 11):
+            error.add_note(note)
+        else:  # Python shows none, but pytest and others do
+            vars(error).setdefault("__notes__", []).append(note)
+    except Exception as trouble:  # a class of exceptions may have an `add_note` of its own
+        logging.getLogger("nanwatch").debug("no note was added to %s: %s", type(error), spell(trouble))
+
+
+def _told(report: Report, origin: Origin | None = None) -> str:
+    head = "a non-finite value" if report.finding is None else text.summary(report.finding)
+    if origin is not None:
+        head += f"\nAmong the ranks: {origin}"
+    return f"{head}\n\n{report.to_text()}"
 
 
 class BatchLimitError(ValueError):

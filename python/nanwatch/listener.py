@@ -19,6 +19,19 @@ from .record import Row
 Check: TypeAlias = Literal["auto", "module", "batch", "async"]
 
 
+class Parts(Protocol):
+    """Which tensors of a call are read."""
+
+    @property
+    def weights(self) -> bool: ...  # noqa: D102
+    @property
+    def buffers(self) -> bool: ...  # noqa: D102
+    @property
+    def inputs(self) -> bool: ...  # noqa: D102
+    @property
+    def outputs(self) -> bool: ...  # noqa: D102
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a recorder looks at and keeps; see `watch`."""
@@ -59,7 +72,7 @@ class Listener(Protocol):
         """
 
     def batch_ended(self, batch: int, completed: bool) -> None:
-        """An outermost call returned (`completed`) or raised. Told only while `tells_batch_end` is set.
+        """An outermost call returned (`completed`) or raised. Told of the former only while `tells_batch_end` is set.
 
         What it raised is then `sys.exc_info()[1]`, and only what is raised from that takes its place. Calls of watched
         modules made from here, or from `fault`, are not recorded.
@@ -87,6 +100,9 @@ class Listener(Protocol):
 
     def batch_left(self, batch: int, completed: bool) -> None:
         """As `batch_ended`, of a batch whose rows are still to come."""
+
+    def warn(self, message: str) -> None:
+        """Warn of something in the user's run."""
 
     def batch_looked_at(self, batch: int, completed: bool) -> None:
         """All frames of a batch have been told that was left before. Told if one was faulty or `tells_batch_end`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
@@ -14,6 +13,7 @@ from .forecast import Forecast
 from .frame import FrameRows
 from .log_entry import BatchLog, LogEntry, fault_entry
 from .sink import Sink
+from .user_warning import warn_user
 
 # A tracker takes 30 to 60 µs a number. Where the entries of a model would take more than a fiftieth of the run's time,
 # there are fewer of them.
@@ -108,8 +108,6 @@ class Log:
             yield
         except Exception as error:
             self._sink = None
-            warnings.warn(
-                f"nanwatch logs no more to log_to=, which raised {spell(error)}; the run goes on and is watched",
-                RuntimeWarning,
-                stacklevel=2,
+            warn_user(
+                f"nanwatch logs no more to log_to=, which raised {spell(error)}; the run goes on and is watched"
             )

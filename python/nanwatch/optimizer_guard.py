@@ -8,7 +8,6 @@ ones), the scale has fallen, or the gradients that were bad are gone.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from .observe import read
 from .ranges import only_our_dispatch
 from .record import NOT_TAKEN, SKIPPED_STEP
 from .report import Report
+from .user_warning import warn_user
 
 # What is kept of skipped steps; all are counted.
 _MAX_KEPT = 100
@@ -231,10 +231,8 @@ class OptimizerGuard:
         self._recorder.excuse_gradients(sorted(pending.batches), NOT_TAKEN)
         finding = pending.report.finding
         assert finding is not None
-        warnings.warn(
-            f"{text.summary(finding)}; the gradients that the optimizer's step takes are finite: nothing was stopped",
-            RuntimeWarning,
-            stacklevel=6,  # who calls the step
+        warn_user(
+            f"{text.summary(finding)}; the gradients that the optimizer's step takes are finite: nothing was stopped"
         )
 
     def _fail(self, remark: str = "") -> None:

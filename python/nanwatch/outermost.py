@@ -7,7 +7,6 @@ apart is parameters that require a gradient, in a module that is in training mod
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
@@ -23,6 +22,7 @@ from .errors import spell
 from .global_hooks import after_steps
 from .links import calls_of_others, make_calls_of_others
 from .living import living
+from .user_warning import warn_user
 
 _T = TypeVar("_T")
 
@@ -129,7 +129,7 @@ class Outermost:
             return self._look(module, caller)
         except Exception as error:  # a program that nobody watches does better than one that ends here
             self.stop()
-            warnings.warn(f"nanwatch looks for no more models: {spell(error)}", RuntimeWarning, stacklevel=3)
+            warn_user(f"nanwatch looks for no more models: {spell(error)}")
             return False
 
     def _look(self, module: nn.Module, caller: FrameType | None) -> bool:

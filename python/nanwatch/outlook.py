@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,6 +12,7 @@ from .forecast import Forecast, Forecaster
 from .frame import FrameRows
 from .listener import Recorder
 from .modules import each_module
+from .user_warning import warn_user
 
 if TYPE_CHECKING:
     from .log import Log
@@ -64,7 +64,7 @@ class Outlook:
             self._log.end(batch, forecasts)
             self._recorder.tells_frames = self._log.is_due(batch + self._every)
         for forecast in forecasts:
-            warnings.warn(str(forecast), RuntimeWarning, stacklevel=2)
+            warn_user(str(forecast))
 
     def fault(self, finding: Finding | None) -> None:
         """A batch went wrong, or a step was about to take what its backward did wrong."""

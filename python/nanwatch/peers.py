@@ -10,7 +10,6 @@ import hashlib
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from .global_hooks import after_steps
 from .job import place, report_of
 from .modules import each_module
 from .report import Report
+from .user_warning import warn_user
 
 if TYPE_CHECKING:  # of use only in a job of several ranks
     from .sighting import Origin
@@ -34,6 +34,10 @@ if TYPE_CHECKING:  # of use only in a job of several ranks
 
 # A look at the store a second, give or take a quarter: so long until a failure elsewhere is known here.
 _NEWS = 2.0
+# gloo raises RuntimeError, as nearly everything in PyTorch does. These are words of its messages, and files of PyTorch
+# whose frames wait for a collective.
+_WORDS = ("gloo", "by peer", "NCCL", "ProcessGroup", "c10d", "Timed out waiting", "Socket closed")
+_FILES = ("distributed_c10d.py", "_functional_collectives.py")
 
 
 class Peers:
@@ -87,7 +91,8 @@ class Peers:
     def explain(self, error: BaseException | None) -> PeerNonFiniteError | None:
         """What is behind an error that ends a batch or a run, when that is the failure of another rank.
 
-        A collective that fails, as its peer has gone, fails before this rank knows why: it is waited for.
+        A collective that fails, as its peer has gone, fails before this rank knows why. After such an error, and no
+        other, this waits up to 2 s for news.
         """
         return self._job.explain(error, self)
 
@@ -124,9 +129,12 @@ class _Job:
         self._lock = threading.RLock()
         self._handle: Any = None
         self._excepthook: partial[None] | None = None
+        # The error that came last, by its id: it may end a batch, then the `with`, then the process.
+        self._waited_for: int | None = None
 
     def connect(self, peers: Peers, peer_timeout: float) -> Verdict | None:
         """The verdict of the process group there is now; None without one, or in a group of one."""
+        self._waited_for = None  # the next error may have its id
         group = _group()
         if group is None:
             if self._verdict is not None:
@@ -175,7 +183,7 @@ class _Job:
             try:
                 return verdict.settle(finding)
             except RuntimeError as error:  # the store went, before it could say whose failure it was
-                warnings.warn(f"nanwatch: {spell(error)}", RuntimeWarning, stacklevel=2)
+                warn_user(f"nanwatch: {spell(error)}", may_raise=False)
                 return None
             finally:
                 self._num_verdicts += 1
@@ -186,8 +194,8 @@ class _Job:
         verdict = self._verdict
         if verdict is None or error is None or isinstance(error, NonFiniteError):
             return None
-        # What gloo raises, and what c10d does; the other kinds of RuntimeError are no collective's.
-        if type(error) is RuntimeError or isinstance(error, torch.distributed.DistError):
+        if id(error) != self._waited_for and _is_of_collective(error):
+            self._waited_for = id(error)
             until = time.monotonic() + _NEWS
             while not verdict.pending() and not verdict.trouble and time.monotonic() < until:
                 time.sleep(0.05)
@@ -223,11 +231,7 @@ class _Job:
     def _stuck(self, origin: Origin) -> None:
         """In the thread of the verdict, while this rank waits for one that has failed."""
         self._write_last_frames()
-        warnings.warn(
-            f"nanwatch: rank {place()[0]} waits for a rank that has failed: {origin}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn_user(f"nanwatch: rank {place()[0]} waits for a rank that has failed: {origin}", may_raise=False)
 
     def _stepped(self, *_: Any) -> None:
         self.steps += 1
@@ -261,6 +265,18 @@ class _Job:
 
 
 _job = _Job()
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    """Whether a collective raised the error, by its class, its text, or the frame that it comes from."""
+    if not isinstance(error, RuntimeError):
+        return False
+    if isinstance(error, torch.distributed.DistError) or any(word in str(error) for word in _WORDS):
+        return True
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_code.co_filename.endswith(_FILES)
 
 
 def _group() -> Any:

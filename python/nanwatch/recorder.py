@@ -23,7 +23,7 @@ from .frame import FrameRows
 from .frame_ring import FrameRing
 from .gradient_frames import RecordsBackwards
 from .largest import Largest, Name
-from .listener import Listener, Settings
+from .listener import Listener, Parts, Settings
 from .observe import arrived, holds_fractions, observe
 from .record import Role, Row, is_fault
 from .walk import Unwalked, call_leaves, is_container, leaves, spell_key
@@ -250,7 +250,7 @@ class PythonRecorder(RecordsBackwards):
         self._end_batch(thread, completed)
 
     def _end_batch(self, thread: _Thread, completed: bool) -> None:
-        if not self.tells_batch_end or thread.recomputed:
+        if thread.recomputed or (completed and not self.tells_batch_end):
             return
         own = None if completed else sys.exc_info()[1]
         try:
@@ -289,17 +289,9 @@ class PythonRecorder(RecordsBackwards):
         self, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> tuple[list[Row], list[tuple[Role, str, Tensor]]]:
         """The rows of a call, and the tensors that they are of."""
-        settings = self._settings
-        values: list[tuple[Role, str, Any]] = []
-        if settings.weights:
-            values += [("weight", name, x) for name, x in own_tensors(module._parameters)]
-        if settings.buffers:
-            values += [("buffer", name, x) for name, x in own_tensors(module._buffers) if holds_fractions(x)]
-        if settings.inputs:
-            values += [("input", label, x) for label, x in call_leaves(args, kwargs)]
-        if settings.outputs:
-            values += [("output", label, x) for label, x in leaves(output, "output")]
-        found = [observe(x, label, role, node.allow_inf, counts=settings.counts) for role, label, x in values]
+        values = call_values(self._settings, module, args, kwargs, output)
+        counts = self._settings.counts
+        found = [observe(x, label, role, node.allow_inf, counts=counts) for role, label, x in values]
         self._count(found)
         return found, [one for one in values if isinstance(one[2], Tensor)]
 
@@ -333,6 +325,26 @@ def planned_rows(
             read.append((role, label, value))
         rows.append(observe(value, label, role, allow_inf, counts=counts))
     return class_name, rows, read
+
+
+def call_values(
+    wanted: Parts,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    output: Any,
+) -> list[tuple[Role, str, Any]]:
+    """Return what a frame of this call shows, each value with its role and its label, in the order of the records."""
+    values: list[tuple[Role, str, Any]] = []
+    if wanted.weights:
+        values += [("weight", name, x) for name, x in own_tensors(module._parameters)]
+    if wanted.buffers:
+        values += [("buffer", name, x) for name, x in own_tensors(module._buffers) if holds_fractions(x)]
+    if wanted.inputs:
+        values += [("input", label, x) for label, x in call_leaves(args, kwargs)]
+    if wanted.outputs:
+        values += [("output", label, x) for label, x in leaves(output, "output")]
+    return values
 
 
 def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:

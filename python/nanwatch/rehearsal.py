@@ -7,13 +7,13 @@ written. What is in there may be nan.
 from __future__ import annotations
 
 import functools
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
 from ._when_imported import when_imported
+from .user_warning import warn_user
 
 _STAGE = "torch.distributed.pipelining.stage"
 # The first is the name in torch 2.8, which rehearses on zeros; the others are those of 2.13.
@@ -34,11 +34,9 @@ def _change_stage() -> None:
             if hasattr(PipelineStage, name):
                 setattr(PipelineStage, name, _unrecorded(getattr(PipelineStage, name)))
     except Exception as error:  # the import is the user's
-        warnings.warn(
+        warn_user(
             "nanwatch: what a pipeline stage runs to learn the shapes of its tensors is taken for batches"
-            f" ({type(error).__name__}: {error})",
-            RuntimeWarning,
-            stacklevel=2,
+            f" ({type(error).__name__}: {error})"
         )
 
 

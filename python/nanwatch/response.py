@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -9,11 +10,15 @@ from typing import Any
 
 from torch import nn
 
+from . import text
 from .closer_look import CloserLook
-from .errors import NonFiniteError
+from .errors import NonFiniteError, add_note, spell
 from .options import Options
 from .peers import Peers
 from .report import Report
+from .user_warning import warn_user
+
+_log = logging.getLogger("nanwatch")
 
 Look = Callable[[Report], Report]
 
@@ -101,6 +106,37 @@ class Response:
                 raise error
             closer = look(report)
             raise NonFiniteError(closer, None if self._peers is None else self._peers.settle(closer.finding))
+
+    def note(self, error: Exception, report: Report, look: Look) -> None:
+        """Say in a note of somebody else's exception, which ends a batch, what was not finite in it.
+
+        Also hand the report to the user's function, whose errors the caller drops in favour of `error`.
+        """
+        closer = look(report) if self.acts else report
+        add_note(error, closer)
+        if callable(self._action):
+            self._action(closer)
+
+    def tell_at_end(self, report: Report, look: Look) -> None:
+        """Tell of gradients that are not finite when the watch ends, and that no step was about to take.
+
+        They are no failure yet, so this warns where another failure would be raised.
+        """
+        is_raising = sys.exc_info()[0] is not None
+        closer = look(report)
+        if self._action in ("raise", "warn") and closer.finding is not None:
+            warn_user(
+                f"{text.summary(closer.finding)}; the watch ended before a step took it; Watch.report() has the frames"
+                " that led to it",
+                may_raise=not is_raising,
+            )
+        elif callable(self._action):
+            try:
+                self._action(closer)
+            except Exception as error:
+                if not is_raising:
+                    raise
+                _log.debug("on_nonfinite raised %s while the watch ended by another error", spell(error))
 
     def explain(self, error: BaseException | None) -> None:
         """Raises PeerNonFiniteError from `error` when another rank's failure is behind it."""

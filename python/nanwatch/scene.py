@@ -13,6 +13,7 @@ from .errors import spell
 from .examination import Call, Examination
 from .execution_context import Autocast, RngState
 from .finding import Finding, value_of
+from .left_calls import left_calls
 from .lineage import Lineage
 from .observe import observe
 from .record import Record, to_record
@@ -84,7 +85,13 @@ class Scene:
         self.was_called = self.was_called or module is self._suspect
         if is_receiver:
             self._look(call_leaves(args, kwargs), guilty)
-        result = module._call_impl(*args, **kwargs) if own is None else self._examine(own)
+        try:
+            result = module._call_impl(*args, **kwargs) if own is None else self._examine(own)
+        except Exception as error:  # of a hook that looks for such values itself
+            left = [call for call in left_calls(error) if call.module is module]
+            if self._is_producer and left:
+                self._look(leaves(left[-1].output, "output"), guilty)
+            raise
         if self._is_producer:
             self._look(leaves(result, "output"), guilty)
         elif is_receiver:

@@ -12,9 +12,7 @@ import atexit
 import contextlib
 import os
 import shutil
-import sys
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from . import trace
 from .errors import spell
 from .trace import SUFFIX, parts_beside
+from .user_warning import warn_user
 
 if TYPE_CHECKING:
     from .frame import FrameRows
@@ -137,9 +136,10 @@ class TraceWriter:
         if waits and self._thread is not threading.current_thread():
             self._thread.join(seconds)
             if self._thread.is_alive():
-                _warn(
+                warn_user(
                     f"nanwatch: the trace {self.path} was not whole on disk after {seconds:.0f} s; it can be read up to"
-                    " the last part written"
+                    " the last part written",
+                    may_raise=False,
                 )
 
     # What follows runs in the thread.
@@ -159,9 +159,10 @@ class TraceWriter:
             self._tables.clear()
             with contextlib.suppress(OSError):
                 self._temporary.unlink(missing_ok=True)
-            _warn(
+            warn_user(
                 f"nanwatch: the trace {self.path} ends here, as it could not be written ({spell(error)}); what was"
-                " written before can be read, and the run goes on without a trace"
+                " written before can be read, and the run goes on without a trace",
+                may_raise=False,
             )
         finally:
             atexit.unregister(self.close)
@@ -185,9 +186,10 @@ class TraceWriter:
                 dirty = True
             if self._facts["lost_frames"] and not self._told_of_loss:
                 self._told_of_loss = True
-                _warn(
+                warn_user(
                     f"nanwatch: the trace {self.path} lacks frames that came faster than they could be taken or"
-                    " written; their number is in the file's metadata. every= or trace_batches= trace fewer batches"
+                    " written; their number is in the file's metadata. every= or trace_batches= trace fewer batches",
+                    may_raise=False,
                 )
             if ends and not frames:
                 return
@@ -239,11 +241,3 @@ _HOW: dict[str, Any] = {"compression": "zstd", "store_schema": True}
 def write_table(table: Any, path: Path) -> None:
     """Write one file. What fails to be written is an OSError."""
     trace.arrow("pyarrow.parquet", "trace=").write_table(table, path, **_HOW)
-
-
-def _warn(message: str) -> None:
-    # In this thread an exception, which a filter may make of a warning, would reach nobody and end the trace.
-    try:
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
-    except RuntimeWarning:
-        sys.stderr.write(f"{message}\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import threading
-import warnings
 import weakref
 from errno import EDQUOT, ENOSPC
 from functools import partial
@@ -22,6 +21,7 @@ from .listener import Recorder
 from .modules import each_module
 from .trace import SUFFIX
 from .trace_writer import TraceWriter, claim
+from .user_warning import warn_user
 from .weight_steps import WeightSteps
 from .weight_versions import WeightVersions
 
@@ -153,9 +153,7 @@ def start_tracer(path: Path, recorder: Recorder, ring: int, every: int, model: n
     except OSError as error:
         if error.errno not in (ENOSPC, EDQUOT):
             raise
-        warnings.warn(
-            f"nanwatch: there is no trace, as {error}; the run goes on", RuntimeWarning, stacklevel=2
-        )
+        warn_user(f"nanwatch: there is no trace, as {error}; the run goes on")
         return None
 
 

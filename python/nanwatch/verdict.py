@@ -12,7 +12,6 @@ import queue
 import random
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from .errors import NonFiniteError, spell
 from .finding import Finding
 from .report import Report
 from .sighting import Origin, Sighting
+from .user_warning import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -236,7 +236,7 @@ class Verdict:
         try:
             on_stuck(origin)
         except Exception as error:
-            warnings.warn(f"nanwatch: on_stuck raised {spell(error)}", RuntimeWarning, stacklevel=2)
+            warn_user(f"nanwatch: on_stuck raised {spell(error)}", may_raise=False)
 
     def _learn(self) -> None:
         self._known = self._board.origin() or self._known

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,23 +16,20 @@ from .backward import Arrival, BackwardCall
 from .backward_watch import BackwardWatch
 from .calls import Attachment
 from .errors import BatchLimitError, NonFiniteError
-from .fault_warnings import FaultWarnings
-from .finding import Finding, find
+from .faults import Faults
 from .frame import Frame, FrameRows
 from .job import rank as _rank
 from .job import report_of
 from .listener import Recorder
-from .observe import observe
 from .optimizer_guard import SkippedStep, is_inside_step
 from .options import Options
 from .outlook import Outlook
-from .record import Record, to_record
 from .recorder import make_recorder
 from .report import Report
+from .reports import Reports
 from .response import Response
-from .shard import parameter_mesh
 from .step_look import StepLook
-from .walk import call_leaves
+from .user_warning import warn_user
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -57,21 +53,11 @@ class Watch:
     ) -> None:
         self._options = options
         self._model = weakref.ref(model)
-        self._mesh: tuple[str, ...] = ()  # as last seen: a report may be asked for when the model has gone
-        # The report of the first of the latest run of faulty batches, the latest faulty batch, its report as long as
-        # nobody was told.
-        self._failure: Report | None = None
-        self._faulty: int | None = None
-        self._untold: Report | None = None
-        self._faults = FaultWarnings(speaks=options.on_nonfinite == "warn")
-        self._run_is_open = False
         this = weakref.ref(self)
         self._response = Response(
             model, options, lambda: report_of(()) if (own := this()) is None else own._last_frames()
         )
-        # Of rows that a device makes: the faulty batches that ended before theirs had come, and an error that was
-        # found while a report was asked for, which is no place to raise it.
-        self._left: set[int] = set()
+        # An error that was found while a report was asked for, which is no place to raise it.
         self._postponed: NonFiniteError | None = None
         # The recorder may hold more frames than are shown: `room` for those who read them batch by batch.
         ring = max(options.max_frames, room)
@@ -100,6 +86,16 @@ class Watch:
             log_to=options.log_to if options.enabled else None,
             log_every=options.log_every,
         )
+        self._reports = Reports(model, self._recorder, options.max_frames)
+        self._faults = Faults(
+            model,
+            options,
+            self._recorder,
+            self._response,
+            self._outlook,
+            self._reports,
+            lambda: None if (own := this()) is None else own._backward.release(),
+        )
         self._recorder.tells_batch_start = self._response.awaits_batches
         self._recorder.tells_batch_end = self._awaits_batch_end()
         self._attachment: Attachment | None = None
@@ -115,8 +111,9 @@ class Watch:
             model,
             self._recorder,
             options,
+            self._reports,
             rank=_rank,
-            act=lambda report: None if (own := this()) is None else own._act_on_step(report),
+            act=self._faults.step_follows,
             let_go=self._response.let_go,
         )
         if options.enabled:
@@ -166,15 +163,18 @@ class Watch:
         self._recorder.look(True)
 
     def _leave(self) -> None:
-        self._mesh = parameter_mesh(self._model()) or self._mesh
+        self._reports.look_at_mesh()
         self._step_look.remove()
         self._backward.remove()
         if self._attachment is not None:
             self._attachment.remove()
         if self._tracer is not None:
             self._tracer.close()
-        self._response.close()
-        self._outlook.close()
+        try:
+            self._faults.watch_ends()
+        finally:
+            self._response.close()
+            self._outlook.close()
 
     def pause(self) -> None:
         """Record nothing until `resume()`; batches meanwhile are not counted."""
@@ -224,7 +224,13 @@ class Watch:
         waits for the rest.
         """
         frames = self.frames
-        return self._failure or self._backward.held or self._report(frames, None, self.batch)
+        failure = self._faults.batches.failure or self._backward.held
+        return failure or self._reports.of(frames, None, self.batch)
+
+    @property
+    def _ended_by_exception(self) -> bool:
+        """Whether the latest batch ended by an exception."""
+        return self._faults.ended_by_exception
 
     def _settle(self) -> None:
         self._take_in(wait=self._options.check != "async")
@@ -266,47 +272,16 @@ class Watch:
 
     def fault(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """Report the first fault of a batch; when acting on it is due here, act."""
-        self._meet(
-            frame,
-            caller,
-            lambda: [to_record(observe(x, label, "input")) for label, x in call_leaves(args, kwargs or {})],
-        )
-        at_once = self._options.check in ("auto", "module") or frame.recomputed
-        if at_once and self._response.acts:
-            # The end of a recomputation is told to nobody.
-            self._act(inside=not frame.recomputed)
+        self._faults.fault(frame, caller, args, kwargs)
 
     def late_fault(self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool) -> None:
         """Report the first fault of a batch; what is due follows with the batch's end."""
-        if is_left:
-            self._left.add(frame.batch)
-        self._meet(frame, caller, lambda: [to_record(row) for row in given.rows])
-
-    def _meet(self, frame: FrameRows, caller: str | None, given: Callable[[], list[Record]]) -> None:
-        # A forward that is recomputed in the backward repeats what its batch has told.
-        if frame.batch != self._faulty:
-            self._faulty = frame.batch
-            self._faults.begin()
-            # Weights that something else than an optimizer moved by what the backward did wrong: that came first.
-            held = self._backward.release()
-            report = self._untold = held or self._report_fault(frame, caller, given())
-            if not self._run_is_open:
-                self._failure = report
-                self._run_is_open = True
-            self._recorder.tells_batch_end = True
-            self._response.announce(report)
-            self._outlook.fault(report.finding)
-            if not self._response.acts:
-                self._untold = self._look_closer(report)
-        if self._faults.count(frame.name):
-            untold = self._untold  # which another thread may tell
-            first = untold.finding if untold is not None and self._faults.is_first else None
-            self._faults.warn(first or find([frame.to_frame()], rank=_rank()))
+        self._faults.late_fault(frame, caller, given, is_left)
 
     def batch_ended(self, batch: int, completed: bool) -> None:
         """Act on the batch's fault where that was put off; end the run when asked to."""
         try:
-            self._response.batch_left(completed, self._look_closer)
+            self._faults.forward_left(batch, completed)
             self._conclude(batch, completed)
         finally:
             self._response.batch_ended(batch)
@@ -316,7 +291,7 @@ class Watch:
     def batch_left(self, batch: int, completed: bool) -> None:
         """As `batch_ended`, but for the batch's fault, which is not known yet."""
         try:
-            self._response.batch_left(completed, self._look_closer)
+            self._faults.forward_left(batch, completed)
         finally:
             self._response.batch_ended(batch)
         self._check_limit(batch, completed)
@@ -326,20 +301,16 @@ class Watch:
         try:
             self._conclude(batch, completed)
         finally:
-            self._left.discard(batch)
             self._recorder.tells_batch_end = self._awaits_batch_end()
+
+    def warn(self, message: str) -> None:
+        """See Listener."""
+        warn_user(message)
 
     def _conclude(self, batch: int, completed: bool) -> None:
         if self._tracer is not None:
             self._tracer.batch_ended()
-        if batch == self._faulty:
-            self._faults.end(batch)
-            if completed:
-                self._act()
-            self._untold = None
-        elif completed and batch % self._options.every == 0:
-            self._run_is_open = False
-            self._outlook.end(batch)
+        self._faults.conclude(batch, completed)
 
     def _check_limit(self, batch: int, completed: bool) -> None:
         if completed and batch == self._options.abort_after_batch:
@@ -358,59 +329,20 @@ class Watch:
         self._take_in(wait=True)
         if is_inside_step():  # a closure's backward: the step changes the weights next
             self._raise_postponed()
-        self._backward.ended(calls, arrivals, self._faulty, left)
-
-    def _act_on_step(self, report: Report) -> None:
-        """A step is about to take what a backward did wrong, or has left its optimizer so."""
-        self._outlook.fault(report.finding)
-        if not self._run_is_open:
-            self._failure = report
-            self._run_is_open = self._recorder.tells_batch_end = True
-        if self._options.on_nonfinite == "warn" and report.finding is not None:
-            told = f"{text.summary(report.finding)}; Watch.report() has the frames that led to it"
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
-        self._response.announce(report)
-        self._response.act(report, self._look_closer)
+        self._backward.ended(calls, arrivals, self._faults.batches, left)
 
     def _last_frames(self) -> Report:
         """Of a rank that has found nothing itself; also called while this thread is held up."""
-        frames = self._recorder.frames()[-self._options.max_frames :]
-        return self._report(tuple(frame.to_frame() for frame in frames), None, self.batch)
+        return self._reports.latest(None, self.batch)
 
     def _awaits_batch_end(self) -> bool:
         return (
             self._response.awaits_batches
             or self._outlook.awaits_batches
-            or self._run_is_open
+            or self._faults.awaits_batches
             or self._tracer is not None
             or self._options.abort_after_batch is not None
         )
-
-    def _report_fault(self, frame: FrameRows, caller: str | None, given: list[Record]) -> Report:
-        frames = tuple(frame.to_frame() for frame in self._recorder.frames())
-        current = [one for one in frames if one.batch == frame.batch]
-        num_frames = self._recorder.frames_of_batch(frame.batch)
-        finding = find(current, batch_inputs=given, caller=caller, rank=_rank(), num_frames=num_frames)
-        return self._report(frames[-self._options.max_frames :], finding, frame.batch)
-
-    def _report(self, frames: tuple[Frame, ...], finding: Finding | None, batch: int | None) -> Report:
-        self._mesh = parameter_mesh(self._model()) or self._mesh
-        return report_of(frames, finding, batch, self._mesh)
-
-    def _act(self, *, inside: bool = False) -> None:
-        report, self._untold = self._untold, None
-        if report is not None:
-            self._response.act(report, self._look_closer, inside=inside)
-
-    def _look_closer(self, report: Report) -> Report:
-        # Of faulty batches in a row the first tells most.
-        if report is not self._failure and self._options.on_nonfinite != "raise":
-            return report
-        # Of a batch that was left, what a second run needs is gone, and perhaps the weights have moved on.
-        closer = self._response.look_closer(report, is_late=report.batch in self._left)
-        if self._failure is report:
-            self._failure = closer
-        return closer
 
 
 def _print_lines(lines: Iterable[str]) -> None:
