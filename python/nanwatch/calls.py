@@ -22,6 +22,7 @@ from . import _extension, _live, compiled, rehearsal
 from .global_hooks import after_steps, children
 from .handles import Handles
 from .recorder import PythonRecorder
+from .visible import with_utf8
 from .wrapped_names import child_name, is_recorded, named_modules
 
 ATTRIBUTE = "_compiled_call_impl"
@@ -154,7 +155,7 @@ class Attachment:
             return
         self._names[module] = name
         self._nodes[module] = self._recorder.add_node(
-            name, module, self._records(module), self._allow_inf(name)
+            with_utf8(name), module, self._records(module), self._allow_inf(name)
         )
         self._link(module)
 
