@@ -235,7 +235,7 @@ def test_a_document_beyond_all_size_is_not_read(good, tmp_path):
     """A sparse file of a terabyte is refused by its size."""
     folder = write(tmp_path / "c", files(good))
     os.truncate(folder / JSON, 1 << 40)
-    assert "bytes, a capsule's at most" in error_of(folder)
+    assert "bytes, which is the most that is read" in error_of(folder)
 
 
 @pytest.mark.parametrize("name", [JSON, TENSORS])

@@ -76,11 +76,11 @@ def test_frames_come_back_as_they_were(made: list[FrameRows]) -> None:
     assert set(table["rank"].to_pylist()) == {3}
 
 
-def test_a_name_that_has_no_utf_8_is_kept_with_a_replacement() -> None:
-    """A lone surrogate in a label costs that letter and no more."""
+def test_a_name_that_has_no_utf_8_is_kept_with_an_escape() -> None:
+    """A lone surrogate in a label is spelt out, as in every text."""
     row: Row = ("a\ud800b", "input", None, "", None, None, None, None, "None")
     table = trace.Tabulator(0).table([FrameRows(0, "m", "M", [row])])
-    assert table["label"].to_pylist() == ["a?b"]
+    assert table["label"].to_pylist() == ["a\\ud800b"]
 
 
 def test_the_docs_have_every_column_in_order() -> None:

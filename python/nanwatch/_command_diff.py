@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from ._commands import command_parser
+from ._commands import command_parser, failed
 from .comparison import RTOL, diff
 from .difference import KINDS
 from .progress import shown
 from .trace_file import Trace
 
-_DIFFER, _FAILED = 1, 2
+_DIFFER = 1
 _EXAMPLES = """\
 exit status: 1 when they differ, 0 when they do not, 2 when they cannot be compared
 
@@ -37,8 +36,7 @@ def main(arguments: list[str]) -> int:
                 tell("drawing the page")
                 options.html.write_text(found.to_html(), encoding="utf-8")
     except (ValueError, OSError, ImportError) as error:
-        print(f"python -m nanwatch diff: {error}", file=sys.stderr)
-        return _FAILED
+        return failed("diff", error)
     print(found.to_json() if options.json else found.to_text())
     return _DIFFER if found.differs else 0
 

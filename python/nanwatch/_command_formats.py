@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from math import isfinite
 from typing import Any
 
-from ._commands import command_parser
+from ._commands import command_parser, failed
 from .fitting import FORMATS, Need, fits
 from .progress import shown
 from .text import module_name
 from .trace_file import Trace
+from .visible import visible
 
-_FAILED = 2
 _EXAMPLES = """\
 A format "holds all" when, with the margin at both ends, the largest magnitude does not overflow in it and the smallest
 above zero is a normal number of it. It "holds largest" when only the largest fits: what is small loses precision there
@@ -36,12 +35,11 @@ def main(arguments: list[str]) -> int:
         with shown() as tell:
             found = fits(Trace.open(options.trace, tell), options.margin_bits)
     except (ValueError, OSError, ImportError) as error:
-        print(f"python -m nanwatch formats: {error}", file=sys.stderr)
-        return _FAILED
+        return failed("formats", error)
     if options.json:
         print(json.dumps(_document(found, options.margin_bits), allow_nan=False, indent=2))
     else:
-        print("\n".join(_lines(found, options.margin_bits)))
+        print("\n".join(map(visible, _lines(found, options.margin_bits))))
     return 0
 
 

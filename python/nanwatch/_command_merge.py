@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-from ._commands import command_parser
+from ._commands import command_parser, failed
 from .merge import merge
 from .merge_document import document
 from .merge_text import merged_text
@@ -58,7 +57,6 @@ def main(arguments: list[str]) -> int:
             tell("comparing the ranks")
             printed = json.dumps(document(merged), indent=2) if options.json else merged_text(merged)
     except (ValueError, OSError, ImportError) as error:
-        print(f"python -m nanwatch merge: {error}", file=sys.stderr)
-        return 2
+        return failed("merge", error)
     print(printed)
     return 1 if merged.failed else 0

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from . import text
-from ._commands import command_parser
+from ._commands import command_parser, failed
 from .capsule import Capsule
+from .errors import spell
 from .progress import Tell, shown
 from .replay import Replayed, dtype_of, rerun
 from .terminal import wants_color
+from .visible import visible
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE, _FAILED = 1, 2
@@ -79,8 +81,7 @@ def main(arguments: list[str]) -> int:
             tell(f"importing {options.model}")
             model = _model(options.model)
         except (_UseError, ValueError, ImportError) as error:
-            print(f"python -m nanwatch replay: {error}", file=sys.stderr)
-            return _FAILED
+            return failed("replay", error)
         runs = _runs(capsule, model, options.dtype, options.device, tell)
     if options.json:
         print(json.dumps(_document(capsule, runs), indent=2))
@@ -153,7 +154,7 @@ def _run(capsule: Capsule, model: Any, name: str, device: str | None) -> _Run:
         return _Run(name, rerun(capsule, model, getattr(torch, name) if name else None, device))
     except Exception as error:
         # One dtype that the module cannot do is no reason to leave out the others.
-        return _Run(name, None, f"{type(error).__name__}: {error}")
+        return _Run(name, None, spell(error))
 
 
 def _label(capsule: Capsule, dtype: str) -> str:
@@ -171,12 +172,13 @@ def _lines(capsule: Capsule, runs: list[_Run]) -> list[str]:
     labels = _labels(capsule, runs)
     width = max(map(len, labels)) + 2
     lines += [f"{label:<{width}}{run.words}" for label, run in zip(labels, runs, strict=True)]
+    lines = list(map(visible, lines))
     failed = next((run for run in runs if run.verdict == "non-finite"), None)
     if failed is not None and failed.done is not None:
         lines += ["", failed.done.report.to_text(color=wants_color(sys.stdout))]
     remarks = dict.fromkeys(remark for run in runs if run.done is not None for remark in run.done.remarks)
     if remarks:
-        lines += ["", *(f"Note:  {remark}" for remark in remarks)]
+        lines += ["", *(visible(f"Note:  {remark}") for remark in remarks)]
     return lines
 
 

@@ -23,6 +23,7 @@ from .deferred import DeferredWatch
 from .errors import BatchLimitError, NonFiniteError, spell
 from .outermost import MAX_MODELS, Outermost
 from .report import Report
+from .visible import visible
 from .watch import Watch, watch
 
 _NONFINITE, _BAD_USE, _FAILED = 3, 2, 1
@@ -169,7 +170,7 @@ def _line(name: str, one: Watch, report: Report) -> str:
 
 
 def _tell(message: str) -> None:
-    print(f"{_NAME}: {message}", file=sys.stderr, flush=True)
+    print(visible(f"{_NAME}: {message}"), file=sys.stderr, flush=True)
 
 
 def _show(error: Exception) -> None:

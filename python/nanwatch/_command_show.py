@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from ._commands import command_parser
+from . import reading
+from ._commands import command_parser, failed
 from .progress import Tell, shown
 from .report import Report
 from .trace_file import Trace, batch_words
+from .visible import visible
 
-_FAILED = 2
 _EXAMPLES = """\
 exit status: 0, or 2 when there is nothing to show
 
@@ -33,10 +33,11 @@ def main(arguments: list[str]) -> int:
 
                 options.html.write_text(report_html(report, tell), encoding="utf-8")
             tell("making the text")
-            printed = report.to_json() if options.json else "\n".join([*heading, report.to_text()])
+            printed = (
+                report.to_json() if options.json else "\n".join([*map(visible, heading), report.to_text()])
+            )
     except (ValueError, OSError, ImportError) as error:
-        print(f"python -m nanwatch show: {error}", file=sys.stderr)
-        return _FAILED
+        return failed("show", error)
     print(printed)
     return 0
 
@@ -57,7 +58,7 @@ def _report(file: Path, batch: int | None, tell: Tell) -> tuple[Report, list[str
         if batch is not None:
             raise ValueError(f"--batch is for a trace, and {file} is a report; leave it out")
         tell(f"reading {file.name}")
-        return Report.from_json(file.read_text(encoding="utf-8")), []
+        return Report.from_json(reading.file_text(file)), []
     trace = Trace.open(file, tell)
     if not trace.batches:
         raise ValueError(f"{trace.path} has no batch")

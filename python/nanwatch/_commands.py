@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from .visible import visible
+
 # What a shell makes of a program that SIGPIPE has ended.
 _CUT = 128 + 13
 
@@ -92,6 +94,12 @@ COMMANDS = {
     "run": Command("watch the model of an unchanged training script", "_command_run", only_prints=False),
     "show": Command("the frames of a trace, or a saved report", "_command_show"),
 }
+
+
+def failed(name: str, error: BaseException) -> int:
+    """Say on stderr, in one line, why the command `name` has nothing to print. Return exit status 2."""
+    sys.stderr.write(f"nanwatch {name}: {visible(str(error))}\n")
+    return 2
 
 
 def help_text() -> str:

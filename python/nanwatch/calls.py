@@ -21,6 +21,7 @@ from .handles import Handles
 from .links import Link, attach, chain, detach
 from .modules import WeakIdentityDict
 from .recorder import PythonRecorder
+from .visible import with_utf8
 from .wrapped_names import child_name, is_recorded, named_modules
 
 
@@ -123,7 +124,7 @@ class Attachment:
         if self._names.get(module) is not None:
             return
         records = is_recorded(module) and self._observed(name)
-        node = self._recorder.add_node(name, module, records, self._allow_inf(name))
+        node = self._recorder.add_node(with_utf8(name), module, records, self._allow_inf(name))
         call = _watched_call(self._recorder, module, None, node)
         # For compiled code; `site` is the same as a word, by which Dynamo knows that the place is as it was.
         call.attachment = weakref.ref(self)

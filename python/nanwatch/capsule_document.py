@@ -6,7 +6,6 @@ Every function takes a value and the place of it, so that an error names the pla
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,16 +50,12 @@ def blaming(path: Path) -> Iterator[None]:
 
 def check_file(path: Path) -> None:
     """ValueError for what is no file of its own: a pipe would wait for ever, a link lead anywhere."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise ValueError("is no regular file (links are not followed)")
+    reading.check_regular(path, follows_links=False)
 
 
 def _load(path: Path) -> Json:
-    check_file(path)
-    if path.stat().st_size > MAX_DOCUMENT:
-        raise ValueError(f"has {path.stat().st_size:,} bytes, a capsule's at most {MAX_DOCUMENT:,}")
     document = json.loads(
-        path.read_bytes().decode("utf-8"),
+        reading.file_text(path, MAX_DOCUMENT, follows_links=False),
         parse_constant=reading.refuse_constant,
         object_pairs_hook=_no_doubles,
     )

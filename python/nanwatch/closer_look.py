@@ -135,12 +135,11 @@ class CloserLook:
     def _passed_over(self, report: Report) -> Report:
         """The report as it is, which says that it was not looked at."""
         if self._failures == MANY + 1:
-            warnings.warn(
+            warn_user(
                 f"nanwatch has looked closer at {MANY} failed batches of this model. From now on it does so only at the"
                 f" {2 * MANY}th, {4 * MANY}th, {8 * MANY}th and so on. To end the failures, follow the first report."
                 " To have no more reports, call Watch.stop(). To have one of each failure, begin a new watch.",
-                RuntimeWarning,
-                stacklevel=2,
+                may_raise=False,
             )
         finding = report.finding
         if finding is None:

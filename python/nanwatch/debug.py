@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from . import text
+from ._reference import without_repeats
 from .errors import BatchLimitError
 from .observe import read
 from .options import MAX_BATCH, whole
 from .ranges import abs_range, tensor_health
 from .record import Role, Row, to_record
 from .recorder import own_tensors
+from .visible import visible
 
 
 class OverflowDetectedError(ValueError):
@@ -126,7 +128,7 @@ class DebugUnderflowOverflow:
         overflowed = False
         for value, label, role in _values(module, args, output):
             rows.append(read(value, label, role))
-            if rows[-1][6] is False and _print_kinds(value, label):
+            if rows[-1][6] is False and _print_kinds(value, visible(label)):
                 overflowed = True
         frame = _SavedFrame(self._header, self.module_names[module], type(module).__name__, rows)
         self._header = []
@@ -144,7 +146,7 @@ class DebugUnderflowOverflow:
                 self._dump(batch)
                 raise OverflowDetectedError(
                     f"nan or inf in batch {batch}, in a call of {text.module_name(frame.name)}"
-                    f" ({frame.class_name}); the frames that led to it were printed above"
+                    f" ({visible(frame.class_name)}); the frames that led to it were printed above"
                 )
         if self.abort_after_batch_num is not None and self.batch_number > self.abort_after_batch_num:
             raise BatchLimitError(self.batch_number - 1, "abort_after_batch_num")
@@ -183,6 +185,7 @@ def _print_kinds(x: Tensor, ctx: str) -> bool:
     """Which kinds of non-finite value `x` holds, printed the moment it is known."""
     if x.is_complex():
         # Of the parts, not of the modulus: (inf, nan) has both kinds and one modulus.
+        x, _ = without_repeats(x)
         has_nan, has_inf = bool(torch.isnan(x).any()), bool(torch.isinf(x).any())
     else:
         health = tensor_health(x)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal, TypeAlias
 
+from .visible import visible
+
 Kind: TypeAlias = Literal["isfinite", "shape", "dtype", "range"]
 # In one record the first of these that differs is named.
 KINDS: tuple[Kind, ...] = ("isfinite", "shape", "dtype", "range")
@@ -89,7 +91,7 @@ class Difference:
         """A paragraph to read in a terminal, without a newline at its end."""
         from .diff_text import diff_lines
 
-        return "\n".join(diff_lines(self))
+        return "\n".join(map(visible, diff_lines(self)))
 
     def to_json(self) -> str:
         """`{"differs", "first": {"batch", "module", "label", "what"} or null, "grew": [...]}`."""

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from . import text
+from .visible import visible
 
 if TYPE_CHECKING:
     from .report import Report
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 def spell(error: BaseException) -> str:
     """The kind of an error and the first line of its text."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    return visible(f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__)
 
 
 class NonFiniteError(ValueError):
@@ -66,9 +67,16 @@ class BatchLimitError(ValueError):
         return f"stopped after batch {self.batch}, as {asked} asks; leave the option out to run on"
 
 
-class CapsuleError(ValueError):
+class _FileError(ValueError):
+    """What was opened may be a stranger's, and the text of the error may quote it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(visible(message))
+
+
+class CapsuleError(_FileError):
     """What was opened is no whole capsule of a version that this nanwatch reads; the text names file and place."""
 
 
-class TraceError(ValueError):
+class TraceError(_FileError):
     """What was opened is no trace of a version that this nanwatch reads; the text names file and place."""

@@ -22,6 +22,7 @@ from .headroom import NEAR_FACTOR
 from .largest import Name
 from .text import module_name
 from .tracks import LATEST, POINTS, Floats, Numbers, Tracks
+from .visible import visible
 
 _Line: TypeAlias = tuple[float, float, float, float]  # bits now, bits per batch, batches left, give or take
 
@@ -63,7 +64,7 @@ class Forecast:
     plus_minus: int
 
     def __str__(self) -> str:
-        return (
+        return visible(
             f"`{self.label}` of {module_name(self.module)}: headroom {self.bits:.1f} bits of {self.dtype}, losing"
             f" {self.bits_per_100:.2g} bits per 100 batches: overflow expected near batch {self.batch:,}"
             f" (± {self.plus_minus:,})"

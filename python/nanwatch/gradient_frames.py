@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,7 @@ class RecordsBackwards(ABC):
     """The part of PythonRecorder that makes frames of backwards; see Recorder."""
 
     counters: dict[str, int]
+    lock: AbstractContextManager[object]
     _frames: FrameRing
     _traced: frozenset[int]
     _listener: Any
@@ -34,9 +36,15 @@ class RecordsBackwards(ABC):
                 lambda: None if (own := this()) is None else own._listener.backward_started(),
                 lambda *found: None if (own := this()) is None else own._keep_backward(*found),
                 counts,
+                self.lock,
             )
         # Of calls in compiled code the latest of each module, for the gradients of its weights.
         self._compiled_calls: dict[str, object] = {}
+
+    def _add(self, **amounts: int) -> None:
+        with self.lock:
+            for name, amount in amounts.items():
+                self.counters[name] += amount
 
     @property
     @abstractmethod
@@ -76,16 +84,18 @@ class RecordsBackwards(ABC):
 
     def add_frame(self, batch: int, node: int, rows: list[Row]) -> None:
         """See Recorder."""
-        self.counters["frames"] += 1
-        name = self._nodes[node].name
-        self._frames.append(FrameRows(batch, name, self._nodes[node].class_name, rows, False, "step"))
+        frame = FrameRows(batch, self._nodes[node].name, self._nodes[node].class_name, rows, False, "step")
+        with self.lock:
+            self._frames.append(frame)
+            self._add(frames=1)
 
     def excuse_gradients(self, batches: Sequence[int], note: str) -> None:
         """See Recorder."""
-        for i, frame in enumerate(self._frames):
-            if frame.phase == "backward" and frame.batch in batches:
-                rows = [(*row[:8], note) if row[6] is False else row for row in frame.rows]
-                self._frames[i] = frame._replace(rows=rows)
+        with self.lock:
+            for i, frame in enumerate(list(self._frames)):
+                if frame.phase == "backward" and frame.batch in batches:
+                    rows = [(*row[:8], note) if row[6] is False else row for row in frame.rows]
+                    self._frames[i] = frame._replace(rows=rows)
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
         """See Recorder."""
@@ -96,13 +106,12 @@ class RecordsBackwards(ABC):
     def _keep_backward(
         self, calls: list[Any], rows: list[list[Row]], arrivals: list[Arrival], is_bad: bool
     ) -> None:
-        if self.paused or self._gradients is None:
+        gradients = self._gradients
+        if self.paused or gradients is None:
             return
-        self.counters["tensors"] += len(arrivals)
-        self.counters["tensors_read"] += self._gradients.tensors_read
-        self.counters["cache_hits"] += len(arrivals) - self._gradients.tensors_read
-        self._gradients.tensors_read = 0
-        self.counters["frames"] += len(calls)
+        with self.lock:
+            read, gradients.tensors_read = gradients.tensors_read, 0
+            self._add(tensors=len(arrivals), tensors_read=read, cache_hits=len(arrivals) - read)
         phase: Phase = "backward"
         frames = [
             FrameRows(one.batch, one.name, one.class_name, own, one.recomputed, phase)
@@ -119,7 +128,9 @@ class RecordsBackwards(ABC):
                 ]
                 self._listener.backward_ended(told, arrivals)
         finally:
-            self._frames.extend(frames)
+            with self.lock:
+                self._frames.extend(frames)
+                self._add(frames=len(frames))
 
     @past_torch_function()
     def _follow(

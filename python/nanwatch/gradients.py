@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -41,20 +42,24 @@ class _Backward:
 
     arrivals: list[tuple[_Call, Part, int, Row]] = field(default_factory=list)
     times: int = 0
-    # What came last, and where: its users come one directly after the other.
-    latest: tuple[tuple[Any, ...], GradientState] | None = None
+    # Where the latest came, and its row: its users come one directly after the other.
+    latest: tuple[tuple[Any, ...], GradientState, Row] | None = None
     recent: RecentGradients = field(default_factory=RecentGradients)
     is_bad: bool = False
     is_over: bool = False
     # No other process in the job: collectives write past the version counter.
     is_alone: bool = field(default_factory=lambda: place()[1] == 1)
 
-    def find(self, state: GradientState, came: bool) -> Row | None:
-        """The row of a gradient that comes now, None where it has to be read. `came`: to this very place."""
+    def came(self, place: tuple[Any, ...], state: GradientState) -> bool:
+        """Whether the latest gradient was this one, at this very place."""
+        return self.latest is not None and self.latest[:2] == (place, state)
+
+    def find(self, place: tuple[Any, ...], state: GradientState) -> Row | None:
+        """Return the row of a gradient that comes now, None where it has to be read."""
         if state.version is None:
             return None
-        if came:
-            return self.arrivals[-1][3]
+        if self.latest is not None and self.came(place, state):
+            return self.latest[2]
         return self.recent.find(state) if self.is_alone else None
 
 
@@ -62,10 +67,17 @@ class PythonGradients:
     """Follows the tensors of recorded calls into their backward.
 
     `started()` is called at the first gradient of a backward while `tells_start`; `keep(calls, rows, arrivals, is_bad)`
-    when it is over, with a list of rows for each call. What these raise, the backward raises.
+    when it is over, with a list of rows for each call. What these raise, the backward raises. `lock` is the recorder's:
+    backwards of several threads, and of several devices, meet here.
     """
 
-    def __init__(self, started: Callable[[], None], keep: Callable[..., None], counts: bool) -> None:
+    def __init__(
+        self,
+        started: Callable[[], None],
+        keep: Callable[..., None],
+        counts: bool,
+        lock: AbstractContextManager[object],
+    ) -> None:
         self.tells_start = False
         self.tensors_read = 0
         self.sums_may_overflow = False
@@ -73,6 +85,7 @@ class PythonGradients:
         self._started = started
         self._keep = keep
         self._counts = counts
+        self._lock = lock
         self._backwards: dict[int, _Backward] = {}
         self._calls = 0
 
@@ -93,8 +106,9 @@ class PythonGradients:
         if not (has_graph or in_compiled_code) or torch._C._get_tracing_state() is not None:
             return None
         batch, name, class_name, caller, recomputed = call
-        made = _Call(batch, self._calls, name, class_name, caller, recomputed)
-        self._calls += 1
+        with self._lock:
+            made = _Call(batch, self._calls, name, class_name, caller, recomputed)
+            self._calls += 1
         outputs = [x for part, _, x in tensors if part == "output"]
         for part, label, x in tensors:
             if not has_graph and (part != "weight" or not x.is_leaf):
@@ -105,7 +119,8 @@ class PythonGradients:
             if part == "output" and x.is_leaf:
                 continue  # handed through
             if x.grad_fn is None:
-                self._leaf_hook(x).users.append((weakref.ref(made), part, f"{label}.grad"))
+                with self._lock:
+                    self._leaf_hook(x).users.append((weakref.ref(made), part, f"{label}.grad"))
             else:
                 place = (x.grad_fn._sequence_nr(), x.output_nr)
                 x.register_hook(_TensorHook(weakref.ref(self), place, made, part, f"{label}.grad"))
@@ -120,35 +135,36 @@ class PythonGradients:
             return 0.0
         backward = self._open(task)
         state = state_of(gradient)
-        came = backward.latest == (place, state)
-        backward.latest = (place, state)
-        backward.times += not came
-        known = backward.find(state, came)
-        is_new = known is None
-        self.tensors_read += is_new
-        for call, part, label in users:
-            if known is None:
-                known = observe(gradient, label, "gradient", counts=self._counts)
-            row = (label, *known[1:])
-            if part == "output":
-                call.backward = task
+        with self._lock:
+            backward.times += not backward.came(place, state)
+            time = backward.times
+            known = backward.find(place, state)
+            self.tensors_read += known is None
+        row = observe(gradient, "", "gradient", counts=self._counts) if known is None else known
+        with self._lock:
+            backward.latest = (place, state, row)
             backward.is_bad = backward.is_bad or is_fault(row)
-            backward.arrivals.append((call, part, backward.times, row))
-        # What came to a leaf comes to no other place but by chance.
-        if is_new and known is not None and known[6] and state.is_lasting and place[0] != "leaf":
-            backward.recent.keep(gradient, state, known)
-        largest = None if known is None else known[5]
-        return largest if largest is not None and isfinite(largest) else 0.0
+            for call, part, label in users:
+                if part == "output":
+                    call.backward = task
+                backward.arrivals.append((call, part, time, (label, *row[1:])))
+            # What came to a leaf comes to no other place but by chance.
+            if known is None and row[6] and state.is_lasting and place[0] != "leaf":
+                backward.recent.keep(gradient, state, row)
+        return row[5] if row[5] is not None and isfinite(row[5]) else 0.0
 
     def finish_broken(self) -> None:
         """Make frames of the backwards that ended by an exception."""
-        for task in [task for task, one in self._backwards.items() if one.is_over]:
+        with self._lock:
+            over = [task for task, one in self._backwards.items() if one.is_over]
+        for task in over:
             self._finish(task)
 
     def finish_bad(self) -> None:
         """Make frames of the backward under way, as far as it has come, if something in it is bad."""
         task = torch._C._current_graph_task_id()
-        if task in self._backwards and self._backwards[task].is_bad:
+        backward = self._backwards.get(task)
+        if backward is not None and backward.is_bad:
             self._finish(task)
 
     @past_torch_function()
@@ -170,29 +186,33 @@ class PythonGradients:
         return hook
 
     def _open(self, task: int) -> _Backward:
-        backward = self._backwards.get(task)
-        if backward is None:
+        with self._lock:
+            found = self._backwards.get(task)
+            if found is not None:
+                return found
             backward = self._backwards[task] = _Backward()
-            this = weakref.ref(self)
+        this = weakref.ref(self)
 
-            def over() -> None:
-                if (gradients := this()) is not None:
-                    gradients._finish(task)
+        def over() -> None:
+            if (gradients := this()) is not None:
+                gradients._finish(task)
 
-            def gone() -> None:
-                if (gradients := this()) is not None and task in gradients._backwards:
-                    gradients._backwards[task].is_over = True
-                    gradients._backwards[task].recent.clear()
+        def gone() -> None:
+            # Without the lock: the garbage collector may run this anywhere.
+            if (gradients := this()) is not None and (own := gradients._backwards.get(task)) is not None:
+                own.is_over = True
+                own.recent.clear()
 
-            # The engine drops it with all else when an exception ends the run.
-            weakref.finalize(over, gone).atexit = False
-            torch.autograd.Variable._execution_engine.queue_callback(over)
-            if self.tells_start:
-                self._started()
+        # The engine drops it with all else when an exception ends the run.
+        weakref.finalize(over, gone).atexit = False
+        torch.autograd.Variable._execution_engine.queue_callback(over)
+        if self.tells_start:
+            self._started()
         return backward
 
     def _finish(self, task: int) -> None:
-        backward = self._backwards.pop(task, None)
+        with self._lock:
+            backward = self._backwards.pop(task, None)
         if backward is None:
             return
         backward.recent.clear()
@@ -239,7 +259,8 @@ class _LeafHook:
         if gradient is None or is_compiling() or (gradients := self.gradients()) is None:
             return
         task = torch._C._current_graph_task_id()
-        alive = [(call, part, label) for one, part, label in self.users if (call := one()) is not None]
+        known = list(self.users)  # whatever other threads add
+        alive = [(call, part, label) for one, part, label in known if (call := one()) is not None]
         users: dict[object, tuple[_Call, Part, str]] = {}
         for user in alive:
             if user[1] == "output" or user[0].backward == task:
@@ -248,7 +269,9 @@ class _LeafHook:
         # A weight that is used past its module's call, or in compiled code: its latest call there was.
         found = list(users.values()) or [user for user in alive if user[1] == "weight"][-1:]
         if found:
-            self._add_up(gradient, gradients.arrived(gradient, ("leaf", id(self)), found), gradients)
+            largest = gradients.arrived(gradient, ("leaf", id(self)), found)
+            with gradients._lock:
+                self._add_up(gradient, largest, gradients)
 
     def _add_up(self, gradient: Tensor, largest: float, gradients: PythonGradients) -> None:
         # A sum of finite gradients stays finite as long as the sum of their largest magnitudes is within the format:

@@ -2,7 +2,8 @@
 
 Everything the page needs is in it, and it asks nobody for anything: its content security policy allows two scripts,
 known by their hashes, and no connection. Names of modules, labels and notes are whatever a user's model holds, so
-jinja2 escapes them in the markup, `_json` in the data, and the page's own script writes them as text.
+jinja2 escapes them in the markup, `_json` in the data, and the page's own script writes them as text. Both make
+visible what is not printable.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import base64
 import gzip
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,6 +26,7 @@ from .frame import Frame
 from .headroom import NEAR_FACTOR, by_module, headroom_bits, shrinking
 from .progress import Tell, silent
 from .record import Record
+from .visible import visible
 
 if TYPE_CHECKING:
     from .report import Report
@@ -100,7 +101,12 @@ def _environment(who: str, instead: str) -> Any:
     jinja2 = needed("jinja2", who, "report", instead)
     loader = jinja2.PackageLoader("nanwatch", "templates")
     return jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        loader=loader,
+        autoescape=True,
+        finalize=lambda value: visible(value) if type(value) is str else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
 
 
@@ -111,9 +117,7 @@ def _source(environment: Any, file: str) -> str:
 
 def _rendered(environment: Any, name: str, values: dict[str, Any]) -> str:
     style = _source(environment, "report.css")
-    made = environment.get_template(f"{name}.html.jinja").render(style=style, **values)
-    # A lone surrogate has no UTF-8, and a file that cannot be written helps nobody.
-    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", str(made))
+    return str(environment.get_template(f"{name}.html.jinja").render(style=style, **values))
 
 
 @lru_cache(maxsize=1)
@@ -130,8 +134,17 @@ def _hash(script: str) -> str:
 
 def _json(value: Any) -> str:
     """JSON that is safe within a script element: no `<`, and nothing beyond ASCII (U+2028 ends a line of script)."""
-    plain = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    plain = json.dumps(_visible(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return plain.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+
+
+def _visible(value: Any) -> Any:
+    """`value` with each of its strings as a page shows it."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, dict):
+        return {key: _visible(one) for key, one in value.items()}
+    return [_visible(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 # The finding.

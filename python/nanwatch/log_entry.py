@@ -13,6 +13,7 @@ from .forecast import Forecast
 from .headroom import headroom_bits
 from .record import Row, to_record
 from .text import summary
+from .visible import visible
 
 if TYPE_CHECKING:
     from .frame import FrameRows
@@ -111,7 +112,7 @@ class BatchLog:
         if headroom:
             module, (bits, label, dtype) = next(iter(headroom.items()))
             scalars[LEAST] = bits
-            texts[PLACE] = f"{spell_module(module)} {label}, {dtype}"
+            texts[PLACE] = visible(f"{spell_module(module)} {label}, {dtype}")
         scalars |= {
             f"{HEADROOM}/{spell_module(name)}": headroom[name][0] for name in shown if name in headroom
         }
@@ -129,4 +130,4 @@ def fault_entry(finding: Finding) -> LogEntry:
 
 def spell_module(name: str) -> str:
     """The name of a module within a tag."""
-    return name or "(root)"
+    return visible(name) or "(root)"

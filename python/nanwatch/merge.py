@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import NamedTuple
 
+from . import reading
 from .attempt import Attempt
 from .merge_digest import Digest, Place
 from .merge_document import is_merged, read_merged
@@ -210,7 +211,7 @@ def _read(paths: Sequence[Path], left_out: list[str], tell: Tell) -> Iterator[Di
     for done, path in enumerate(files):
         tell("reading reports", done, len(files), "files")
         try:
-            text = path.read_text(encoding="utf-8")
+            text = reading.file_text(path)
             # One report at a time: parsed it is some ten times its file.
             digests, reasons = (
                 read_merged(text) if is_merged(text) else ([Digest.of(Report.from_json(text))], [])

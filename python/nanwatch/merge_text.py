@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from . import text
+from .visible import visible
 
 if TYPE_CHECKING:
     from .merge import Merged, ModuleHeadroom, WeightRanges
@@ -20,7 +21,7 @@ _RANGES = 4  # of a weight that differs
 
 def merged_text(merged: Merged) -> str:
     """The whole as text, without a newline at its end."""
-    return "\n".join(_lines(merged))
+    return "\n".join(map(visible, _lines(merged)))
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:

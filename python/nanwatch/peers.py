@@ -290,4 +290,4 @@ def _group() -> Any:
 def _part(model: nn.Module) -> str:
     """The same on ranks that hold replicas or shards of one model, another for each stage of a pipeline."""
     names = "\n".join(f"{name} {type(module).__name__}" for name, module in each_module(model))
-    return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(names.encode(errors="backslashreplace"), digest_size=8).hexdigest()

@@ -17,6 +17,7 @@ from .backward_microscope import examine_backward
 from .batch_start import BatchStart
 from .capsule import write_capsule
 from .cures import try_cures
+from .errors import spell
 from .examination import Call, Examination, enrich
 from .finding import Finding
 from .frame import Frame
@@ -95,7 +96,7 @@ def _attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None
     try:
         return step()
     except Exception as error:
-        remarks.append(f"{what} failed: {type(error).__name__}: {error}")
+        remarks.append(f"{what} failed: {spell(error)}")
         return None
 
 

@@ -17,6 +17,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO, cast
 
 from .terminal import wants_color
+from .visible import visible
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -157,15 +158,13 @@ class _Line:
         assert self._step is not None
         what, done, total, unit = self._step
         amount = f"{done:,} of {total:,} {unit}" if total else f"{done:,} {unit}" if done else ""
-        # A path may hold anything, an escape sequence too.
-        plain = "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in what)
         row = Table.grid(padding=(0, 1))
         row.add_column()
         for _ in range(2):
             row.add_column(no_wrap=True, overflow="ellipsis")
         # rich's own bar is red, as faults are.
         bar = ProgressBar(total, done, width=_BAR, complete_style="bar.finished", pulse_style="bar.finished")
-        row.add_row(bar, Text(plain), Text(amount))
+        row.add_row(bar, Text(visible(what)), Text(amount))
         return row
 
 

@@ -6,9 +6,17 @@ A reader takes a value and the place of it in the document, so that an error nam
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Callable, Mapping
 from math import inf, isfinite, nan
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
+
+from .visible import visible
+
+# In bytes. A report of 21 frames has 50 kB, a merge of 256 ranks some MiB; Python's objects for it take ten times that.
+MAX_FILE = 1 << 28
 
 _T = TypeVar("_T")
 Reader: TypeAlias = Callable[[Any, str], _T]
@@ -19,6 +27,24 @@ def refuse_constant(name: str) -> float:
     raise ValueError(f'{name} is no JSON number; "{name}" in quotes was expected')
 
 
+def check_regular(path: Path, *, follows_links: bool = True) -> None:
+    """Raise ValueError unless `path` is a regular file: a pipe would never answer, and /dev/zero never end."""
+    status = path.stat() if follows_links else path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("is no regular file" + ("" if follows_links else " (links are not followed)"))
+
+
+def file_text(path: Path, most: int = MAX_FILE, *, follows_links: bool = True) -> str:
+    """Return the UTF-8 text of a regular file of at most `most` bytes. Raises OSError or ValueError."""
+    check_regular(path, follows_links=follows_links)
+    # Opening must not wait either, should a pipe have come to this place since.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"has more than {most:,} bytes, which is the most that is read")
+    return content.decode("utf-8")
+
+
 def document(text: str, read: Callable[[Any], _T], what: str, advice: str) -> _T:
     """What `read` makes of a JSON text. Raises ValueError: that it is not `what`, why, and the advice."""
     try:
@@ -26,7 +52,7 @@ def document(text: str, read: Callable[[Any], _T], what: str, advice: str) -> _T
     except RecursionError:
         raise ValueError(f"not {what}: nested too deeply; {advice}") from None
     except (ValueError, TypeError) as error:
-        raise ValueError(f"not {what}: {error}; {advice}") from error
+        raise ValueError(visible(f"not {what}: {error}; {advice}")) from error
 
 
 def text(value: Any, where: str) -> str:
@@ -117,7 +143,7 @@ def members(value: Any, where: str, readers: Mapping[str, Reader[Any]]) -> dict[
             raise ValueError(f"{where} has no {name!r}")
     for name in value:
         if name not in readers:
-            raise ValueError(f"{where} has {name!r}, which this version does not know")
+            raise ValueError(f"{where} has {shorten(name)}, which this version does not know")
     return {name: read(value[name], f"{where}.{name}") for name, read in readers.items()}
 
 

@@ -25,7 +25,7 @@ from .gradient_frames import RecordsBackwards
 from .largest import Largest, Name
 from .listener import Listener, Parts, Settings
 from .observe import arrived, holds_fractions, observe
-from .record import Role, Row, is_fault
+from .record import NOT_CHECKED, Role, Row, is_fault
 from .walk import Unwalked, call_leaves, is_container, leaves, spell_key
 
 # A call may be watched from inside torch.compile, which follows every Python frame, so also those of the recorder. With
@@ -86,13 +86,16 @@ class PythonRecorder(RecordsBackwards):
         self._frames = FrameRing(settings.max_frames)
         self._largest = Largest()
         self._thread = _Thread()
-        self.lock = threading.Lock()  # held while a frame is kept and counted
+        # Guards the counters, the ring, the nodes and what is known of backwards. Nobody calls the listener or reads a
+        # tensor while holding it. Reentrant, as a signal's handler may ask for a report at any moment.
+        self.lock = threading.RLock()
         super().__init__(settings.gradients, settings.counts)
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool) -> int:
         """See Recorder."""
-        self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
-        return len(self._nodes) - 1
+        with self.lock:
+            self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
+            return len(self._nodes) - 1
 
     @property
     def paused(self) -> bool:
@@ -115,17 +118,19 @@ class PythonRecorder(RecordsBackwards):
 
     def frames(self) -> list[FrameRows]:
         """See Recorder."""
-        return list(self._frames)
+        with self.lock:
+            return list(self._frames)
 
     def frames_since(self, kept: int, /) -> tuple[int, list[FrameRows]]:
         """See Recorder."""
-        with self.lock:  # whatever other threads record
+        with self.lock:
             new = self.frames_kept - kept
             return self.frames_kept, list(self._frames)[-new:] if new > 0 else []
 
     def frames_of_batch(self, batch: int, /) -> int | None:
         """See Recorder."""
-        return self._frames.of_batch(batch)
+        with self.lock:
+            return self._frames.of_batch(batch)
 
     def take_largest(self) -> tuple[int, list[Name], bytes]:
         """See Recorder."""
@@ -174,7 +179,7 @@ class PythonRecorder(RecordsBackwards):
                 _set_compiler(compiler)
         node = self._nodes[number]
         thread.names.append(node.name)
-        self.counters["calls"] += 1
+        self._add(calls=1)
         completed = False
         compiler = None
         try:
@@ -186,9 +191,13 @@ class PythonRecorder(RecordsBackwards):
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
                 with thread.is_recording():
                     caller = thread.names[-1] if thread.names else None
-                    rows, tensors = self._rows(node, module, args, kwargs, output)
                     call = (thread.batch, node.name, type(module).__name__, caller, thread.recomputed)
-                    self._follow(call, tensors)
+                    try:
+                        rows, tensors = self._rows(node, module, args, kwargs, output)
+                        self._follow(call, tensors)
+                    except RecursionError:
+                        # The call itself was made: it needed less of the stack than a look at it.
+                        rows = [_NO_STACK]
                     self._keep(thread, node.name, type(module).__name__, rows, caller)
             completed = True
         finally:
@@ -221,7 +230,7 @@ class PythonRecorder(RecordsBackwards):
         ends = thread.compiled is not None and caller < 0
         if ends:
             thread.names.pop()
-        self.counters["calls"] += 1
+        self._add(calls=1)
         node = self._nodes[callee]
         completed = False
         try:
@@ -265,9 +274,10 @@ class PythonRecorder(RecordsBackwards):
         thread.given = (args, kwargs or None)
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
         thread.recomputed = torch._C._current_graph_task_id() != -1
-        if not thread.recomputed:
-            self.latest_batch += 1
-        thread.batch = self.latest_batch
+        with self.lock:
+            if not thread.recomputed:
+                self.latest_batch += 1
+            thread.batch = self.latest_batch
         traced = thread.batch in self._traced
         looked_at = not thread.recomputed and thread.batch % self._settings.every == 0
         if looked_at and (traced or self.tells_batch_start):
@@ -277,7 +287,7 @@ class PythonRecorder(RecordsBackwards):
         frame = FrameRows(thread.batch, name, class_name, rows, thread.recomputed)
         with self.lock:
             self._frames.append(frame)
-            self.counters["frames"] += 1
+            self._add(frames=1)
             if self.gathers_largest:
                 self._largest.add(frame)
         if self.tells_frames or thread.batch in self._traced:
@@ -297,9 +307,21 @@ class PythonRecorder(RecordsBackwards):
 
     def _count(self, rows: list[Row]) -> None:
         read = sum(row[6] is not None for row in rows)
-        self.counters["tensors"] += read
-        self.counters["tensors_read"] += read
+        self._add(tensors=read, tensors_read=read)
 
+
+# The row of a call near the end of its thread's stack.
+_NO_STACK: Row = (
+    "output",
+    "output",
+    None,
+    "",
+    None,
+    None,
+    None,
+    None,
+    f"{NOT_CHECKED}: the stack is nearly full (sys.getrecursionlimit)",
+)
 
 _ROLES: dict[str, Role] = {"w": "weight", "b": "buffer", "i": "input", "o": "output"}
 _VALUES: dict[str, Any] = {"n": None, "x": 0}

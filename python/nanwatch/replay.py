@@ -22,6 +22,7 @@ from .options import SWITCH
 from .report import Report
 from .text import close_names, without_wrappers
 from .tree import LeftOut, Structure
+from .visible import visible
 from .watch import watch
 
 Model: TypeAlias = "nn.Module | Callable[[], nn.Module]"
@@ -62,7 +63,7 @@ def replay(
     done = rerun(capsule if isinstance(capsule, Capsule) else Capsule.open(capsule), model, dtype, device)
     if done.report.finding is None:
         for remark in done.remarks:
-            warnings.warn(f"replay: {remark}", RuntimeWarning, stacklevel=2)
+            warnings.warn(visible(f"replay: {remark}"), RuntimeWarning, stacklevel=2)
     return done.report
 
 
@@ -155,13 +156,13 @@ def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
     for candidate in (found, same, model):
         if candidate is not None and type(candidate).__name__ == capsule.class_name:
             return candidate
-    name = capsule.module or "the root module"
+    name, kind = capsule.module or "the root module", visible(capsule.class_name)
     if found is not None:
         raise ValueError(
-            f"the capsule is of a {capsule.class_name}, {name!r}; in this model {name!r} is a {type(found).__name__}"
+            f"the capsule is of a {kind}, {name!r}; in this model {name!r} is a {type(found).__name__}"
         )
     raise ValueError(
-        f"the capsule is of {name!r}, a {capsule.class_name}; this model ({type(model).__name__}) has no such"
+        f"the capsule is of {name!r}, a {kind}; this model ({type(model).__name__}) has no such"
         f" module and is none; {close_names(capsule.module, modules)}"
     )
 
@@ -203,7 +204,7 @@ class _Loading(_Moving):
                     places[f"{path}.{name}" if path else name] = (one, name, x)
         if unknown := sorted(self.capsule.state.keys() - places.keys()):
             raise ValueError(
-                f"this {self.capsule.class_name} has no weight or buffer {unknown[0]!r}, which the capsule has"
+                f"this {visible(self.capsule.class_name)} has no weight or buffer {unknown[0]!r}, which the capsule has"
                 + (f", nor {len(unknown) - 1} more" if unknown[1:] else "")
                 + "; build the model as the recorded one was built"
             )

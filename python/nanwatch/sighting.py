@@ -11,6 +11,7 @@ from . import reading
 from .finding import ORIGINS, VALUES, Finding, Value
 from .finding import Origin as Kind
 from .text import module_name
+from .visible import visible
 
 # A name of a module is rarely longer; what a store holds of a rank stays below a kilobyte.
 _MOST_CHARACTERS = 120
@@ -146,7 +147,7 @@ class Origin:
             text += (
                 f"; {self.world_size - self.num_reported} of {self.world_size} ranks did not answer in time"
             )
-        return text
+        return visible(text)
 
 
 _KINDS: dict[Kind, str] = {

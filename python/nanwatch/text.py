@@ -11,6 +11,7 @@ from .extras import needed
 from .formats import limits
 from .headroom import has_vanished, is_near_end, shrinking
 from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, SKIPPED_STEP, Record
+from .visible import visible
 
 if TYPE_CHECKING:
     from .finding import Finding
@@ -31,19 +32,19 @@ _RICH_STYLES: dict[Style, str] = {
 
 def range_line(abs_min: float, abs_max: float, label: str) -> str:
     """`1.01e-06 6.44e+00 weight`."""
-    return f"{abs_min:8.2e} {abs_max:8.2e} {label}"
+    return visible(f"{abs_min:8.2e} {abs_max:8.2e} {label}")
 
 
 def note_line(note: str, label: str) -> str:
     """`None input[1]`, the note right-aligned over both columns of numbers."""
-    return f"{note:>17} {label}"
+    return visible(f"{note:>17} {label}")
 
 
 def record_line(record: Record) -> str:
     """The line of one record."""
     if record.abs_min is not None and record.abs_max is not None:
         line = range_line(record.abs_min, record.abs_max, record.label)
-        return f"{line} ({record.note})" if record.note else line
+        return visible(f"{line} ({record.note})" if record.note else line)
     if record.note in (NONE, NOT_A_TENSOR):
         return note_line(record.note, record.label)
     reason = record.note.removeprefix(NOT_CHECKED).removeprefix(": ")
@@ -52,7 +53,7 @@ def record_line(record: Record) -> str:
 
 def frame_line(name: str, class_name: str) -> str:
     """The line that names the module of a frame."""
-    return f"{PREFIX} {name} {class_name}"
+    return visible(f"{PREFIX} {name} {class_name}")
 
 
 def frame_lines(frame: Frame) -> list[str]:
@@ -74,7 +75,7 @@ def batch_lines(batch: int) -> list[str]:
 def close_names(wanted: str, names: Iterable[str]) -> str:
     """Where to look for the module that was meant."""
     close = difflib.get_close_matches(wanted, list(names), n=3)
-    return f"close names: {', '.join(close)}" if close else "see model.named_modules() for the names"
+    return visible(f"close names: {', '.join(close)}") if close else "see model.named_modules() for the names"
 
 
 # What wrappers put before the names of the modules that they hold.
@@ -88,7 +89,7 @@ def without_wrappers(name: str) -> str:
 
 def module_name(name: str) -> str:
     """The name as prose has it: the root has none of its own."""
-    return name or "the root module"
+    return visible(name) or "the root module"
 
 
 _PHASES: dict[Phase, str] = {
@@ -101,7 +102,7 @@ _PHASES: dict[Phase, str] = {
 def summary(finding: Finding) -> str:
     """One sentence: what, in which tensor of which module, in which batch."""
     rank = f" on rank {finding.rank}" if finding.rank else ""
-    return (
+    return visible(
         f"{finding.value} first seen in `{finding.label}` of {module_name(finding.module)}"
         f" ({finding.class_name}) in {_PHASES[finding.phase]}batch {finding.batch}{rank}"
     )
@@ -109,6 +110,10 @@ def summary(finding: Finding) -> str:
 
 def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
     """What happened, where, why, and what to look at next; one line each."""
+    return list(map(visible, _finding_lines(finding, frames)))
+
+
+def _finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
     frame, record = _culprit(finding, frames)
     lines = [f"What:  {summary(finding)}.", f"Where: {_where(finding, record)}."]
     why, following = (_why, _next) if finding.phase == "forward" else (why_backward, next_backward)
@@ -269,6 +274,12 @@ def styled_lines(
     frames: Sequence[Frame], finding: Finding | None, batch: int | None, mesh: Sequence[str] = ()
 ) -> Iterator[tuple[Style, str]]:
     """The lines of a report, each with the part it plays."""
+    return ((style, visible(line)) for style, line in _styled_lines(frames, finding, batch, mesh))
+
+
+def _styled_lines(
+    frames: Sequence[Frame], finding: Finding | None, batch: int | None, mesh: Sequence[str]
+) -> Iterator[tuple[Style, str]]:
     until = "" if batch is None else f" up to batch {batch}"
     if finding is not None:
         yield "head", f"Detected {finding.value} in batch {finding.batch}"

@@ -21,6 +21,7 @@ from .extras import needed
 from .frame import PHASES, Frame
 from .progress import Tell, silent
 from .record import ROLES, Record
+from .visible import with_utf8
 from .weight_versions import WeightVersions
 
 if TYPE_CHECKING:
@@ -84,6 +85,12 @@ def parts_beside(path: Path) -> Path:
 def arrow(name: str, what: str) -> Any:
     """The part `name` of pyarrow, which `what` needs."""
     return needed(name, what, "trace")
+
+
+def errors() -> tuple[type[Exception], ...]:
+    """Return what reading a file that is damaged, or no trace at all, may raise."""
+    kind: type[Exception] = import_module("pyarrow").ArrowException
+    return OSError, ValueError, IndexError, MemoryError, kind
 
 
 def schema(facts: dict[str, Any] | None = None) -> Any:
@@ -206,9 +213,7 @@ def _strings(values: Iterable[str | None]) -> Any:
     try:
         return pa.array(found, pa.string())
     except UnicodeEncodeError:  # a lone surrogate in somebody's name has no UTF-8
-        return pa.array(
-            [None if one is None else one.encode(errors="replace").decode() for one in found], pa.string()
-        )
+        return pa.array([None if one is None else with_utf8(one) for one in found], pa.string())
 
 
 # Back.

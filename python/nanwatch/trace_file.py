@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import trace
+from . import reading, trace
 from .errors import TraceError, spell
 from .finding import find
 from .frame import Frame
@@ -57,6 +57,8 @@ class Trace:
         if not parts:
             raise TraceError(f"{place} is a folder without parts (*{SUFFIX}); nothing was written to it yet")
         try:
+            for part in parts:
+                reading.check_regular(part)
             options = datasets.ParquetReadOptions(dictionary_columns=trace.STRINGS)
             how = datasets.ParquetFileFormat(read_options=options)
             # The latest part knows best what was lost.
@@ -67,7 +69,7 @@ class Trace:
                 if field.name not in found.names:
                     found = found.append(field)
             dataset = datasets.dataset([str(part) for part in parts], format=how, schema=found)
-        except (OSError, ValueError) as error:
+        except trace.errors() as error:
             if isinstance(error, TraceError):
                 raise
             raise TraceError(f"{parts[-1]} is no Parquet file that can be read: {spell(error)}") from error
@@ -104,7 +106,7 @@ class Trace:
             self.tell(f"checking {self.path.name}")
             # A file is anybody's, and pyarrow itself would read beyond the end of a list of strings.
             table.validate(full=True)
-        except (OSError, ValueError, IndexError) as error:
+        except trace.errors() as error:
             raise TraceError(f"{self.path} cannot be read: {spell(error)}") from error
         for name, _, may_be_null in trace.COLUMNS:
             if name in names and not may_be_null and table[name].null_count:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from .reading import fail, shorten
+from .visible import visible
 from .walk import spell_key
 
 Json: TypeAlias = Any
@@ -55,7 +56,7 @@ class LeftOut:
 
     def __str__(self) -> str:
         size = "" if self.bytes is None else f", {self.bytes:,} bytes"
-        return f"{self.what} ({self.type_name}{size}): {self.why}"
+        return visible(f"{self.what} ({self.type_name}{size}): {self.why}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ value keeps the word alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
 
@@ -35,6 +35,8 @@ class Unwalked(str):
 
 
 Leaf: TypeAlias = tuple[str, Any]
+# A container under way: its label, its id, and what is left of its children.
+_Level: TypeAlias = tuple[str, int, "Iterator[tuple[object, Any]]"]
 
 
 def leaves(value: Any, label: str) -> list[Leaf]:
@@ -46,7 +48,7 @@ def leaves(value: Any, label: str) -> list[Leaf]:
     if isinstance(value, torch.Tensor):
         return [(label, value)]
     found: list[Leaf] = []
-    _walk(value, label, found, ())
+    _walk(value, label, found)
     return found
 
 
@@ -57,41 +59,55 @@ def call_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Leaf]:
         if isinstance(value, torch.Tensor):
             found.append((f"input[{position}]", value))
         else:
-            _walk(value, f"input[{position}]", found, ())
+            _walk(value, f"input[{position}]", found)
     for name, value in kwargs.items():
-        _walk(value, f"input[{name}]", found, ())
+        _walk(value, f"input[{name}]", found)
     return found
 
 
-def _walk(value: Any, label: str, found: list[Leaf], inside: tuple[int, ...]) -> None:
-    if isinstance(value, torch.Tensor) or value is None:
+def _walk(value: Any, label: str, found: list[Leaf]) -> None:
+    # A loop: each level of a recursion would take of the stack that the user's own forward may need.
+    inside: list[_Level] = []
+    while True:
+        children = _enter(value, label, found, inside)
+        if children is not None:
+            inside.append((label, id(value), iter(children)))
+        while inside:
+            step = next(inside[-1][2], None)
+            if step is not None:
+                break
+            inside.pop()
+        else:
+            return
+        parent = inside[-1][0]
+        if len(found) >= MAX_LEAVES:
+            if not isinstance(found[-1][1], Unwalked):
+                found.append((parent, Unwalked(f"more than {MAX_LEAVES} values")))
+            return
+        key, value = step
+        label = f"{parent}[{key}]"
+
+
+def _enter(
+    value: Any, label: str, found: list[Leaf], inside: Sequence[_Level]
+) -> list[tuple[object, Any]] | None:
+    """Return the children of a container; add anything else to `found`. `inside` are the containers around it."""
+    if isinstance(value, (torch.Tensor, *_SCALARS)):
         found.append((label, value))
-        return
-    if isinstance(value, _SCALARS):
-        found.append((label, value))
-        return
+        return None
+    leaf = value
     try:
         children = _children(value)
     except Exception as error:
         # A container of the user's own may do anything when asked for its items.
-        found.append((label, Unwalked(f"{type(value).__name__} raised {type(error).__name__}")))
-        return
+        children, leaf = None, Unwalked(f"{type(value).__name__} raised {type(error).__name__}")
+    if children is not None and any(id(value) == one for _, one, _ in inside):
+        children, leaf = None, Unwalked("contains itself")
+    if children is not None and len(inside) == MAX_DEPTH:
+        children, leaf = None, Unwalked(f"nested deeper than {MAX_DEPTH}")
     if children is None:
-        found.append((label, value))
-        return
-    if id(value) in inside:
-        found.append((label, Unwalked("contains itself")))
-        return
-    if len(inside) == MAX_DEPTH:
-        found.append((label, Unwalked(f"nested deeper than {MAX_DEPTH}")))
-        return
-    inside = (*inside, id(value))
-    for key, child in children:
-        if len(found) >= MAX_LEAVES:
-            if not isinstance(found[-1][1], Unwalked):
-                found.append((label, Unwalked(f"more than {MAX_LEAVES} values")))
-            return
-        _walk(child, f"{label}[{key}]", found, inside)
+        found.append((label, leaf))
+    return children
 
 
 def _children(value: Any) -> list[tuple[object, Any]] | None:

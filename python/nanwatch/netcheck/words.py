@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..visible import visible
 from .guard import Trouble
 from .meeting import Arrival, Verdict
 from .place import Place
@@ -187,7 +188,7 @@ def summary_line(verdicts: dict[int, Verdict], world_size: int) -> str:
 
 def say(lines: Iterable[str], descriptor: int) -> None:
     """Write the lines as one piece, when no other rank of this user on this host does."""
-    rest = "".join(f"{line}\n" for line in lines).encode(errors="replace")
+    rest = "".join(f"{visible(line)}\n" for line in lines).encode()
     with _turn(), contextlib.suppress(OSError):
         while rest:
             rest = rest[os.write(descriptor, rest) :]

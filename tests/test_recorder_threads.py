@@ -1,0 +1,139 @@
+"""One watch, many threads: neither recorder raises into the user's code, and both count every call once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nanwatch
+from nanwatch.walk import MAX_DEPTH
+
+pytestmark = pytest.mark.usefixtures("each_recorder", "switching")
+
+
+def all_together(*jobs: Callable[[], object]) -> None:
+    """Run each job in a thread of its own, from one moment on; raise what the first of them raised."""
+    start, errors = threading.Barrier(len(jobs)), []
+
+    def run(job: Callable[[], object]) -> None:
+        start.wait(60)
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def test_skipped_steps_are_noted_while_another_thread_evaluates() -> None:
+    """GradScaler skips a step: the gradients that it left get their note while frames of other batches come."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+    with nanwatch.watch(
+        model, on_nonfinite="record", microscope=False, forecast=False, gradients=True, max_frames=400
+    ) as watch:
+        for _ in range(15):
+            (model(torch.ones(1, 2)).sum() * 1e-30).backward()
+        recorder = watch._recorder
+        ended = threading.Event()
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                while not ended.is_set():
+                    model(torch.ones(1, 2))
+
+        def note() -> None:
+            try:
+                for _ in range(30):
+                    recorder.excuse_gradients(range(1000), "skipped step")
+                    assert len(recorder.frames()) == len(watch.frames) == 400
+            finally:
+                ended.set()
+
+        all_together(evaluate, note)
+
+
+def test_trainings_in_threads_are_counted_once() -> None:
+    """Four threads train one model: as many batches, calls and frames of both phases as an unwatched run makes."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    steps, threads = 40, 4
+    with nanwatch.watch(
+        model, on_nonfinite="record", microscope=False, forecast=False, gradients=True, max_frames=10_000
+    ) as watch:
+
+        def train() -> None:
+            for _ in range(steps):
+                model(torch.ones(3, 2)).sum().backward()
+
+        all_together(*[train] * threads)
+        frames, counters = watch.frames, watch.counters
+    batches = steps * threads
+    assert watch.batch == batches - 1
+    assert counters["calls"] == 4 * batches
+    assert Counter(one.batch for one in frames if one.phase == "forward") == dict.fromkeys(range(batches), 4)
+    assert sum(one.phase == "backward" for one in frames) == 4 * batches
+    assert counters["frames"] == len(frames) == 8 * batches
+
+
+class Passes(nn.Module):
+    """Returns what it was given."""
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+def test_a_call_near_the_end_of_the_stack_returns() -> None:
+    """A look needs more of the stack than the call itself; where there is no room for it, the call returns as ever."""
+    inner = Passes()
+    value: Any = [torch.ones(2)]
+    for _ in range(MAX_DEPTH + 10):
+        value = [value]
+
+    def at(depth: int) -> object:
+        return inner(value) if depth == 0 else at(depth - 1)
+
+    def deepest() -> int:
+        depth = sys.getrecursionlimit()
+        while True:
+            try:
+                at(depth)
+            except RecursionError:
+                depth -= 1
+            else:
+                return depth
+
+    class Digs(nn.Module):
+        """Calls its submodule far down the stack."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+            self.reached: list[int] = []
+
+        def forward(self, x: Any) -> Any:
+            self.reached.append(deepest())
+            return x
+
+    digs = Digs()
+    digs(value)
+    with nanwatch.watch(digs, on_nonfinite="record", microscope=False, forecast=False) as watch:
+        digs(value)
+    unwatched, watched = digs.reached
+    # Those of the wrappers of both calls, and of what keeps a frame. The look itself takes 30 more.
+    assert unwatched - watched <= 10
+    notes = {record.note for frame in watch.frames for record in frame.records if frame.name == "inner"}
+    assert any(note.startswith("not checked") for note in notes)
