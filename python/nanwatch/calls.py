@@ -183,6 +183,11 @@ class Attachment:
         """The names of modules whose place somebody else has taken, as `module.compile()` does."""
         return [name for module, name in self._names.items() if not _is_linked(module, self._recorder)]
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether it has not been removed, and the model is alive."""
+        return bool(self._names)
+
     def warn_of_lost(self) -> None:
         """Warn, once, when there are such modules."""
         lost = self.lost()

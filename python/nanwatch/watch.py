@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .options import Check, OnNonfinite, Options, check_model, check_names, check_options
+from .options import (
+    LOG_EVERY,
+    MAX_SKIPPED_STEPS,
+    REREAD_WEIGHTS,
+    Check,
+    OnNonfinite,
+    Options,
+    check_model,
+    check_names,
+    check_options,
+)
 from .watching import Watch
 from .wrapped_names import named_modules, original_module
 
@@ -28,18 +38,18 @@ def watch(
     outputs: bool = True,
     gradients: bool = False,
     counts: bool = False,
-    max_skipped_steps: int = 20,
+    max_skipped_steps: int = MAX_SKIPPED_STEPS,
     scaler: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
     allow_inf: str | Iterable[str] = (),
     every: int = 1,
-    reread_weights: int = 64,
+    reread_weights: int = REREAD_WEIGHTS,
     trace_batches: Iterable[int] = (),
     trace: str | os.PathLike[str] | None = None,
     log_to: Any = None,
-    log_every: int = 50,
+    log_every: int = LOG_EVERY,
     abort_after_batch: int | None = None,
     forecast: bool = True,
     microscope: bool | None = None,
