@@ -155,7 +155,7 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("pip install 'nanwatch[trace]'") == 3
+    assert done.stderr.count("pip install pyarrow") == 3
     assert "trace= needs the package `pyarrow`" in done.stdout
     assert not (place / "c.parquet").exists()
 

@@ -1,4 +1,4 @@
-"""`python -m nanwatch formats TRACE`: the narrowest format that holds each module's outputs and weights."""
+"""`nanwatch formats TRACE`: the narrowest format that holds each module's outputs and weights."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ What a trace cannot say: the smallest magnitude above zero of a tensor that has 
 exit status: 0, or 2 when there is no trace to read
 
 examples:
-  python -m nanwatch formats run.parquet
-  python -m nanwatch formats run.parquet --margin-bits 3 --json
+  nanwatch formats run.parquet
+  nanwatch formats run.parquet --margin-bits 3 --json
 """
 
 
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         with shown() as tell:
             found = fits(Trace.open(options.trace, tell), options.margin_bits)
     except (ValueError, OSError, ImportError) as error:
-        print(f"python -m nanwatch formats: {error}", file=sys.stderr)
+        print(f"nanwatch formats: {error}", file=sys.stderr)
         return _FAILED
     if options.json:
         print(json.dumps(_document(found, options.margin_bits), allow_nan=False, indent=2))

@@ -1,4 +1,4 @@
-"""`python -m nanwatch merge DIR`: the reports of all ranks of a job as one."""
+"""`nanwatch merge DIR`: the reports of all ranks of a job as one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _EXAMPLES = """\
 exit status: 0 when all is finite, 1 when a rank has a finding, 2 when there is nothing to read
 
 examples:
-  python -m nanwatch merge run                the folder that watch(output_dir="run") wrote on all ranks
-  python -m nanwatch merge run --html merged.html
-  python -m nanwatch merge run --attempt 0    of an elastic job that was restarted: its first attempt
-  python -m nanwatch merge run --json > node3.json
-  python -m nanwatch merge node*.json         what merges of up to 256 ranks each have printed, as one
+  nanwatch merge run                the folder that watch(output_dir="run") wrote on all ranks
+  nanwatch merge run --html merged.html
+  nanwatch merge run --attempt 0    of an elastic job that was restarted: its first attempt
+  nanwatch merge run --json > node3.json
+  nanwatch merge node*.json         what merges of up to 256 ranks each have printed, as one
 """
 
 
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
             tell("comparing the ranks")
             printed = json.dumps(document(merged), indent=2) if options.json else merged_text(merged)
     except (ValueError, OSError, ImportError) as error:
-        print(f"python -m nanwatch merge: {error}", file=sys.stderr)
+        print(f"nanwatch merge: {error}", file=sys.stderr)
         return 2
     print(printed)
     return 1 if merged.failed else 0

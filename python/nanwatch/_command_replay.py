@@ -1,4 +1,4 @@
-"""`python -m nanwatch replay CAPSULE --model pkg.mod:factory`: a capsule's call again, in one dtype or several."""
+"""`nanwatch replay CAPSULE --model pkg.mod:factory`: a capsule's call again, in one dtype or several."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _EXAMPLES = f"""\
 {_EXIT}
 
 examples:
-  python -m nanwatch replay run/capsule --model train:make_model
-  python -m nanwatch replay run/capsule --model train:make_model --dtype float32 bfloat16
-  python -m nanwatch replay run/capsule --model train:make_model --device cpu --json
+  nanwatch replay run/capsule --model train:make_model
+  nanwatch replay run/capsule --model train:make_model --dtype float32 bfloat16
+  nanwatch replay run/capsule --model train:make_model --device cpu --json
 """
 
 
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
             tell(f"importing {options.model}")
             model = _model(options.model)
         except (_UseError, ValueError, ImportError) as error:
-            print(f"python -m nanwatch replay: {error}", file=sys.stderr)
+            print(f"nanwatch replay: {error}", file=sys.stderr)
             return _FAILED
         runs = _runs(capsule, model, options.dtype, options.device, tell)
     if options.json:
