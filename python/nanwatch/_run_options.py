@@ -20,7 +20,7 @@ stdout, arguments and exit status are the script's own. The report of a failure 
 
 exit status:
   {NONFINITE}  a value was not finite, and the script did not catch the error that says so
-  {BAD_USE}  the options make no sense, or there is no such script
+  {BAD_USE}  the options make no sense, there is no such script, or a pattern matches nothing
   {FAILED}  the script ended by an exception of its own
   otherwise the script's; 0 after --abort-after-batch
 
