@@ -43,7 +43,7 @@ try:
     from transformers.debug_utils import DebugUnderflowOverflow
 except ImportError as error:
     raise SystemExit(
-        f"transformers and lightning are needed ({error}); try: pip install 'nanwatch[transformers,lightning]'"
+        f"transformers and lightning are needed ({error}); try: pip install transformers lightning"
     ) from error
 
 MAX_STEPS = 50

@@ -39,7 +39,7 @@ try:
     from transformers.debug_utils import DebugUnderflowOverflow
 except ImportError as error:
     raise SystemExit(
-        f"the demo needs transformers and rich ({error}); try: pip install 'nanwatch[demo]'"
+        f"the demo needs transformers and rich ({error}); try: pip install transformers rich"
     ) from error
 
 VOCABULARY = 4096

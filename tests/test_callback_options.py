@@ -21,6 +21,11 @@ GIVEN: dict[str, Any] = {
     "allow_inf": "0", "every": 2, "reread_weights": 5, "trace_batches": (1,), "log_every": 9, "abort_after_batch": 4,
     "forecast": False, "microscope": False, "peer_timeout": 1.5, "enabled": False,
 }  # fmt: skip
+# What has no effect without another option.
+NEEDS: dict[str, dict[str, Any]] = {
+    "exclude": {"include": "*"}, "scaler": {"gradients": True}, "max_skipped_steps": {"gradients": True},
+    "log_every": {"log_to": print},
+}  # fmt: skip
 # Objects, which have to be made, and what needs an extra or a folder.
 MADE = ("scaler", "optimizer", "log_to", "trace", "output_dir")
 
@@ -60,7 +65,7 @@ def test_a_callback_takes_every_option(package: str, tmp_path: Path) -> None:
             pytest.importorskip("pyarrow")
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         value = values(model, tmp_path)[name]
-        given = {"include": "*", "exclude": value} if name == "exclude" else {name: value}
+        given = {name: value, **NEEDS.get(name, {})}
         callback = callback_class(**given)
         started = callback._deferred.start(model)
         expected = watch(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), **given)

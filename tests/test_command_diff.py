@@ -136,6 +136,23 @@ def test_formats_for_people_and_programs(place: Path, capsys: pytest.CaptureFixt
     assert len([line for line in out.splitlines() if " of " in line and "(float32)" in line]) == 6
 
 
+def test_formats_answers_whether_one_fits(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A verdict first, the status with it; where it does not fit, the modules; as JSON the same."""
+    status, out, _ = run(capsys, "formats", "a.parquet", "--for", "float16")
+    assert (status, out.splitlines()[0]) == (
+        0, "float16: fits all 6 outputs and weights of modules. Nothing overflows, with 1 bit to spare."
+    )  # fmt: skip
+    status, out, _ = run(capsys, "formats", "a.parquet", "--for", "float16", "--margin-bits", "40")
+    assert status == 1
+    assert out.startswith("float16: does not fit 6 of 6 outputs and weights of modules.")
+    assert len([line for line in out.splitlines() if " no room " in line and "(float32)" in line]) == 6
+    status, out, _ = run(capsys, "formats", "a.parquet", "--for", "float16", "--json")
+    found = json.loads(out)
+    assert (status, found["format"], found["fits"], found["lost"]) == (0, "float16", True, 0.01)
+    assert {one["verdict"] for one in found["modules"]} == {"fits"}
+    assert all(one["overflow"] == [0.0, 0.0] for one in found["modules"])
+
+
 def test_without_pyarrow_the_extra_is_named(place: Path) -> None:
     """Each command, and watch(trace=...), say what to install; a watch without a trace needs nothing."""
     script = """
@@ -155,7 +172,7 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("pip install 'nanwatch[trace]'") == 3
+    assert done.stderr.count("pip install pyarrow") == 3
     assert "trace= needs the package `pyarrow`" in done.stdout
     assert not (place / "c.parquet").exists()
 

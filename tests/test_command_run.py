@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import os
 import runpy
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ import nanwatch
 from first_fault import first_fault
 from nanwatch import __main__ as command
 from nanwatch import _command_run
+from nanwatch._run_options import run_parser
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(nanwatch.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
@@ -212,10 +216,6 @@ def test_options_reach_the_watch(tmp_path):
     ] * 3
     done = run("--trace", "run.parquet", name, cwd=tmp_path)
     assert nanwatch.Trace.open(tmp_path / "run.parquet").batches == tuple(range(5)), done.stderr
-    # A pattern that matches nothing costs the watch, not the run.
-    done = run("--include", "encoder.*", name, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "end\n")
-    assert "Sequential is not watched: include pattern 'encoder.*' matches no module" in done.stderr
 
 
 def test_two_models_are_two_watches(tmp_path):
@@ -252,15 +252,191 @@ def test_bad_use(tmp_path, capsys):
     assert "examples:" in capsys.readouterr().out
 
 
+def in_process(tmp_path, body, *options):
+    """The exit status of a script that is run in this process."""
+    return command.main(["run", *options, str(tmp_path / script(tmp_path, body))])
+
+
+def test_a_model_is_watched_in_its_evaluation_before_its_training(tmp_path, capsys):
+    """In evaluation mode under no_grad, known by its optimizer: a nan there is found."""
+    body = "opt = torch.optim.SGD(net.parameters(), 0.1)\nnet[0].weight.data.fill_(float('nan'))\n"
+    body += "net.eval()\nwith torch.no_grad(): net(x)\n"
+    assert in_process(tmp_path, body) == 3
+    assert "1 batch of Sequential: nan first seen in `weight` of 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--include", "encoder.*"), "include pattern 'encoder.*' matches no module"),
+        (("--allow-inf", "1"), "allow_inf pattern '1' matches no module"),
+        (("--exclude", "*"), "leave no module to watch"),
+        (("--model", "GPT*"), "--model 'GPT*' matches the class of no module"),
+    ],
+)
+def test_what_matches_nothing_ends_the_run_at_the_first_call(tmp_path, capsys, options, expected):
+    """Status 2 and a line that names the candidates, though the script catches exceptions."""
+    body = "print('begins')\ntry: net(x)\nexcept Exception: pass\nprint('hours later')\n"
+    assert in_process(tmp_path, body, *options) == 2
+    out, err = capsys.readouterr()
+    assert out == "begins\n"
+    assert expected in err
+    assert "Sequential" in err
+    assert "finite" not in err
+    assert err.count("nanwatch run:") == 1
+
+
+def test_a_later_model_need_not_match(tmp_path, capsys):
+    """A pattern for the first model of a program costs a second one its watch, and a line, not the run."""
+    body = "net(x)\nnn.Linear(2, 2)(x)\nprint('end')\n"
+    assert in_process(tmp_path, body, "--include", "0") == 0
+    out, err = capsys.readouterr()
+    assert out == "end\n"
+    assert "Linear is not watched: include pattern '0' matches no module" in err
+    assert "1 batch of Sequential: all that was read is finite" in err
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("", "nothing was watched: no call of a module was seen"),
+        ("nn.MSELoss()(x, x)\n", "no module with parameters to train was called, only such as MSELoss;"),
+        ("torch.jit.trace(net, x)(x)\n", "3 batches of Sequential: all that was read is finite"),
+        ("torch.jit.script(net)(x)\n", "nothing was watched: RecursiveScriptModule cannot be"),
+        (
+            "nets = [nn.Linear(2, 2) for _ in range(9)]\nfor one in nets: one(x)\n",
+            "8 models were found; those",
+        ),
+    ],
+)
+def test_the_closing_lines_are_true(tmp_path, capsys, body, expected):
+    """One for each way in which a run may end without a failure."""
+    assert in_process(tmp_path, body) == 0
+    assert expected in capsys.readouterr().err
+
+
+def test_a_search_that_failed_is_told(tmp_path, capsys, monkeypatch):
+    """Not as if no module had been called."""
+    monkeypatch.setattr(_command_run, "watch", lambda *_, **__: 1 / 0)
+    with pytest.warns(RuntimeWarning, match="looks for no more models"):
+        assert in_process(tmp_path, "net(x)\n") == 0
+    assert "the search for models ended by ZeroDivisionError" in capsys.readouterr().err
+
+
+class Ended:
+    """A watch whose latest batch an exception has ended."""
+
+    batch, counters, _ended_by_exception = 3, {"tensors": 7}, True
+
+
+def test_an_exception_in_a_watched_call_is_told_in_the_closing_line():
+    """Not that all was finite: what the call computed last nobody has read."""
+    line = _command_run._line("Net", Ended(), nanwatch.Report((), None, 3, 0))
+    assert line.startswith("4 batches of Net, the last ended by an exception")
+    assert "finite" not in line
+
+
+ENDINGS = {
+    "end": "",
+    "exit": "sys.exit(0)\n",
+    "exit status": "sys.exit(7)\n",
+    "exception": "raise LookupError('mine')\n",
+    "Ctrl-C": "raise KeyboardInterrupt\n",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("finding", [True, False])
+def test_an_error_that_comes_out_at_the_end(tmp_path, capsys, monkeypatch, ending, finding):
+    """A row of a device that came last, with two models watched: status 3, one whole document, both left alone."""
+    plain = nanwatch.Watch.stop
+    stopped = []
+
+    def stop(watch):
+        plain(watch)
+        if watch.batch is not None:  # not that which tries the options
+            stopped.append(watch)
+        if len(stopped) == 1:
+            report = watch.report()
+            raise nanwatch.NonFiniteError(report) if finding else RuntimeError("the device is gone")
+
+    monkeypatch.setattr(nanwatch.Watch, "stop", stop)
+    body = "other = nn.Sequential(nn.Linear(2, 2))\nnet(x)\nother(x)\n"
+    body += "import builtins; builtins.nets = (net, other)\n" + ENDINGS[ending]
+    report_file = tmp_path / "report.json"
+    usual = {"end": 0, "exception": 1}
+    if finding or ending in usual:
+        status = in_process(tmp_path, body, "--json", str(report_file))
+        assert status == (3 if finding else usual[ending])
+    else:
+        with pytest.raises(KeyboardInterrupt if ending == "Ctrl-C" else SystemExit) as left:
+            in_process(tmp_path, body, "--json", str(report_file))
+        assert getattr(left.value, "code", None) == {"exit": 0, "exit status": 7, "Ctrl-C": None}[ending]
+    assert len(stopped) == 2
+    assert all("_compiled_call_impl" not in vars(one) for net in builtins.nets for one in net.modules())
+    assert len(nanwatch.Report.from_json(report_file.read_text()).frames) == 2
+    err = capsys.readouterr().err
+    assert ("NonFiniteError" if finding else "the device is gone") in err
+    assert err.count("1 batch of Sequential") == 2
+
+
+def test_a_held_gradient_is_in_the_document_and_the_lines(tmp_path, capsys):
+    """A bad gradient that no step was about to take: the status is the script's, the report has it."""
+    body = "net(x).sum().mul(float('inf')).backward()\n"
+    report_file = tmp_path / "report.json"
+    in_process(tmp_path, body, "--gradients", "--json", str(report_file))
+    finding = nanwatch.Report.from_json(report_file.read_text()).finding
+    assert finding is not None
+    assert finding.phase == "backward"
+    assert "in the backward" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "try: net(x)\nexcept ValueError as error: raise RuntimeError('training failed') from error\n",
+        "import threading\none = threading.Thread(target=net, args=(x,))\none.start()\none.join()\n",
+        "sys.excepthook = lambda *_: sys.exit(7)\nnet(x)\n",
+    ],
+    ids=["wrapped", "thread", "hook that exits"],
+)
+def test_an_error_that_nobody_caught_is_status_3(tmp_path, capsys, body, monkeypatch):
+    """Wrapped in another one, in a thread, or shown by a hook of the script's own."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    assert in_process(tmp_path, "net[0].weight.data.fill_(3e38)\n" + body) == 3
+    assert "What:  inf first seen in `output` of 0 (Linear)" in capsys.readouterr().err
+    assert threading.excepthook is threading.__excepthook__
+
+
+def test_a_script_that_changes_its_folder(tmp_path, monkeypatch):
+    """Files are written where they were when the run began; a forked child writes none."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    body = "import os\nnet[0].weight.data.fill_(3e38)\nos.chdir('elsewhere')\n"
+    body += "if (child := os.fork()) == 0:\n    sys.exit(0)\nassert os.waitpid(child, 0)[1] == 0\n"
+    body += "assert not os.path.getsize('../report.json')\nnet(x)\n"
+    script(tmp_path, body)
+    try:
+        status = command.main(["run", "--json", "report.json", "--output-dir", "found", "script.py"])
+    except SystemExit:  # the child
+        os._exit(0)
+    assert status == 3
+    assert {one.name for one in tmp_path.iterdir()} >= {"report.json", "found"}
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_every_option_of_watch_has_a_flag():
     """An option that `watch` has and `run` has not is noticed here; objects have no spelling on a command line."""
-    flags = {action.dest for action in _command_run._parser()._actions}
+    flags = {action.dest: action for action in run_parser()._actions}
+    assert tuple(flags["check"].choices) == get_args(nanwatch.options.Check)
+    assert not any("nanwatch.watch" in (one.help or "") for one in flags.values())
     options = {
         name
         for name, one in inspect.signature(nanwatch.watch).parameters.items()
         if one.kind is one.KEYWORD_ONLY and not name.startswith("_")
     }
-    assert options - flags == {"enabled", "optimizer", "scaler"}
+    assert options - set(flags) == {"enabled", "optimizer", "scaler"}
 
 
 def test_other_processes_of_torchrun_have_files_of_their_own(monkeypatch):

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import nanwatch
+from nanwatch.__main__ import main
 from nanwatch._commands import COMMANDS, until_cut
+from nanwatch.extras import needed
 
 CUT = 141  # 128 + SIGPIPE: what a shell says of a filter that was cut
 
@@ -115,3 +117,36 @@ def test_a_pipe_that_breaks_in_the_users_script_is_the_scripts(tmp_path: Path) -
     assert "BrokenPipeError" in errors
     assert not COMMANDS["run"].only_prints
     assert not COMMANDS["netcheck"].only_prints
+
+
+@pytest.mark.parametrize("name", ["", *sorted(COMMANDS)])
+def test_the_usage_names_the_program(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`nanwatch`, also where it was started as `python -m nanwatch`; every option says what it does."""
+    with pytest.raises(SystemExit) as left:
+        main([*([name] if name else []), "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    expected = "python -m nanwatch.netcheck" if name == "netcheck" else f"nanwatch {name}".strip()
+    assert shown.startswith(f"usage: {expected} ")
+    assert name == "netcheck" or "python -m nanwatch" not in shown.replace("-m nanwatch run train.py", "")
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the package."""
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"nanwatch {nanwatch.__version__}\n"
+
+
+def test_a_missing_package_is_named_with_what_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nanwatch is on no index: the package itself, or the extra of a clone."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ImportError) as error:
+        needed("pyarrow.parquet", "trace=", "trace")
+    told = str(error.value)
+    assert (
+        "pip install pyarrow, or in a clone of nanwatch pip install --no-build-isolation '.[trace]'" in told
+    )
+    assert "'nanwatch[" not in told

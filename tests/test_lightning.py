@@ -219,7 +219,7 @@ print(ours.NanWatchCallback.__mro__[1].__module__.split(".")[0])
         [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
     )
     if len(missing) == 2:
-        assert "pip install 'nanwatch[lightning]'" in done.stderr
+        assert "pip install lightning" in done.stderr
     else:
         assert done.stdout.strip() == ("pytorch_lightning" if "lightning" in missing else "lightning"), (
             done.stderr

@@ -17,7 +17,7 @@ from nanwatch import _command_run
 from nanwatch.log_entry import Histogram, LogEntry
 from toys import Scale, breaks_its_log, mlp
 
-pytest.importorskip("tensorboard", reason="needs TensorBoard: pip install 'nanwatch[tensorboard]'")
+pytest.importorskip("tensorboard", reason="needs TensorBoard: pip install tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 

@@ -21,7 +21,7 @@ from wandb_file import records
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A run that talks to nobody."""
-    wandb = pytest.importorskip("wandb", reason="needs W&B: pip install 'nanwatch[wandb]'")
+    wandb = pytest.importorskip("wandb", reason="needs W&B: pip install wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     made = wandb.init(
         project="nanwatch", mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off")
@@ -97,7 +97,7 @@ def test_a_run_that_is_over_is_one_warning(run: Any) -> None:
 
 def test_the_module_without_a_run_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what to call first."""
-    pytest.importorskip("wandb", reason="needs W&B: pip install 'nanwatch[wandb]'")
+    pytest.importorskip("wandb", reason="needs W&B: pip install wandb")
     import wandb
 
     monkeypatch.setattr(wandb, "run", None)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from nanwatch.deferred import DeferredWatch
 from nanwatch.errors import NonFiniteError
 from nanwatch.report import Report
 from nanwatch.watch import watch
@@ -231,3 +234,79 @@ def test_the_same_values_in_an_output_are_a_fault() -> None:
     model[0].forward = torch.log  # type: ignore[method-assign]
     with watch(model), pytest.raises(NonFiniteError, match="`output` of 0"):
         model(torch.tensor([1.0, 0.0]))
+
+
+# Tried at the start
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"scaler": torch.amp.GradScaler("cpu")}, "scaler has no effect without gradients=True"),
+        ({"max_skipped_steps": 3}, "max_skipped_steps has no effect without gradients=True"),
+        ({"log_every": 9}, "log_every has no effect without log_to="),
+        ({"reread_weights": 1, "weights": False, "buffers": False}, "reread_weights has no effect without"),
+    ],
+)
+def test_an_option_without_effect_is_an_error(options: dict[str, Any], needed: str) -> None:
+    """Set by itself it raises and names what it needs; so does a callback, before there is a model."""
+    for start in (lambda: watch(nn.ReLU(), **options), lambda: DeferredWatch(options)):
+        with pytest.raises(ValueError, match=needed):
+            start()
+    more = {"gradients": True, "log_to": lambda *_: None, "weights": True}
+    watch(nn.ReLU(), **{**options, **more}).stop()
+
+
+def test_the_scaler_of_a_trainer_is_taken_only_with_gradients() -> None:
+    """A trainer offers its own without being asked: no error comes of it."""
+    for gradients in (True, False):
+        scaler = torch.amp.GradScaler("cpu")
+        deferred = DeferredWatch({"gradients": gradients})
+        started = deferred.start(nn.ReLU(), scaler)
+        assert (started._options.scaler is scaler) == gradients
+        deferred.stop()
+
+
+@pytest.mark.parametrize("option", ["output_dir", "trace", "log_to"])
+@pytest.mark.parametrize(
+    "place", ["file/inside", "file/deep/inside", "/proc/nanwatch/inside", "n" * 300 + "/x"]
+)
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, option: str, place: str) -> None:
+    """At once, also where the model comes later, with the path and the reason; nothing is left behind."""
+    (tmp_path / "file").write_text("")
+    path = str(tmp_path / place)
+    for start in (lambda: watch(nn.ReLU(), **{option: path}), lambda: DeferredWatch({option: path})):
+        with pytest.raises(ValueError, match=rf"{option} is '{path}', and nothing can be written in"):
+            start()
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_place_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    """No folder is made before there is something to write."""
+    watch(nn.ReLU(), output_dir=tmp_path / "a" / "b").stop()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_watch_says_of_itself() -> None:
+    """Class of the model, batches and state."""
+    model = nn.Sequential(nn.ReLU())
+    w = watch(model)
+    told = [repr(w)]
+    model(torch.ones(1))
+    told.append(repr(w))
+    w.pause()
+    told.append(repr(w))
+    w.resume()
+    model(torch.ones(1))
+    w.stop()
+    told += [repr(w), repr(watch(model, enabled=False))]
+    del model
+    gc.collect()
+    assert told == [
+        "<Watch of Sequential: 0 batches, watching>",
+        "<Watch of Sequential: 1 batch, watching>",
+        "<Watch of Sequential: 1 batch, paused>",
+        "<Watch of Sequential: 2 batches, stopped>",
+        "<Watch of Sequential: 0 batches, switched off>",
+    ]
+    assert repr(w) == "<Watch of a model that is gone: 2 batches, stopped>"

@@ -102,29 +102,71 @@ def test_the_model_is_found_among_other_modules():
     assert list(outermost.passed_over) == ["MSELoss", "Linear"]
 
 
-def test_a_model_in_evaluation_mode_is_known_by_its_optimizer():
-    """One that is made before the first call is found then; one that is made later, when it has made a step."""
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_model_in_evaluation_mode_is_known_by_its_optimizer(grad):
+    """One that is made before the first call is found then, an evaluation under no_grad among them; one that is made
+    later, when it has made a step."""
     early, late, unknown = (nn.Linear(3, 3).eval() for _ in range(3))
     optimizer = torch.optim.SGD(early.parameters())
 
     def program():
-        early(X)
-        late(X)
-        unknown(X)
+        with torch.set_grad_enabled(grad):
+            early(X)
+            late(X)
+            unknown(X)
         step = torch.optim.SGD(late.parameters())
-        late(X).sum().backward()
+        late.weight.grad = torch.ones(3, 3)
         step.step()
-        with torch.no_grad():
-            late(X)  # an evaluation
         assert not any(one is late for one in seen)
-        late(X)
-        unknown(X)
+        with torch.set_grad_enabled(grad):
+            late(X)
+            unknown(X)
 
     seen: list[nn.Module] = []
     with Outermost(seen.append):
         program()
     assert seen == [early, late]
     assert optimizer.param_groups
+
+
+def test_an_optimizer_made_after_an_evaluation_is_found_in_training():
+    """Evaluated under no_grad before its optimizer is made, trained in evaluation mode: found by the first forward."""
+    net = nn.Linear(3, 3).eval()
+
+    def program():
+        with torch.no_grad():
+            net(X)
+        optimizer = torch.optim.SGD(net.parameters())
+        net(X)
+        assert optimizer.param_groups
+
+    found, _ = found_in(program)
+    assert found == [net]
+
+
+@pytest.mark.parametrize(("pattern", "expected"), [("NoSuch", 1), ("Lin*", 0), ("Teacher", 0)])
+def test_a_class_that_no_module_has_is_told_at_the_first_call(pattern, expected):
+    """Once, at the first call of a module with parameters, with the classes of those that no other holds; not where
+    such a module lives and is not called yet."""
+    net, other = nn.Sequential(nn.Linear(3, 3)), Teacher()
+    told: list[list[str]] = []
+    with Outermost(lambda model: None, pattern, told.append):
+        nn.MSELoss()(X, X)
+        assert told == []
+        net(X)
+        assert len(told) == expected
+        other(X)
+    assert len(told) == expected
+    for names in told:
+        assert {"Sequential", "Teacher"} <= set(names)
+        assert "MSELoss" not in names
+
+
+def test_what_is_called_inside_is_not_passed_over():
+    """Only modules that were called from outside any other could have been the model."""
+    net = frozen(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    _, outermost = found_in(lambda: net(X))
+    assert list(outermost.passed_over) == ["Sequential"]
 
 
 def test_the_holder_is_the_model():

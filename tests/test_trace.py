@@ -21,7 +21,7 @@ from nanwatch.record import ROLES, Row
 
 pa = pytest.importorskip("pyarrow")
 
-FACTS = {"version": 2, "nanwatch": "0", "torch": "0", "rank": 3, "every": 1, "lost_frames": 0}
+FACTS = {"version": 3, "nanwatch": "0", "torch": "0", "rank": 3, "every": 1, "lost_frames": 0}
 
 sizes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 magnitudes = st.floats(min_value=0, allow_nan=False)
@@ -98,7 +98,7 @@ def test_the_docs_have_every_column_in_order() -> None:
         ({}, "metadata lacks 'nanwatch.trace'"),
         ({trace.METADATA_KEY: b"[" * 100_000}, "no trace that can be read"),
         ({trace.METADATA_KEY: b"[]"}, "an object"),
-        (facts(version=3), "its version is 3, this nanwatch reads versions 1 and 2"),
+        (facts(version=4), "its version is 4, this nanwatch reads versions 1 to 3"),
         (facts(version="2"), "its version is '2'"),
         (facts(rank="no"), "metadata.rank should be an integer"),
         (facts(more=1), "does not know"),

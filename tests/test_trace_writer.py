@@ -23,7 +23,7 @@ from nanwatch.trace_writer import TraceWriter, claim
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
-FACTS = {"version": 2, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
+FACTS = {"version": 3, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
 
 
 def frame(batch: int, rows: int = 1) -> FrameRows:

@@ -3,7 +3,7 @@
     python docs/pictures/make_report_png.py
 
 A small residual network with its weights in float16 learns random numbers from random words, with a learning rate
-that is too high, until a value passes 65504; nothing is planted. Needs Chromium, and `pip install 'nanwatch[report]'`.
+that is too high, until a value passes 65504; nothing is planted. Needs Chromium, and `pip install jinja2 plotly`.
 """
 
 from __future__ import annotations

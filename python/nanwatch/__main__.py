@@ -1,24 +1,24 @@
-"""`python -m nanwatch`: a command by its name, and without one the doctor."""
+"""`nanwatch`: a command by its name, and without one the doctor."""
 
 from __future__ import annotations
 
 import sys
 
-from . import _command_doctor
+from . import __version__, _command_doctor
 from ._commands import COMMANDS, help_text, until_cut
 
 _EXAMPLES = """\
 examples:
-  python -m nanwatch                      versions, devices, and what is missing, as `doctor` says
-  python -m nanwatch --selfcheck          every implementation against the reference; exit status 1 on a difference
-  python -m nanwatch --json               the same for programs: one JSON document on stdout
-  NANWATCH_CPU=avx2 python -m nanwatch    with the CPU part held at AVX2
-  python -m nanwatch replay --help        what a command does, and with which options
+  nanwatch                      versions, devices, and what is missing, as `doctor` says
+  nanwatch --selfcheck          every implementation against the reference; exit status 1 on a difference
+  nanwatch --json               the same for programs: one JSON document on stdout
+  NANWATCH_CPU=avx2 nanwatch    with the CPU part held at AVX2
+  nanwatch replay --help        what a command does, and with which options
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command, or without one the doctor; returns the exit status, which is in the help of each."""
+    """Run the command, or without one the doctor. Return the exit status, which is in the help of each."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in COMMANDS:
         return COMMANDS[arguments[0]].run(arguments[1:])
@@ -29,6 +29,9 @@ def _without_command(arguments: list[str]) -> int:
     parser = _command_doctor.parser("", f"{help_text()}\n\n{_EXAMPLES}")
     parser.add_argument(
         "command", nargs="?", choices=COMMANDS, help="without one: what is installed, as `doctor` says"
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"nanwatch {__version__}", help="print the version and exit"
     )
     options = parser.parse_args(arguments)
     if options.command:

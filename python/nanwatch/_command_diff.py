@@ -1,4 +1,4 @@
-"""`python -m nanwatch diff A B`: where two traces, or two batches of one, part."""
+"""`nanwatch diff A B`: where two traces, or two batches of one, part."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _EXAMPLES = """\
 exit status: 1 when they differ, 0 when they do not, 2 when they cannot be compared
 
 examples:
-  python -m nanwatch diff before.parquet after.parquet
-  python -m nanwatch diff run.parquet --batches 149 150
-  python -m nanwatch diff fp32.parquet fp16.parquet --ignore dtype --rtol 0.05
-  python -m nanwatch diff before.parquet after.parquet --html diff.html --json
+  nanwatch diff before.parquet after.parquet
+  nanwatch diff run.parquet --batches 149 150
+  nanwatch diff fp32.parquet fp16.parquet --ignore dtype --rtol 0.05
+  nanwatch diff before.parquet after.parquet --html diff.html --json
 """
 
 

@@ -20,10 +20,10 @@ _EXAMPLES = """\
 exit status: 0, or 1 when the self-check found a difference
 
 examples:
-  python -m nanwatch doctor                      versions, devices, and what is missing
-  python -m nanwatch doctor --selfcheck          every implementation against the reference
-  python -m nanwatch doctor --json               the same for programs
-  NANWATCH_CPU=avx2 python -m nanwatch doctor    with the CPU part held at AVX2
+  nanwatch doctor                      versions, devices, and what is missing
+  nanwatch doctor --selfcheck          every implementation against the reference
+  nanwatch doctor --json               the same for programs
+  NANWATCH_CPU=avx2 nanwatch doctor    with the CPU part held at AVX2
 """
 
 

@@ -1,4 +1,4 @@
-"""`python -m nanwatch merge DIR`: the reports of all ranks of a job as one."""
+"""`nanwatch merge DIR`: the reports of all ranks of a job as one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _EXAMPLES = """\
 exit status: 0 when all is finite, 1 when a rank has a finding, 2 when there is nothing to read
 
 examples:
-  python -m nanwatch merge run                the folder that watch(output_dir="run") wrote on all ranks
-  python -m nanwatch merge run --html merged.html
-  python -m nanwatch merge run --attempt 0    of an elastic job that was restarted: its first attempt
-  python -m nanwatch merge run --json > node3.json
-  python -m nanwatch merge node*.json         what merges of up to 256 ranks each have printed, as one
+  nanwatch merge run                the folder that watch(output_dir="run") wrote on all ranks
+  nanwatch merge run --html merged.html
+  nanwatch merge run --attempt 0    of an elastic job that was restarted: its first attempt
+  nanwatch merge run --json > node3.json
+  nanwatch merge node*.json         what merges of up to 256 ranks each have printed, as one
 """
 
 

@@ -1,4 +1,4 @@
-"""`python -m nanwatch replay CAPSULE --model pkg.mod:factory`: a capsule's call again, in one dtype or several."""
+"""`nanwatch replay CAPSULE --model pkg.mod:factory`: a capsule's call again, in one dtype or several."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _EXAMPLES = f"""\
 {_EXIT}
 
 examples:
-  python -m nanwatch replay run/capsule --model train:make_model
-  python -m nanwatch replay run/capsule --model train:make_model --dtype float32 bfloat16
-  python -m nanwatch replay run/capsule --model train:make_model --device cpu --json
+  nanwatch replay run/capsule --model train:make_model
+  nanwatch replay run/capsule --model train:make_model --dtype float32 bfloat16
+  nanwatch replay run/capsule --model train:make_model --device cpu --json
 """
 
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import builtins
 import contextlib
-import inspect
 import os
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from io import open_code
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
 from . import text
+from ._run_options import BAD_USE, FAILED, NONFINITE, run_parser
 from .deferred import DeferredWatch
 from .errors import BatchLimitError, NonFiniteError, spell
 from .outermost import MAX_MODELS, Outermost
@@ -26,48 +26,17 @@ from .report import Report
 from .visible import visible
 from .watch import Watch, watch
 
-_NONFINITE, _BAD_USE, _FAILED = 3, 2, 1
 _NAME = "nanwatch run"
-_NOTES = f"""\
-Which model: the first module that is called from outside any other module and has parameters to train, in training
-mode or known to an optimizer; or the module that holds it, as a LightningModule does. Models that are called later are
-watched too, each by itself, up to {MAX_MODELS}.
-
-stdout, arguments and exit status are the script's own. The report of a failure goes to stderr.
-
-exit status:
-  {_NONFINITE}  a value was not finite, and the script did not catch the error that says so
-  {_BAD_USE}  the options make no sense, or there is no such script
-  {_FAILED}  the script ended by an exception of its own
-  otherwise the script's; 0 after --abort-after-batch
-
-examples:
-  nanwatch run train.py --lr 1e-3
-  nanwatch run --output-dir nanwatch-out --on-nonfinite warn train.py --lr 1e-3
-  nanwatch run --include 'encoder.*' --json report.json -m package.train --lr 1e-3
-  nanwatch run --model GPT2LMHeadModel generate.py          a model that is not trained, by its class
-  torchrun --nproc-per-node 2 -m nanwatch run train.py      each process watches its own
-"""
-
-_HELP = {
-    "weights": "look at weights (on unless told)",
-    "buffers": "look at buffers of floating point (on unless told)",
-    "inputs": "look at inputs (on unless told)",
-    "outputs": "look at outputs (on unless told)",
-    "counts": "count zeros, subnormals, nans and infinities of every tensor, for --trace and reports; slow",
-}
-# Boolean options of `watch` become flags by themselves, but for those that mean something else here.
-_NO_FLAG = ("enabled",)
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the script; returns the exit status, or raises what the script left by: SystemExit, KeyboardInterrupt."""
-    options = vars(_parser().parse_args(arguments))
+    """Run the script. Return the exit status, or raise what the script left by: SystemExit, KeyboardInterrupt."""
+    options = vars(run_parser().parse_args(arguments))
     target, rest, is_module = options.pop("target"), options.pop("arguments"), options.pop("m")
     json_file, class_name = options.pop("json"), options.pop("model")
     try:
         # Before hours of training.
-        DeferredWatch(options)
+        options = DeferredWatch(options).options
         if json_file is not None:
             json_file = _of_this_rank(json_file)
             json_file.open("a").close()
@@ -75,12 +44,18 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"there is no script {target!r}; a module is run with -m")
     except (TypeError, ValueError, OSError, ImportError) as error:
         _tell(str(error))
-        return _BAD_USE
+        return BAD_USE
     run = _Run(options, class_name)
+    status, left = 0, None
     try:
-        return run.run(target, rest, is_module=is_module)
-    finally:
-        run.finish(json_file)
+        status = run.run(target, rest, is_module=is_module)
+    except BaseException as error:
+        left = error
+    status = run.finish(json_file) or status
+    left = left or run.interrupt
+    if left is not None and status == 0:
+        raise left
+    return status
 
 
 class _Run:
@@ -90,71 +65,141 @@ class _Run:
         self._options = options
         self._class_name = class_name
         self._watches: list[tuple[str, Watch]] = []
-        self._is_raised = False
-        self._passed_over: list[str] = []
+        self.interrupt: BaseException | None = None  # Ctrl-C while the watches were ended
+        # Goes before the script's own exit status.
+        self._status = 0
+        self._is_told = False
+        self._not_watched: list[str] = []
+        self._outermost = Outermost(self._found, class_name, self._unmatched)
+        self._process = os.getpid()
 
     def run(self, target: str, arguments: list[str], *, is_module: bool) -> int:
-        """Run it. Returns the exit status, or raises as `main` says."""
-        outermost = Outermost(self._found, self._class_name)
+        """Run it. Return the exit status, or raise as `main` says."""
         try:
-            with outermost, _as_main(target, arguments, is_module=is_module):
+            with self._outermost, self._threads(), _as_main(target, arguments, is_module=is_module):
                 if is_module:
                     runpy.run_module(target, run_name="__main__", alter_sys=True)
                 elif os.path.isfile(target) and target.endswith((".py", ".pyw")):
                     _run_file(target)
                 else:  # a folder or a zip file with a __main__.py, or a compiled file
                     runpy.run_path(target, run_name="__main__")
-        except NonFiniteError as error:
-            self._is_raised = True
-            _show(error)
-            return _NONFINITE
         except BatchLimitError as error:
             _tell(str(error))
-            return 0
         except Exception as error:
+            self._meet(error)
             _show(error)
-            return _FAILED
-        finally:
-            self._passed_over = list(outermost.passed_over)
+            return FAILED
         return 0
 
-    def _found(self, model: nn.Module) -> None:
-        try:
-            self._watches.append((type(model).__name__, watch(model, **self._options)))
-        except (TypeError, ValueError) as error:
-            # Such as a pattern that matches no module of this model; the script is not to pay for it.
-            _tell(f"{type(model).__name__} is not watched: {error}")
+    @contextlib.contextmanager
+    def _threads(self) -> Iterator[None]:
+        """Within the block an error that ends a thread of the script decides about the exit status, too."""
+        before = threading.excepthook
 
-    def finish(self, json_file: Path | None) -> None:
-        """Stop to watch, and say on stderr and in the file what was seen."""
-        reports = [one.report() for _, one in self._watches]
-        for _, one in self._watches:
-            one.stop()
+        def hook(args: threading.ExceptHookArgs, /) -> None:
+            if args.exc_value is not None:
+                self._meet(args.exc_value)
+            before(args)
+
+        threading.excepthook = hook
+        try:
+            yield
+        finally:
+            if threading.excepthook is hook:
+                threading.excepthook = before
+
+    def _meet(self, error: BaseException) -> None:
+        """Take note of an error that the script did not catch."""
+        if _nonfinite_in(error) is not None:
+            self._status = NONFINITE
+            self._is_told = True
+
+    def _found(self, model: nn.Module) -> None:
+        name = type(model).__name__
+        try:
+            self._watches.append((name, watch(model, **self._options)))
+        except TypeError as error:  # a ScriptModule; nothing that the user named
+            self._not_watched.append(name)
+            _tell(f"{name} is not watched: {error}")
+        except (ValueError, OSError) as error:
+            # Patterns that match no module of the first model are a mistake; those of a later one need not match.
+            if self._watches:
+                _tell(f"{name} is not watched: {error}")
+                return
+            parts = ", ".join([part for part, _ in model.named_children()][:8])
+            self._refuse(
+                f"{error}. The first model that was called is {name}"
+                + (f", whose modules are {parts}" if parts else "")
+                + "; name the class of another one with --model"
+            )
+
+    def _unmatched(self, class_names: list[str]) -> None:
+        shown = ", ".join(class_names[:8]) + (", ..." if len(class_names) > 8 else "")
+        self._refuse(
+            f"--model {self._class_name!r} matches the class of no module that there is; the models are {shown}."
+            " Without --model each model that is trained is watched"
+        )
+
+    def _refuse(self, why: str) -> NoReturn:
+        _tell(why)
+        self._status = BAD_USE
+        # No Exception: the script may catch those.
+        raise SystemExit(BAD_USE)
+
+    def finish(self, json_file: Path | None) -> int:
+        """Stop to watch, and say on stderr and in the file what was seen.
+
+        Return the exit status that goes before the script's, or 0.
+        """
+        if os.getpid() != self._process:  # a forked child that has come to the script's end
+            return 0
+        reports = [self._end(name, one) for name, one in self._watches]
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        if not self._watches:
-            _tell(self._nothing())
+        if not self._watches and self._status != BAD_USE:
+            _tell(f"nothing was watched: {self._why_nothing()}")
         for (name, one), report in zip(self._watches, reports, strict=True):
             _tell(_line(name, one, report))
+            if _ended_in(one) and report.finding is not None and report.batch == one.batch:
+                # The script's own check may have met the value before nanwatch did.
+                self._status = self._status or NONFINITE
+        if self._outermost.is_full:
+            _tell(f"{MAX_MODELS} models were found; those that were called later were not looked for")
         failed = [report for report in reports if report.finding is not None]
-        if failed and not self._is_raised:
+        if failed and not self._is_told:
             print(failed[0].to_text(), file=sys.stderr)
         if json_file is not None:
             report = (failed or reports or [Report((), None, None, 0)])[0]
             try:
                 json_file.write_text(report.to_json() + "\n", encoding="utf-8")
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 _tell(f"{json_file} could not be written: {spell(error)}")
+        return self._status
 
-    def _nothing(self) -> str:
-        seen = ", ".join(self._passed_over)
+    def _end(self, name: str, one: Watch) -> Report:
+        """Stop to watch, whatever comes of it, and return the report."""
+        try:
+            one.report()  # warns of modules whose calls are not seen, which after `stop` nobody knows
+            one.stop()
+        except NonFiniteError as error:  # of a row that came late
+            self._meet(error)
+            _show(error.with_traceback(None))
+        except BaseException as error:  # the others are stopped all the same
+            _tell(f"an error came while the watch of {name} was ended: {spell(error)}")
+            if not isinstance(error, Exception):
+                self.interrupt = error
+        return one.report()
+
+    def _why_nothing(self) -> str:
+        if self._outermost.trouble:
+            return f"the search for models ended by {self._outermost.trouble}"
+        if self._not_watched:
+            return f"{', '.join(self._not_watched)} cannot be, as said above"
+        seen = ", ".join(self._outermost.passed_over)
         if not seen:
-            return "nothing was watched: no module was called"
+            return "no call of a module was seen; those in a compiled function or in another process are not"
         wanted = f"of class {self._class_name!r}" if self._class_name else "with parameters to train"
-        return (
-            f"nothing was watched: no module {wanted} was called, only such as {seen};"
-            " name the class of the model with --model"
-        )
+        return f"no module {wanted} was called, only such as {seen}; name the class of the model with --model"
 
 
 def _line(name: str, one: Watch, report: Report) -> str:
@@ -166,7 +211,29 @@ def _line(name: str, one: Watch, report: Report) -> str:
         return f"{amount}: nothing was looked at" + (
             ", as NANWATCH=0 says" if os.environ.get("NANWATCH") == "0" else ""
         )
+    if _ended_in(one):
+        return f"{amount}, the last ended by an exception: what that call computed last was not read"
     return f"{amount}: all that was read is finite"
+
+
+def _ended_in(one: Watch) -> bool:
+    """Whether an exception has ended the latest batch."""
+    return getattr(one, "_ended_by_exception", False)
+
+
+def _nonfinite_in(error: BaseException) -> NonFiniteError | None:
+    """Return the NonFiniteError that `error` is, was raised from or while handling, or has in its group, if any."""
+    seen: set[int] = set()
+    ahead: list[BaseException | None] = [error]
+    while ahead:
+        one = ahead.pop()
+        if isinstance(one, NonFiniteError):
+            return one
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            ahead += [one.__cause__, None if one.__suppress_context__ else one.__context__]
+            ahead += getattr(one, "exceptions", ())
+    return None
 
 
 def _tell(message: str) -> None:
@@ -174,7 +241,7 @@ def _tell(message: str) -> None:
 
 
 def _show(error: Exception) -> None:
-    """What the interpreter would print of an exception of the script, which has no frames of ours."""
+    """Print an exception of the script as the interpreter would, without frames of nanwatch's."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     own = (__file__, runpy.__file__, "<frozen runpy>")
@@ -186,16 +253,21 @@ def _show(error: Exception) -> None:
         sys.excepthook(type(error), error, place)
     except Exception:
         traceback.print_exc()
-    if isinstance(error, NonFiniteError) and sys.excepthook is not sys.__excepthook__:
-        # A hook of the script's own may have shown it in another way, or not at all.
-        print(error.report.to_text(), file=sys.stderr, flush=True)
+    finally:
+        found = _nonfinite_in(error)
+        if found is not None and sys.excepthook is not sys.__excepthook__:
+            # A hook of the script's own may have shown it in another way, or not at all.
+            print(found.report.to_text(), file=sys.stderr, flush=True)
 
 
 def _of_this_rank(path: str) -> Path:
     """The file as named, and for the processes of torchrun other than the first with the rank in its name."""
     rank = os.environ.get("RANK", "0")
     plain = Path(path)
-    return plain if rank in ("", "0") else plain.with_name(f"{plain.stem}-rank-{rank}{plain.suffix}")
+    # The script may change its folder.
+    return (
+        plain if rank in ("", "0") else plain.with_name(f"{plain.stem}-rank-{rank}{plain.suffix}")
+    ).absolute()
 
 
 def _run_file(target: str) -> None:
@@ -225,107 +297,3 @@ def _as_main(target: str, arguments: list[str], *, is_module: bool) -> Iterator[
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nanwatch run",
-        usage="%(prog)s [OPTION...] SCRIPT [ARG...]\n       %(prog)s [OPTION...] -m MODULE [ARG...]",
-        description="Run an unchanged training script and watch its model. Options go before the script.",
-        epilog=_NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
-    parser.add_argument("arguments", metavar="ARG", nargs=argparse.REMAINDER, help="its own arguments")
-    parser.add_argument("-m", action="store_true", help="run a module, as `python -m` does")
-    parser.add_argument(
-        "--model", metavar="CLASS", help="watch modules of this class (a pattern), trained or not"
-    )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the report as JSON when the script has ended; /dev/fd/3 for a descriptor",
-    )
-    parser.add_argument(
-        "--output-dir", metavar="DIR", help="where each failure's report and capsule are written"
-    )
-    parser.add_argument(
-        "--on-nonfinite", choices=("raise", "warn", "record"), default="raise", help="what to do then (raise)"
-    )
-    parser.add_argument(
-        "--check", choices=("auto", "module", "batch"), default="auto", help="when to act (auto)"
-    )
-    parser.add_argument(
-        "--max-frames", type=int, default=21, metavar="N", help="how many frames to keep (21)"
-    )
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="look at every N batches only (1)")
-    parser.add_argument(
-        "--reread-weights",
-        type=int,
-        default=64,
-        metavar="N",
-        help="read unchanged weights after N batches (64)",
-    )
-    for option, what in (
-        ("include", "watch only modules whose name matches"),
-        ("exclude", "leave out modules whose name matches"),
-        ("allow-inf", "modules whose infinities are meant"),
-    ):
-        parser.add_argument(
-            f"--{option}", action="append", default=[], metavar="PATTERN", help=f"{what}; may be repeated"
-        )
-    parser.add_argument(
-        "--trace-batches",
-        type=_numbers,
-        default=(),
-        metavar="N,N",
-        help="print the frames of these batches on stdout, or write only them to --trace",
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="PATH",
-        help="write every frame into this Parquet file, as 'show' and 'diff' read it",
-    )
-    parser.add_argument(
-        "--log-to", metavar="DIR", help="log headroom, ranges and forecasts for TensorBoard into this folder"
-    )
-    parser.add_argument(
-        "--log-every", type=int, default=50, metavar="N", help="with --log-to: one in N batches (50)"
-    )
-    parser.add_argument(
-        "--max-skipped-steps",
-        type=int,
-        default=20,
-        metavar="N",
-        help="with --gradients: act when GradScaler has skipped more than N steps in a row (20)",
-    )
-    parser.add_argument(
-        "--peer-timeout",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="with several ranks: wait at most S seconds for all to agree on where it began, 0 for none (30)",
-    )
-    parser.add_argument("--abort-after-batch", type=int, metavar="N", help="stop after this batch")
-    parser.add_argument(
-        "--microscope",
-        action=argparse.BooleanOptionalAction,
-        help="run a failed batch once more to find the operation and try cures (when it raises)",
-    )
-    for option, parameter in inspect.signature(watch).parameters.items():
-        if isinstance(parameter.default, bool) and not option.startswith("_") and option not in _NO_FLAG:
-            parser.add_argument(
-                f"--{option.replace('_', '-')}",
-                action=argparse.BooleanOptionalAction,
-                default=parameter.default,
-                help=_HELP.get(option, f"as {option}= of nanwatch.watch"),
-            )
-    return parser
-
-
-def _numbers(value: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in value.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{value!r} should be batch numbers such as 0,3") from None

@@ -1,4 +1,4 @@
-"""`python -m nanwatch show FILE`: the frames of a trace, or a report that was saved as JSON, to read."""
+"""`nanwatch show FILE`: the frames of a trace, or a report that was saved as JSON, to read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _EXAMPLES = """\
 exit status: 0, or 2 when there is nothing to show
 
 examples:
-  python -m nanwatch show run.parquet                      the latest batch
-  python -m nanwatch show run.parquet --batch 149 --html batch.html
-  python -m nanwatch show out/report.json
+  nanwatch show run.parquet                      the latest batch
+  nanwatch show run.parquet --batch 149 --html batch.html
+  nanwatch show out/report.json
 """
 
 

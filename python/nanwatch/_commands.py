@@ -1,4 +1,4 @@
-"""The sub-commands of `python -m nanwatch`: one line each in COMMANDS, one module each."""
+"""The sub-commands of `nanwatch`: one line each in COMMANDS, one module each."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def help_text() -> str:
 def command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
     """The parser of a command that prints for people, or with --json for programs."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m nanwatch {name}".rstrip(),
+        prog=f"nanwatch {name}".rstrip(),
         description=description,
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -140,6 +140,11 @@ class Attachment:
         for one in named_modules(module, child_name(parent, known, name)):
             self._add(one.name, one.module)
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether it has not been removed, and the model is alive."""
+        return bool(self._names.objects())
+
     def put_sequence(self, call: Any, device: torch.device) -> None:
         """Give the call, as `device_sequence`, what the operators in a graph that is all on this device write."""
         if device not in self._device_sequences:

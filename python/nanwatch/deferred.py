@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import nn
 
 from .modules import each_module
-from .options import MAX_FRAMES
+from .options import MAX_FRAMES, check_place
+from .trace import arrow
 from .watch import Watch, watch
 
 # Frames that a batch may have for every module: two calls, and both once more when they are recomputed.
@@ -19,15 +21,21 @@ class DeferredWatch:
     """The options of `watch`, and the Watch once `start` was given the model.
 
     `roomy`: its recorder holds a whole batch, though `frames` and reports show no more than was asked for. Raises
-    TypeError or ValueError for options as `watch` does, but for those that only `start` can confirm: patterns that
-    match no module, and where a trace is to lie.
+    TypeError, ValueError or ImportError for options as `watch` does, but for patterns that match no module, which only
+    `start` can know.
     """
 
     def __init__(self, options: dict[str, Any], *, roomy: bool = False) -> None:
-        self._options = dict(options)
+        self.options = dict(options)
         self._roomy = roomy
         self.watch: Watch | None = None
-        general = {name: value for name, value in self._options.items() if name not in _CONFIRMED_LATER}
+        # The run may change its folder before the model comes.
+        for option in ("trace", "output_dir", "log_to"):
+            if isinstance(value := self.options.get(option), str | os.PathLike):
+                self.options[option] = check_place(option, value)
+        if self.options.get("trace") is not None:
+            arrow("pyarrow.parquet", "trace=")
+        general = {name: value for name, value in self.options.items() if name not in _CONFIRMED_LATER}
         watch(nn.Identity(), **general).stop()
 
     def start(self, model: nn.Module, scaler: Any = None) -> Watch:
@@ -36,8 +44,9 @@ class DeferredWatch:
         `scaler` is what its trainer has for one, if anything; that of the options goes first.
         """
         self.stop()
-        options = dict(self._options)
-        if options.get("scaler") is None and callable(getattr(scaler, "get_scale", None)):
+        options = dict(self.options)
+        is_wanted = options.get("gradients") and options.get("scaler") is None
+        if is_wanted and callable(getattr(scaler, "get_scale", None)):
             options["scaler"] = scaler
         room = min(_CALLS * sum(1 for _ in each_module(model)), MAX_FRAMES) if self._roomy else 0
         self.watch = watch(model, **options, _room=room)

@@ -7,9 +7,10 @@ from typing import Any
 
 
 def needed(module: str, who: str, extra: str, instead: str = "") -> Any:
-    """The module of that name. Raises ImportError, naming `who` needs its package and the extra that has it.
+    """Import and return the module of that name. Raise ImportError, naming `who` needs its package, without it.
 
-    `instead` is what there is without it, such as "leave color=False".
+    `extra` is nanwatch's extra that has the package, with its version. `instead` is what there is without it, such as
+    "leave color=False".
     """
     try:
         return import_module(module)
@@ -18,8 +19,9 @@ def needed(module: str, who: str, extra: str, instead: str = "") -> Any:
         # A package that is there may lack one of its own.
         missing = error.name is None or error.name.partition(".")[0] == package
         why = "which is not installed" if missing else f"which could not be imported ({error})"
+        # nanwatch itself is on no package index, so that `pip install 'nanwatch[...]'` would find nothing.
         raise ImportError(
-            f"{who} needs the package `{package}`, {why}; pip install 'nanwatch[{extra}]'"
-            + (f", or {instead}" if instead else ""),
+            f"{who} needs the package `{package}`, {why}; pip install {package}, or in a clone of nanwatch"
+            f" pip install --no-build-isolation '.[{extra}]'" + (f"; or {instead}" if instead else ""),
             name=package,
         ) from error

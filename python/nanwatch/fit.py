@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
-from math import ceil, floor, inf, isfinite
+from math import ceil, floor, inf, isfinite, nextafter
 from typing import NamedTuple
 
 import torch
@@ -165,6 +165,25 @@ def narrowest(
                 f"narrowest got {values!r}; accepted is (abs_min, abs_max) with 0 <= abs_min <= abs_max"
             )
     return next((name for name in formats if _holds(name, values, 2.0**margin_bits, lost, subnormals)), None)
+
+
+class Edges(NamedTuple):
+    """The magnitudes, all of them float64, at which a cast to a format changes what it does."""
+
+    overflows_from: float
+    zero_up_to: float
+    normal_from: float
+
+
+def edges(name: str) -> Edges:
+    """Return those of one of FORMATS but float64, whose largest number has no next one."""
+    ends = _ends(name)
+    top = float(ends.halfway_up)
+    return Edges(
+        top if ends.overflows_halfway else nextafter(top, inf),
+        float(ends.kept_above),
+        float(ends.normal_from),
+    )
 
 
 def check_margin(margin_bits: float) -> None:

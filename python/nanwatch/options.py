@@ -7,8 +7,10 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from errno import EDQUOT, ENOSPC
 from fnmatch import fnmatchcase
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -25,14 +27,16 @@ if TYPE_CHECKING:
     from .report import Report
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
-_ACTIONS = ("raise", "warn", "record")
-_CHECKS = ("auto", "module", "batch", "async")
+ACTIONS = ("raise", "warn", "record")
+CHECKS = ("auto", "module", "batch", "async")
 SWITCH = "NANWATCH"
 # A frame of a small call takes 2 kB and is made into text when a report is written: more than this is no report.
 MAX_FRAMES = 1_000_000
 # Batches are counted in 64 bits; sums and differences of two such numbers stay in them.
 MAX_BATCH = 2**62 - 1
 _MAX_SECONDS = 86_400
+# Defaults of `watch` that are compared with what was given.
+MAX_SKIPPED_STEPS, LOG_EVERY, REREAD_WEIGHTS = 20, 50, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +110,11 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
     if given["gradients"] and not given["outputs"]:
         raise ValueError("gradients=True follows the graph from the outputs of modules; leave outputs=True")
     action, check, last = given["on_nonfinite"], given["check"], given["abort_after_batch"]
-    if not callable(action) and action not in _ACTIONS:
+    if not callable(action) and action not in ACTIONS:
         raise ValueError(
             f'on_nonfinite should be "raise", "warn", "record" or a callable that takes the Report, got {action!r}'
         )
-    if check not in _CHECKS:
+    if check not in CHECKS:
         raise ValueError(f'check should be "auto", "module", "batch" or "async", got {check!r}')
     include, exclude, allow_inf = (
         tuple(for_names(pattern, names) for pattern in _patterns(option, given[option]))
@@ -127,12 +131,12 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
         every=whole("every", given["every"], 1, MAX_BATCH),
         reread_weights=whole("reread_weights", given["reread_weights"], 1, MAX_BATCH),
         trace_batches=_batches("trace_batches", given["trace_batches"]),
-        trace=_file("trace", given["trace"]),
+        trace=check_place("trace", given["trace"]),
         log_to=_log_target(given["log_to"]),
         log_every=whole("log_every", given["log_every"], 1, MAX_BATCH),
         forecast=given["forecast"],
         microscope=_microscope(given["microscope"]),
-        output_dir=_folder("output_dir", given["output_dir"]),
+        output_dir=check_place("output_dir", given["output_dir"]),
         peer_timeout=_seconds("peer_timeout", given["peer_timeout"]),
         abort_after_batch=None if last is None else whole("abort_after_batch", last, 0, MAX_BATCH),
         enabled=_switch(given["enabled"]),
@@ -148,6 +152,7 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
             f"trace_batches has {listed}, and every={options.every} looks only at batches whose number is a multiple"
             f" of {options.every}; trace such batches, or set every=1"
         )
+    _check_effects(options)
     for option, patterns in (("include", options.include), ("allow_inf", options.allow_inf)):
         _check_matches(option, patterns, names)
     if not any(options.observes(name) for name in names):
@@ -155,6 +160,49 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
             f"include={options.include!r} and exclude={options.exclude!r} leave no module to watch; loosen one of them"
         )
     return options
+
+
+def _check_effects(options: Options) -> None:
+    """ValueError for an option that was set and does nothing by itself."""
+    reads_weights = options.weights or options.buffers
+    for option, is_set, has_effect, needed in (
+        ("scaler", options.scaler is not None, options.gradients, "gradients=True"),
+        (
+            "max_skipped_steps",
+            options.max_skipped_steps != MAX_SKIPPED_STEPS,
+            options.gradients,
+            "gradients=True",
+        ),
+        ("log_every", options.log_every != LOG_EVERY, options.log_to is not None, "log_to="),
+        ("reread_weights", options.reread_weights != REREAD_WEIGHTS, reads_weights, "weights or buffers"),
+    ):
+        if is_set and not has_effect:
+            raise ValueError(f"{option} has no effect without {needed}; set that too, or leave {option} out")
+
+
+def check_place(option: str, value: Any) -> Path | None:
+    """Return `value` as an absolute path at which something can be made, or None for None.
+
+    Raises ValueError where nothing can, TypeError for what is no path. It makes a nameless file beside the first folder
+    that is still to be made, and leaves nothing behind.
+    """
+    path = _folder(option, value) if option == "output_dir" else _file(option, value)
+    if path is None:
+        return None
+    path = path.absolute()  # the run may change its folder
+    folder = path if option == "output_dir" else path.parent
+    try:
+        folder = next(one for one in (folder, *folder.parents) if one.exists())
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno in (ENOSPC, EDQUOT):  # there may be room by then
+            return path
+        raise ValueError(
+            f"{option} is {str(value)!r}, and nothing can be written in {str(folder)!r} ({error.strerror}); give"
+            " another path"
+        ) from error
+    return path
 
 
 def check_names(unknown: Iterable[str]) -> None:
@@ -223,7 +271,7 @@ def _optimizer(value: Any) -> Optimizer | None:
 
 def _log_target(value: Any) -> Any:
     if isinstance(value, str | os.PathLike):
-        return _file("log_to", value)
+        return check_place("log_to", value)
     if value is not None and not is_target(value):
         raise TypeError(f"log_to should be {ACCEPTED}, got {shorten(value)}")
     return value
@@ -252,7 +300,7 @@ def _folder(option: str, value: Any) -> Path | None:
     folder = _path(option, value, "folder")
     if folder is None:
         return None
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise ValueError(f"{option} should be a folder, and {str(folder)!r} is none")
     return folder
 

@@ -81,24 +81,46 @@ def is_inside_a_call(frame: FrameType | None) -> bool:
     return frame is not None
 
 
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
 class Outermost:
     """Within the block, `found(model)` is called for each model that is called, before the call is made.
 
     It makes the calls of all modules that no link stands before; see links.py. The calls of the modules that `found`
     watches take no longer; those of others take 1 µs more, and 3 µs when they are made from outside any other. With
     `class_name`, a glob pattern, the model is any module of such a class, trained or not, called inside another one or
-    not. After MAX_MODELS it looks no more.
+    not. When the first module with parameters is called and no living module is of such a class, `unmatched(class
+    names)` is called, once, with the classes of the modules that no other holds. After MAX_MODELS it looks no more.
+
+    `passed_over` has classes of modules that were called and are no model, those called inside another one only with
+    `class_name`. `trouble` is the error that ended the search, `is_full` says that MAX_MODELS were found.
     """
 
-    def __init__(self, found: Callable[[nn.Module], object], class_name: str | None = None) -> None:
+    def __init__(
+        self,
+        found: Callable[[nn.Module], object],
+        class_name: str | None = None,
+        unmatched: Callable[[list[str]], object] = lambda names: None,
+    ) -> None:
         self._found = found
         self._class_name = class_name
+        self._unmatched = unmatched
+        self._awaits_candidate = class_name is not None
         self._left = MAX_MODELS
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._searched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Modules for which optimizers were looked for: without gradients, and with them.
+        self._searched: tuple[weakref.WeakSet[nn.Module], ...] = (weakref.WeakSet(), weakref.WeakSet())
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._handle: Any = None
         self.passed_over: dict[str, None] = {}
+        self.trouble = ""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether MAX_MODELS were found, and no more are looked for."""
+        return self._left <= 0
 
     def __enter__(self) -> Outermost:
         if calls_of_others() is not None:
@@ -129,36 +151,51 @@ class Outermost:
             return self._look(module, caller)
         except Exception as error:  # a program that nobody watches does better than one that ends here
             self.stop()
-            warn_user(f"nanwatch looks for no more models: {spell(error)}")
+            self.trouble = spell(error)
+            warn_user(f"nanwatch looks for no more models: {self.trouble}")
             return False
 
     def _look(self, module: nn.Module, caller: FrameType | None) -> bool:
         """Whether the module was found to be a model. `caller` is the frame of whoever calls it."""
+        model = module
         if self._class_name is not None:
+            is_candidate = True
             is_model = fnmatchcase(type(module).__name__, self._class_name)
-            model = module
+            if is_model:
+                self._awaits_candidate = False
+            elif self._awaits_candidate and _has_parameters(module):
+                self._awaits_candidate = False
+                self._check_class_name(self._class_name)
         else:
-            is_model = not is_inside_a_call(caller) and may_be_trained(
-                module, lambda: self._optimized(module)
-            )
-            model = topmost(module, made(nn.Module)) if is_model else module
+            is_candidate = not is_inside_a_call(caller)
+            is_model = is_candidate and may_be_trained(module, lambda: self._optimized(module))
+            if is_model:
+                model = topmost(module, made(nn.Module))
         if not is_model:
-            if len(self.passed_over) < 5:
+            if is_candidate and len(self.passed_over) < 5:
                 self.passed_over[type(module).__name__] = None
             return False
         self._known.update((module, model))
         self._left -= 1
-        if self._left <= 0:
+        if self.is_full:
             self.stop()
         self._found(model)
         return True
 
+    def _check_class_name(self, class_name: str) -> None:
+        alive = made(nn.Module)
+        if any(fnmatchcase(type(one).__name__, class_name) for one in alive):
+            return
+        held = {id(child) for one in alive for child in one._modules.values()}
+        whole = (one for one in alive if id(one) not in held and _has_parameters(one))
+        self._unmatched(sorted({type(one).__name__ for one in whole}))
+
     def _optimized(self, module: nn.Module) -> set[int]:
-        if not torch.is_grad_enabled():
-            return set()
-        # To look for optimizers takes 0.1 s among 400,000 objects: once a module. Later ones are known by their step.
-        if module not in self._searched:
-            self._searched.add(module)
+        # To look for optimizers takes 0.1 s among 400,000 objects: once for the module's evaluation, which may come
+        # before there is an optimizer, and once for its training. Later ones are known by their step.
+        searched = self._searched[torch.is_grad_enabled()]
+        if module not in searched:
+            searched.add(module)
             self._optimizers.update(made(Optimizer))
         return {
             id(parameter)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from .frame import FrameRows
     from .ranges import TensorHealth
 
-VERSION = 2
-READ_VERSIONS = (1, 2)
+VERSION = 3
+READ_VERSIONS = (1, 2, 3)
 SUFFIX = ".parquet"
 # Of the schema of every part: a JSON object with the members of FACTS.
 METADATA_KEY = b"nanwatch.trace"
@@ -61,9 +61,10 @@ COLUMNS = (
     ("finite_abs_max", "float64", True),
     ("first_nonfinite", "string", True),
     ("weight_version", "int64", True),
+    ("exponents", "string", True),
 )
 # Columns that files before the version of this number lack; read there, they are null.
-ADDED = {"weight_version": 2}
+ADDED = {"weight_version": 2, "exponents": 3}
 STRINGS = tuple(name for name, kind, _ in COLUMNS if kind == "string")
 _COUNTS = ("numel", "num_nan", "num_posinf", "num_neginf", "num_zero", "num_subnormal")
 
@@ -111,7 +112,7 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
         if isinstance(facts, dict) and facts.get("version") not in READ_VERSIONS:
             raise ValueError(
                 f"its version is {facts.get('version')!r}, this nanwatch reads versions"
-                f" {' and '.join(map(str, READ_VERSIONS))}"
+                f" {READ_VERSIONS[0]} to {READ_VERSIONS[-1]}"
             )
         facts = reading.members(facts, "metadata", FACTS)
     except (ValueError, RecursionError) as error:
@@ -184,6 +185,8 @@ class Tabulator:
             elif name == "first_nonfinite":
                 places = (None if one is None else one.first_nonfinite for one in health)
                 columns[name] = _strings(None if place is None else str(list(place)) for place in places)
+            elif name == "exponents":
+                columns[name] = _strings(map(_exponents, health))
             else:
                 values = [None if one is None else getattr(one, name) for one in health]
                 columns[name] = pa.array(values, pa.type_for_alias(kind))
@@ -205,6 +208,11 @@ class Tabulator:
             if len(self._shapes) > 4096:  # a new length of sequence in every batch
                 self._shapes.clear()
         return text
+
+
+def _exponents(health: TensorHealth | None) -> str | None:
+    counts = getattr(health, "exponents", None)
+    return None if counts is None else json.dumps(dict(counts))
 
 
 def _strings(values: Iterable[str | None]) -> Any:

@@ -141,8 +141,10 @@ class Trace:
 
 
 def strings(column: Any) -> Strings:
-    """A dictionary-encoded column of a table."""
+    """A column of strings of a table."""
     pa = trace.arrow("pyarrow", "reading a trace")
+    if not pa.types.is_dictionary(column.type):  # one that the file lacks
+        column = column.dictionary_encode()
     if column.num_chunks == 0:
         return Strings(np.empty(0, np.int32), ())
     whole = pa.table({"column": column}).unify_dictionaries()["column"]

@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 from .listener import Check
-from .options import OnNonfinite, Options, check_model, check_names, check_options
+from .options import (
+    LOG_EVERY,
+    MAX_SKIPPED_STEPS,
+    REREAD_WEIGHTS,
+    OnNonfinite,
+    Options,
+    check_model,
+    check_names,
+    check_options,
+)
 from .watching import Watch
 from .wrapped_names import named_modules, original_module
 
@@ -29,18 +38,18 @@ def watch(
     outputs: bool = True,
     gradients: bool = False,
     counts: bool = False,
-    max_skipped_steps: int = 20,
+    max_skipped_steps: int = MAX_SKIPPED_STEPS,
     scaler: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
     allow_inf: str | Iterable[str] = (),
     every: int = 1,
-    reread_weights: int = 64,
+    reread_weights: int = REREAD_WEIGHTS,
     trace_batches: Iterable[int] = (),
     trace: str | os.PathLike[str] | None = None,
     log_to: Any = None,
-    log_every: int = 50,
+    log_every: int = LOG_EVERY,
     abort_after_batch: int | None = None,
     forecast: bool = True,
     microscope: bool | None = None,
@@ -71,11 +80,13 @@ def watch(
             On a GPU that step waits for them, once, unless a GradScaler has.
             Without it no gradient is read, also not those that a step is about to take.
         counts: count the zeros, subnormals, nans and infinities of every tensor, for its record's `health` and the
-            columns of a trace, and not only of those that are not finite. Each is then read anew, twice, and on a GPU
-            waited for: for a few batches, or with `every`.
+            columns of a trace, and not only of those that are not finite; for a trace its elements by power of two,
+            too (docs/formats.md). Each tensor is then read three times more, and on a GPU waited for: for a few
+            batches, or with `every`.
         max_skipped_steps: how many steps in a row may be skipped for their gradients, as a GradScaler does; one more is
-            a failure. A scale of 65536 has come down to 1 after 16.
-        scaler: the GradScaler, whose scale is told with each skipped step. None looks for the one that is in use.
+            a failure. A scale of 65536 has come down to 1 after 16. Needs `gradients`.
+        scaler: the GradScaler, whose scale is told with each skipped step. None looks for the one that is in use. Needs
+            `gradients`.
         optimizer: an optimizer whose state is looked at after each of its steps: moments, weights of its own.
         include, exclude: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots. Names are
             those in your own model: what DistributedDataParallel and other wrappers put before them may be left out.
@@ -92,6 +103,7 @@ def watch(
             TensorBoard, a run of wandb, the path of a folder for TensorBoard, or a callable that takes a dict of them
             and the number of the batch (docs/trackers.md). What it raises is one warning, and the end of the log.
         log_every: log one in so many batches, fewer where that would take more than 2 % of the time; faults at once.
+            Needs `log_to`.
         abort_after_batch: raise BatchLimitError when the batch of this number is done.
         forecast: warn of a tensor whose headroom shrinks so steadily that it will overflow soon, and when; at most once
             a module in 1,000 batches. Looks at each of the first batches and then at one in 16 (docs/watching.md).
@@ -106,8 +118,9 @@ def watch(
         enabled: False makes a Watch that watches nothing. The environment goes first: NANWATCH=0 or NANWATCH=1.
 
     Raises TypeError or ValueError, naming what was given and what is accepted, when `model` is not a module whose
-    calls can be seen, or an option is unknown or means nothing; ImportError, naming the extra, where
-    `trace` or `log_to` needs a package that is not installed.
+    calls can be seen, or an option is unknown, means nothing or has no effect without another one, or nothing can be
+    written at `output_dir` or `trace`; ImportError, naming the package, where `trace` or `log_to` needs one that is not
+    installed.
     """
     check_names(unknown)
     check_model(model)

@@ -126,6 +126,18 @@ class Watch:
                 "".join(letter for letter, wanted in parts.items() if wanted),
             )
 
+    def __repr__(self) -> str:
+        model = self._model()
+        name = "a model that is gone" if model is None else type(model).__name__
+        num_batches = self._recorder.latest_batch + 1
+        if self._attachment is None:
+            state = "switched off"
+        elif not self._attachment.is_attached:
+            state = "stopped"
+        else:
+            state = "paused" if self._recorder.paused else "watching"
+        return f"<Watch of {name}: {num_batches:,} batch{'' if num_batches == 1 else 'es'}, {state}>"
+
     def __enter__(self) -> Watch:
         return self
 
