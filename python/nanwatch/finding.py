@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isnan, prod
 from typing import Literal, TypeAlias
@@ -24,6 +24,22 @@ class Cure:
     what: str
     works: bool
     headroom_bits: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """`works`, `not enough` where all became finite but too little room is left, or `does not help`."""
+        if self.works:
+            return "works"
+        return "does not help" if self.headroom_bits is None else "not enough"
+
+    def __str__(self) -> str:
+        room = "" if self.headroom_bits is None else f", {self.headroom_bits:.1f} bits of room left"
+        return f"{self.verdict}: {self.what}{room}"
+
+
+def working_first(cures: Iterable[Cure]) -> tuple[Cure, ...]:
+    """The same cures, those that work before the others."""
+    return tuple(sorted(cures, key=lambda cure: not cure.works))
 
 
 @dataclass(frozen=True, slots=True)

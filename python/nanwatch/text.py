@@ -117,11 +117,7 @@ def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
     lines += [] if frame is None else _vanished(frame)
     lines += _by(finding)
     lines.append(f"Next:  {following(finding, frame, record)}")
-    lines += [
-        f"Cure:  {cure.what}: {'works' if cure.works else 'does not help'}"
-        + ("" if cure.headroom_bits is None else f", {cure.headroom_bits:.1f} bits of room left")
-        for cure in finding.cures
-    ]
+    lines += [f"Cure:  {cure}" for cure in finding.cures]
     lines += [f"Note:  {remark}." for remark in finding.remarks]
     lines += [f"File:  {path}" for path in finding.files]
     return lines
