@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 from . import _extension, _live, compiled, rehearsal
 from .global_hooks import after_steps, children
 from .handles import Handles
+from .masked_scores import masked_scores
 from .recorder import PythonRecorder
 from .wrapped_names import child_name, is_recorded, named_modules
 
@@ -154,7 +155,7 @@ class Attachment:
             return
         self._names[module] = name
         self._nodes[module] = self._recorder.add_node(
-            name, module, self._records(module), self._allow_inf(name)
+            name, module, self._records(module), self._allow_inf(name) or masked_scores(module)
         )
         self._link(module)
 

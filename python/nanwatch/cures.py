@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .batch_start import BatchStart, no_second_run
 from .casting import NARROW, cast
+from .cure_words import in_float32, module_words
 from .errors import spell
 from .finding import Cure, Finding, working_first
 from .headroom import NEAR_FACTOR, headroom_bits, is_near_end, limits
@@ -84,7 +85,6 @@ class _Search:
         self.runs = 0
         named = list(named_modules(model, remove_duplicate=False))
         self.modules = {one.name: one.module for one in named}
-        self.paths = {one.name: one.path for one in named}
         self.names = {one.module: one.name for one in named_modules(model)}
         self.root = self.names.get(unwrapped(start.module), "")
         # For a value that was handed in: the module in whose forward it was made.
@@ -218,7 +218,7 @@ class _Search:
             if any(map(has_finite, healthy)):
                 trial = self._run(change=Change(clamp=(self.modules[self.guilty], limit)))
                 self._judge(
-                    f"clamp the input of {_module(self.guilty)} to ±{limit:g}", trial, healthy=healthy
+                    f"clamp the input of {module_words(self.guilty)} to ±{limit:g}", trial, healthy=healthy
                 )
 
     def _smaller_loss_scale(self, scale: float | None) -> None:
@@ -352,26 +352,8 @@ class _Search:
         made = [row for call in wide.calls if call.name == name for row in call.rows if row[1] == "output"]
         return all(row[5] is None or row[5] * _MARGIN <= end for row in made)
 
-    # Words
-
     def _in_float32(self, name: str, *, cast_output: bool = True) -> str:
-        option = "" if cast_output else ", cast_output=False"
-        return f"run {_module(name)} in float32, nanwatch.run_in_fp32({self._code(name)}{option})"
-
-    def _code(self, name: str) -> str:
-        """How the module is reached in Python: `model.decoder.block[0]`."""
-        code, module, path = "model", self.model, self.paths[name]
-        for part in path.split(".") if path else ():
-            if isinstance(module, nn.ModuleList | nn.Sequential) and part.isdecimal():
-                code += f"[{part}]"
-            elif isinstance(module, nn.ModuleDict):
-                code += f"[{part!r}]"
-            elif part.isidentifier():
-                code += f".{part}"
-            else:
-                return f"model.get_submodule({path!r})"
-            module = module._modules[part]  # type: ignore[assignment]
-        return code
+        return in_float32(self.model, name, cast_output=cast_output)
 
 
 def _headroom(rows: list[Row]) -> float | None:
@@ -392,7 +374,3 @@ def _scaled(x: Any, scale: float, smaller: float) -> Any:
         is_scale = x.numel() == 1 and x.dtype.is_floating_point and x.item() == scale
         return torch.full_like(x, smaller) if is_scale else x
     return smaller if isinstance(x, float | int) and not isinstance(x, bool) and x == scale else x
-
-
-def _module(name: str) -> str:
-    return f"`{name}`" if name else "the model"

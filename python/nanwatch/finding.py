@@ -53,7 +53,8 @@ class Finding:
     "produced" it from finite gradients of its outputs, or "received" it: from code of `source_module` between the calls
     of its submodules, or, where that is None, from what lies behind the model, such as the loss. `num_nonfinite` and
     `index` (of the first bad element, one number per dimension) are None when they could not be counted. `extent`,
-    `operation`, `source`, `transient`, `cures` and `spreads` (of the operands as they were, and of the bad tensor) hold
+    `operation`, `source`, `made` (the value that the operation made, of which the finding's may have come),
+    `transient`, `cures` and `spreads` (of the operands as they were, and of the bad tensor) hold
     what a closer look at the failing call found, and are empty without one. `sequence` is the place of the faulty frame
     among all frames of its batch, from 0, also those that were dropped before it; None where they were not counted.
     """
@@ -80,6 +81,7 @@ class Finding:
     phase: Phase = "forward"
     sequence: int | None = None
     spreads: tuple[Spread, ...] = ()
+    made: Value | None = None
 
 
 def find(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .masked_scores import MaskedScores, are_masked
 from .ranges import (
     TensorHealth,
     abs_range,
@@ -25,12 +26,14 @@ _CAPTURING = f"{NOT_CHECKED}: in a CUDA graph capture"
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 
 
-def observe(value: Any, label: str, role: Role, allow_inf: bool = False, *, counts: bool = False) -> Row:
+def observe(
+    value: Any, label: str, role: Role, allow_inf: bool | MaskedScores = False, *, counts: bool = False
+) -> Row:
     """The row of `value`: its range when it is a tensor that can be read, else the note that says why not.
 
     Never raises and never builds a graph. A tensor that is not finite, or that looks like an additive mask, is looked
     at a second time, for the counts and the index, while it is at hand; with `counts` every tensor is. `allow_inf`:
-    infinities in it are meant.
+    infinities in it are meant; or the MaskedScores of the softmax that it is given to or comes from.
     """
     row = read(value, label, role)
     if row[6] is False or (row[4] == 0 and _may_be_finite_mask(value, row)):
@@ -120,14 +123,17 @@ def _largest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
-def _examine(x: Tensor, row: Row, allow_inf: bool) -> Row:
+def _examine(x: Tensor, row: Row, allow_inf: bool | MaskedScores) -> Row:
     try:
         health = tensor_health(x)
         is_mask = row[1] in ("input", "buffer") and _is_mask(x, health)
+        if not is_mask and not row[6]:
+            scores = None if isinstance(allow_inf, bool) else allow_inf
+            is_mask = are_masked(x, row[1], health, scores)
     except Exception:
         # The range already says what matters; the counts are an extra.
         return row
-    return _with_health(row, health, is_mask, allow_inf)
+    return _with_health(row, health, is_mask, allow_inf is True)
 
 
 def _with_health(row: Row, health: TensorHealth, is_mask: bool, allow_inf: bool) -> Row:
@@ -148,7 +154,7 @@ def arrived(
     shape: tuple[int, ...],
     dtype: str,
     values: list[float] | str,
-    allow_inf: bool,
+    allow_inf: bool | MaskedScores,
 ) -> Row:
     """The row of a tensor that a device has looked at, as `observe` would have made it.
 
@@ -162,7 +168,10 @@ def arrived(
         return row
     health = health_of(values[:11], shape)
     is_mask = role in ("input", "buffer") and len(shape) > 0 and values[11] != 0
-    return _with_health(row, health, is_mask, allow_inf)
+    if not is_mask and not row[6] and not isinstance(allow_inf, bool):
+        # The tensor is gone. A row that is masked everywhere shows as nan in the output.
+        is_mask = allow_inf.may_excuse(role, health)
+    return _with_health(row, health, is_mask, allow_inf is True)
 
 
 def _is_mask(x: Tensor, health: TensorHealth) -> bool:

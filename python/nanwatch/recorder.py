@@ -24,6 +24,7 @@ from .frame_ring import FrameRing
 from .gradient_frames import RecordsBackwards
 from .largest import Largest, Name
 from .listener import Listener, Settings
+from .masked_scores import MaskedScores
 from .observe import arrived, observe
 from .record import Role, Row, is_fault
 from .walk import Unwalked, call_leaves, is_container, leaves, spell_key
@@ -60,7 +61,7 @@ class _Node:
     name: str
     class_name: str
     observed: bool
-    allow_inf: bool
+    allow_inf: bool | MaskedScores
 
 
 class PythonRecorder(RecordsBackwards):
@@ -89,7 +90,7 @@ class PythonRecorder(RecordsBackwards):
         self.lock = threading.Lock()  # held while a frame is kept and counted
         super().__init__(settings.gradients, settings.counts)
 
-    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool) -> int:
+    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
         """See Recorder."""
         self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
         return len(self._nodes) - 1
@@ -308,7 +309,7 @@ _VALUES: dict[str, Any] = {"n": None, "x": 0}
 
 
 def planned_rows(
-    plan: str, tensors: Sequence[Tensor], allow_inf: bool, counts: bool
+    plan: str, tensors: Sequence[Tensor], allow_inf: bool | MaskedScores, counts: bool
 ) -> tuple[str, list[Row], list[tuple[Role, str, Tensor]]]:
     """The class, the rows and their tensors of a call in compiled code; csrc/compiled_call.cpp says what a plan is."""
     class_name, *lines = plan.split("\n")

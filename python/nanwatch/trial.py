@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ._reference import _to_arithmetic
 from .batch_start import BatchStart
 from .casting import NARROW, autocast_kinds, first_float, replaced
+from .masked_scores import masked_scores
 from .observe import observe
 from .record import Row, is_fault
 from .stand_in import stand_in
@@ -98,7 +99,7 @@ def run(
 @contextmanager
 def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, `model` has the weights and buffers that `model.to(dtype)` would give it, and casts nothing else."""
-    places = [
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
         (table, name, own)
         for module in model.modules()
         if not isinstance(module, torch.jit.ScriptModule)
@@ -137,8 +138,9 @@ def _changed_call(
                 modes.enter_context(torch.autocast(kind, change.autocast, cache_enabled=False))
         output = module._call_impl(*args, **kwargs)
     inputs, outputs = list(call_leaves(args, kwargs)), list(leaves(output, "output"))
-    rows = [observe(x, label, "input") for label, x in inputs]
-    rows += [observe(x, label, "output") for label, x in outputs]
+    scores = masked_scores(module)
+    rows = [observe(x, label, "input", scores) for label, x in inputs]
+    rows += [observe(x, label, "output", scores) for label, x in outputs]
     autocast = next((dtype for dtype in kinds.values() if dtype in NARROW), None)
     return output, Call(name, tuple(rows), given, autocast), [*inputs, *outputs]
 
