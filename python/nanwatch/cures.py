@@ -165,8 +165,9 @@ class _Search:
         modules cannot be enough, as what they hand out would not fit the format it is given back in.
         """
         whole = None
+        is_tried = bool(self.root) and self.guilty == self.root
         if wide is None:
-            if self.root and self.guilty == self.root:
+            if is_tried:
                 return None
             whole = self._whole()
             wide = whole[1]
@@ -183,6 +184,8 @@ class _Search:
             trial = self._run(lambda: run_in_fp32(leaf, cast_output=False))
             if self._judge(self._in_float32(self.guilty, cast_output=False), trial):
                 return wide
+        if whole is None and self.root and not is_tried and self.runs < MAX_RUNS:
+            whole = self._whole()
         if whole is not None:
             self._judge(*whole, changed=self.root or None)
         return wide
