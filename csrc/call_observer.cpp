@@ -88,7 +88,7 @@ bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role,
   const OutsideCompiler outside;
   const py::object text = from_utf8(labels_.text(label)), role_text = from_utf8(role_name(role));
   PyObject* row = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
-                                               node.allow_inf ? Py_True : Py_False, nullptr);
+                                               node.allow_inf.ptr(), nullptr);
   if (row == nullptr) return excuse(label, role, frame);
   frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotLate, {}, row});
   frame->has_fault |= is_fault(frame->rows.back());

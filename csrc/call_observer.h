@@ -97,7 +97,8 @@ struct Node {
   };
   std::string name, class_name;
   PyTypeObject* type = nullptr;  // borrowed and only compared: FSDP gives a module another class
-  bool observed = true, allow_inf = false;
+  bool observed = true;
+  pybind11::object allow_inf = pybind11::bool_(false);  // a bool, or a MaskedScores; handed to Python as it is
   std::vector<Slot> weights, buffers;
   std::deque<std::shared_ptr<Plan>> plans;
   std::shared_ptr<const GradientCall> compiled_call;  // its latest call in compiled code

@@ -67,11 +67,11 @@ void CallRecorder::meet(Node& node, PyObject* module) {
   gathers_weights |= is_sharded(type);
 }
 
-int32_t CallRecorder::add_node(const std::string& name, py::handle module, bool observed, bool allow_inf) {
+int32_t CallRecorder::add_node(const std::string& name, py::handle module, bool observed, py::object allow_inf) {
   auto node = std::make_unique<Node>();
   node->name = name;
   node->observed = observed;
-  node->allow_inf = allow_inf;
+  node->allow_inf = std::move(allow_inf);
   meet(*node, module.ptr());
   if (observed) observer_.prepare(*node, module.ptr());
   nodes_.push_back(std::move(node));

@@ -25,7 +25,7 @@ class CallRecorder {
   CallRecorder(const CallRecorder&) = delete;
   CallRecorder& operator=(const CallRecorder&) = delete;
 
-  int32_t add_node(const std::string& name, pybind11::handle module, bool observed, bool allow_inf);
+  int32_t add_node(const std::string& name, pybind11::handle module, bool observed, pybind11::object allow_inf);
 
   // Makes the call `target(*args, **kwargs)` of a module and records it. A new reference, or null with an exception
   // set, as in the C API.

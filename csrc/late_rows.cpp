@@ -212,7 +212,7 @@ bool CallObserver::resolve_row(const Node& node, const LateRow& late, const Fram
   }
   row->python =
       PyObject_CallFunction(helpers_.arrived.ptr(), "ssOsOO", labels_.text(row->label).c_str(), role_name(row->role),
-                            shape.ptr(), dtype_name(*row).c_str(), values.ptr(), node.allow_inf ? Py_True : Py_False);
+                            shape.ptr(), dtype_name(*row).c_str(), values.ptr(), node.allow_inf.ptr());
   if (row->python != nullptr) return true;
   const std::optional<std::string> reason = excuse_error();
   if (reason.has_value()) row->python = unread_row(labels_.text(row->label), row->role, *reason);

@@ -93,6 +93,13 @@ def big(value: float) -> Tensor:
     return torch.full((1, 3, 4), value)
 
 
+def outlier(value: float) -> Tensor:
+    """One row of `value`, the others small."""
+    x = big(1.0)
+    x[0, 0] = value
+    return x
+
+
 def t5() -> tuple[nn.Module, dict[str, Tensor]]:
     """A tiny T5 whose second layer's `wo` leaves float16's range."""
     from transformers import T5Config, T5Model
@@ -252,8 +259,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, torch.dtype | None, list[tu
     ),
     "half precision written into the code": (
         lambda: nn.Sequential(linear(1), Op(lambda x: (x.half() * x.half()).float())),
-        big(500.0),
+        outlier(500.0),
         HALF,
         [("run `1` in float32", False), ("clamp the input of `1` to ±128", True)],
+    ),
+    "half precision written into the code, and no value that a clamp would leave": (
+        lambda: nn.Sequential(linear(1), Op(lambda x: (x.half() * x.half()).float())),
+        big(500.0),
+        HALF,
+        [("run `1` in float32", False)],
     ),
 }

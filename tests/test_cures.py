@@ -32,6 +32,7 @@ def test_the_cures_are_true(name: str, known: bool | None) -> None:
     cures, remarks = try_cures(start, replace(finding, transient=known), model)
     told = [(cure.what, cure.works) for cure in cures]
     assert len(told) == len(expected), (told, remarks)
+    expected = sorted(expected, key=lambda one: not one[1])
     for (what, works), (begin, wanted) in zip(told, expected, strict=True):
         assert what.startswith(begin)
         assert works is wanted
@@ -63,7 +64,7 @@ def test_the_smallest_ancestor_that_is_enough() -> None:
     model = build()
     start, finding = failed(model, x, autocast=autocast)
     cures, _ = try_cures(start, finding, model)
-    assert cures[-1].what.endswith("nanwatch.run_in_fp32(model[1])")
+    assert [cure.what for cure in cures if cure.works][-1].endswith("nanwatch.run_in_fp32(model[1])")
     for smaller in ("model[1][0][0]", "model[1][0]"):
         assert not is_finite(model, (x,), {}, autocast, f"nanwatch.run_in_fp32({smaller})")
 
@@ -165,10 +166,10 @@ def test_a_smaller_loss_scale(scale: Any) -> None:
     """A scale that the batch was called with is made smaller, and what is told makes the call finite."""
     model = Scaled()
     start, finding = failed(model, big(3.0), autocast=HALF, scale=scale)
-    cures, _ = try_cures(start, finding, model, loss_scale=65536.0)
-    assert Cure("a loss scale of 256 in place of 65536", True, cures[-1].headroom_bits) == cures[-1]
+    first, *others = try_cures(start, finding, model, loss_scale=65536.0)[0]
+    assert Cure("a loss scale of 256 in place of 65536", True, first.headroom_bits) == first
     assert is_finite(model, (big(3.0),), {"scale": 256.0}, HALF, "clamp the input of `layer` to ±inf")
-    assert try_cures(start, finding, model, loss_scale=3.5)[0] == cures[:-1]
+    assert try_cures(start, finding, model, loss_scale=3.5)[0] == tuple(others)
 
 
 def test_autocast_inside_the_model() -> None:
@@ -191,11 +192,9 @@ def test_a_part_is_called_by_itself() -> None:
     finding = error.value.report.finding
     assert finding is not None
     cures, _ = try_cures(start, finding, model)
-    assert [cure.what for cure in cures] == [
-        "run `encoder.1` in float32, nanwatch.run_in_fp32(model['encoder'][1])",
-        "load the weights in bfloat16, model['encoder'].to(torch.bfloat16)",
+    assert [(cure.what, cure.works) for cure in cures] == [
+        ("run `encoder.1` in float32, nanwatch.run_in_fp32(model['encoder'][1])", True),
     ]
-    assert all(cure.works for cure in cures)
 
 
 def test_a_name_that_is_no_identifier() -> None:

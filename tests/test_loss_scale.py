@@ -70,7 +70,8 @@ def test_the_scale_that_is_named_is_right(power: int, weight: float) -> None:
     scaler = scaler_of(present)
     (cure,) = cures_of(weight, present, scaler)
     if not cure.works:
-        assert not gradients_are_finite(weight, 1.0)
+        # Not finite with the least scale either, or within a bit of the end.
+        assert gradients_are_finite(weight, 1.0) == (cure.verdict == "not enough")
         return
     match = re.fullmatch(r"a loss scale of (\S+) in place of (\S+), tried on the backward of `1`", cure.what)
     assert match is not None
@@ -157,7 +158,7 @@ def test_nothing_of_the_users_is_touched() -> None:
     assert finding is not None
     assert finding.cures[0].works
     assert (
-        "Cure:  a loss scale of 16 in place of 16384, tried on the backward of `1`: works"
+        "Cure:  works: a loss scale of 16 in place of 16384, tried on the backward of `1`, 1.1 bits of room left"
         in error.value.report.to_text()
     )
 
@@ -296,7 +297,7 @@ def test_it_takes_few_runs_and_leaves_a_bit(largest: float, scale: float | None)
     ]
     if allowed:
         assert cure is not None
-        assert cure.works
+        assert cure.works == (largest / min(allowed) <= END / 2)
         assert cure.headroom_bits == pytest.approx(log2(END / (largest / min(allowed))), abs=1e-6)
     else:
         assert cure == (None if most != scale else Cure(f"a loss scale of 1 in place of {scale:g}", False))

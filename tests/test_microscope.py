@@ -274,7 +274,7 @@ def test_a_weight_a_buffer_and_data() -> None:
     x = torch.ones(2, 3)
     x[:, 1] = NAN
     finding, seen = look(model, x)
-    assert (finding.origin, seen.extent) == ("data", "")
+    assert (finding.origin, seen.extent) == ("data", "column 1")
     assert seen.remarks == ("input[0] of the batch is not finite: column 1",)
     assert len(calls) == 1
 

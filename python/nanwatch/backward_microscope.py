@@ -9,8 +9,8 @@ ones shows whether a smaller loss scale would have been enough.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from .backward_cures import gradient_record, run_backward, try_backward_cures, without_hooks
 from .batch_start import BatchStart, no_second_run
 from .errors import spell
 from .examination import Examination
-from .finding import Finding
+from .finding import Finding, value_of
 from .frame import Frame
 from .lineage import SKIPPED_FILES
-from .loss_scale import try_smaller
-from .observe import observe
-from .record import Record, to_record
+from .record import Record
 from .stand_in import stand_in
 from .walk import leaves
 from .wrapped_names import find_module
@@ -68,12 +67,14 @@ def examine_backward(
                     "no gradient of its outputs was seen, so there was none to start a second backward from",
                 )
             )
-        scene = _Scene(finding, name, magnitudes, loss_scale)
-        with start.again() as call, stand_in([guilty.module], scene.run):
-            try:
-                call()
-            except _Found:
-                return scene.found
+        scene = _Scene(finding, magnitudes)
+        with start.again() as call, stand_in([guilty.module], scene.run), suppress(_Found):
+            call()
+        if scene.gradients:
+            cures, remarks = try_backward_cures(
+                start, model, name, scene.call, scene.gradients, loss_scale=loss_scale
+            )
+            return replace(scene.found, cures=cures, remarks=(*scene.found.remarks, *remarks))
     except Exception as error:
         return Examination(remarks=(f"the backward could not be examined: {spell(error)}",))
     remark = "in a second run, with other gradients of the same size, no operation made a bad gradient"
@@ -97,17 +98,17 @@ def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[st
 class _Scene:
     """Makes the calls of the guilty module, and the backward of each."""
 
-    def __init__(
-        self, finding: Finding, module: str, magnitudes: dict[str, list[float]], loss_scale: float | None
-    ) -> None:
+    def __init__(self, finding: Finding, magnitudes: dict[str, list[float]]) -> None:
         self.found = Examination()
+        # The call whose backward failed, counted from 0, and the gradients of its outputs that are tried.
+        self.call = -1
+        self.gradients: dict[str, Tensor] = {}
         self._label, self._index = finding.label.removesuffix(".grad"), finding.index
-        self._module = f"`{module}`" if module else "the model"
         self._magnitudes = magnitudes
-        self._loss_scale = loss_scale
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call, and its backward."""
+        self.call += 1
         given: list[Tensor] = []
 
         def fresh(x: Tensor) -> Tensor:
@@ -133,71 +134,29 @@ class _Scene:
         if not sizes:
             return
         roots = [outputs[label] for label in sizes]
-        for attempt in (0, 1):
-            gradients = [
-                torch.full_like(x, size[attempt]) for x, size in zip(roots, sizes.values(), strict=True)
-            ]
-            self._look(roots, wanted, gradients)
+        small = [torch.full_like(x, size[0]) for x, size in zip(roots, sizes.values(), strict=True)]
+        gradients = [torch.full_like(x, size[1]) for x, size in zip(roots, sizes.values(), strict=True)]
+        is_found = self._look(roots, wanted, small) or self._look(roots, wanted, gradients)
         # A weight's gradient is a sum over the batch: of products with both signs equal gradients leave little.
-        signs = _signs(roots, weight, self._index) if weight is not None and weight.requires_grad else []
+        signs = (
+            []
+            if is_found or weight is None or not weight.requires_grad
+            else _signs(roots, weight, self._index)
+        )
         if signs:
             gradients = [sign * size[1] for sign, size in zip(signs, sizes.values(), strict=True)]
-            self._look(roots, wanted, gradients)
-
-    def _look(self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]) -> None:
-        steps: list[Examination] = []
-        _run(roots, wanted, gradients, lambda node: _looker(node, steps))
-        if steps:
-            self.found = self._with_smaller_scale(steps[0], roots, wanted, gradients)
+            is_found = self._look(roots, wanted, gradients)
+        if is_found:
+            self.gradients = {label: x.detach() for label, x in zip(sizes, gradients, strict=True)}
             raise _Found
 
-    def _with_smaller_scale(
-        self, found: Examination, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]
-    ) -> Examination:
-        """What was found, and what a smaller loss scale would do."""
-
-        def backward(factor: float) -> list[Record]:
-            made: list[Record] = []
-            _run(roots, wanted, [x * factor for x in gradients], lambda _: _keeper(made))
-            return made
-
-        given = [_record(x, "") for x in gradients]
-        try:
-            cure = try_smaller(backward, given, self._loss_scale)
-        except Exception as error:  # such as a function that cannot be run backward more often
-            remark = f"could not try a smaller loss scale: {spell(error)}"
-            return replace(found, remarks=(*found.remarks, remark))
-        if cure is None:
-            return found
-        # What lies before the module gets gradients that are not there a second time.
-        cure = replace(cure, what=f"{cure.what}, tried on the backward of {self._module}")
-        return replace(found, cures=(cure,))
-
-
-def _run(
-    roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor], hook: Callable[[Any], Any]
-) -> None:
-    """A backward from these gradients of the roots to what is wanted, with what `hook(node)` gives at each node."""
-    handles = [node.register_hook(hook(node)) for node in _nodes(x.grad_fn for x in roots) if node]
-    try:
-        with _without_hooks(wanted):
-            torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _without_hooks(tensors: list[Tensor]) -> Iterator[None]:
-    """The user's hooks on these may add up what they are given. Emptied and filled again: the engine holds the dict."""
-    own = [(hooks, dict(hooks)) for x in tensors if (hooks := x._backward_hooks)]
-    try:
-        for hooks, _ in own:
-            hooks.clear()
-        yield
-    finally:
-        for hooks, before in own:
-            hooks.update(before)
+    def _look(self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]) -> bool:
+        """Make a backward, and keep what was found; whether anything was."""
+        steps: list[Examination] = []
+        run_backward(roots, wanted, gradients, lambda node: _looker(node, steps))
+        if steps and self.found.operation is None:
+            self.found = steps[0]
+        return bool(steps)
 
 
 def _signs(roots: list[Tensor], weight: Tensor, index: tuple[int, ...] | None) -> list[Tensor]:
@@ -207,7 +166,7 @@ def _signs(roots: list[Tensor], weight: Tensor, index: tuple[int, ...] | None) -
     """
     ones = [torch.ones_like(x).requires_grad_() for x in roots]
     try:
-        with _without_hooks([weight]):
+        with without_hooks([weight]):
             (made,) = torch.autograd.grad(roots, [weight], ones, create_graph=True)
             found = torch.autograd.grad(made[index or ()].sum(), ones, allow_unused=True)
     except Exception:
@@ -218,28 +177,20 @@ def _signs(roots: list[Tensor], weight: Tensor, index: tuple[int, ...] | None) -
     ]
 
 
-def _nodes(roots: Any) -> list[Any]:
-    """All nodes of the graph from these roots on, each once."""
-    left, known, found = list(roots), set(), []
-    while left:
-        node = left.pop()
-        if node is not None and node not in known:
-            known.add(node)
-            found.append(node)
-            left += [following for following, _ in node.next_functions]
-    return found
-
-
 def _looker(node: Any, steps: list[Examination]) -> Any:
     def look(made: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
-        if steps or not any(_record(x, "").isfinite is False for x in made if x is not None):
+        bad = (
+            [] if steps else [one for x in made if x is not None and (one := gradient_record(x, "")).is_fault]
+        )
+        if not bad:
             return
-        records = [_record(x, f"gradient[{i}]") for i, x in enumerate(given) if x is not None]
+        records = [gradient_record(x, f"gradient[{i}]") for i, x in enumerate(given) if x is not None]
         if any(one.isfinite is False for one in records):
             return
         steps.append(
             Examination(
                 operation=node.name(),
+                made="nan" if any("nan" in value_of(one) for one in bad) else "inf",
                 source=_source(node.metadata.get("traceback_", ())),
                 operands=(*records, *_saved(node)),
                 remarks=(
@@ -247,13 +198,6 @@ def _looker(node: Any, steps: list[Examination]) -> Any:
                 ),
             )
         )
-
-    return look
-
-
-def _keeper(records: list[Record]) -> Any:
-    def look(made: Sequence[Tensor | None], _: Any) -> None:
-        records.extend(_record(x, "") for x in made if x is not None)
 
     return look
 
@@ -268,12 +212,8 @@ def _saved(node: Any) -> list[Record]:
             except Exception:
                 continue  # freed, or never set
             if isinstance(value, Tensor):
-                found.append(_record(value, name.removeprefix("_saved_")))
+                found.append(gradient_record(value, name.removeprefix("_saved_")))
     return found
-
-
-def _record(x: Tensor, label: str) -> Record:
-    return to_record(observe(x, label, "gradient"))
 
 
 def _source(traceback: Sequence[str]) -> str | None:

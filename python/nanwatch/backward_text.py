@@ -17,6 +17,12 @@ _POLES = (
     "look for a root, a norm, a logarithm, a power or a division at zero: its value is finite there and its derivative"
     " is not. A torch.where behind it does not help, as 0 times inf is nan: change what goes in."
 )
+# Where no operand was seen.
+_UNSEEN = (
+    "look for a derivative that is not finite where its value is: that of a power or a product that leaves its format,"
+    " or that of a root, a norm, a logarithm or a division whose input is zero. A torch.where behind it does not help,"
+    " as 0 times inf is nan: change what goes in."
+)
 
 
 def why_backward(finding: Finding, frame: Frame | None) -> str:
@@ -52,7 +58,7 @@ def next_backward(finding: Finding, frame: Frame | None, record: Record | None) 
     if finding.origin == "received" and finding.value == "inf":
         return (
             "look for a format with a shorter range that the gradient passes through, and lower the loss scale;"
-            f" without one, {_POLES}"
+            f" without one, {_UNSEEN}"
         )
     narrow = _narrowest(finding, record)
     if finding.value == "inf" and narrow is not None:
@@ -63,7 +69,28 @@ def next_backward(finding: Finding, frame: Frame | None, record: Record | None) 
                 f"{dtype} ends at {end:.6g}: lower the loss scale, or let this module's backward run in a wider"
                 " format."
             )
-    return _POLES
+    return _derivative(finding, narrow)
+
+
+def _derivative(finding: Finding, narrow: tuple[str, float] | None) -> str:
+    """The advice for a derivative that is not finite though its value and its operands are."""
+    kept = [
+        one for one in finding.operands if not one.label.startswith("gradient") and one.abs_max is not None
+    ]
+    is_cured = any(cure.works and "run_in_fp32(" in cure.what for cure in finding.cures)
+    if narrow is None or not (kept or is_cured):
+        return _UNSEEN
+    if any(one.abs_min == 0 for one in kept) and not is_cured:
+        return _POLES
+    dtype, end = narrow
+    of = f", with operands up to {max(one.abs_max or 0.0 for one in kept):.2e}" if kept else ""
+    leaves = f"the derivative leaves {dtype}, which ends at {end:.6g}{of}"
+    if is_cured:
+        return f"{leaves}: let this module run in float32, as the cure says."
+    return (
+        f"no operand is zero, so {leaves}: make what goes in smaller, or take a wider format. The poles of acos, atanh"
+        " and the like lie at 1."
+    )
 
 
 def _narrowest(finding: Finding, record: Record | None) -> tuple[str, float] | None:

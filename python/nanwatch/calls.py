@@ -19,6 +19,7 @@ from . import _extension, _live, compiled, rehearsal
 from .global_hooks import after_steps, children
 from .handles import Handles
 from .links import Link, attach, chain, detach
+from .masked_scores import masked_scores
 from .modules import WeakIdentityDict
 from .recorder import PythonRecorder
 from .visible import with_utf8
@@ -124,7 +125,8 @@ class Attachment:
         if self._names.get(module) is not None:
             return
         records = is_recorded(module) and self._observed(name)
-        node = self._recorder.add_node(with_utf8(name), module, records, self._allow_inf(name))
+        allow_inf = self._allow_inf(name) or masked_scores(module)
+        node = self._recorder.add_node(with_utf8(name), module, records, allow_inf)
         call = _watched_call(self._recorder, module, None, node)
         # For compiled code; `site` is the same as a word, by which Dynamo knows that the place is as it was.
         call.attachment = weakref.ref(self)

@@ -12,22 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from .batch_start import BatchStart, no_second_run
-from .casting import NARROW
+from .casting import NARROW, cast
+from .cure_words import in_float32, module_words
 from .errors import spell
-from .finding import Cure, Finding
+from .finding import Cure, Finding, working_first
 from .formats import limits
 from .headroom import NEAR_FACTOR, headroom_bits, is_near_end
-from .precision import in_dtype, in_dtype_throughout, run_in_fp32
+from .precision import run_in_fp32
 from .record import Row, is_fault, to_record
-from .trial import Change, Trial, run
+from .trial import Change, Trial, has_finite, is_close, loaded, run
 from .walk import call_leaves
 from .wrapped_names import named_modules, unwrapped
 
 MAX_RUNS = 5
 # Two are a choice; more would only cost forwards.
 ENOUGH = 2
-# What comes within 2 % of the end in one format may be past it after the roundings of another.
+# A value within 2 % of the end of one format may be past it after the roundings of another.
 _MARGIN = 1.02
+# Bits. With less, the next batch whose values are twice as large fails again.
+_LEAST_ROOM = 1.0
 _LOSS_SCALE_STEP = 256
 _NOT_BACK = "no cure was tried: the failure did not come back when the batch ran again"
 
@@ -41,8 +44,10 @@ def try_cures(
     and data that were not finite before the call there is no cure here. `model` is the watched model, in which
     `finding` names the modules. `loss_scale` is tried where the batch was called with it.
 
-    A cure works when all that the modules are given and give is finite. What does not work is left out, except float32
-    for the guilty module, which a user would expect to help.
+    A cure works when all that the modules are given and give is finite, at least one bit of room is left, and values
+    that were finite before are still about the same. Each trial changes what a user would change who applies the cure
+    as it is printed. A change that does not work is left out, except float32 for the guilty module, which a user would
+    expect to help. Cures that work come first.
 
     The model is left as it was. Nothing is raised but KeyboardInterrupt and its like: what goes wrong is a remark.
     """
@@ -60,7 +65,7 @@ def try_cures(
         pass
     except Exception as error:
         remarks.append(f"the search for cures ended early: {spell(error)}")
-    return tuple(cures), tuple(remarks)
+    return working_first(cures), tuple(remarks)
 
 
 class _Done(Exception):  # noqa: N818
@@ -81,7 +86,6 @@ class _Search:
         self.runs = 0
         named = list(named_modules(model, remove_duplicate=False))
         self.modules = {one.name: one.module for one in named}
-        self.paths = {one.name: one.path for one in named}
         self.names = {one.module: one.name for one in named_modules(model)}
         self.root = self.names.get(unwrapped(start.module), "")
         # For a value that was handed in: the module in whose forward it was made.
@@ -102,14 +106,13 @@ class _Search:
                 return
             if not self._is_narrow():
                 return
-        module = self.modules[self.guilty]
-        alone = self._run(lambda: run_in_fp32(module))
+        alone = self._run(lambda: run_in_fp32(self.modules[self.guilty]))
         if not self.seen.calls:
             # A trial that raised has not seen the guilty call to its end.
             self.seen = alone if alone.error is None else self._run()
             if not self._is_narrow():
                 return
-        works = self._judge(self._in_float32(self.guilty), alone, expected=True)
+        works = self._judge(self._in_float32(self.guilty), alone, changed=self.guilty, expected=True)
         wide = self._bfloat16() or alone
         if not works:
             wide = self._larger(wide if wide is not alone else None) or alone
@@ -119,19 +122,42 @@ class _Search:
     def _bfloat16(self) -> Trial | None:
         """All that is float16 in bfloat16, which has the range of float32; the trial if that works."""
         autocast = any(call.autocast is torch.float16 for call in self.seen.calls)
-        root = self.start.module
-        weights = any(p.dtype is torch.float16 for p in root.parameters())
+        weights = any(p.dtype is torch.float16 for p in self.start.module.parameters())
+        given = any(
+            isinstance(x, Tensor) and x.dtype is torch.float16
+            for _, x in call_leaves(self.start.args, self.start.kwargs)
+        )
+        if weights and given and self.root:
+            # The batch is a call of a part. The code that hands float16 to it was not seen, so no run here shows
+            # whether that code hands on bfloat16 once the model is in bfloat16.
+            return None
         what = []
         if autocast:
             kind = next((one.device_type for one in self.start.autocast if one.enabled), "cuda")
             what.append(f'use bfloat16 in autocast, torch.autocast("{kind}", dtype=torch.bfloat16)')
         if weights:
-            what.append(f"load the weights in bfloat16, {self._code(self.root)}.to(torch.bfloat16)")
+            inputs = ", and give it bfloat16 inputs" if given else ""
+            what.append(f"load the weights in bfloat16, model.to(torch.bfloat16){inputs}")
         if not what:
             return None
-        hold = (lambda: in_dtype(root, torch.bfloat16)) if weights else nullcontext
-        trial = self._run(hold, Change(bfloat16_autocast=True))
-        return trial if self._judge(" and ".join(what), trial) else None
+        change = Change(autocast=torch.bfloat16)
+        trial = (
+            self._run_loaded((torch.float16,), torch.bfloat16, change)
+            if weights
+            else self._run(change=change)
+        )
+        return trial if self._judge(" and ".join(what), trial, healthy=self.seen.kept) else None
+
+    def _whole(self) -> tuple[str, Trial]:
+        """The outermost call in float32, in words and as a trial."""
+        if self.root:
+            # Its caller goes on in the format that it gave.
+            return self._in_float32(self.root), self._run(lambda: run_in_fp32(self.modules[self.root]))
+        change = Change(autocast=torch.float32)
+        return (
+            "run the whole of it in float32, without autocast and with float32 weights",
+            self._run_loaded(NARROW, torch.float32, change),
+        )
 
     def _larger(self, wide: Trial | None) -> Trial | None:
         """The smallest module around the guilty one that is enough in float32; None when even the whole is not.
@@ -140,23 +166,29 @@ class _Search:
         modules cannot be enough, as what they hand out would not fit the format it is given back in.
         """
         whole = None
+        is_tried = bool(self.root) and self.guilty == self.root
         if wide is None:
-            wide = whole = self._run(lambda: in_dtype_throughout(self.start.module, torch.float32))
-            if not self._is_cured(whole):
+            if is_tried:
+                return None
+            whole = self._whole()
+            wide = whole[1]
+            if wide.error is None and not self._is_finite(wide):
                 return None
         for name in self._ancestors():
             # The whole is known to work already, or tried below.
             if self.runs < MAX_RUNS and self._would_fit(name, wide):
                 trial = self._run(lambda name=name: run_in_fp32(self.modules[name]))  # type: ignore[misc]
-                if self._judge(self._in_float32(name), trial):
+                if self._judge(self._in_float32(name), trial, changed=name):
                     return wide
         if any(call.name == self.guilty and call.autocast for call in self.seen.calls):
             leaf = self.modules[self.guilty]
             trial = self._run(lambda: run_in_fp32(leaf, cast_output=False))
             if self._judge(self._in_float32(self.guilty, cast_output=False), trial):
                 return wide
+        if whole is None and self.root and not is_tried and self.runs < MAX_RUNS:
+            whole = self._whole()
         if whole is not None:
-            self._judge("run the whole of it in float32, without autocast and with float32 weights", whole)
+            self._judge(*whole, changed=self.root or None)
         return wide
 
     def _clamp(self, wide: Trial) -> None:
@@ -184,8 +216,14 @@ class _Search:
         limit = 2.0 ** floor(log2(limit))
         # A tighter one would make another model of it.
         if largest / NEAR_FACTOR <= limit < largest:
-            trial = self._run(change=Change(clamp=(self.modules[self.guilty], limit)))
-            self._judge(f"clamp the input of {_module(self.guilty)} to ±{limit:g}", trial)
+            healthy = self.seen.kept
+            if not any(map(has_finite, healthy)):
+                healthy = wide.kept if self._is_finite(wide) else []
+            if any(map(has_finite, healthy)):
+                trial = self._run(change=Change(clamp=(self.modules[self.guilty], limit)))
+                self._judge(
+                    f"clamp the input of {module_words(self.guilty)} to ±{limit:g}", trial, healthy=healthy
+                )
 
     def _smaller_loss_scale(self, scale: float | None) -> None:
         """A smaller one, where the batch was called with it."""
@@ -211,21 +249,55 @@ class _Search:
             raise _Done
         self.runs += 1
         with hold():
-            return run(start or self.start, self.names, change)
+            return run(start or self.start, self.names, change, (self.finding.module, self.finding.label))
 
-    def _judge(self, what: str, trial: Trial, *, expected: bool = False) -> bool:
-        """Keep it as a cure if it works, or if a user would expect it to; whether it works."""
-        works = self._is_cured(trial)
+    def _run_loaded(self, sources: tuple[torch.dtype, ...], to: torch.dtype, change: Change) -> Trial:
+        """The batch as after `model.to(to)`, with its inputs of the dtypes `sources` in `to` as well."""
+        args = cast(self.start.args, sources, to)
+        kwargs = cast(dict(self.start.kwargs), sources, to)
+        start = replace(self.start, args=args, kwargs=kwargs, cached={})
+        return self._run(lambda: loaded(self.start.module, to), change, start)
+
+    def _judge(
+        self,
+        what: str,
+        trial: Trial,
+        *,
+        changed: str | None = None,
+        healthy: list[Tensor] | None = None,
+        expected: bool = False,
+    ) -> bool:
+        """Keep it as a cure if it works, or if a user would expect it to; whether it works.
+
+        `changed` is the module that runs in float32 and gives its results back in the format around it. What is finite
+        in `healthy` must stay about the same in the record that was not finite; float32 is nearer to the truth than
+        what it replaces, and is compared with nothing.
+        """
         if trial.error is not None:
             self.remarks.append(f"could not try to {what}: {spell(trial.error)}")
-        elif works or expected:
-            self.cures.append(Cure(what, works, _headroom(self._records(trial)) if works else None))
+            return False
+        is_finite = self._is_finite(trial)
+        room = self._room(trial, changed) if is_finite else None
+        has_room = room is None or room >= _LEAST_ROOM
+        works = is_finite and has_room and (healthy is None or is_close(trial.kept, healthy))
+        if works or expected:
+            self.cures.append(Cure(what, works, room))
         return works
 
-    def _is_cured(self, trial: Trial) -> bool:
+    def _is_finite(self, trial: Trial) -> bool:
         if trial.error is not None or not self._records(trial):
             return False
         return set(trial.faults()) <= self._excused()
+
+    def _room(self, trial: Trial, changed: str | None) -> float | None:
+        """Bits between the largest value and the end of its format, in the record that was not finite and in the
+        results of the changed module.
+        """
+        rows = self._records(trial)
+        rows += [
+            row for call in trial.calls if call.name == changed for row in call.rows if row[1] == "output"
+        ]
+        return _headroom(rows)
 
     def _excused(self) -> set[tuple[str, str]]:
         """Records that were not finite before the first one that anybody minded: infinities that are meant."""
@@ -284,26 +356,8 @@ class _Search:
         made = [row for call in wide.calls if call.name == name for row in call.rows if row[1] == "output"]
         return all(row[5] is None or row[5] * _MARGIN <= end for row in made)
 
-    # Words
-
     def _in_float32(self, name: str, *, cast_output: bool = True) -> str:
-        option = "" if cast_output else ", cast_output=False"
-        return f"run {_module(name)} in float32, nanwatch.run_in_fp32({self._code(name)}{option})"
-
-    def _code(self, name: str) -> str:
-        """How the module is reached in Python: `model.decoder.block[0]`."""
-        code, module, path = "model", self.model, self.paths[name]
-        for part in path.split(".") if path else ():
-            if isinstance(module, nn.ModuleList | nn.Sequential) and part.isdecimal():
-                code += f"[{part}]"
-            elif isinstance(module, nn.ModuleDict):
-                code += f"[{part!r}]"
-            elif part.isidentifier():
-                code += f".{part}"
-            else:
-                return f"model.get_submodule({path!r})"
-            module = module._modules[part]  # type: ignore[assignment]
-        return code
+        return in_float32(self.model, name, cast_output=cast_output)
 
 
 def _headroom(rows: list[Row]) -> float | None:
@@ -324,7 +378,3 @@ def _scaled(x: Any, scale: float, smaller: float) -> Any:
         is_scale = x.numel() == 1 and x.dtype.is_floating_point and x.item() == scale
         return torch.full_like(x, smaller) if is_scale else x
     return smaller if isinstance(x, float | int) and not isinstance(x, bool) and x == scale else x
-
-
-def _module(name: str) -> str:
-    return f"`{name}`" if name else "the model"

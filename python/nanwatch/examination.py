@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from .execution_context import Autocast, RngState
-from .finding import Cure, Finding
+from .finding import Cure, Finding, Value, working_first
 from .record import Record
 from .spread import Spread
 
@@ -34,11 +34,12 @@ class Examination:
     """What a closer look at a finding found.
 
     `operation` (as "aten.exp.default"), `source` ("/path/file.py:123", the innermost line that is not PyTorch's) and
-    `operands` (records of its tensors, before it ran) are of the operation that made the bad value; None and empty when
-    none was seen to. `transient` is True when the second run did not make the value again, False when it did, None when
-    that says nothing. `extent` and `index` are of the bad tensor. `call` is the call in which the value was made; it
-    holds the call's tensors, so drop it when done. `remarks` are sentences, `cures` what was tried on the way,
-    `spreads` of the operands, as far as they were there, and of the bad tensor.
+    `operands` (records of its tensors, before it ran) are of the operation that made the bad value; `made` is the value
+    as the operation made it. They are None and empty when no operation was seen. `transient` is True when the second
+    run did not make the value again, False when it did, None when that says nothing. `extent` and `index` are of the
+    bad tensor. `call` is the call in which the value was made; it holds the call's tensors, so drop it when done.
+    `remarks` are sentences, `cures` what was tried on the way, `spreads` of the operands, as far as they were there,
+    and of the bad tensor.
     """
 
     operation: str | None = None
@@ -51,6 +52,7 @@ class Examination:
     call: Call | None = None
     spreads: tuple[Spread, ...] = ()
     cures: tuple[Cure, ...] = ()
+    made: Value | None = None
 
 
 def enrich(finding: Finding, examination: Examination) -> Finding:
@@ -64,6 +66,7 @@ def enrich(finding: Finding, examination: Examination) -> Finding:
         extent=examination.extent,
         spreads=examination.spreads,
         index=examination.index if finding.index is None else finding.index,
-        cures=(*finding.cures, *examination.cures),
+        made=examination.made,
+        cures=working_first((*finding.cures, *examination.cures)),
         remarks=(*finding.remarks, *examination.remarks),
     )

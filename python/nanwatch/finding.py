@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isnan, prod
 from typing import Literal, TypeAlias
@@ -25,6 +25,22 @@ class Cure:
     works: bool
     headroom_bits: float | None = None
 
+    @property
+    def verdict(self) -> str:
+        """`works`, `not enough` where all became finite but too little room is left, or `does not help`."""
+        if self.works:
+            return "works"
+        return "does not help" if self.headroom_bits is None else "not enough"
+
+    def __str__(self) -> str:
+        room = "" if self.headroom_bits is None else f", {self.headroom_bits:.1f} bits of room left"
+        return f"{self.verdict}: {self.what}{room}"
+
+
+def working_first(cures: Iterable[Cure]) -> tuple[Cure, ...]:
+    """The same cures, those that work before the others."""
+    return tuple(sorted(cures, key=lambda cure: not cure.works))
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -37,7 +53,8 @@ class Finding:
     "produced" it from finite gradients of its outputs, or "received" it: from code of `source_module` between the calls
     of its submodules, or, where that is None, from what lies behind the model, such as the loss. `num_nonfinite` and
     `index` (of the first bad element, one number per dimension) are None when they could not be counted. `extent`,
-    `operation`, `source`, `transient`, `cures` and `spreads` (of the operands as they were, and of the bad tensor) hold
+    `operation`, `source`, `made` (the value that the operation made, of which the finding's may have come),
+    `transient`, `cures` and `spreads` (of the operands as they were, and of the bad tensor) hold
     what a closer look at the failing call found, and are empty without one. `sequence` is the place of the faulty frame
     among all frames of its batch, from 0, also those that were dropped before it; None where they were not counted.
     """
@@ -64,6 +81,7 @@ class Finding:
     phase: Phase = "forward"
     sequence: int | None = None
     spreads: tuple[Spread, ...] = ()
+    made: Value | None = None
 
 
 def find(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .backward import Arrival, BackwardCall
 from .frame import FrameRows
 from .largest import Name
+from .masked_scores import MaskedScores
 from .record import Row
 
 Check: TypeAlias = Literal["auto", "module", "batch", "async"]
@@ -133,7 +134,7 @@ class Recorder(Protocol):
     def counters(self) -> dict[str, int]:
         """How many calls, frames, tensors, reads, bytes and cache hits there were."""
 
-    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool) -> int:
+    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
         """A number for a module, for its WatchedCall; or for an optimizer."""
 
     def frames(self) -> list[FrameRows]:

@@ -11,7 +11,7 @@ from .headroom import headroom_bits
 from .record import Record
 
 # One bit of room is left where it can be, as one more doubling of the loss would else be the next failure.
-_ROOM = 1
+LEAST_ROOM = 1
 # Past the range of float16 (2^-24 to 2^16) there is nothing to be gained.
 _MOST = 2.0**40
 _NARROW = "float16"
@@ -33,14 +33,14 @@ def try_smaller(
     divisor = 1.0
     while divisor < most:
         divisor = min(max(2.0, divisor**2), most)
-        room = _room(backward(1 / divisor))
-        if room >= _ROOM or (divisor == most and room > -inf):
+        room = room_of(backward(1 / divisor))
+        if room >= LEAST_ROOM or (divisor == most and room > -inf):
             # A backward is in proportion to what it is given, so what is to spare can be given back.
-            spare = room - _ROOM if isfinite(room) else 0.0
+            spare = room - LEAST_ROOM if isfinite(room) else 0.0
             least = max(2.0, 2.0 ** ceil(log2(divisor) - spare))
-            if least < divisor and (again := _room(backward(1 / least))) >= _ROOM:
+            if least < divisor and (again := room_of(backward(1 / least))) >= LEAST_ROOM:
                 divisor, room = least, again
-            return Cure(_words(divisor, scale), True, room if isfinite(room) else None)
+            return Cure(_words(divisor, scale), room >= LEAST_ROOM, room if isfinite(room) else None)
     return Cure(_words(scale, scale), False) if scale is not None and most == scale > 1 else None
 
 
@@ -55,11 +55,11 @@ def _largest_divisor(given: Sequence[Record]) -> float:
     return max(1.0, 2.0 ** (frexp(min(*divisors, _MOST))[1] - 1)) if divisors else 1.0
 
 
-def _room(made: Sequence[Record]) -> float:
-    """Bits between the largest float16 gradient and the end of the format; -inf where any gradient is not finite."""
+def room_of(made: Sequence[Record], dtypes: Sequence[str] = (_NARROW,)) -> float:
+    """Bits between the largest gradient of these formats and the end; -inf where any gradient is not finite."""
     if any(one.isfinite is False for one in made):
         return -inf
-    found = [bits for one in made if one.dtype == _NARROW and (bits := headroom_bits(one)) is not None]
+    found = [bits for one in made if one.dtype in dtypes and (bits := headroom_bits(one)) is not None]
     return min(found, default=inf)
 
 

@@ -61,15 +61,35 @@ def _of_data(start: BatchStart, finding: Finding, model: nn.Module) -> Examinati
         remarks.append(f"{label} of the batch is not finite" + (f": {words}" if words else ""))
         if any(x is given and x._version != version for _, given, version in start.versions):
             remarks.append(f"{label} of the batch was written to, in place, since it began")
-    # Only of the outermost call is the label one of the batch's.
-    same = dict(bad).get(finding.label) if _module(model, finding.module) is unwrapped(start.module) else None
+    # Of an inner call the label is that module's: its value is known by where it is bad.
+    is_outermost = _module(model, finding.module) is unwrapped(start.module)
+    same = (
+        dict(bad).get(finding.label)
+        if is_outermost
+        else next((x for _, x in bad if _is_that(x, finding)), None)
+    )
     if same is None:
-        return Examination(remarks=tuple(remarks))
+        # The model has given it another shape.
+        extent = next((f"of {label} of the batch: {describe(x)}" for label, x in bad), "")
+        return Examination(extent=extent, remarks=tuple(remarks))
     return Examination(
         extent=describe(same),
         index=_first_bad(same),
         remarks=tuple(remarks),
         spreads=spreads_of(same, finding.label),
+    )
+
+
+def _is_that(x: Tensor, finding: Finding) -> bool:
+    """Whether `x` may be the tensor of the finding: as large, and bad at as many places, the first the same."""
+    health = observe(x, "", "output")[7]
+    if health is None or finding.index is None:
+        return False
+    num_bad = health.num_nan + health.num_posinf + health.num_neginf
+    return (health.numel, num_bad, health.first_nonfinite) == (
+        finding.numel,
+        finding.num_nonfinite,
+        finding.index,
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._reference import without_repeats
 from .exponents import exponent_histogram
+from .masked_scores import MaskedScores, are_masked
 from .ranges import (
     TensorHealth,
     abs_range,
@@ -29,12 +30,15 @@ _CAPTURING = "in a CUDA graph capture"
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 
 
-def observe(value: Any, label: str, role: Role, allow_inf: bool = False, *, counts: bool = False) -> Row:
+def observe(
+    value: Any, label: str, role: Role, allow_inf: bool | MaskedScores = False, *, counts: bool = False
+) -> Row:
     """Return the row of `value`: its range when it is a tensor that can be read, else the note that says why not.
 
     Never raises, builds no graph, and calls no function or dispatch mode of the user's. A tensor that is not finite, or
     that looks like an additive mask, is looked at a second time, for the counts and the index, while it is at hand.
-    With `counts` every tensor is. `allow_inf`: infinities in it are meant.
+    With `counts` every tensor is. `allow_inf`: infinities in it are meant; or the MaskedScores of the softmax that it
+    is given to or comes from.
     """
     if not isinstance(value, Tensor):
         return _no_tensor(value, label, role)
@@ -152,12 +156,15 @@ def _largest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
-def _examine(x: Tensor, row: Row, allow_inf: bool, counts: bool) -> Row:
+def _examine(x: Tensor, row: Row, allow_inf: bool | MaskedScores, counts: bool) -> Row:
     try:
         if row[6] is False or (row[4] == 0 and _may_be_finite_mask(x, row)):
             health = tensor_health(x)
             is_mask = row[1] in ("input", "buffer") and _is_mask(x, health)
-            row = _with_health(row, health, is_mask, allow_inf)
+            if not is_mask and not row[6]:
+                scores = None if isinstance(allow_inf, bool) else allow_inf
+                is_mask = are_masked(x, row[1], health, scores)
+            row = _with_health(row, health, is_mask, allow_inf is True)
         if counts and row[6]:
             row = (*row[:7], _counted(x), row[8])
     except Exception:
@@ -184,7 +191,7 @@ def arrived(
     shape: tuple[int, ...],
     dtype: str,
     values: list[float] | str,
-    allow_inf: bool,
+    allow_inf: bool | MaskedScores,
 ) -> Row:
     """The row of a tensor that a device has looked at, as `observe` would have made it.
 
@@ -198,7 +205,10 @@ def arrived(
         return row
     health = health_of(values[:11], shape)
     is_mask = role in ("input", "buffer") and len(shape) > 0 and values[11] != 0
-    return _with_health(row, health, is_mask, allow_inf)
+    if not is_mask and not row[6] and not isinstance(allow_inf, bool):
+        # The tensor is gone. A row that is masked everywhere shows as nan in the output.
+        is_mask = allow_inf.may_excuse(role, health)
+    return _with_health(row, health, is_mask, allow_inf is True)
 
 
 def _is_mask(x: Tensor, health: TensorHealth) -> bool:

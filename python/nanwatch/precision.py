@@ -198,19 +198,6 @@ _WIDE_RESULT = (
 )
 
 
-def in_dtype(module: nn.Module, dtype: torch.dtype) -> Fp32Handle:
-    """`module` computes in float32 or bfloat16 from now on, and its results stay so."""
-    _check(module, "in_dtype")
-    return _claim([module], dtype, cast_output=False)
-
-
-def in_dtype_throughout(module: nn.Module, dtype: torch.dtype) -> Fp32Handle:
-    """The same for each module in it too, so also where a forward itself enters autocast."""
-    _check(module, "in_dtype_throughout")
-    inside = [one for one in module.modules() if is_called(one) and not _is_script(one)]
-    return _claim(inside, dtype, cast_output=False)
-
-
 def is_called(module: nn.Module) -> bool:
     """Whether the module has a forward at all; a ModuleList has none."""
     return _PLACE in module.__dict__ or type(module).forward is not nn.Module.forward

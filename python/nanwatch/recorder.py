@@ -24,6 +24,7 @@ from .frame_ring import FrameRing
 from .gradient_frames import RecordsBackwards
 from .largest import Largest, Name
 from .listener import Listener, Parts, Settings
+from .masked_scores import MaskedScores
 from .observe import arrived, holds_fractions, observe
 from .record import NOT_CHECKED, Role, Row, is_fault
 from .walk import Unwalked, call_leaves, is_container, leaves, spell_key
@@ -59,7 +60,7 @@ class _Node:
     name: str
     class_name: str
     observed: bool
-    allow_inf: bool
+    allow_inf: bool | MaskedScores
 
 
 class PythonRecorder(RecordsBackwards):
@@ -91,7 +92,7 @@ class PythonRecorder(RecordsBackwards):
         self.lock = threading.RLock()
         super().__init__(settings.gradients, settings.counts)
 
-    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool) -> int:
+    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
         """See Recorder."""
         with self.lock:
             self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
@@ -328,7 +329,7 @@ _VALUES: dict[str, Any] = {"n": None, "x": 0}
 
 
 def planned_rows(
-    plan: str, tensors: Sequence[Tensor], allow_inf: bool, counts: bool
+    plan: str, tensors: Sequence[Tensor], allow_inf: bool | MaskedScores, counts: bool
 ) -> tuple[str, list[Row], list[tuple[Role, str, Tensor]]]:
     """The class, the rows and their tensors of a call in compiled code; csrc/compiled_call.cpp says what a plan is."""
     class_name, *lines = plan.split("\n")

@@ -180,13 +180,14 @@ _FINDING: dict[str, reading.Reader[Any]] = {
     "phase": reading.one_of(PHASES),
     "sequence": reading.optional(reading.count),
     "spreads": reading.tuple_of(lambda value, where: Spread(**reading.members(value, where, _SPREAD))),
+    "made": reading.optional(reading.one_of(VALUES)),
 }
 
 
 def read_finding(value: Any, where: str) -> Finding:
     """The finding that a JSON document has there. Raises ValueError."""
     if isinstance(value, dict):
-        value = {"sequence": None, "spreads": [], **value}  # earlier reports have neither
+        value = {"sequence": None, "spreads": [], "made": None, **value}  # earlier reports have none of them
     return Finding(**reading.members(value, where, _FINDING))
 
 

@@ -139,6 +139,7 @@ class Scene:
             operation=None if step is None else step.operation,
             source=None if step is None else step.source,
             operands=() if step is None else step.operands,
+            made=None if step is None or step.unwritten else "nan" if step.nan else "inf",
             transient=False,
             extent=describe(x),
             index=None if record.health is None else record.health.first_nonfinite,

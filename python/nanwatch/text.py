@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from .backward_text import next_backward, why_backward
 from .extras import needed
 from .formats import limits
-from .headroom import has_vanished, is_near_end, shrinking
+from .forward_text import next_forward, why_forward
+from .headroom import has_vanished, shrinking
 from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, SKIPPED_STEP, Record
 from .visible import visible
 
@@ -116,18 +117,18 @@ def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
 def _finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
     frame, record = _culprit(finding, frames)
     lines = [f"What:  {summary(finding)}.", f"Where: {_where(finding, record)}."]
-    why, following = (_why, _next) if finding.phase == "forward" else (why_backward, next_backward)
-    lines += [f"Why:   {why(finding, frame)}"]
+    is_forward = finding.phase == "forward"
+    why = why_forward(finding, frame, frames) if is_forward else why_backward(finding, frame)
+    lines += [f"Why:   {why}"]
     if (shrunk := shrinking(frames)) is not None:
         lines.append(f"Room:  headroom in {shrunk.dtype} fell {shrunk}.")
     lines += [] if frame is None else _vanished(frame)
     lines += _by(finding)
-    lines.append(f"Next:  {following(finding, frame, record)}")
-    lines += [
-        f"Cure:  {cure.what}: {'works' if cure.works else 'does not help'}"
-        + ("" if cure.headroom_bits is None else f", {cure.headroom_bits:.1f} bits of room left")
-        for cure in finding.cures
-    ]
+    following = (
+        next_forward(finding, frame, record, frames) if is_forward else next_backward(finding, frame, record)
+    )
+    lines.append(f"Next:  {following}")
+    lines += [f"Cure:  {cure}" for cure in finding.cures]
     lines += [f"Note:  {remark}." for remark in finding.remarks]
     lines += [f"File:  {path}" for path in finding.files]
     return lines
@@ -144,12 +145,14 @@ def _by(finding: Finding) -> list[str]:
         return []
     # The path in the report is whole; here what a person knows the file by.
     where = f" at {finding.source.rpartition('site-packages/')[2]}" if finding.source else ""
+    # The record may show what became of it: inf minus inf is nan.
+    made = f" made {finding.made}" if finding.made is not None and finding.made not in finding.value else ""
     given = [
         f"{one.label} {one.abs_min:.2e} to {one.abs_max:.2e} ({one.dtype} {list(one.shape or ())}{_small(one)})"
         for one in finding.operands
         if one.abs_min is not None and one.abs_max is not None
     ]
-    return [f"By:    {finding.operation}{where}."] + ([f"From:  {', '.join(given)}."] if given else [])
+    return [f"By:    {finding.operation}{made}{where}."] + ([f"From:  {', '.join(given)}."] if given else [])
 
 
 def _small(record: Record) -> str:
@@ -200,68 +203,6 @@ def _where(finding: Finding, record: Record | None) -> str:
     whole = None if placement is None or not finding.index else placement.in_whole(finding.index)
     where += "" if whole is None else f" of the shard, {list(whole)} of the whole"
     return f"{where}; the {record.note} of {record.dtype} of shape {list(record.shape)}"
-
-
-def _why(finding: Finding, frame: Frame | None) -> str:
-    if finding.origin == "produced":
-        why = "this module made it: its weights, buffers and inputs that were read are all finite"
-        records = () if frame is None else frame.records
-        given = [r.abs_max for r in records if r.role == "input" and r.abs_max and r.isfinite]
-        return f"{why} (largest input {max(given):.2e})." if given else f"{why}."
-    if finding.origin == "weight":
-        return "the weight was so before this call: the last optimizer step or checkpoint wrote it."
-    if finding.origin == "buffer":
-        return "the buffer was so when the call ended: running statistics that took in this input, or older."
-    if finding.origin == "data":
-        return (
-            "the batch was called with it, and the model passed it on;"
-            " or a module wrote it there, in place, as x.mul_() does to what it is given."
-        )
-    if finding.source_module is None:
-        return "it was handed in from outside the modules that are watched."
-    return (
-        f"it was handed in by {module_name(finding.source_module)}, whose watched submodules had all been finite:"
-        " code between their calls made it, or a submodule that is not watched,"
-        f" or {module_name(finding.module)} itself if it writes into its input."
-    )
-
-
-def _next(finding: Finding, frame: Frame | None, record: Record | None) -> str:
-    if finding.origin == "produced":
-        ends = None if record is None else limits(record.dtype)
-        if "inf" in finding.value and frame is not None and record is not None and ends is not None:
-            dtype, end = record.dtype, f"{ends.largest:.6g}"
-            largest = _largest_finite(frame, record)
-            if is_near_end(largest, ends.largest):
-                return f"{dtype} ends at {end}; follow the abs max column up to where it began to grow."
-            return (
-                f"{dtype} ends at {end}, and nothing in this frame is above {largest:.2e}: look for a division by"
-                " zero, a logarithm of zero, an exponential or the like."
-            )
-        return "look at the inputs and weights of this module in its frame above."
-    if finding.origin == "weight":
-        return "look at the gradients, the loss scale and the learning rate of the step before."
-    if finding.origin == "buffer":
-        return "look at what was last written to this buffer."
-    if finding.origin == "data":
-        return (
-            "look at the data loader and the preprocessing of this batch;"
-            " where they are clean, for in-place operations on the model's input."
-        )
-    return "look at the forward of the module that handed it in, from the last finite frame on."
-
-
-def _largest_finite(frame: Frame, culprit: Record) -> float:
-    """The largest finite magnitude among what the call was given and what of its result is finite."""
-    seen = [one.abs_max for one in frame.records if _is_finite_float(one) and one.role != "output"]
-    if culprit.health is not None:
-        seen.append(culprit.health.finite_abs_max)
-    return max((one for one in seen if one is not None), default=0.0)
-
-
-def _is_finite_float(record: Record) -> bool:
-    # Token numbers are large and overflow nothing.
-    return record.isfinite is True and "float" in record.dtype
 
 
 def mesh_coordinates(frames: Sequence[Frame]) -> tuple[str, ...]:

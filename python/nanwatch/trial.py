@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ._reference import _to_arithmetic
 from .batch_start import BatchStart
 from .casting import NARROW, autocast_kinds, first_float, replaced
+from .masked_scores import masked_scores
 from .observe import observe
 from .record import Row, is_fault
 from .stand_in import stand_in
-from .walk import call_leaves, leaves
+from .walk import Leaf, call_leaves, leaves
+
+# Of the norm. bfloat16 rounds to 0.4 %, which may grow to a few percent through a deep model.
+_MOST_CHANGE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class Trial:
 
     calls: list[Call] = field(default_factory=list)
     error: Exception | None = None
+    # Copies of the tensors that the run was asked to keep, one for each call that had one.
+    kept: list[Tensor] = field(default_factory=list)
 
     def rows(self, name: str, label: str) -> list[Row]:
         """The rows of that label in all calls of that module."""
@@ -47,26 +54,37 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a trial changes at the module calls themselves: half precision of autocast to bfloat16, or a clamp.
+    """The change that a trial makes at the module calls themselves.
 
-    `clamp` is `(module, limit)`: the first floating-point tensor that is given to the module is clamped to ±limit.
+    `autocast`: the dtype that takes the place of float16 in autocast; float32 switches autocast off. `clamp` is
+    `(module, limit)`: the first floating-point tensor that is given to the module is clamped to ±limit.
     """
 
-    bfloat16_autocast: bool = False
+    autocast: torch.dtype | None = None
     clamp: tuple[nn.Module, float] | None = None
 
 
-def run(start: BatchStart, names: Mapping[nn.Module, str], change: Change | None = None) -> Trial:
+def run(
+    start: BatchStart,
+    names: Mapping[nn.Module, str],
+    change: Change | None = None,
+    keep: tuple[str, str] | None = None,
+) -> Trial:
     """Run the batch of `start` once more. What its forward raises is the trial's error; KeyboardInterrupt passes.
 
-    A watch of the model sees nothing of it.
+    `keep` is the `(module, label)` of a tensor that the trial keeps a copy of. A watch of the model sees nothing of it.
     """
     trial = Trial()
     change = change or Change()
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output, call = _changed_call(module, args, kwargs, change, names.get(module, "?"))
+        name = names.get(module, "?")
+        output, call, seen_values = _changed_call(module, args, kwargs, change, name)
         trial.calls.append(call)
+        if keep is not None and keep[0] == name:
+            trial.kept += [
+                x.detach().clone() for label, x in seen_values if label == keep[1] and isinstance(x, Tensor)
+            ]
         return output
 
     try:
@@ -78,7 +96,33 @@ def run(start: BatchStart, names: Mapping[nn.Module, str], change: Change | None
     return trial
 
 
-def _changed_call(module: nn.Module, args: Any, kwargs: Any, change: Change, name: str) -> tuple[Any, Call]:
+@contextmanager
+def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, `model` has the weights and buffers that `model.to(dtype)` would give it, and casts nothing else."""
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (table, name, own)
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for table in (module._parameters, module._buffers)
+        for name, own in table.items()
+        if own is not None and own.is_floating_point() and own.dtype != dtype
+    ]
+    copies: dict[Tensor, Tensor] = {}
+    try:
+        for table, name, own in places:
+            # Tied weights stay tied.
+            if own not in copies:
+                copies[own] = own.detach().to(dtype)
+            table[name] = copies[own]
+        yield
+    finally:
+        for table, name, own in places:
+            table[name] = own
+
+
+def _changed_call(
+    module: nn.Module, args: Any, kwargs: Any, change: Change, name: str
+) -> tuple[Any, Call, list[Leaf]]:
     kinds = {
         kind: torch.get_autocast_dtype(kind) for kind in autocast_kinds() if torch.is_autocast_enabled(kind)
     }
@@ -87,14 +131,18 @@ def _changed_call(module: nn.Module, args: Any, kwargs: Any, change: Change, nam
         args, kwargs = _clamped((args, kwargs), change.clamp[1])
     with ExitStack() as modes:
         for kind, dtype in kinds.items():
-            if change.bfloat16_autocast and dtype is torch.float16:
-                # Here and not around the whole: a model may enter autocast in its own forward.
-                modes.enter_context(torch.autocast(kind, torch.bfloat16, cache_enabled=False))
+            # Here and not around the whole: a model may enter autocast in its own forward.
+            if change.autocast is torch.float32:
+                modes.enter_context(torch.autocast(kind, enabled=False))
+            elif change.autocast is not None and dtype is torch.float16:
+                modes.enter_context(torch.autocast(kind, change.autocast, cache_enabled=False))
         output = module._call_impl(*args, **kwargs)
-    rows = [observe(x, label, "input") for label, x in call_leaves(args, kwargs)]
-    rows += [observe(x, label, "output") for label, x in leaves(output, "output")]
+    inputs, outputs = list(call_leaves(args, kwargs)), list(leaves(output, "output"))
+    scores = masked_scores(module)
+    rows = [observe(x, label, "input", scores) for label, x in inputs]
+    rows += [observe(x, label, "output", scores) for label, x in outputs]
     autocast = next((dtype for dtype in kinds.values() if dtype in NARROW), None)
-    return output, Call(name, tuple(rows), given, autocast)
+    return output, Call(name, tuple(rows), given, autocast), [*inputs, *outputs]
 
 
 def _clamped(value: Any, limit: float) -> Any:
@@ -108,3 +156,22 @@ def _clamped(value: Any, limit: float) -> Any:
         return x.clamp(-limit, limit)
 
     return replaced(value, change)
+
+
+def has_finite(x: Tensor) -> bool:
+    """Whether any element is finite."""
+    return bool(torch.isfinite(_to_arithmetic(x)).any())
+
+
+def is_close(values: list[Tensor], healthy: list[Tensor]) -> bool:
+    """Whether the finite ones among `healthy` are about the same in `values`, by the norm of the difference."""
+    if [x.shape for x in values] != [x.shape for x in healthy]:
+        return True
+    difference = total = 0.0
+    for new, old in zip(map(_to_arithmetic, values), map(_to_arithmetic, healthy), strict=True):
+        finite = torch.isfinite(old)
+        kind = torch.promote_types(old.dtype, torch.float64)
+        before, after = old[finite].to(kind), new[finite].to(kind)
+        difference += float((after - before).abs().square().sum())
+        total += float(before.abs().square().sum())
+    return difference <= _MOST_CHANGE**2 * total

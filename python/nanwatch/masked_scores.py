@@ -1,0 +1,84 @@
+"""Masked scores: -inf in what nn.Softmax and nn.LogSoftmax are given, which is no failure.
+
+Softmax gives zero for such a score, and log-softmax -inf, as long as its row has a finite one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .ranges import local_shard, only_our_dispatch
+
+if TYPE_CHECKING:
+    from .ranges import TensorHealth
+    from .record import Role
+
+# How many -inf a tensor had when it was excused: the same tensor is then handed on, and returned by the model.
+_excused = WeakIdKeyDictionary()
+
+
+class MaskedScores:
+    """The scores of one softmax module, in the place of `allow_inf`."""
+
+    def __init__(self, module: nn.Softmax | nn.LogSoftmax) -> None:
+        self._module = weakref.ref(module)
+        self._is_log = isinstance(module, nn.LogSoftmax)
+        # In this thread's call: how many scores are masked in what the module was given.
+        self._given = threading.local()
+
+    def excuse(self, x: Tensor, role: Role, health: TensorHealth) -> bool:
+        """Whether each -inf of `x` is a masked score: of the input, or, of a log-softmax, of what it made of it."""
+        if role == "output":
+            return self.may_excuse(role, health)
+        self._given.masked = 0
+        if role != "input" or not _has_only_neginf(health):
+            return False
+        with only_our_dispatch(), torch.no_grad():
+            local = local_shard(x)
+            values = (x if local is None else local).detach()
+            has_empty_row = bool((values == -torch.inf).all(dim=self._dim(x.ndim)).any())
+        return not has_empty_row and self.may_excuse(role, health)
+
+    def may_excuse(self, role: Role, health: TensorHealth) -> bool:
+        """The same from the counts alone, which do not tell a row without a finite score."""
+        if not _has_only_neginf(health):
+            return False
+        if role == "input":
+            self._given.masked = health.num_neginf
+        return role == "input" or (
+            role == "output" and self._is_log and getattr(self._given, "masked", 0) == health.num_neginf
+        )
+
+    def _dim(self, ndim: int) -> int:
+        module = self._module()
+        dim = None if module is None else module.dim
+        # What torch.nn.functional takes where none is said.
+        return (0 if ndim in (0, 1, 3) else 1) if dim is None else dim
+
+
+def masked_scores(module: nn.Module) -> MaskedScores | Literal[False]:
+    """The MaskedScores of a softmax module; False for any other."""
+    return MaskedScores(module) if isinstance(module, nn.Softmax | nn.LogSoftmax) else False
+
+
+def are_masked(x: Tensor, role: Role, health: TensorHealth, scores: MaskedScores | None) -> bool:
+    """Whether each -inf of `x` is a masked score: `scores` say so, or said so of this tensor before."""
+    if scores is None:
+        known = _excused.get(x)
+        if known is None and x._base is not None:
+            known = _excused.get(x._base)
+        return known == health.num_neginf and _has_only_neginf(health)
+    is_excused = scores.excuse(x, role, health)
+    if is_excused:
+        _excused[x] = health.num_neginf
+    return is_excused
+
+
+def _has_only_neginf(health: TensorHealth) -> bool:
+    return bool(health.num_neginf) and not health.num_nan and not health.num_posinf

@@ -1,0 +1,124 @@
+"""-inf among the scores that a softmax module is given: meant where each row has a finite score, else a failure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch.record import MASK
+
+pytestmark = pytest.mark.usefixtures("each_recorder")
+
+
+class Scores(nn.Module):
+    """Scores masked in the model's own code, and handed to a module."""
+
+    def __init__(self, last: nn.Module, mask: Tensor, value: float = -torch.inf) -> None:
+        super().__init__()
+        self.last, self.mask, self.value = last, mask, value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x.masked_fill(self.mask, self.value))
+
+
+CAUSAL = torch.ones(4, 4, dtype=torch.bool).triu(1)
+EMPTY_ROW = CAUSAL.clone().index_fill(0, torch.tensor(2), True)
+SOFTMAX = [nn.Softmax(-1), nn.LogSoftmax(-1), nn.Softmax(2), nn.LogSoftmax(dim=1)]
+
+
+def notes(model: nn.Module, x: Tensor) -> list[str]:
+    """The notes of the records of a forward that raises nothing."""
+    with nanwatch.watch(model) as w:
+        model(x)
+    assert w.report().finding is None
+    return [record.note for frame in w.frames for record in frame.records]
+
+
+@pytest.mark.parametrize("softmax", SOFTMAX, ids=str)
+def test_masked_scores_are_no_failure(softmax: nn.Module) -> None:
+    """Where the softmax itself makes no nan; twice, as a report must not depend on what was excused before."""
+    model = Scores(softmax, CAUSAL)
+    x = torch.randn(2, 4, 4)
+    assert not model(x).isnan().any()
+    for _ in range(2):
+        assert MASK in notes(model, x)
+
+
+@pytest.mark.parametrize("softmax", SOFTMAX[:2], ids=str)
+def test_a_row_without_a_score_is_a_failure(softmax: nn.Module) -> None:
+    """The input holds it, as softmax makes nan of it."""
+    model = Scores(softmax, EMPTY_ROW)
+    with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
+        model(torch.randn(2, 4, 4))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.value) == ("last", "input[0]", "inf")
+
+
+def test_rows_are_along_dim() -> None:
+    """A column without a score fails a softmax over columns alone."""
+    mask = torch.zeros(4, 4, dtype=torch.bool).index_fill(1, torch.tensor(2), True)
+    notes(Scores(nn.Softmax(-1), mask), torch.randn(2, 4, 4))
+    with pytest.raises(nanwatch.NonFiniteError):
+        notes(Scores(nn.Softmax(1), mask), torch.randn(2, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("last", "value"),
+    [(nn.Softmax(-1), torch.inf), (nn.Softmax(-1), torch.nan), (nn.ReLU(), -torch.inf)],
+    ids=str,
+)
+def test_other_infinities_are_failures(last: nn.Module, value: float) -> None:
+    """inf, nan, and -inf handed to another module."""
+    with pytest.raises(nanwatch.NonFiniteError):
+        notes(Scores(last, CAUSAL, value), torch.randn(2, 4, 4))
+
+
+def test_a_log_softmax_that_overflows_is_a_failure() -> None:
+    """Its -inf comes of finite scores."""
+    model = nn.Sequential(nn.LogSoftmax(-1))
+    x = torch.tensor([[6e4, -6e4]], dtype=torch.float16)
+    assert model(x).isneginf().any()
+    with pytest.raises(nanwatch.NonFiniteError) as error:
+        notes(model, x)
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.label == "output"
+
+
+def test_what_log_softmax_gives_is_handed_on() -> None:
+    """A view of it goes to a loss module, and the model returns it."""
+
+    class Trained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores, self.loss = Scores(nn.LogSoftmax(-1), CAUSAL), nn.NLLLoss()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.scores(x).flatten(0, 1)
+            return self.loss(y, torch.zeros(8, dtype=torch.long)), y
+
+    assert notes(Trained(), torch.randn(2, 4, 4)).count(MASK) == 5
+
+
+def test_a_later_failure_has_its_cures() -> None:
+    """Masked scores in a trial are none of its faults."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = Scores(nn.Softmax(-1), CAUSAL)
+            self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            nn.init.constant_(self.up.weight, 3e4)
+            nn.init.constant_(self.down.weight, 1e-4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scores(self.down(self.up(x)))
+
+    model = Late().half()
+    with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
+        model(torch.ones(2, 4, 4).half())
+    finding = error.value.report.finding
+    assert finding is not None
+    assert any(cure.works for cure in finding.cures)
