@@ -375,7 +375,7 @@ def trainings() -> list[Training]:
     add("linear", optimizer="sgd", rates=[0.27, 0.3], precision="float16", schedule="evaluated", steps=1000)
     add("linear", optimizer="momentum", rates=[1.05, 1.1], task="plain", schedule="unclipped", steps=1500)
     add("cnn-no-norm", optimizer="sgd", rates=[0.01, 0.03], precision=half, task="wrong-sign", steps=2000)
-    add("cnn", optimizer="adam", rates=[3e-3, 1e-2], precision=half, task="wrong-sign", steps=3000)
+    add("cnn", optimizer="adam", rates=[3e-3, 1e-2], precision=half, task="wrong-sign", steps=1000)
     add("llama", "gpt2", optimizer="adamw", rates=[0.015, 0.02], precision="float16", steps=500)
     add("autoencoder", "gru", optimizer="adam", rates=[1e-2], precision=half, task="target-1e6", steps=3000)
     add("autoencoder", "lstm", optimizer="lion", rates=[1e-2, 3e-2], precision="float16", task="critic", steps=3000)

@@ -28,7 +28,7 @@ _SPARED_A_BATCH = 1 / 8
 _FOLLOWED = 3.0
 _MOST_FITS = 4
 # An interval is so many deviations to either side.
-_DEVIATIONS = 1.3
+_DEVIATIONS = 1.15
 # Nothing is said of what is further ahead than 0.6 of the span, or sooner than 2 batches.
 _REACH = 0.6
 _LEAST_LEFT = 2

@@ -64,7 +64,9 @@ def ending(batches: Floats, bits: Floats) -> Ending | None:
         left = np.log(np.clip(ahead[:, -1] + last[:, -1] - now, 0.5, None))
     errors = np.clip(np.nan_to_num(errors, nan=_MOST_ERROR), -_MOST_ERROR, _MOST_ERROR)
     squares = np.square(errors).mean(axis=1)
-    weights = 1 / np.square(_LUCK**2 + squares)
+    # A power that fits one window by chance fails in the others, as a window of noise fails with most powers.
+    by_power, by_window = squares.mean(axis=0, keepdims=True), squares.mean(axis=1, keepdims=True)
+    weights = 1 / ((_LUCK**2 + squares) * (_LUCK**2 + by_power) * (_LUCK**2 + by_window))
     weights /= weights.sum()
     if float(weights[~(left < _NEVER)].sum()) > _MOST_NEVER:
         return None
