@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .headroom import is_near_end, limits
+from .formats import limits
+from .headroom import is_near_end
 
 if TYPE_CHECKING:
     from .finding import Finding

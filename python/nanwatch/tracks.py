@@ -14,9 +14,8 @@ Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 POINTS = 64
 LATEST = 24
 _JOINED = (POINTS - LATEST) // 2 * 2
-_BEFORE = 8
-_AT_ONCE = 256  # tensors whose pairs of points are compared at once: 1 MiB
-_IS_LATER = np.triu(np.ones((POINTS, POINTS), bool), 1)
+_FEW = 5
+_PLACES = np.arange(_FEW)
 
 
 class Tracks:
@@ -59,30 +58,21 @@ class Tracks:
         self.count[tracks] += 1
         self.latest[tracks] = batch
 
-    def lowest(self, tracks: Numbers) -> Floats:
-        """The least bits of the latest eight points of each; nan without any."""
-        places = np.maximum(self.count[tracks][:, None] - np.arange(1, _BEFORE + 1), 0)
-        lowest: Floats = self._bits[tracks[:, None], places].min(axis=1)
-        return lowest
+    def falls(self, tracks: Numbers) -> tuple[Floats, Floats, Floats]:
+        """Return of each the bits now, the bits it loses a batch, and the batches that its points reach back.
+
+        The line goes through the medians of five points: the latest, and those before the middle of all.
+        """
+        rows, count = tracks[:, None], self.count[tracks][:, None]
+        late = np.maximum(count - _FEW + _PLACES, 0)
+        early = np.maximum(count * 3 // 8 - _FEW // 2 + _PLACES, 0)
+        bits, then = (np.sort(self._bits[rows, places], axis=1)[:, _FEW // 2] for places in (late, early))
+        now, middle = (self._batches[rows, places].mean(axis=1) for places in (late, early))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            losses = (then - bits) / (now - middle)
+        return bits, losses, self.latest[tracks] - self._batches[tracks, 0]
 
     def points(self, track: int) -> tuple[Floats, Floats]:
         """Batches and bits, oldest first, in float64."""
         count = self.count[track]
         return self._batches[track, :count].astype(float), self._bits[track, :count].astype(float)
-
-    def balance(self, tracks: Numbers) -> Floats:
-        """Kendall's S of the latest n points of each, in column n: the pairs that rise less those that fall.
-
-        Of a track with fewer than n points it is that of all it has.
-        """
-        found = np.empty((len(tracks), POINTS + 1))
-        for begin in range(0, len(tracks), _AT_ONCE):
-            some = tracks[begin : begin + _AT_ONCE]
-            places = self.count[some][:, None] + np.arange(-POINTS, 0)
-            bits = np.where(places >= 0, self._bits[some[:, None], places], np.nan)  # the latest are in line
-            one, other = bits[:, :, None], bits[:, None, :]
-            rising = np.count_nonzero((one < other) & _IS_LATER, axis=2)
-            falling = np.count_nonzero((one > other) & _IS_LATER, axis=2)
-            found[begin : begin + _AT_ONCE, 1:] = np.cumsum((rising - falling)[:, ::-1], axis=1)
-        found[:, 0] = 0
-        return found
