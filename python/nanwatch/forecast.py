@@ -17,6 +17,7 @@ from .growth import ending
 from .largest import Name
 from .text import module_name
 from .tracks import POINTS, Floats, Numbers, Tracks
+from .visible import visible
 
 # Looks: one in `batch // 64` batches, at least one in 16, more where an end is near. At most so many may be spared, and
 # they come back at one in eight batches.
@@ -63,7 +64,7 @@ class Forecast:
             text += f"; {self.followers:,} more module{'s follow' if self.followers > 1 else ' follows'}"
         if self.replaces is not None:
             text += f"; replaces the forecast of batch {self.replaces:,}"
-        return text
+        return visible(text)
 
 
 @cache
