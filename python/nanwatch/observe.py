@@ -34,7 +34,7 @@ def observe(value: Any, label: str, role: Role, allow_inf: bool = False, *, coun
     that looks like an additive mask, is looked at a second time, for the counts and the index, while it is at hand.
     With `counts` every tensor is. `allow_inf`: infinities in it are meant.
     """
-    if not isinstance(value, Tensor):
+    if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
         row = _read(value, label, role)
@@ -43,7 +43,7 @@ def observe(value: Any, label: str, role: Role, allow_inf: bool = False, *, coun
 
 def read(value: Any, label: str, role: Role) -> Row:
     """As `observe`, without the second look."""
-    if not isinstance(value, Tensor):
+    if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
         return _read(value, label, role)
