@@ -99,6 +99,7 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
                           Node::Slot* slot, FrameData* frame) {
   if (frame->taps != nullptr && THPVariable_Unpack(object).requires_grad())
     frame->taps->push_back({THPVariable_Unpack(object), label, role});
+  if (frame->reads_all) memory = Memory::none;
   View view;
   const bool may_be_late = !options_.counts;
   if (may_be_late && table_ != nullptr && late_tensor(object, label, role, memory, slot, frame)) return true;

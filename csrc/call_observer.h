@@ -206,7 +206,6 @@ class CallObserver {
   std::unordered_map<PyTypeObject*, Kind> kinds_;  // keys owned
   int64_t epoch_ = 0;
   int64_t first_readings_ = 0;  // of weights
-  bool remembers_ = true;       // false while a faulty call is looked at again
   RowTable* table_ = nullptr;   // once a tensor of a device was met
   bool devices_off_ = false;    // their tensors are read like any that is not plain
 };

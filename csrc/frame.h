@@ -48,6 +48,7 @@ struct FrameData {
   bool recomputed = false;
   Phase phase = Phase::forward;
   bool has_fault = false;
+  bool reads_all = false;  // while it is made: nothing is taken on trust
   std::vector<RowData> rows;
   std::vector<int64_t> shapes;
   LateFrame late;
@@ -67,6 +68,7 @@ struct FrameData {
   void clear() {
     start_over();
     taps = nullptr;
+    reads_all = false;
   }
 
   // Drops what there is of a frame that is being made.

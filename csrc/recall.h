@@ -37,7 +37,7 @@ template <typename Row, typename Reader>
 Row CallObserver::range_of(PyObject* object, int64_t batch, Memory memory, Node::Slot* slot, Reader reader) {
   const at::Tensor& x = THPVariable_Unpack(object);
   ++counters.tensors;
-  if (memory == Memory::none || !remembers_ || !can_be_remembered(x)) return reader.read();
+  if (memory == Memory::none || !can_be_remembered(x)) return reader.read();
   if (memory == Memory::weight) return weight_range<Row>(x, batch, options_.reread_weights, slot, reader);
   if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass) {
     // A weight handed around: torch.utils.swap_tensors refuses a parameter that has weak references.
@@ -75,9 +75,9 @@ bool CallObserver::look(const Node& node, FrameData* frame, const Make& make) {
   if (done && frame->has_fault) {
     // Of a faulty call nothing is taken on trust: what was remembered may have been overwritten unseen.
     frame->start_over();
-    remembers_ = false;
+    frame->reads_all = true;
     done = look_once(node, frame, make);
-    remembers_ = true;
+    frame->reads_all = false;
   }
   return done;
 }

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanwatch import _extension
 from nanwatch.errors import NonFiniteError
 from nanwatch.observe import observe
 from nanwatch.report import Report
@@ -237,6 +238,40 @@ def test_a_nan_in_a_tensor_without_a_shape_is_reported() -> None:
         model(torch.full((2, 3), float("nan")))
     told = error.value.report.to_json()
     assert Report.from_json(told).to_json() == told
+
+
+class Lies:
+    """Says that it is a tensor, as a Mock with a spec does."""
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        return torch.Tensor
+
+
+class Silent:
+    """Says nothing of its class."""
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("no class")
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_an_object_that_says_it_is_a_tensor_is_none() -> None:
+    """Its memory is not taken for a tensor's."""
+    model = Takes()
+    with watch(model) as w:
+        model(Lies(), [Lies()])
+    assert [record.note for record in w.frames[-1].records] == ["not a tensor"] * 2 + ["None"]
+
+
+@pytest.mark.skipif(_extension.C is None, reason="no compiled part")
+def test_an_object_that_says_nothing_of_its_class() -> None:
+    """It is no tensor, and is not asked."""
+    model = Takes()
+    with watch(model) as w:
+        model(Silent())
+    assert w.frames[-1].records[0].note == "not a tensor"
 
 
 class Asks(TorchFunctionMode):

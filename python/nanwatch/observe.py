@@ -40,7 +40,7 @@ def observe(
     With `counts` every tensor is. `allow_inf`: infinities in it are meant; or the MaskedScores of the softmax that it
     is given to or comes from.
     """
-    if not isinstance(value, Tensor):
+    if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
         row = _read(value, label, role)
@@ -62,7 +62,7 @@ def _counted(x: Tensor) -> CountedHealth:
 
 def read(value: Any, label: str, role: Role) -> Row:
     """As `observe`, without the second look."""
-    if not isinstance(value, Tensor):
+    if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
         return _read(value, label, role)
