@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch import watch
+from nanwatch.integrations.debug_option import SWITCH
 from nanwatch.user_warning import warn_user
 from toys import Scale, in_threads
 
@@ -214,6 +218,20 @@ def test_a_thread_of_nanwatchs_own_warns_where_the_main_thread_is() -> None:
     assert first - 2 <= caught[0].lineno <= first
 
 
+def test_a_warning_of_an_import_is_at_the_import() -> None:
+    """Past the frames of importlib."""
+    done = subprocess.run(
+        [sys.executable, "-c", "\nimport nanwatch"],
+        env={**os.environ, SWITCH: "perhaps"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr.startswith(f"<string>:2: RuntimeWarning: {SWITCH}='perhaps' is not understood"), (
+        done.stderr
+    )
+
+
 def test_a_warning_that_is_an_error_replaces_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     """The sum goes to stderr when the block ends by an exception of its own."""
 
@@ -239,6 +257,6 @@ def test_a_warning_that_is_an_error_replaces_no_error(capsys: pytest.CaptureFixt
 
 def test_no_file_warns_past_the_users_line() -> None:
     """All warnings of a run go through one function; the two others come with the import."""
-    files = sorted(Path(nanwatch.__path__[0]).glob("*.py"))
+    files = sorted(Path(nanwatch.__path__[0]).rglob("*.py"))
     others = [path.name for path in files if "warnings.warn(" in path.read_text()]
     assert others == ["_extension.py", "replay.py"]

@@ -42,7 +42,8 @@ def _users_frame() -> FrameType:
 
 def _outside(frame: FrameType | None) -> FrameType | None:
     torch = sys.modules.get("torch")  # a trace is also written, and a verdict reached, without it
-    skipped = (_OWN, threading.__file__, *([os.path.dirname(str(torch.__file__)) + os.sep] if torch else []))
+    torchs = os.path.dirname(str(torch.__file__)) + os.sep if torch is not None else _OWN
+    skipped = (_OWN, torchs, threading.__file__, "<frozen ")  # the last are importlib and runpy
     while frame is not None and frame.f_code.co_filename.startswith(skipped):
         frame = frame.f_back
     return frame

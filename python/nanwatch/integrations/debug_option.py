@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Container
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ from torch import nn
 
 from .._when_imported import WhenImported, when_imported
 from ..debug import DebugUnderflowOverflow
+from ..user_warning import warn_user
 
 SWITCH = "NANWATCH_TRANSFORMERS"
 _TRAINER = "transformers.trainer"
@@ -81,11 +81,7 @@ def follow_environment() -> None:
         patch_transformers()
     elif word not in ("", "0"):
         # An import is no place to fail.
-        warnings.warn(
-            f"{SWITCH}={word!r} is not understood and does nothing; set it to 1 or 0",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        warn_user(f"{SWITCH}={word!r} is not understood and does nothing; set it to 1 or 0")
 
 
 def _swap() -> None:
@@ -94,11 +90,9 @@ def _swap() -> None:
     trainer = sys.modules[_TRAINER]
     theirs = getattr(trainer, _NAME, None)
     if theirs is None:
-        warnings.warn(
+        warn_user(
             f"nanwatch found no {_NAME} in {_TRAINER}, so --debug underflow_overflow stays as it is;"
-            " use nanwatch.integrations.transformers.NanWatchCallback",
-            RuntimeWarning,
-            stacklevel=2,
+            " use nanwatch.integrations.transformers.NanWatchCallback"
         )
         return
     _original = theirs
