@@ -57,7 +57,8 @@ def watch(
         model: any nn.Module, also one that torch.compile made; modules registered in it later are watched too.
         max_frames: how many of the latest frames to keep.
         on_nonfinite: "raise" a NonFiniteError, "warn" once a batch for every module that holds a non-finite value,
-            only "record", or a callable that gets the Report of each faulty batch.
+            only "record", or a callable that gets the Report of each faulty batch. A callable lives until the model
+            is freed or `stop()` is called: one that refers to the model keeps it alive.
         check: when to act on a non-finite value: at the "module" that holds it, at the end of the "batch", or, for
             "async", when a device has delivered. On a GPU that is at most one batch later. Only before an optimizer's
             step does "async" wait, for what is still to come of the forwards since the last one, so that their failure
