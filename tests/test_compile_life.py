@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 import nanwatch
 from nanwatch import compile_ops, compiled
+from nanwatch.outermost import Outermost
 from nanwatch.watch import watch
 from toys import Scale, mlp, names
 
@@ -109,6 +110,18 @@ def test_compile_in_place_after_the_watch() -> None:
             model(x)
         assert [of_batch(w, batch) for batch in range(3)] == [WHOLE, WHOLE, WHOLE]
     assert model._compiled_call_impl is place
+
+
+def test_a_watch_after_a_graph_that_was_made_while_models_are_looked_for() -> None:
+    """What `nanwatch run` does until it has found the model is no reason to miss a later watch in compiled code."""
+    model, x = Model(), torch.randn(2, 3)
+    call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
+    watch(Scale()).stop()
+    with Outermost(lambda _: None, class_name="no model"):
+        call(x)
+    with watch(model) as w:
+        call(x)
+    assert names(w) == [(0, name) for name in WHOLE]
 
 
 def test_parts_compiled_one_by_one() -> None:

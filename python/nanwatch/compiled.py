@@ -35,7 +35,7 @@ _DYNAMO = "torch._dynamo"
 
 _installed = False
 _warned = False
-# What Dynamo had followed before. Nothing in such a graph tells it that its modules are watched now.
+# Code whose graphs have no guard which tells Dynamo that a module is watched now, as Dynamo followed it before.
 _unexpecting: weakref.WeakSet[CodeType] = weakref.WeakSet()
 
 
@@ -139,8 +139,12 @@ def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
         return []
     calls = _calls(module)
     if not calls:
-        if variable.source is not None and getattr(module, ATTRIBUTE) is None:
-            # So that a watch that begins later is noticed.
+        # So that a watch that begins later is noticed.
+        if (
+            getattr(module, ATTRIBUTE) is not None
+        ):  # by Outermost or `module.compile()`, and no guard can tell
+            _unexpecting.add(tx.output.root_tx.f_code)
+        elif variable.source is not None:
             install_guard(AttrSource(variable.source, ATTRIBUTE).make_guard(GuardBuilder.CONSTANT_MATCH))
         return []
     if torch._C._functorch.peek_interpreter_stack() is not None:

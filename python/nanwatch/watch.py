@@ -68,7 +68,8 @@ def watch(
         max_frames: how many of the latest frames to keep.
         on_nonfinite: "raise" a NonFiniteError, "warn" when values begin not to be finite, when that changes or ends,
             and in sum at `stop()` (docs/watching.md), only "record", or a callable that gets the Report of each faulty
-            batch.
+            batch. A callable lives until the model is freed or `stop()` is called: one that refers to the model keeps
+            it alive.
         check: when to act on a non-finite value: at the "module" that holds it, at the end of the "batch", or, for
             "async", when a device has delivered. On a GPU that is at most one batch later. Only before an optimizer's
             step does "async" wait, for what is still to come of the forwards since the last one, so that their failure
