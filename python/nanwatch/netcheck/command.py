@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..visible import visible
 from . import links, steps, words
 from .guard import GRACE, Guard, LinkError, StepError, Trouble
 from .links import Listener
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         place = Place.of(os.environ)
     except PlaceError as error:
-        sys.stderr.write(f"python -m nanwatch.netcheck: {error}\n")
+        sys.stderr.write(visible(f"python -m nanwatch.netcheck: {error}") + "\n")
         return 2
     return _Check(place, options).run()
 
@@ -244,7 +245,7 @@ class _Check:
         )
         words.say([*lines, words.summary_line(verdicts, world_size)], self._lines_to)
         if self._options.json:
-            words.say([json.dumps(self._document(verdicts), indent=2)], _STDOUT)
+            words.say(json.dumps(self._document(verdicts), indent=2).splitlines(), _STDOUT)
 
     # Of the thread that saw the trouble; the process ends when it is done.
 
@@ -282,7 +283,7 @@ class _Check:
         if is_first:
             words.say([words.summary_line(verdicts, self._place.world_size)], self._lines_to)
         if rank == 0 and self._options.json:
-            words.say([json.dumps(self._document(verdicts), indent=2)], _STDOUT)
+            words.say(json.dumps(self._document(verdicts), indent=2).splitlines(), _STDOUT)
         if len(verdicts) > 1:
             meeting.leave(GRACE)
 
