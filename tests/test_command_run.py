@@ -336,6 +336,40 @@ def test_an_exception_in_a_watched_call_is_told_in_the_closing_line():
     assert "finite" not in line
 
 
+OWN_CHECK = """
+def check(module, args, output):
+    if not torch.isfinite(output).all(): raise ValueError("nan, says the script")
+net[0].register_forward_hook(check)
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(nanwatch.Watch, "_ended_by_exception"), reason="this Watch does not look at exceptions"
+)
+@pytest.mark.parametrize(("value", "status"), [("3e38", 3), ("1", 1)])
+def test_a_check_of_the_scripts_own(tmp_path, capsys, value, status):
+    """It raises before nanwatch has a frame: status 3, one report. Another error in a call: no word of finite."""
+    body = f"{OWN_CHECK}net(x)\nnet[0].weight.data.fill_({value})\nnet(x)\nnet(x[:, :1])\n"
+    report_file = tmp_path / "report.json"
+    assert in_process(tmp_path, body, "--json", str(report_file)) == status
+    err = capsys.readouterr().err
+    finding = nanwatch.Report.from_json(report_file.read_text()).finding
+    assert (finding is not None) == (status == 3)
+    assert err.count("What:  inf first seen in `output` of 0 (Linear)") == (1 if finding else 0)
+    assert ("batches of Sequential, the last ended by an exception" in err) == (status == 1)
+    assert "all that was read is finite" not in err
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes are of Python 3.11 and later")
+def test_a_report_that_a_note_has_is_not_printed_again(tmp_path, capsys):
+    """The interpreter prints the notes of an exception."""
+    body = "net[0].weight.data.fill_(3e38)\nnet(x)\nerror = LookupError('mine')\n"
+    note = "error.add_note('nanwatch: inf first seen in `output` of 0 (Linear) in batch 0')\n"
+    for more, count in ((note, 0), ("", 1)):
+        assert in_process(tmp_path, f"{body}{more}raise error\n", "--on-nonfinite", "record") == 1
+        assert capsys.readouterr().err.count("What:  inf first seen") == count
+
+
 ENDINGS = {
     "end": "",
     "exit": "sys.exit(0)\n",
