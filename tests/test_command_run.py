@@ -475,6 +475,6 @@ def test_every_option_of_watch_has_a_flag():
 
 def test_other_processes_of_torchrun_have_files_of_their_own(monkeypatch):
     """--json names one file; a rank other than 0 puts its number in."""
-    assert _command_run._of_this_rank("a/report.json") == Path("a/report.json")
+    assert _command_run._of_this_rank("a/report.json") == Path("a/report.json").absolute()
     monkeypatch.setenv("RANK", "3")
-    assert _command_run._of_this_rank("a/report.json") == Path("a/report-rank-3.json")
+    assert _command_run._of_this_rank("a/report.json") == Path("a/report-rank-3.json").absolute()
