@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .exponents import exponent_histogram
+from .counted import counted_health
 from .ranges import (
     TensorHealth,
     abs_range,
@@ -40,18 +39,9 @@ def observe(value: Any, label: str, role: Role, allow_inf: bool = False, *, coun
     return _counted(value, row) if counts and row[6] else row
 
 
-class CountedHealth(TensorHealth):
-    """The health of a tensor whose elements were counted by power of two, too; see `ExponentHistogram.counts`."""
-
-    exponents: Mapping[int, int] | None = None
-
-
 def _counted(x: Tensor, row: Row) -> Row:
     try:
-        health = CountedHealth(*tensor_health(x))
-        if x.is_floating_point():
-            health.exponents = exponent_histogram(x).counts
-        return (*row[:7], health, row[8])
+        return (*row[:7], counted_health(x), row[8])
     except Exception:
         return row
 
