@@ -115,6 +115,7 @@ class Attachment:
         allow_inf: Callable[[str], bool],
         parts: str = "wbio",
     ) -> None:
+        self.is_attached = True
         self._recorder = recorder
         self._parts = parts
         self._told_of_lost = False
@@ -183,11 +184,6 @@ class Attachment:
         """The names of modules whose place somebody else has taken, as `module.compile()` does."""
         return [name for module, name in self._names.items() if not _is_linked(module, self._recorder)]
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether it has not been removed, and the model is alive."""
-        return bool(self._names)
-
     def warn_of_lost(self) -> None:
         """Warn, once, when there are such modules."""
         lost = self.lost()
@@ -220,6 +216,7 @@ class Attachment:
 
     def remove(self) -> None:
         """Leave every module as it was found. A second time does nothing."""
+        self.is_attached = False
         self._recorder.paused = True
         _live.leave(self._recorder)
         self._recorder.forget_tensors()
