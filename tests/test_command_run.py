@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import os
 import runpy
@@ -336,6 +335,40 @@ def test_an_exception_in_a_watched_call_is_told_in_the_closing_line():
     assert "finite" not in line
 
 
+OWN_CHECK = """
+def check(module, args, output):
+    if not torch.isfinite(output).all(): raise ValueError("nan, says the script")
+net[0].register_forward_hook(check)
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(nanwatch.Watch, "_ended_by_exception"), reason="this Watch does not look at exceptions"
+)
+@pytest.mark.parametrize(("value", "status"), [("3e38", 3), ("1", 1)])
+def test_a_check_of_the_scripts_own(tmp_path, capsys, value, status):
+    """It raises before nanwatch has a frame: status 3, one report. Another error in a call: no word of finite."""
+    body = f"{OWN_CHECK}net(x)\nnet[0].weight.data.fill_({value})\nnet(x)\nnet(x[:, :1])\n"
+    report_file = tmp_path / "report.json"
+    assert in_process(tmp_path, body, "--json", str(report_file)) == status
+    err = capsys.readouterr().err
+    finding = nanwatch.Report.from_json(report_file.read_text()).finding
+    assert (finding is not None) == (status == 3)
+    assert err.count("What:  inf first seen in `output` of 0 (Linear)") == (1 if finding else 0)
+    assert ("batches of Sequential, the last ended by an exception" in err) == (status == 1)
+    assert "all that was read is finite" not in err
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes are of Python 3.11 and later")
+def test_a_report_that_a_note_has_is_not_printed_again(tmp_path, capsys):
+    """The interpreter prints the notes of an exception."""
+    body = "net[0].weight.data.fill_(3e38)\nnet(x)\nerror = LookupError('mine')\n"
+    note = "error.add_note('nanwatch: inf first seen in `output` of 0 (Linear) in batch 0')\n"
+    for more, count in ((note, 0), ("", 1)):
+        assert in_process(tmp_path, f"{body}{more}raise error\n", "--on-nonfinite", "record") == 1
+        assert capsys.readouterr().err.count("What:  inf first seen") == count
+
+
 ENDINGS = {
     "end": "",
     "exit": "sys.exit(0)\n",
@@ -362,7 +395,7 @@ def test_an_error_that_comes_out_at_the_end(tmp_path, capsys, monkeypatch, endin
 
     monkeypatch.setattr(nanwatch.Watch, "stop", stop)
     body = "other = nn.Sequential(nn.Linear(2, 2))\nnet(x)\nother(x)\n"
-    body += "import builtins; builtins.nets = (net, other)\n" + ENDINGS[ending]
+    body += ENDINGS[ending]
     report_file = tmp_path / "report.json"
     usual = {"end": 0, "exception": 1}
     if finding or ending in usual:
@@ -372,8 +405,7 @@ def test_an_error_that_comes_out_at_the_end(tmp_path, capsys, monkeypatch, endin
         with pytest.raises(KeyboardInterrupt if ending == "Ctrl-C" else SystemExit) as left:
             in_process(tmp_path, body, "--json", str(report_file))
         assert getattr(left.value, "code", None) == {"exit": 0, "exit status": 7, "Ctrl-C": None}[ending]
-    assert len(stopped) == 2
-    assert all("_compiled_call_impl" not in vars(one) for net in builtins.nets for one in net.modules())
+    assert [repr(watch) for watch in stopped] == ["<Watch of Sequential: 1 batch, stopped>"] * 2
     assert len(nanwatch.Report.from_json(report_file.read_text()).frames) == 2
     err = capsys.readouterr().err
     assert ("NonFiniteError" if finding else "the device is gone") in err
@@ -441,6 +473,6 @@ def test_every_option_of_watch_has_a_flag():
 
 def test_other_processes_of_torchrun_have_files_of_their_own(monkeypatch):
     """--json names one file; a rank other than 0 puts its number in."""
-    assert _command_run._of_this_rank("a/report.json") == Path("a/report.json")
+    assert _command_run._of_this_rank("a/report.json") == Path("a/report.json").absolute()
     monkeypatch.setenv("RANK", "3")
-    assert _command_run._of_this_rank("a/report.json") == Path("a/report-rank-3.json")
+    assert _command_run._of_this_rank("a/report.json") == Path("a/report-rank-3.json").absolute()

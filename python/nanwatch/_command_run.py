@@ -69,6 +69,7 @@ class _Run:
         # Goes before the script's own exit status.
         self._status = 0
         self._is_told = False
+        self._notes = ""
         self._not_watched: list[str] = []
         self._outermost = Outermost(self._found, class_name, self._unmatched)
         self._process = os.getpid()
@@ -113,6 +114,8 @@ class _Run:
         if _nonfinite_in(error) is not None:
             self._status = NONFINITE
             self._is_told = True
+        if hasattr(error, "add_note"):  # from Python 3.11 on notes are printed under the traceback
+            self._notes += "\n".join(map(str, getattr(error, "__notes__", ())))
 
     def _found(self, model: nn.Module) -> None:
         name = type(model).__name__
@@ -166,7 +169,8 @@ class _Run:
         if self._outermost.is_full:
             _tell(f"{MAX_MODELS} models were found; those that were called later were not looked for")
         failed = [report for report in reports if report.finding is not None]
-        if failed and not self._is_told:
+        first = failed[0].finding if failed else None
+        if first is not None and not self._is_told and text.summary(first) not in self._notes:
             print(failed[0].to_text(), file=sys.stderr)
         if json_file is not None:
             report = (failed or reports or [Report((), None, None, 0)])[0]

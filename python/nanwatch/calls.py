@@ -91,6 +91,7 @@ class Attachment:
         allow_inf: Callable[[str], bool],
         parts: str = "wbio",
     ) -> None:
+        self.is_attached = True
         self._recorder = recorder
         self._parts = parts
         self._watch = _live.enter(model, recorder)
@@ -142,11 +143,6 @@ class Attachment:
         for one in named_modules(module, child_name(parent, known, name)):
             self._add(one.name, one.module)
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether it has not been removed, and the model is alive."""
-        return bool(self._names.objects())
-
     def put_sequence(self, call: Any, device: torch.device) -> None:
         """Give the call, as `device_sequence`, what the operators in a graph that is all on this device write."""
         if device not in self._device_sequences:
@@ -155,6 +151,7 @@ class Attachment:
 
     def remove(self) -> None:
         """Leave every module as it was found. A second time does nothing."""
+        self.is_attached = False
         self._recorder.paused = True
         _live.leave(self._recorder)
         self._recorder.forget_tensors()

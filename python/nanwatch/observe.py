@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._reference import without_repeats
-from .exponents import exponent_histogram
+from .counted import counted_health
 from .masked_scores import MaskedScores, are_masked
 from .ranges import (
     TensorHealth,
@@ -45,19 +45,6 @@ def observe(
     with only_our_dispatch():
         row = _read(value, label, role)
         return row if row[6] is None else _examine(value, row, allow_inf, counts)
-
-
-class CountedHealth(TensorHealth):
-    """The health of a tensor whose elements were counted by power of two, too; see `ExponentHistogram.counts`."""
-
-    exponents: Mapping[int, int] | None = None
-
-
-def _counted(x: Tensor) -> CountedHealth:
-    health = CountedHealth(*tensor_health(x))
-    if holds_fractions(x) and not Tensor.is_complex(x):
-        health.exponents = exponent_histogram(x).counts
-    return health
 
 
 def read(value: Any, label: str, role: Role) -> Row:
@@ -166,7 +153,7 @@ def _examine(x: Tensor, row: Row, allow_inf: bool | MaskedScores, counts: bool) 
                 is_mask = are_masked(x, row[1], health, scores)
             row = _with_health(row, health, is_mask, allow_inf is True)
         if counts and row[6]:
-            row = (*row[:7], _counted(x), row[8])
+            row = (*row[:7], counted_health(x), row[8])
     except Exception:
         # The range already says what matters; the counts are an extra.
         pass

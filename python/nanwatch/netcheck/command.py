@@ -47,14 +47,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         place = Place.of(os.environ)
     except PlaceError as error:
-        sys.stderr.write(visible(f"python -m nanwatch.netcheck: {error}") + "\n")
+        sys.stderr.write(visible(f"nanwatch netcheck: {error}") + "\n")
         return 2
     return _Check(place, options).run()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m nanwatch.netcheck",
+        prog="nanwatch netcheck",
         description="Check that the ranks of a job can talk to each other: the store, a TCP connection to each"
         " neighbour, and through the backend a barrier, an all-reduce, point-to-point messages.",
         epilog=_EXAMPLES,

@@ -52,7 +52,7 @@ def advice(trouble: Trouble, place: Place, backend: str) -> str:
         return "compare the mtu of `ip link` on both hosts and the switches between; ping -M do -s 1472 <address>"
     master = f"{place.master_addr} {place.master_port}"
     steps = {
-        "backend": "compare what torch sees on each node: python -m nanwatch",
+        "backend": "compare what torch sees on each node: nanwatch doctor",
         "master": f"is MASTER_ADDR the node of rank 0, is rank 0 running, does a firewall let the port through:"
         f" nc -vz {master}",
         "store": f"is MASTER_PORT free on the node of rank 0 and used by nothing else:"
