@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from .batch_start import BatchStart
 from .cure_words import in_float32, module_words
@@ -24,7 +25,7 @@ from .observe import observe
 from .precision import run_in_fp32
 from .record import Record, to_record
 from .stand_in import stand_in
-from .walk import call_leaves, leaves
+from .walk import leaves
 from .wrapped_names import find_module, unwrapped
 
 # The guilty module and the nearest around it: each costs a forward and a backward.
@@ -144,17 +145,22 @@ class _Search:
             run_backward(list(roots.values()), wanted, given, lambda _: _keeper(made))
             return made
 
-        start = self._start
+        wanted: list[Tensor] = [x for x in self._start.module.parameters() if x.requires_grad]
+
+        def fresh(x: Tensor) -> Tensor:
+            # The graph behind what the batch was called with is the user's.
+            if not x.requires_grad:
+                return x
+            wanted.append(x.detach().requires_grad_())
+            return wanted[-1].clone()  # a leaf could not be written to
+
+        with torch.enable_grad():
+            args, kwargs = tree_map_only(Tensor, fresh, (self._start.args, dict(self._start.kwargs)))
+        start = replace(self._start, args=args, kwargs=kwargs)
         with hold(), start.again() as call, torch.enable_grad(), stand_in({found.module}, seen):
             call()
             if not roots:
                 raise LookupError(f"its call {self._number} was not made again with a graph")
-            wanted: list[Tensor] = [x for x in start.module.parameters() if x.requires_grad]
-            wanted += [
-                x
-                for _, x in call_leaves(start.args, start.kwargs)
-                if isinstance(x, Tensor) and x.requires_grad
-            ]
             yield backward
 
 

@@ -83,7 +83,10 @@ def next_forward(
         return "look at the inputs and weights of this module in its frame above."
     if finding.origin == "weight":
         if finding.batch == 0:
-            return "look at how the weight is initialised, and at the checkpoint that was loaded."
+            return (
+                "look at how the weight is initialised, and at the checkpoint that was loaded; where a training wrote"
+                " it, watch(model, gradients=True) in that training finds a bad gradient before a step takes it."
+            )
         step = "look at the loss scale and the learning rate of the step before"
         if any(one.phase == "backward" for one in frames):
             return f"{step}."

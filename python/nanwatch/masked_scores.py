@@ -47,13 +47,11 @@ class MaskedScores:
 
     def may_excuse(self, role: Role, health: TensorHealth) -> bool:
         """The same from the counts alone, which do not tell a row without a finite score."""
-        if not _has_only_neginf(health):
+        if role not in ("input", "output") or not _has_only_neginf(health):
             return False
-        if role == "input":
-            self._given.masked = health.num_neginf
-        return role == "input" or (
-            role == "output" and self._is_log and getattr(self._given, "masked", 0) == health.num_neginf
-        )
+        given = getattr(self._given, "masked", 0)
+        self._given.masked = health.num_neginf if role == "input" else 0
+        return role == "input" or (self._is_log and given == health.num_neginf)
 
     def _dim(self, ndim: int) -> int:
         module = self._module()
