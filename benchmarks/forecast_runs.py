@@ -135,7 +135,18 @@ class Score:
         ]
 
 
-HEAD = ["", "overflow", "told", "lines", "hold", "named", "finite", "false alarms", "most lines", "told ahead"]
+HEAD = [
+    "",
+    "overflow",
+    "told",
+    "lines",
+    "hold",
+    "named",
+    "finite",
+    "false alarms",
+    "most lines",
+    "told ahead",
+]
 
 
 def _record(args: argparse.Namespace) -> None:
@@ -171,7 +182,9 @@ def _replay(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=["record", "replay"])
     parser.add_argument("--folder", type=Path, default=Path("/tmp/forecast_runs"))
     parser.add_argument("--seed", type=int, default=0)
