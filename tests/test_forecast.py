@@ -1,4 +1,7 @@
-"""Forecasts of overflow: right within their own interval on trainings that diverge, silent on those that do not."""
+"""Forecasts of overflow: right within their own interval on trainings that diverge, silent on those that do not.
+
+`benchmarks/forecast_runs.py` has 262 trainings. Here are a few of their kinds.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import threading
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from time import sleep
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,31 +20,13 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch import forecast
 from nanwatch.forecast import Forecast, Forecaster
 from nanwatch.frame import FrameRows
+from nanwatch.growth import Ending
 from nanwatch.largest import Largest
+from nanwatch.tracks import Tracks
 
 END = 65504.0
-
-
-class Clock:
-    """Stands for `monotonic`; each look at it takes a while."""
-
-    now = 0.0
-    a_look = 0.0  # seconds
-
-    def __call__(self) -> float:
-        self.now += self.a_look
-        return self.now
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What is looked at depends on the time that looks take: by a clock that stands still it takes none."""
-    made = Clock()
-    monkeypatch.setattr(forecast, "monotonic", made)
-    return made
 
 
 class Told:
@@ -73,12 +60,16 @@ def run(bits: Callable[[int], float], batches: int) -> tuple[list[Forecast], int
     return found, None
 
 
+def within(one: Forecast, hit: int | None) -> bool:
+    return hit is not None and abs(one.batch - hit) <= one.plus_minus
+
+
 @pytest.mark.parametrize("length", [60, 200, 500, 2000])
 def test_a_fall_is_foretold(length: int) -> None:
-    """Ten noisy, bent falls of so many batches, each after a while without any: at least eight are told rightly."""
+    """Twenty noisy, bent falls of so many batches, each after a while without any: what is told holds in 7 of 10."""
     rng = np.random.default_rng(length)
-    right = 0
-    for _ in range(10):
+    told: list[bool] = []
+    for _ in range(20):
         start, noise, bend, calm = (
             rng.uniform(6, 14),
             rng.uniform(0.02, 0.5),
@@ -90,8 +81,10 @@ def test_a_fall_is_foretold(length: int) -> None:
             calm + 2 * length,
         )
         assert hit is not None
-        right += bool(found) and abs(found[0].batch - hit) <= found[0].plus_minus
-    assert right >= 8
+        assert len(found) <= 3
+        told += [within(one, hit) for one in found]
+    assert len(told) >= 5
+    assert sum(told) >= 0.7 * len(told)
 
 
 @pytest.mark.parametrize(
@@ -114,38 +107,51 @@ def test_a_healthy_run_is_silent(bits: Callable[[int, float, float], float]) -> 
         assert found == []
 
 
-def test_a_module_is_named_once_in_a_thousand_batches() -> None:
-    """A fall that goes on is told again only after a while; each module by itself."""
-    forecaster, found = Told(), []
-    for batch in range(2600):
-        if forecaster.is_due(batch):
-            for name in ("a", "b"):
-                forecaster.add(frame(batch, 8 - 3e-3 * batch, name))
-            found += forecaster.end(batch)
-    told = {name: [one for one in found if one.module == name] for name in ("a", "b")}
-    assert len(told["a"]) == len(told["b"]) == 2
+def falls(batches: range, rates: dict[str, float], told: Told) -> list[tuple[int, Forecast]]:
+    """Modules that lose so many bits a batch, from 10 on."""
+    found = []
+    for batch in batches:
+        if told.is_due(batch):
+            for name, rate in rates.items():
+                told.add(frame(batch, 10 - rate * batch, name))
+            found += [(batch, one) for one in told.end(batch)]
+    return found
 
 
-def test_most_batches_are_not_looked_at() -> None:
-    """Of a level run every batch at first, then one in sixteen."""
-    forecaster = Told()
-    due = []
-    for batch in range(2000):
-        if forecaster.is_due(batch):
-            due.append(batch)
-            forecaster.add(frame(batch, 9.0))
-            forecaster.end(batch)
-    assert due[:60] == list(range(60))
-    assert {b - a for a, b in zip(due[-50:], due[-49:], strict=False)} == {16}
+def test_one_line_names_the_leader_and_counts_the_followers() -> None:
+    """Three fall, one stays: one forecast, of the module that falls fastest, and two that follow."""
+    found = falls(range(95), {"slow": 0.07, "first": 0.1, "calm": 0.0, "second": 0.08}, Told())
+    assert [(one.module, one.followers, one.replaces) for _, one in found] == [("first", 2, None)]
+    assert within(found[0][1], 100)
+    assert "; 2 more modules follow" in str(found[0][1])
 
 
-def looks(
-    forecaster: Told, batches: range, clock: Clock, step: float, bits: Callable[[int], float]
-) -> list[int]:
-    """The batches that are looked at, `step` seconds from one to the next."""
+def test_a_forecast_that_no_longer_holds_is_replaced() -> None:
+    """A learning rate that falls to a third: a second line says what it replaces, and is right."""
+    found, hit = run(lambda b: 10 - 0.05 * min(b, 150) - 0.05 / 3 * max(0, b - 150), 500)
+    assert 2 <= len(found) <= 3
+    assert within(found[-1], hit)
+    for before, after in pairwise(found):
+        assert after.replaces == before.batch
+        assert str(after).endswith(f"; replaces the forecast of batch {before.batch}")
+
+
+def test_lines_are_few_in_ten_thousand_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However expectations jump: three lines, and more only after 10,000 batches."""
+
+    def jumps(batches: Any, bits: Any) -> Ending:
+        return Ending(50.0 if batches[-1] // 500 % 2 else 1000.0, 0.05)
+
+    monkeypatch.setattr("nanwatch.forecast.ending", jumps)
+    at = [batch for batch, _ in falls(range(16_000), {"m": 10 / 17_000}, Told())]
+    assert len(at) == 6
+    assert all(later - first >= 10_000 for first, later in zip(at, at[3:], strict=False))
+
+
+def looks(forecaster: Told, batches: range, bits: Callable[[int], float]) -> list[int]:
+    """The batches that are looked at."""
     due = []
     for batch in batches:
-        clock.now += step
         if forecaster.is_due(batch):
             due.append(batch)
             forecaster.add(frame(batch, bits(batch)))
@@ -153,30 +159,55 @@ def looks(
     return due
 
 
-@pytest.mark.parametrize("step", [0.001, 0.01, 0.063, 1.0])
-@pytest.mark.parametrize("a_look", [0.0001, 0.0005, 0.005])
-def test_looks_take_a_five_hundredth_of_the_time(a_look: float, step: float, clock: Clock) -> None:
-    """And 20 ms at first, but for one look in 16 batches; of the first 64 batches as many as that allows."""
-    forecaster = Told()
-    clock.a_look = a_look  # that is from the begin to the end, and is_due takes as long
-    due = looks(
-        forecaster, range(3000), clock, step, lambda b: 15 - (b % 40) * 0.3
-    )  # now and then it falls fast
-    assert len(due) <= 3000 / 16 + (0.02 + clock.now / 500) / a_look + 1
-    early = [batch for batch in due if batch < 64]
-    assert len(early) >= min(64, max(4, int((0.02 + 64 * step / 500) / a_look)))
+def test_most_batches_are_not_looked_at() -> None:
+    """All of 128 batches at first, then ever fewer, and one in sixteen from batch 1,024 on."""
+    due = looks(Told(), range(3000), lambda b: 9.0)
+    assert due[:128] == list(range(128))
+    assert max(b - a for a, b in pairwise(due)) == 16
+    assert {b - a for a, b in pairwise(due) if a >= 1024} == {16}
+
+
+def test_looks_are_bounded_by_their_number() -> None:
+    """However headroom jumps about near its end: 128 looks and one in eight batches."""
+    rng = np.random.default_rng(0)
+    due = looks(Told(), range(5000), lambda b: 3 + rng.uniform(-2.5, 2.5) - (b % 40) * 0.01)
+    assert len(due) <= 128 + 5000 / 8
     assert max(b - a for a, b in pairwise(due)) <= 16
 
 
-def test_a_fast_fall_after_a_calm_is_followed_closely(clock: Clock) -> None:
-    """Time that was not used is there when it is wanted: from the first look that sees the fall every batch."""
+def test_a_fast_fall_after_a_calm_is_followed_closely() -> None:
+    """Looks that were not used are there when they are wanted: near the end of a fall every second batch, or more."""
     forecaster = Told()
-    clock.a_look = 0.0002
-    calm = looks(forecaster, range(5000), clock, 0.06, lambda b: 15.0)
-    assert {b - a for a, b in zip(calm[-100:], calm[-99:], strict=False)} == {16}
-    due = looks(forecaster, range(5000, 5040), clock, 0.06, lambda b: 15 - 0.3 * (b - 5000))
+    calm = looks(forecaster, range(5000), lambda b: 15.0)
+    assert {b - a for a, b in pairwise(calm[-100:])} == {16}
+    due = looks(forecaster, range(5000, 5140), lambda b: 15 - 0.1 * (b - 5000))
     assert due[0] <= 5016
-    assert due == list(range(due[0], 5040))
+    assert max(b - a for a, b in pairwise(due[-20:])) <= 2
+
+
+def test_a_slow_machine_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of one seed look at the same batches and tell the same, whatever a look takes."""
+
+    def told() -> tuple[list[int], list[str]]:
+        rng, forecaster = np.random.default_rng(3), Told()
+        due, found = [], []
+        for batch in range(190):
+            if forecaster.is_due(batch):
+                due.append(batch)
+                forecaster.add(frame(batch, 14 - 0.07 * batch + rng.normal(0, 0.01)))
+                found += map(str, forecaster.end(batch))
+        return due, found
+
+    quick = told()
+    add = Tracks.add
+
+    def slow(self: Tracks, *args: Any) -> None:
+        sleep(0.003)
+        add(self, *args)
+
+    monkeypatch.setattr(Tracks, "add", slow)
+    assert told() == quick
+    assert quick[1]
 
 
 def test_what_has_no_headroom_is_passed_over() -> None:
@@ -202,6 +233,15 @@ def test_the_sentence() -> None:
         "`output` of decoder.wo: headroom 1.9 bits of float16, losing 0.4 bits per 100 batches: overflow expected"
         " near batch 5,300 (± 600)"
     )
+    assert str(Forecast("a", "w", "float16", 2, 1, 60, 5, 1, 40)).endswith(
+        "near batch 60 (± 5); 1 more module follows; replaces the forecast of batch 40"
+    )
+
+
+def interval(line: str) -> tuple[int, int]:
+    """The batch and the margin of a line."""
+    batch, margin = re.findall(r"near batch ([\d,]+) \(± ([\d,]+)\)", line)[0]
+    return int(batch.replace(",", "")), int(margin.replace(",", ""))
 
 
 class Growing(nn.Module):
@@ -238,8 +278,9 @@ def test_watch_warns(implementation: str, monkeypatch: pytest.MonkeyPatch) -> No
         return [str(one.message) for one in caught if "overflow expected" in str(one.message)], end
 
     told, end = warned()
-    assert len(told) == 2  # the module and its parent
-    batch, margin = map(int, re.findall(r"near batch (\d+) \(± (\d+)\)", told[0])[0])
+    assert len(told) == 1
+    assert "1 more module follows" in told[0]  # its parent
+    batch, margin = interval(told[0])
     assert abs(batch - end) <= margin
     assert warned(forecast=False) == ([], end)
 
@@ -254,7 +295,7 @@ def test_no_frame_is_built_for_a_forecast(implementation: str, monkeypatch: pyte
     model = nn.Sequential(Growing())
     with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model):
         warnings.simplefilter("always")
-        for _ in range(200):
+        for _ in range(300):
             model(torch.ones(3, dtype=torch.float16))
     assert any("overflow expected" in str(one.message) for one in caught)
     assert told == []
@@ -296,21 +337,61 @@ def trained(seed: int, lr: float, steps: int, *, diverges: bool) -> tuple[list[s
     return [str(one.message) for one in caught if "overflow expected" in str(one.message)], end
 
 
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(3 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("implementation", ["native", "python"])
+@pytest.mark.parametrize(("target", "rate"), [(3e5, 1e-2), (3e5, 1.5e-2), (3e3, 1e-2)])
+def test_a_residual_stream_that_grows(
+    target: float, rate: float, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adam and a target beyond float16: each of at most three lines holds. One within float16 ends in silence."""
+    if implementation == "python":
+        monkeypatch.setattr("nanwatch._extension.C", None)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 24), *(Residual(24) for _ in range(6)), nn.Linear(24, 1))
+    optimizer = torch.optim.Adam(model.parameters(), rate)
+    end = None
+    with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model, microscope=False):
+        warnings.simplefilter("always")
+        for batch in range(130):
+            try:
+                with torch.autocast("cpu", dtype=torch.float16):
+                    out = model(torch.randn(16, 16))
+            except nanwatch.NonFiniteError:
+                end = batch
+                break
+            optimizer.zero_grad()
+            (out.float() - target).abs().mean().backward()
+            optimizer.step()
+    told = [interval(str(one.message)) for one in caught if "overflow expected" in str(one.message)]
+    assert (end is not None) == (target > END)
+    assert len(told) in ((1, 2, 3) if end is not None else (0,))
+    assert all(end is not None and abs(batch - end) <= margin for batch, margin in told)
+
+
 @pytest.mark.slow
 def test_trainings_that_diverge_are_foretold() -> None:
-    """Ten of them, at ten learning rates: in at least eight the overflow comes within the interval that was told."""
+    """Ten of them, at ten learning rates: of the lines, few a training, 7 of 10 hold."""
     rates = [1e-3, 3e-3, 5e-4, 1e-2, 2e-3, 3e-4, 1e-3, 5e-3, 2e-4, 4e-3]
-    right = 0
+    right: list[bool] = []
     for seed, rate in enumerate(rates):
         told, end = trained(seed, rate, 8000, diverges=True)
         assert end is not None
-        if told:
-            batch, margin = (
-                int(number.replace(",", ""))
-                for number in re.findall(r"near batch ([\d,]+) \(± ([\d,]+)\)", told[0])[0]
-            )
-            right += abs(batch - end) <= margin
-    assert right >= 8
+        assert len(told) <= 3
+        right += [abs(batch - end) <= margin for batch, margin in map(interval, told)]
+    assert len(right) >= 2
+    assert sum(right) >= 0.7 * len(right)
 
 
 @pytest.mark.slow
@@ -318,18 +399,6 @@ def test_healthy_trainings_are_silent() -> None:
     """Fifty that learn a sum, at learning rates from slow to fast."""
     for seed in range(50):
         assert trained(seed, [1e-4, 1e-3, 3e-3, 1e-2, 3e-2][seed % 5], 300, diverges=False) == ([], None)
-
-
-def test_a_fast_fall_of_one_tensor_takes_no_points_from_the_others():
-    """Two modules that fall alike, one a little faster: both are foretold, in the same batch."""
-    forecaster = Told()
-    told: list[str] = []
-    for batch in range(30):
-        for module, step in (("a", 0.4), ("b", 0.39)):
-            row = ("output", "output", (4,), "float16", 0.1, 65504 / 2 ** (15 - step * batch), True, None, "")
-            forecaster.add(FrameRows(batch, module, "Linear", [row]))
-        told += [one.module for one in forecaster.end(batch)]
-    assert told == ["a", "b"]
 
 
 def test_threads_of_one_watch_do_not_disturb_each_other() -> None:
@@ -360,24 +429,3 @@ def test_threads_of_one_watch_do_not_disturb_each_other() -> None:
     finally:
         sys.setswitchinterval(before)
     assert errors == []
-
-
-def test_the_lines_of_many_falls_take_turns(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When there is not the time for all that fall in one look, the next look goes on where it stopped."""
-    seen: list[str] = []
-
-    def slow(x: object, y: object, balance: object) -> None:
-        seen.append("a line")
-        clock.now += 0.015
-
-    monkeypatch.setattr(forecast, "_line", slow)
-    forecaster = Forecaster()
-    forecaster.meet([(f"m{i}", "output", "float16") for i in range(6)])
-    turns = []
-    for batch in range(20):
-        clock.now += 1000
-        forecaster.end(batch, np.full(6, 2.0 ** (8 + batch / 4)).tobytes())
-        turns.append((len(seen), forecaster._turn))
-        seen.clear()
-    assert {count for count, _ in turns if count} == {2}
-    assert {turn for count, turn in turns if count} == {0, 2, 4}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch import forecast, log
+from nanwatch import log
 from nanwatch.forecast import Forecast
 from nanwatch.frame import FrameRows
 from nanwatch.log import Log
@@ -36,7 +36,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The limits of time are tested by a clock that stands still: a loaded machine changes nothing."""
     made = Clock()
     monkeypatch.setattr(log, "monotonic", made)
-    monkeypatch.setattr(forecast, "monotonic", made)
     return made
 
 

@@ -1,10 +1,11 @@
-"""Points of many tensors in arrays: what a list for each tensor would hold, and its rising and falling pairs."""
+"""Points of many tensors in arrays: what a list for each tensor would hold, and how it falls."""
 
 from __future__ import annotations
 
-from itertools import combinations
+from statistics import mean, median
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,10 +40,7 @@ def told(seed: int, batches: int, share: float) -> tuple[Tracks, Lists]:
         tracks.grow(min(TRACKS, 1 + batch // 3))
         some = np.flatnonzero(rng.random(min(TRACKS, 1 + batch // 3)) < share)
         bits = rng.integers(-8, 9, len(some)) / 4
-        lowest = tracks.lowest(some)
-        for track, value, low in zip(some, bits, lowest, strict=True):
-            before = [b for _, b in lists.points[track]][-8:]
-            assert (low == min(before)) if before else np.isnan(low)
+        for track, value in zip(some, bits, strict=True):
             lists.add(track, batch, value)
         tracks.add(some, batch, bits)
     return tracks, lists
@@ -62,26 +60,35 @@ def test_each_tensor_has_the_points_of_a_list(seed: int, batches: int, share: fl
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([15, 40, 130]), st.sampled_from([0.2, 1.0]))
-def test_the_balance_counts_pairs(seed: int, batches: int, share: float) -> None:
-    """Of the latest n points of each, for every n: pairs that rise less pairs that fall, counted one by one."""
+def test_falls_are_lines_through_medians(seed: int, batches: int, share: float) -> None:
+    """Of each with enough points: the latest five, and five before the middle, by Python's own medians."""
     tracks, lists = told(seed, batches, share)
-    balance = tracks.balance(np.arange(TRACKS))
+    bits, losses, late_losses, spans = tracks.falls(np.arange(TRACKS))
     for track, points in enumerate(lists.points):
-        for n in range(POINTS + 1):
-            latest = [bits for _, bits in points[-n:]] if n else []
-            expected = sum(int(b > a) - int(b < a) for a, b in combinations(latest, 2))
-            assert balance[track, n] == expected
+        if len(points) < 12:
+            continue
+        middle = len(points) * 3 // 8
+        latest = points[-5:]
+        assert bits[track] == median(b for _, b in latest)
+        for loss, early in (
+            (losses[track], points[middle - 2 : middle + 3]),
+            (late_losses[track], points[-10:-5]),
+        ):
+            width = mean(x for x, _ in latest) - mean(x for x, _ in early)
+            assert loss == pytest.approx((median(b for _, b in early) - bits[track]) / width)
+        assert spans[track] == points[-1][0] - points[0][0]
 
 
-def test_more_tensors_than_are_compared_at_once() -> None:
-    """The parts are put together in their order."""
+def test_tracks_with_few_points_have_no_error() -> None:
+    """With one point there is no fall, and no tracks have none."""
     tracks = Tracks()
-    tracks.grow(1000)
-    everyone = np.arange(1000)
-    for batch in range(3):
-        tracks.add(everyone, batch, (everyone % 7 - 3.0) * batch)
-    assert (tracks.balance(everyone)[:, 3] == 3 * np.sign(everyone % 7 - 3)).all()
-    assert tracks.balance(everyone[:0]).shape == (0, POINTS + 1)
+    tracks.grow(2)
+    tracks.add(np.array([0]), 3, np.array([5.0]))
+    bits, losses, late, spans = tracks.falls(np.array([0]))
+    assert (bits[0], spans[0]) == (5.0, 0.0)
+    assert not losses[0] > 0
+    assert not late[0] > 0
+    assert all(len(found) == 0 for found in tracks.falls(np.empty(0, np.int64)))
 
 
 def test_batches_can_be_told_apart_after_years() -> None:

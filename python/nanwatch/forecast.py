@@ -24,6 +24,7 @@ from .visible import visible
 _MOST_BATCHES = 16
 _SPARED = 128
 _SPARED_A_BATCH = 1 / 8
+_LOOKS_TO_END = 16
 # A tensor is followed where a straight line ends within three times the span of its points; models of growth are laid
 # through those that end soonest.
 _FOLLOWED = 3.0
@@ -125,16 +126,16 @@ class Forecaster:
         self._spared = max(0.0, min(_SPARED, self._spared + since * _SPARED_A_BATCH) - 1)
         self._last = max(batch, self._last)
         tracks = self._add(batch, np.frombuffer(values))
-        bits, losses, spans = self._tracks.falls(tracks)
+        bits, losses, late, spans = self._tracks.falls(tracks)
         with np.errstate(divide="ignore", invalid="ignore"):
-            left = np.where(losses > 0, bits / losses, inf)
+            left, soonest = (np.where(loss > 0, bits / loss, inf) for loss in (losses, np.fmax(losses, late)))
         falling = np.flatnonzero(left <= _FOLLOWED * spans)
         falling = falling[np.argsort(left[falling], kind="stable")]
-        self._pause = min(_MOST_BATCHES, max(1, batch // POINTS))
+        usual = min(_MOST_BATCHES, max(1, batch // POINTS))
+        self._pause = max(1, int(min(usual, soonest.min(initial=inf) / _LOOKS_TO_END)))
         if not len(falling):
             self._expected = None
             return []
-        self._pause = min(self._pause, max(1, int(left[falling[0]]) // _MOST_BATCHES))
         found = self._leader(batch, tracks[falling[:_MOST_FITS]])
         if found is None:
             return []

@@ -90,11 +90,12 @@ def _ends_of_line(batches: Floats, bits: Floats, cut: float) -> tuple[float, ...
 
 
 def _middle(batches: Floats, bits: Floats) -> tuple[float, float]:
-    """Return the mean batch and the quantile of the bits."""
-    ordered = np.sort(bits)
-    place = _QUANTILE * (len(ordered) - 1)
+    """Return the quantile of the bits, and the batch at which bits that fall without noise are there."""
+    place = _QUANTILE * (len(bits) - 1)
     below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return float(batches.sum()) / len(batches), float(
-        ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    part = place - below
+    ordered = np.sort(bits)
+    left, right = batches[-1 - below], batches[-2 - below]
+    return float(left + part * (right - left)), float(
+        ordered[below] + part * (ordered[below + 1] - ordered[below])
     )

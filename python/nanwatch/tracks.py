@@ -58,19 +58,29 @@ class Tracks:
         self.count[tracks] += 1
         self.latest[tracks] = batch
 
-    def falls(self, tracks: Numbers) -> tuple[Floats, Floats, Floats]:
-        """Return of each the bits now, the bits it loses a batch, and the batches that its points reach back.
+    def falls(self, tracks: Numbers) -> tuple[Floats, Floats, Floats, Floats]:
+        """Return of each the bits now, those lost a batch, those lost a batch of late, and how far its points reach back.
 
-        The line goes through the medians of five points: the latest, and those before the middle of all.
+        Lines go through the medians of five points: the latest, and those before the middle, or just before the latest.
         """
-        rows, count = tracks[:, None], self.count[tracks][:, None]
-        late = np.maximum(count - _FEW + _PLACES, 0)
-        early = np.maximum(count * 3 // 8 - _FEW // 2 + _PLACES, 0)
-        bits, then = (np.sort(self._bits[rows, places], axis=1)[:, _FEW // 2] for places in (late, early))
-        now, middle = (self._batches[rows, places].mean(axis=1) for places in (late, early))
+        count = self.count[tracks]
+        bits, now = self._median(tracks, count - _FEW)
         with np.errstate(divide="ignore", invalid="ignore"):
-            losses = (then - bits) / (now - middle)
-        return bits, losses, self.latest[tracks] - self._batches[tracks, 0]
+            losses, late = (
+                (then - bits) / (now - at)
+                for then, at in (
+                    self._median(tracks, count * 3 // 8 - _FEW // 2),
+                    self._median(tracks, count - 2 * _FEW),
+                )
+            )
+        return bits, losses, late, self.latest[tracks] - self._batches[tracks, 0]
+
+    def _median(self, tracks: Numbers, first: Numbers) -> tuple[Floats, Floats]:
+        """The median of five points from this one, and their mean batch."""
+        rows, places = tracks[:, None], np.maximum(first[:, None] + _PLACES, 0)
+        return np.sort(self._bits[rows, places], axis=1)[:, _FEW // 2], self._batches[rows, places].mean(
+            axis=1
+        )
 
     def points(self, track: int) -> tuple[Floats, Floats]:
         """Batches and bits, oldest first, in float64."""
