@@ -21,6 +21,15 @@ from .turn import Turn
 _MAX_LOOKS = 20
 
 
+class _Graph:
+    """Stand-in for the graph of a batch.
+
+    The recorder holds it until no gradient of the batch can come any more.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
 class CloserLook:
     """Runs a failed batch of `model` again and writes what it found, as the options say; see `watch`.
 
@@ -35,36 +44,52 @@ class CloserLook:
         self._model = weakref.ref(model)
         self._looks = 0
         # References to the batch's tensors: from its start to its end.
-        self._starts: dict[int, BatchStart] = {}
+        self._starts: dict[int, tuple[BatchStart, weakref.ref[_Graph]]] = {}
         self._threads: set[int] = set()
         self._turn: Turn | None = None
-        # Of the latest batch, until its backward is over: its number too.
-        self._ended: tuple[int, BatchStart] | None = None
+        # The start of the latest batch and the batch's number, for its backward: as long as the batch has a graph, and
+        # from a bad backward on until a step has been looked at. The graph itself must not hold it: a model that
+        # keeps its output would then hold itself, in a cycle which the garbage collector does not see.
+        self._ended: weakref.WeakKeyDictionary[_Graph, tuple[int, BatchStart]] = weakref.WeakKeyDictionary()
+        self._failed: tuple[int, BatchStart] | None = None
         self._keeps_ended = options.gradients
         self._scaler = options.scaler
 
     def batch_started(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-    ) -> None:
-        """Keep what a second run of this thread's batch would need."""
+    ) -> object:
+        """Keep what a second run of this thread's batch would need.
+
+        Return an object for the recorder to hold until no gradient of the batch can come any more.
+        """
         here = threading.get_ident()
         self._threads.add(here)
         if (turn := self._turn) is not None:
             turn.wait()
-        self._ended = None
+        self.let_go()
+        graph = _Graph()
         try:
-            self._starts[here] = BatchStart.capture(module, args, kwargs)
+            self._starts[here] = BatchStart.capture(module, args, kwargs), weakref.ref(graph)
         except Exception:
             self._starts.pop(here, None)
+        return graph
 
     def batch_ended(self, batch: int) -> None:
         """Let go of it, or keep it on for the batch's backward."""
-        start = self._starts.pop(threading.get_ident(), None)
-        self._ended = (batch, start) if self._keeps_ended and start is not None and start.grad else None
+        self._ended.clear()
+        start, graph = self._starts.pop(threading.get_ident(), (None, None))
+        held = None if graph is None else graph()
+        if self._keeps_ended and start is not None and start.grad and held is not None:
+            self._ended[held] = batch, start
+
+    def backward_failed(self, batch: int) -> None:
+        """Keep what a second run of the batch would need also when its graph is gone: a step may take the gradients."""
+        self._failed = next((one for one in self._ended.values() if one[0] == batch), self._failed)
 
     def let_go(self) -> None:
         """Let go of what was kept for the backward."""
-        self._ended = None
+        self._ended.clear()
+        self._failed = None
 
     def at(self, report: Report, *, is_late: bool = False) -> Report:
         """The report with what a second run of this thread's batch shows; itself where there is to be none.
@@ -135,8 +160,8 @@ class CloserLook:
             )
 
     def _start_of(self, report: Report) -> BatchStart | None:
-        start = self._starts.get(threading.get_ident())
         if report.finding is not None and report.finding.phase == "backward":
-            ended = self._ended
-            return ended[1] if ended is not None and ended[0] == report.finding.batch else None
+            failed = self._failed
+            return failed[1] if failed is not None and failed[0] == report.finding.batch else None
+        start, _ = self._starts.get(threading.get_ident(), (None, None))
         return start

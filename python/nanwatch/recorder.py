@@ -42,6 +42,7 @@ class _Thread(threading.local):
         self.recomputed = False
         self.recording = False  # what is told of a call may make others: they are not recorded
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
+        self.held: object = None  # what the listener answered to the start of the batch under way
         # Of an outermost call in compiled code, whose end an exception leaves out: what it was given.
         self.compiled: list[weakref.ref[Tensor]] | None = None
         self.adopted = False  # and a normal return too
@@ -174,7 +175,7 @@ class PythonRecorder(RecordsBackwards):
                     caller = thread.names[-1] if thread.names else None
                     rows, tensors = self._rows(node, module, args, kwargs, output)
                     call = (thread.batch, node.name, type(module).__name__, caller, thread.recomputed)
-                    self._follow(call, tensors)
+                    self._follow(call, tensors, thread.held)
                     self._keep(thread, node.name, type(module).__name__, rows, caller)
             completed = True
         finally:
@@ -226,7 +227,7 @@ class PythonRecorder(RecordsBackwards):
                 )
                 with thread.is_recording():
                     call = (thread.batch, node.name, class_name, outer, thread.recomputed)
-                    self._follow(call, read, in_compiled_code=True)
+                    self._follow(call, read, thread.held, in_compiled_code=True)
                     self._keep(thread, node.name, class_name, rows, outer)
             completed = True
         finally:
@@ -243,6 +244,7 @@ class PythonRecorder(RecordsBackwards):
 
     def _end_batch(self, thread: _Thread, completed: bool) -> None:
         if not self.tells_batch_end or thread.recomputed:
+            thread.held = None
             return
         own = None if completed else sys.exc_info()[1]
         try:
@@ -251,10 +253,11 @@ class PythonRecorder(RecordsBackwards):
         except BaseException as error:
             if own is None or error.__cause__ is own:
                 raise
+        finally:
+            thread.held = None
 
     def _begin_batch(self, thread: _Thread, module: nn.Module | None, args: Any, kwargs: Any) -> None:
         self.finish_broken_backwards()
-        thread.given = (args, kwargs or None)
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
         thread.recomputed = torch._C._current_graph_task_id() != -1
         if not thread.recomputed:
@@ -263,7 +266,8 @@ class PythonRecorder(RecordsBackwards):
         traced = thread.batch in self._traced
         looked_at = not thread.recomputed and thread.batch % self._settings.every == 0
         if looked_at and (traced or self.tells_batch_start):
-            self._listener.batch_started(thread.batch, traced, module, *thread.given)
+            thread.held = self._listener.batch_started(thread.batch, traced, module, args, kwargs or None)
+        thread.given = (args, kwargs or None)
 
     def _keep(self, thread: _Thread, name: str, class_name: str, rows: list[Row], caller: str | None) -> None:
         frame = FrameRows(thread.batch, name, class_name, rows, thread.recomputed)
