@@ -4,6 +4,7 @@ import inspect
 import math
 import os
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -392,12 +393,25 @@ def test_more_than_two_to_the_31_elements(implementation: Implementation, dtype:
         assert implementation.tensor_health(x).first_nonfinite == (numel - 1,)
 
 
-@pytest.mark.slow
-def test_more_than_two_to_the_31_elements_expanded(implementation: Implementation) -> None:
-    """An expanded view of more than 2^31 elements is its few elements, and counts them all."""
-    if not implementation.is_native and _free_bytes() < 6 << 30:
-        pytest.skip("the reference copies what is expanded")
-    x = implementation.place(torch.tensor([0.0, 3.0]).to(torch.float8_e5m2)).expand(2**30 + 3, 2)
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e5m2, torch.float32, torch.complex64, torch.complex32], ids=str
+)
+def test_an_expanded_tensor_is_its_few_elements(implementation: Implementation, dtype: torch.dtype) -> None:
+    """2^41 elements in the memory of two take the time of two, and all of them are counted."""
+    few = implementation.place(torch.tensor([0.0, 3.0]).to(dtype))
+    x = few.expand(2**40, 2)
     assert implementation.abs_range(x) == (0.0, 3.0, True)
-    if implementation.name != "reference":
-        assert implementation.tensor_health(x).num_zero == 2**30 + 3
+    assert implementation.abs_ranges([x, few]) == [(0.0, 3.0, True)] * 2
+    assert implementation.tensor_health(x).num_zero == 2**40
+
+
+@pytest.mark.parametrize("view", [torch._neg_view, torch.conj, lambda x: x.conj().imag])
+def test_an_expanded_lazy_view_is_never_copied(
+    implementation: Implementation, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """PyTorch's dispatcher resolves a negative or conjugate view at its logical size, here 32 TiB."""
+    x = view(implementation.place(torch.tensor([[3j], [complex(0, math.inf)]]))).expand(2, 2**40)
+    assert implementation.abs_range(x) == (3.0, math.inf, False)
+    assert implementation.abs_ranges([x]) == [(3.0, math.inf, False)]
+    health = implementation.tensor_health(x)
+    assert (health.num_posinf + health.num_neginf, health.first_nonfinite) == (2**40, (1, 0))

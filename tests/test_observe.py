@@ -166,3 +166,12 @@ def test_a_watched_model_can_be_captured() -> None:
     assert [frame.batch for frame in w.frames] == [0, 2]
     record = w.frames[-1].records[-1]
     assert (record.label, record.note, record.abs_max) == ("output", "", expected.abs().max().item())
+
+
+@MASKS
+@pytest.mark.usefixtures("each_recorder")
+def test_a_mask_expanded_to_every_head_is_read_once(masked: float) -> None:
+    """A mask of four numbers that stands for 2^40 is seen as one, in the time of four."""
+    assert observe(mask_of(masked).expand(2**38, 2, 2), "input[0]", "input")[8] == "mask"
+    bad = torch.tensor([[0.0, masked], [masked, masked]]).expand(2**38, 2, 2)  # a row without a zero
+    assert observe(bad, "input[0]", "input")[8] == ""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from conftest import Implementation
 from nanwatch import ranges
@@ -108,6 +109,22 @@ def test_expanded_elements_count_each_time(implementation: Implementation) -> No
     """An element seen n times through stride 0 counts n times."""
     got = implementation.tensor_health(implementation.place(torch.tensor([[0.0], [NAN]])).expand(2, 1000))
     assert (got.num_zero, got.num_nan, got.numel, got.first_nonfinite) == (1000, 1000, 2000, (1, 0))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=4),
+    st.sampled_from([torch.float32, torch.complex64]),
+    st.integers(0, 2**16),
+)
+def test_any_dimension_may_repeat(
+    implementation: Implementation, dims: list[tuple[int, bool]], dtype: torch.dtype, seed: int
+) -> None:
+    """Counts and the first index are those of a copy that has every element, whichever dimensions have stride 0."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = [1 if repeats else size for size, repeats in dims]
+    few = torch.tensor([0.0, 1.0, NAN, INF, -INF])[torch.randint(5, kept, generator=generator)].to(dtype)
+    x = few.expand([size for size, _ in dims])
+    assert same(implementation.tensor_health(implementation.place(x)), expected(x.clone()))
 
 
 def test_negative_views_swap_the_infinities(implementation: Implementation) -> None:

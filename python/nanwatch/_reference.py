@@ -4,7 +4,8 @@ No bit tricks here: `abs`, `amin`, `amax`, `isfinite` and comparisons, so that a
 and so that it runs wherever torch does. The native kernels must give the same rows, value for value.
 
 Memory: a temporary of at most `_CHUNK` elements at a time for tensors that flatten without a copy; one copy of the
-tensor for those that do not (expanded, strided, overlapping). Nothing here waits for a device.
+tensor for those that do not (strided, overlapping). A dimension that only repeats what is there, as `expand` makes
+them, is read once. Nothing here waits for a device.
 
 On a CPU in flush-denormal mode torch itself reads fp32, bf16 and fp64 subnormals as zero, and so does this file.
 """
@@ -108,8 +109,10 @@ def health(x: Tensor) -> Tensor:
             return torch.tensor([_INF, 0, 1, _INF, 0, 0, 0, 0, 0, 0, -1], dtype=wide, device=x.device)
         table = torch.stack(rows)
         low, high = table.amin(0), table.amax(0)
-        counts = table[:, 5:10].sum(0)
+        counts = table[:, 5:10].sum(0) * part.repeats
         first = torch.where(low[10] == _INF, torch.full_like(low[10], -1.0), low[10])
+        if part.repeats > 1:
+            first = torch.where(first < 0, first, _place_in(x.shape, x.stride(), first))
         return torch.cat([torch.stack([low[0], high[1], low[2], low[3], high[4]]), counts, first.reshape(1)])
 
 
@@ -118,7 +121,43 @@ class _Stored(NamedTuple):
 
     values: Tensor  # 1-D, strided, of a readable dtype
     implicit_zeros: int  # elements of the shape that are zero because nothing is stored for them
-    positions: Tensor | None  # flat index of each value over the tensor's shape; None: 0, 1, 2, …
+    positions: Tensor | None  # flat index of each value over the shape without its repeats; None: 0, 1, 2, …
+    repeats: int = 1  # elements of the tensor that each value stands for
+
+
+def overrides_dispatch(x: Tensor) -> bool:
+    """Whether `x` is a subclass whose values only its own `__torch_dispatch__` knows."""
+    kind = type(x)
+    return kind is not Tensor and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def without_repeats(x: Tensor) -> tuple[Tensor, int]:
+    """Return one index of each dimension that only repeats `x`, and how often `x` has each of these elements.
+
+    An expanded tensor may have 2^40 elements in 4 bytes of memory.
+    """
+    if x.layout is not torch.strided or x.is_nested or overrides_dispatch(x):
+        return x, 1
+    repeats = 1
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if _repeats(size, stride):
+            x, repeats = x.narrow(dim, 0, 1), repeats * size
+    return x, repeats
+
+
+def _repeats(size: int, stride: int) -> bool:
+    return stride == 0 and size > 1
+
+
+def _place_in(shape: Sequence[int], strides: Sequence[int], flat: Tensor) -> Tensor:
+    """Return the flat index over `shape` of the element at `flat` over the shape without its repeats."""
+    left, place, order = flat.to(torch.int64), torch.zeros_like(flat, dtype=torch.int64), 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if not _repeats(size, stride):
+            place += left % size * order
+            left = left // size
+        order *= size
+    return place.to(flat.dtype)
 
 
 def _stored(x: Tensor) -> _Stored:
@@ -127,6 +166,7 @@ def _stored(x: Tensor) -> _Stored:
         parts = [_stored(component) for component in x.unbind()]
         values = torch.cat([part.values for part in parts]) if parts else torch.empty(0, device=x.device)
         return _Stored(values, 0, None)
+    x, repeats = without_repeats(x)
     if x.is_quantized:
         x = x.dequantize()
     if x.is_mkldnn:
@@ -139,7 +179,7 @@ def _stored(x: Tensor) -> _Stored:
     if x.layout is not torch.strided:
         # Compressed layouts become COO: one path for the positions, at the price of one copy of the indices.
         return _stored_sparse(x if x.layout is torch.sparse_coo else x.to_sparse())
-    return _Stored(x.reshape(-1), 0, None)
+    return _Stored(x.reshape(-1), 0, None, repeats)
 
 
 def _stored_sparse(x: Tensor) -> _Stored:
@@ -276,7 +316,7 @@ def exponent_histogram(x: Tensor) -> Tensor:
             columns = _exponent_columns(_on_wide_device(chunk), exponents.start).to(x.device)
             counts.scatter_add_(0, columns, torch.ones_like(columns))
         counts[EXPONENT_HEAD - 1] += part.implicit_zeros
-        return counts
+        return counts * part.repeats
 
 
 def count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
@@ -296,7 +336,7 @@ def count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
                 counts[i] += (words >= (code ^ _SIGN_64)).sum()
         for i, code in enumerate(codes):
             counts[i] += part.implicit_zeros if code == 0 else 0
-        return counts
+        return counts * part.repeats
 
 
 def _on_wide_device(chunk: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from . import text
+from ._reference import without_repeats
 from .errors import BatchLimitError
 from .observe import read
 from .options import MAX_BATCH, whole
@@ -183,6 +184,7 @@ def _print_kinds(x: Tensor, ctx: str) -> bool:
     """Which kinds of non-finite value `x` holds, printed the moment it is known."""
     if x.is_complex():
         # Of the parts, not of the modulus: (inf, nan) has both kinds and one modulus.
+        x, _ = without_repeats(x)
         has_nan, has_inf = bool(torch.isnan(x).any()), bool(torch.isinf(x).any())
     else:
         health = tensor_health(x)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._reference import without_repeats
 from .ranges import (
     TensorHealth,
     abs_range,
@@ -175,11 +176,11 @@ def _is_mask(x: Tensor, health: TensorHealth) -> bool:
         return False
     with only_our_dispatch(), torch.no_grad():
         local = local_shard(x)
-        values = (x if local is None else local).detach()
+        values, repeats = without_repeats((x if local is None else local).detach())
         is_zero = values == 0
         num_masked = health.num_neginf
         if num_masked == 0 and _masks_with_lowest(x.dtype):
-            num_masked = int((values == -_largest(x.dtype)).sum())
+            num_masked = repeats * int((values == -_largest(x.dtype)).sum())
         if num_masked == 0 or health.num_zero + num_masked != health.numel:
             return False
         return bool(is_zero.any(dim=-1).all())

@@ -214,15 +214,14 @@ def _has_storage_for(x: Tensor) -> bool:
     return (x.storage_offset() + last + 1) * x.element_size() <= x.untyped_storage().nbytes()
 
 
-def _overrides_dispatch(x: Tensor) -> bool:
-    """Whether `x` is a subclass whose values only its own `__torch_dispatch__` knows."""
-    kind = type(x)
-    return kind is not Tensor and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-
-
 def _is_plain(x: Tensor) -> bool:
     """Whether the sizes and strides of `x` say where in its storage the elements are."""
-    return x.layout is torch.strided and not x.is_nested and not x.is_quantized and not _overrides_dispatch(x)
+    return (
+        x.layout is torch.strided
+        and not x.is_nested
+        and not x.is_quantized
+        and not _reference.overrides_dispatch(x)
+    )
 
 
 def _range_row(x: Tensor) -> Tensor:
@@ -236,7 +235,7 @@ def _health_row(x: Tensor) -> Tensor:
 def _through_public(operator: _Read, public: _Read, x: Tensor) -> Tensor:
     """The row of a tensor on which some public torch operations may be missing; a subclass never sees ours."""
     try:
-        return public(x) if _overrides_dispatch(x) else operator(x)
+        return public(x) if _reference.overrides_dispatch(x) else operator(x)
     except Exception as error:
         raise TypeError(
             f"nanwatch cannot read a {_type_name(x)} of layout {x.layout} and dtype {_dtype_name(x.dtype)}: torch "
