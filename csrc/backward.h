@@ -21,7 +21,9 @@ struct GradientCall {
   int32_t node = 0, caller = -1;
   bool recomputed = false;
   const void* thread = nullptr;  // of the call, only compared
-  mutable int64_t task = -1;     // the backward that last brought a gradient of its outputs; under the log's lock
+  // What the listener answered to the start of the batch: it lives until none of its gradients can come any more.
+  std::shared_ptr<PyObject> held = {};
+  mutable int64_t task = -1;  // the backward that last brought a gradient of its outputs; under the log's lock
 };
 
 // Whose gradient it is.

@@ -4,72 +4,15 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "call_recorder.h"
+#include "python_error.h"
 
 namespace py = pybind11;
 
 namespace nanwatch {
-namespace {
-
-// A pending Python exception, put aside while others are told of something, and put back at the end: it came first.
-class HeldError {
- public:
-  HeldError() { PyErr_Fetch(&type_, &value_, &traceback_); }
-  HeldError(const HeldError&) = delete;
-  HeldError& operator=(const HeldError&) = delete;
-  ~HeldError() {
-    if (type_ == nullptr) return;
-    if (is_explained()) {
-      Py_XDECREF(type_);
-      Py_XDECREF(value_);
-      Py_XDECREF(traceback_);
-      return;
-    }
-    PyErr_Clear();
-    PyErr_Restore(type_, value_, traceback_);
-  }
-
-  // Makes it what sys.exc_info() tells until `hide`.
-  void show() {
-    if (type_ == nullptr) return;
-    PyErr_NormalizeException(&type_, &value_, &traceback_);
-    if (traceback_ != nullptr) PyException_SetTraceback(value_, traceback_);
-    PyErr_GetExcInfo(&shown_.type, &shown_.value, &shown_.traceback);
-    Py_XINCREF(type_);
-    Py_XINCREF(value_);
-    Py_XINCREF(traceback_);
-    PyErr_SetExcInfo(type_, value_, traceback_);
-    is_shown_ = true;
-  }
-  void hide() {
-    if (is_shown_) PyErr_SetExcInfo(shown_.type, shown_.value, shown_.traceback);
-    is_shown_ = false;
-  }
-
- private:
-  // Whether what was raised meanwhile was raised "from" this.
-  bool is_explained() const {
-    if (!PyErr_Occurred()) return false;
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    PyObject* const cause = PyException_GetCause(value);
-    const bool found = cause != nullptr && cause == value_;
-    Py_XDECREF(cause);
-    PyErr_Restore(type, value, traceback);
-    return found;
-  }
-
-  struct {
-    PyObject *type, *value, *traceback;
-  } shown_ = {};
-  bool is_shown_ = false;
-  PyObject *type_, *value_, *traceback_;
-};
-
-}  // namespace
 
 // Whether frames of the thread wait, of this batch or of one before it: then the next one waits behind them.
 bool CallRecorder::has_pending(const Thread& thread) const {
@@ -90,18 +33,20 @@ void CallRecorder::defer(Thread& thread, int32_t caller) {
   entry.caller = caller;
 }
 
-// The thread's batch gets no more frames. True if it is to be waited for.
-bool CallRecorder::close(Thread& thread, bool completed) {
+// The thread's batch gets no more frames. `waits`: whether it is to be waited for. False with an exception set for what
+// must end the call.
+bool CallRecorder::close(Thread& thread, bool completed, bool* waits) {
   PendingBatch& batch = *std::exchange(thread.pending, nullptr);
-  const HeldError held;
-  const Recording recording(&thread);
   batch.given.batch = batch.number;
-  if (!observer_.observe_given(given_to(thread).ptr(), thread.kwargs, &batch.given)) PyErr_Clear();
+  const bool done =
+      survived([&] { return observer_.observe_given(given_to(thread).ptr(), thread.kwargs, &batch.given); });
+  const HeldError raised;
   batch.end(*RowTable::instance(), completed);
   // Compiled code runs without grad mode, whatever comes of its results.
-  batch.has_graph = thread.given != nullptr || at::GradMode::is_enabled();
+  batch.has_graph = bool(thread.given) || at::GradMode::is_enabled();
   // Nobody acts on a recomputation's fault before its backward has ended: no reason to stop the device in between.
-  return !batch.recomputed && (check_ != Check::async || is_traced(batch.number));
+  *waits = !batch.recomputed && (check_ != Check::async || is_traced(batch.number));
+  return done;
 }
 
 // Looks at the batches of this thread, or of all, that have ended and whose rows have come, and at the replays, which
@@ -143,28 +88,28 @@ bool CallRecorder::look_at_batches(Thread& thread, bool wait, bool all) {
     if (!table.have_come(awaited->rows, awaited->marks))
       for (const LatePtr& row : awaited->rows) row->lose(0);  // the stream is being captured: no telling when
     awaited = batch->awaited = nullptr;
-    if (!tell_of(*batch)) return false;
+    if (!survived([&] { return tell_of(*batch); })) return false;
   }
 }
 
-// The thread's batch was captured into a graph, if its forward came to its end.
-void CallRecorder::captured(Thread& thread, bool completed) {
+// The thread's batch was captured into a graph, if its forward came to its end. False with an exception set for what
+// must end the call.
+bool CallRecorder::captured(Thread& thread, bool completed) {
   const std::shared_ptr<GraphRows> graph = std::move(thread.graph);
-  const HeldError held;
-  if (!completed || graph->rows.empty()) return;
-  {
-    const Recording recording(&thread);
-    std::shared_ptr<GraphRows> again = graph;
-    graph->given.late.graph_of_batch = &again;
-    if (!observer_.observe_given(given_to(thread).ptr(), thread.kwargs, &graph->given)) PyErr_Clear();
-    graph->given.late.graph_of_batch = nullptr;
-  }
+  if (!completed || graph->rows.empty()) return true;
+  std::shared_ptr<GraphRows> again = graph;
+  graph->given.late.graph_of_batch = &again;
+  const bool done =
+      survived([&] { return observer_.observe_given(given_to(thread).ptr(), thread.kwargs, &graph->given); });
+  graph->given.late.graph_of_batch = nullptr;
+  if (!done) return false;
   if (RowTable::instance()->end_graph(*graph) == 0) {
     graphs_.push_back(graph);
   } else if (!tell("warn", py::make_tuple("nanwatch: this batch was not captured into one CUDA graph as a whole: its "
                                           "replays are not seen"))) {
     PyErr_WriteUnraisable(nullptr);
   }
+  return true;
 }
 
 // Tells of the replays that have ended since the last look, each a batch of its own.
@@ -200,7 +145,7 @@ bool CallRecorder::look_at_replays(bool wait) {
       }
       batch.given.copy(graph->given);
       graph->fill(&batch.given, replay);
-      if (!tell_of(batch)) return false;
+      if (!survived([&] { return tell_of(batch); })) return false;
     }
   }
   return true;
@@ -209,76 +154,71 @@ bool CallRecorder::look_at_replays(bool wait) {
 // Tells of the frames of a batch as if they were recorded now. False with an exception set if the listener raised.
 bool CallRecorder::tell_of(PendingBatch& batch) {
   if (batch.backward != nullptr) return tell_of(*batch.backward, batch.left);
-  bool done = true, has_fault = false;
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;  // what was raised first
-  const auto failed = [&] {
-    done = false;
-    PyErr_Fetch(&type, &value, &traceback);
+  std::optional<HeldError> first;  // of what was raised
+  const auto check = [&first](bool done) {
+    if (done) return;
+    if (first) {
+      PyErr_Clear();
+    } else {
+      first.emplace();
+    }
   };
+  bool has_fault = false;
   const Node nobody;
-  if (!observer_.resolve(nobody, &batch.given)) failed();
+  check(observer_.resolve(nobody, &batch.given));
   for (PendingBatch::Entry& entry : batch.entries) {
     FrameData& frame = entry.frame;
-    const bool resolved = observer_.resolve(*nodes_[size_t(frame.node)], &frame);
+    check(observer_.resolve(*nodes_[size_t(frame.node)], &frame));
     const bool is_fault = frame.has_fault;
     has_fault |= is_fault;
-    if (!resolved && done) failed();
     keep(frame);
-    if (!done || (!is_fault && !is_told(batch.number))) continue;
+    if (first || (!is_fault && !is_told(batch.number))) continue;
     FrameData copy;
     copy.copy(ring_.latest());
     const py::object seen = to_python(copy);
-    if (is_told(batch.number) && !tell("frame_recorded", py::make_tuple(seen))) {
-      failed();
-    } else if (is_fault && !tell("late_fault",
-                                 py::make_tuple(seen, name_of(entry.caller), to_python(batch.given), batch.is_left))) {
-      failed();
-    }
+    if (is_told(batch.number)) check(tell("frame_recorded", py::make_tuple(seen)));
+    if (is_fault && !first)
+      check(tell("late_fault", py::make_tuple(seen, name_of(entry.caller), to_python(batch.given), batch.is_left)));
   }
-  if (batch.is_left && (has_fault || (tells_batch_end && !batch.recomputed)) &&
-      !tell("batch_looked_at", py::make_tuple(batch.number, done && (batch.completed || batch.recomputed)))) {
-    if (done) {
-      failed();
-    } else {
-      PyErr_Clear();
-    }
-  }
-  if (!done) PyErr_Restore(type, value, traceback);
-  return done;
+  if (batch.is_left && (has_fault || (tells_batch_end && !batch.recomputed)))
+    check(tell("batch_looked_at", py::make_tuple(batch.number, !first && (batch.completed || batch.recomputed))));
+  return !first;
 }
 
 // False with an exception set, the call's own if it has one: that matters more than what the listener raises, unless
 // that is raised from it.
 bool CallRecorder::end_batch(Thread& thread, bool completed) {
+  HeldError own;                                                  // the call's
+  const std::shared_ptr<PyObject> held = std::move(thread.held);  // until the listener has been told
   PendingBatch* const pending = thread.pending;
-  if (thread.graph != nullptr) captured(thread, completed);
-  const bool waits = pending != nullptr && close(thread, completed);
+  bool done = true, waits = false;
+  const Recording recording(&thread);  // the listener may run the model once more
+  if (thread.graph != nullptr) {
+    done = captured(thread, completed);
+  } else if (pending != nullptr) {
+    done = close(thread, completed, &waits);
+  }
   thread.args = thread.kwargs = nullptr;
   observer_.end_batch();
   // The listener is told of every batch that ends by an exception. A look may change `tells_batch_end`.
   const auto tells_end = [&] { return !thread.recomputed && (tells_batch_end || !completed); };
-  if (pending_.empty() && !tells_end()) return completed;
-  bool done = completed;
-  {
-    HeldError held;
-    const Recording recording(&thread);  // the listener may run the model once more
-    done &= pending_.empty() || look(thread, waits, false);
-    HeldError raised;
-    const bool is_pending = std::any_of(pending_.begin(), pending_.end(),
-                                        [&](const std::unique_ptr<PendingBatch>& one) { return one.get() == pending; });
-    if (is_pending) pending->is_left = true;
-    if (tells_end()) {
-      HeldError& own = completed ? raised : held;
-      own.show();
-      done &= tell(is_pending ? "batch_left" : "batch_ended", py::make_tuple(thread.batch, done));
-      own.hide();
-    }
+  if (done && pending_.empty() && !tells_end()) return completed;
+  done = done && (pending_.empty() || look(thread, waits, false));
+  HeldError raised;
+  const bool is_pending = std::any_of(pending_.begin(), pending_.end(),
+                                      [&](const std::unique_ptr<PendingBatch>& one) { return one.get() == pending; });
+  if (is_pending) pending->is_left = true;
+  if (tells_end()) {
+    const HeldError::Shown shown(completed ? &raised : &own);
+    const char* const method = is_pending ? "batch_left" : "batch_ended";
+    const bool fine = completed && done;
+    done &= survived([&] { return tell(method, py::make_tuple(thread.batch, fine)); });
   }
-  return done;
+  return completed && done;
 }
 
 void CallRecorder::look_from_python(bool wait) {
-  if (!finish_broken_backwards()) throw py::error_already_set();
+  if (!abandon_of_ended_threads() || !finish_broken_backwards()) throw py::error_already_set();
   if (pending_.empty() && graphs_.empty()) return;
   Thread& thread = this_thread();
   if (thread.recording) return;

@@ -4,11 +4,14 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <atomic>
 #include <list>
+#include <mutex>
 #include <string_view>
 #include <unordered_set>
 
 #include "gradient_log.h"
+#include "python_error.h"
 #include "stopwatch.h"
 
 namespace py = pybind11;
@@ -34,7 +37,52 @@ bool is_sharded(PyTypeObject* type) {
   return false;
 }
 
+// A class's name. Not by its __name__: to ask for that may run Python code, of a metaclass.
+std::string class_name_of(PyTypeObject* type) {
+  const std::string_view name = type->tp_name;
+  return std::string(PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) ? name : name.substr(name.rfind('.') + 1));
+}
+
+// Lets go of it on any thread, as one of autograd's that frees a graph.
+std::shared_ptr<PyObject> shared(py::object object) {
+  return std::shared_ptr<PyObject>(object.release().ptr(), [](PyObject* held) {
+    if (Py_IsInitialized() == 0) return;
+    const py::gil_scoped_acquire lock;
+    Py_DECREF(held);
+  });
+}
+
 }  // namespace
+
+// Threads that ended in the middle of a batch, as after an exception in compiled code, whose end nothing tells. A
+// thread ends without the interpreter lock, so whoever comes next ends the batch.
+struct CallRecorder::Unended {
+  std::mutex mutex;
+  std::list<Thread> threads;
+  std::atomic<bool> any{false};
+
+  static Unended& instance() {
+    static auto* const all = new Unended;  // never destroyed: a thread may still end at exit
+    return *all;
+  }
+};
+
+// One thread's calls under way, for each recorder. A list, as a Thread is referred to while others are added.
+class CallRecorder::Threads : public std::list<Thread> {
+ public:
+  Threads() = default;
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+  ~Threads() {
+    remove_if([](const Thread& thread) { return thread.nodes.empty(); });
+    if (empty()) return;
+    for (Thread& thread : *this) thread.args = thread.kwargs = nullptr;
+    Unended& all = Unended::instance();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    all.threads.splice(all.threads.end(), *this);
+    all.any = true;
+  }
+};
 
 CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object listener, py::object frame_type,
                            size_t max_frames, int64_t every, std::vector<int64_t> traced)
@@ -63,7 +111,7 @@ void CallRecorder::meet(Node& node, PyObject* module) {
   PyTypeObject* const type = Py_TYPE(module);
   if (type == node.type) return;
   node.type = type;
-  node.class_name = py::cast<std::string>(py::handle(reinterpret_cast<PyObject*>(type)).attr("__name__"));
+  node.class_name = class_name_of(type);
   gathers_weights |= is_sharded(type);
 }
 
@@ -89,7 +137,7 @@ void CallRecorder::drop_references() {
 }
 
 CallRecorder::Thread& CallRecorder::this_thread() {
-  thread_local std::list<Thread> threads;  // a list, as a Thread is referred to while others are added
+  thread_local Threads threads;
   thread_local Thread* latest = nullptr;
   if (latest != nullptr && latest->recorder == id_) return *latest;
   for (Thread& thread : threads)
@@ -114,30 +162,62 @@ bool CallRecorder::tell(const char* method, py::args arguments, py::object* answ
   return true;
 }
 
+// Ends the batches that this recorder's threads left unended when they ended themselves. False with an exception set if
+// the listener raised.
+bool CallRecorder::abandon_of_ended_threads() {
+  Unended& all = Unended::instance();
+  if (!all.any) return true;
+  std::list<Thread> own;
+  {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    for (auto thread = all.threads.begin(); thread != all.threads.end();) {
+      const auto next = std::next(thread);
+      if (thread->recorder == id_ || living().count(thread->recorder) == 0) own.splice(own.end(), all.threads, thread);
+      thread = next;
+    }
+    all.any = !all.threads.empty();
+  }
+  for (; !own.empty(); own.pop_front())
+    if (own.front().recorder == id_ && !abandon(own.front())) {
+      // What is left is for the next one who comes.
+      own.pop_front();
+      const std::lock_guard<std::mutex> lock(all.mutex);
+      all.threads.splice(all.threads.end(), own);
+      all.any = !all.threads.empty();
+      return false;
+    }
+  return true;
+}
+
 bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs) {
-  if (!finish_broken_backwards()) return false;
+  if (!abandon_of_ended_threads() || !finish_broken_backwards()) return false;
   if (!pending_.empty() || !graphs_.empty()) {
     const Recording recording(&thread);
     if (!look(thread, false, false)) return false;
   }
-  thread.args = args;
-  thread.kwargs = kwargs;
   // Called from a backward: activation checkpointing runs the forward again. That is no new batch.
   thread.recomputed = torch::autograd::get_current_graph_task_id() != -1;
   if (!thread.recomputed) latest_batch_ = next_batch_++;
   if (!thread.recomputed && gathers_weights) observer_.forget_weights();
   thread.batch = latest_batch_;
   thread.active = thread.batch % every_ == 0;
-  if (thread.recomputed || !thread.active || !(tells_batch_start || is_traced(thread.batch))) return true;
-  const auto or_none = [](PyObject* object) { return py::handle(object != nullptr ? object : Py_None); };
-  const py::object given = args != nullptr ? py::reinterpret_borrow<py::object>(args) : py::object(py::tuple());
-  return tell("batch_started",
-              py::make_tuple(thread.batch, is_traced(thread.batch), or_none(module), given, or_none(kwargs)));
+  if (!thread.recomputed && thread.active && (tells_batch_start || is_traced(thread.batch))) {
+    const auto or_none = [](PyObject* object) { return py::handle(object != nullptr ? object : Py_None); };
+    const py::object given = args != nullptr ? py::reinterpret_borrow<py::object>(args) : py::object(py::tuple());
+    py::object answer;
+    if (!tell("batch_started",
+              py::make_tuple(thread.batch, is_traced(thread.batch), or_none(module), given, or_none(kwargs)), &answer))
+      return false;
+    if (!answer.is_none()) thread.held = shared(std::move(answer));
+  }
+  thread.args = args;
+  thread.kwargs = kwargs;
+  return true;
 }
 
 PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs) {
   Thread& thread = this_thread();
-  if (thread.compiled && !thread.recording) abandon(thread);
+  if (thread.compiled && !thread.recording && !abandon(thread)) return nullptr;
   const bool outermost = thread.nodes.empty();
   if (thread.recording || (outermost && paused)) return PyObject_Call(target, args, kwargs);
   if (outermost && !begin_batch(thread, module, args, kwargs)) return nullptr;
@@ -148,7 +228,7 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, P
   thread.nodes.pop_back();
   meet(*nodes_[size_t(index)], module);
   if (output && thread.active && !paused && nodes_[size_t(index)]->observed &&
-      !record(thread, index, module, args, kwargs, output.ptr()))
+      !survived([&] { return record(thread, index, module, args, kwargs, output.ptr()); }))
     output = py::object();
   if (outermost && !end_batch(thread, bool(output))) output = py::object();
   return output.release().ptr();
@@ -176,8 +256,8 @@ bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObj
 py::object CallRecorder::given_to(const Thread& thread) const {
   if (thread.args != nullptr) return py::reinterpret_borrow<py::object>(thread.args);
   py::list alive;
-  if (thread.given != nullptr)
-    for (const py::handle weak : py::reinterpret_borrow<py::list>(thread.given)) {
+  if (thread.given)
+    for (const py::handle weak : thread.given) {
       PyObject* object = PyWeakref_GetObject(weak.ptr());
       if (object != nullptr && object != Py_None) alive.append(py::handle(object));
     }
@@ -222,15 +302,17 @@ void CallRecorder::keep(FrameData& frame) {
 }
 
 py::tuple CallRecorder::take_largest() {
-  py::list names;
-  for (const Largest::Key& key : largest_.take_new())
-    names.append(py::make_tuple(nodes_[size_t(key.node)]->name, observer_.label_text(key.label),
-                                dtype_name(static_cast<at::ScalarType>(key.dtype))));
+  // All taken before any Python object is made that the garbage collector knows: that may run code which calls a model.
+  const std::vector<Largest::Key> keys = largest_.take_new();
   const std::vector<double>& values = largest_.values();
   const py::bytes found(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double));
-  py::tuple taken = py::make_tuple(largest_.batch(), names, found);
+  const int64_t batch = largest_.batch();
   largest_.clear();
-  return taken;
+  py::list names;
+  for (const Largest::Key& key : keys)
+    names.append(py::make_tuple(nodes_[size_t(key.node)]->name, observer_.label_text(key.label),
+                                dtype_name(static_cast<at::ScalarType>(key.dtype))));
+  return py::make_tuple(batch, names, found);
 }
 
 py::object CallRecorder::to_python(const FrameData& frame) const {

@@ -47,7 +47,7 @@ class CallRecorder {
   bool finish_broken_backwards();
   bool finish_bad_backward();  // the one under way on this thread, as far as it has come, if something in it is bad
   void add_frame(int64_t batch, int32_t node, const pybind11::list& rows);  // of an optimizer's step
-  void tell_backward_started();
+  bool tell_backward_started();
   bool gradient_sums_may_overflow() const;
   void forget_gradient_sums();  // they were looked at
   void set_tells_backward_start(bool tells);
@@ -101,14 +101,17 @@ class CallRecorder {
     bool recomputed = false, active = false;
     bool compiled = false;   // the outermost call runs in compiled code, whose end an exception leaves out
     bool recording = false;  // Python code called from here may call a watched module: that call is not recorded
-    PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call, which keeps them alive
-    PyObject* given = nullptr;                    // owned; weak references to what a compiled outermost call was given
+    PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call under way, which keeps them alive
+    pybind11::object given = {};                  // weak references to what a compiled outermost call was given
+    std::shared_ptr<PyObject> held = {};          // what the listener answered to the start of the batch under way
     std::shared_ptr<GraphRows> graph = {};        // of a batch that is being captured
     PendingBatch* pending = nullptr;              // the batch under way, if frames of it wait for a device
     FrameData frame = {};
   };
 
   class Recording;
+  class Threads;
+  struct Unended;
   using Pending = std::deque<std::unique_ptr<PendingBatch>>;
 
   Thread& this_thread();
@@ -123,15 +126,16 @@ class CallRecorder {
   pybind11::object name_of(int32_t caller) const;
   bool has_pending(const Thread& thread) const;
   void defer(Thread& thread, int32_t caller);
-  bool close(Thread& thread, bool completed);
+  bool close(Thread& thread, bool completed, bool* waits);
   bool look(Thread& thread, bool wait, bool all);
   bool tell_of(PendingBatch& batch);
   bool tell_of(Backward& backward, const pybind11::object& left);
-  void captured(Thread& thread, bool completed);
+  bool captured(Thread& thread, bool completed);
   Pending::iterator find_ended(const Thread& thread, bool all);
   bool look_at_batches(Thread& thread, bool wait, bool all);
   bool look_at_replays(bool wait);
-  void abandon(Thread& thread);
+  bool abandon(Thread& thread);
+  bool abandon_of_ended_threads();
   bool end_compiled(Thread& thread, bool completed);
   bool tell(const char* method, pybind11::args arguments, pybind11::object* answer = nullptr);
   bool is_traced(int64_t batch) const;

@@ -10,11 +10,13 @@
 // `sequence` is declared as written, so that a compiler keeps the operators and their order. The plan is a text made
 // when the call was traced: the class, then a line for every value of the frame:
 //   role (w b i o)  kind (t tensor, n None, x no tensor, u unread)  space  label  [tab  why it is not read]
+#include <pybind11/gil_safe_call_once.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include "call_recorder.h"
 #include "fallback.h"
+#include "python_error.h"
 #include "recall.h"
 
 namespace py = pybind11;
@@ -43,11 +45,11 @@ py::object wrap(const at::Tensor& x) {
 
 // Sets the compiler that follows the frames of this thread; what was set before, owned.
 PyObject* set_compiler(PyObject* callback) {
-  static PyObject* const set = [] {
-    const py::object found = py::module_::import("torch._C._dynamo.eval_frame").attr("set_eval_frame");
-    return py::object(found).release().ptr();
-  }();
-  return PyObject_CallOneArg(set, callback);
+  // Not a plain static: an import may let another thread in, which would wait for it with the interpreter lock held.
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> set;
+  set.call_once_and_store_result(
+      [] { return py::object(py::module_::import("torch._C._dynamo.eval_frame").attr("set_eval_frame")); });
+  return PyObject_CallOneArg(set.get_stored().ptr(), callback);
 }
 
 // Calls look(recorder) for the recorder of that number. False where there is none here: the watch has stopped, or its
@@ -182,28 +184,25 @@ void CallRecorder::set_watch(int64_t watch) {
   if (watch >= 0) numbered()[watch] = this;
 }
 
-// Ends the batch of an outermost call that ran in compiled code and never came to its end.
-void CallRecorder::abandon(Thread& thread) {
-  end_compiled(thread, false);
-  PyErr_Clear();
+// Ends the batch of an outermost call in compiled code whose end nothing told. False with an exception set if the
+// listener raised.
+bool CallRecorder::abandon(Thread& thread) {
+  return end_compiled(thread, false) || PyErr_Occurred() == nullptr;
 }
 
 bool CallRecorder::end_compiled(Thread& thread, bool completed) {
   thread.nodes.clear();
   thread.compiled = false;
   const bool done = end_batch(thread, completed);
-  Py_CLEAR(thread.given);
+  thread.given = py::object();
   return done;
 }
 
 void CallRecorder::begin_compiled(int64_t node, at::TensorList tensors) {
   Thread& thread = this_thread();
   if (thread.recording || node < 0 || node >= int64_t(nodes_.size())) return;
-  if (thread.compiled) abandon(thread);
+  if (thread.compiled && !abandon(thread)) throw py::error_already_set();
   if (!thread.nodes.empty() || paused) return;
-  if (!begin_batch(thread, nullptr, nullptr, nullptr)) throw py::error_already_set();
-  thread.nodes.push_back(int32_t(node));
-  thread.compiled = true;
   // No tensor lives longer for being watched.
   py::list given;
   for (const at::Tensor& x : tensors) {
@@ -216,7 +215,10 @@ void CallRecorder::begin_compiled(int64_t node, at::TensorList tensors) {
       PyErr_Clear();
     }
   }
-  Py_XSETREF(thread.given, given.release().ptr());
+  if (!begin_batch(thread, nullptr, nullptr, nullptr)) throw py::error_already_set();
+  thread.nodes.push_back(int32_t(node));
+  thread.compiled = true;
+  thread.given = std::move(given);
 }
 
 void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_view text, at::TensorList tensors) {
@@ -231,8 +233,7 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
   }
   ++observer_.counters.calls;
   Node& node = *nodes_[size_t(index)];
-  bool done = true;
-  if (thread.active && !paused && node.observed) {
+  const auto look = [&] {
     std::vector<Tap> taps;
     const Recording recording(&thread);
     FrameData& frame = thread.frame;
@@ -246,10 +247,11 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
     }
     frame.late.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
     if (gradient_log_ != nullptr) frame.taps = &taps;
-    done = observer_.observe_compiled(node, *plan, tensors, &frame);
-    if (done) follow_gradients(thread, std::move(taps), int32_t(index), int32_t(caller), &node.compiled_call);
-    if (done) done = finish(thread, int32_t(caller));
-  }
+    if (!observer_.observe_compiled(node, *plan, tensors, &frame)) return false;
+    follow_gradients(thread, std::move(taps), int32_t(index), int32_t(caller), &node.compiled_call);
+    return finish(thread, int32_t(caller));
+  };
+  bool done = !thread.active || paused || !node.observed || survived(look);
   if (ends || (!done && thread.compiled)) done = end_compiled(thread, done);
   if (!done) throw py::error_already_set();
 }

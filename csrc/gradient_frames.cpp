@@ -17,6 +17,20 @@ const char* part_name(Part part) {
   return part == Part::output ? "output" : part == Part::input ? "input" : "weight";
 }
 
+// While Python objects are made, no garbage is collected.
+class NoCollection {
+ public:
+  NoCollection() : was_on_(PyGC_Disable() != 0) {}
+  NoCollection(const NoCollection&) = delete;
+  NoCollection& operator=(const NoCollection&) = delete;
+  ~NoCollection() {
+    if (was_on_) PyGC_Enable();
+  }
+
+ private:
+  bool was_on_;
+};
+
 // The calls of a backward, ordered by when each was done: when it and all calls made in it had their last gradient. So
 // a parent comes after its children, as in the forward.
 std::vector<const GradientCall*> calls_of(const Backward& backward) {
@@ -69,6 +83,7 @@ void CallRecorder::follow_gradients(const Thread& thread, std::vector<Tap> taps,
   call.caller = caller;
   call.recomputed = thread.recomputed;
   call.thread = &thread;
+  call.held = thread.held;
   gradient_log_->follow(taps, call, observer_.labels(), keep);
 }
 
@@ -193,8 +208,8 @@ bool CallRecorder::tells_backward_start() const {
   return gradient_log_ != nullptr && gradient_log_->tells_start;
 }
 
-void CallRecorder::tell_backward_started() {
-  if (!tell("backward_started", py::make_tuple())) PyErr_WriteUnraisable(listener_.ptr());
+bool CallRecorder::tell_backward_started() {
+  return tell("backward_started", py::make_tuple());
 }
 
 // Backwards that ended by an exception: what came until then.
@@ -226,6 +241,8 @@ void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) 
 }
 
 void CallRecorder::excuse_gradients(const std::vector<int64_t>& batches, const std::string& note) {
+  const NoCollection none;  // it may run code that calls a model, and that call moves the frames
+  const py::str text(note);
   for (size_t i = 0; i < ring_.size(); ++i) {
     FrameData& frame = ring_.oldest(i);
     if (frame.phase != Phase::backward || std::find(batches.begin(), batches.end(), frame.batch) == batches.end())
@@ -236,7 +253,7 @@ void CallRecorder::excuse_gradients(const std::vector<int64_t>& batches, const s
       const auto old = py::reinterpret_borrow<py::tuple>(row.python);
       py::tuple changed(9);
       for (size_t item = 0; item < 8; ++item) changed[item] = old[item];
-      changed[8] = note;
+      changed[8] = text;
       Py_SETREF(row.python, changed.release().ptr());
     }
   }

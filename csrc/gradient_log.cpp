@@ -1,7 +1,6 @@
 #include "gradient_log.h"
 
 #include <ATen/TracerMode.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -9,10 +8,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <utility>
 
 #include "call_recorder.h"
 #include "gradient_hooks.h"
+#include "python_error.h"
 
 namespace py = pybind11;
 namespace autograd = torch::autograd;
@@ -38,16 +39,37 @@ class End {
   int64_t task_;
 };
 
-bool same_tensor(const at::Tensor& a, const at::Tensor& b) {
-  if (a.unsafeGetTensorImpl() == b.unsafeGetTensorImpl()) return true;
-  return a.grad_fn() && a.grad_fn() == b.grad_fn() && a.output_nr() == b.output_nr();
-}
+// A pointer to a node of the graph. Its kind is another one from version to version of torch.
+using NodePointer = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
 
-// Whether hooks on this tensor would ever see a gradient of numbers.
-bool has_gradient(const at::Tensor& x) {
+// A tensor of a call, and the node that made it; none for a leaf.
+struct Followed {
+  const Tap* tap;
+  NodePointer node;
+
+  bool is_output() const { return tap->role == Role::output; }
+  bool is_same(const Followed& other) const {
+    if (tap->tensor.unsafeGetTensorImpl() == other.tap->tensor.unsafeGetTensorImpl()) return true;
+    return node && node == other.node && tap->tensor.output_nr() == other.tap->tensor.output_nr();
+  }
+};
+
+// Those on which hooks would ever see a gradient of numbers.
+std::vector<Followed> with_gradient(const std::vector<Tap>& taps) {
   static const c10::DispatchKeySet unreal(
       {c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
-  return x.requires_grad() && !x.is_meta() && (x.key_set() & unreal).empty();
+  std::vector<Followed> found;
+  for (const Tap& tap : taps) {
+    const at::Tensor& x = tap.tensor;
+    if (tap.role == Role::buffer || !x.requires_grad() || x.is_meta() || !(x.key_set() & unreal).empty()) continue;
+    try {
+      found.push_back({&tap, x.grad_fn()});
+    } catch (const c10::Error&) {
+      // One of several views, as unbind gives them, after their base was written into: it has no graph any more, and
+      // autograd refuses each use of it.
+    }
+  }
+  return found;
 }
 
 // Whether what is known of it is not what is in it.
@@ -63,11 +85,13 @@ bool is_stale(const at::Tensor& gradient, const RowData& row) {
 bool is_alone() {
   const py::gil_scoped_acquire lock;
   const OutsideCompiler outside;
-  try {
-    return py::module_::import("nanwatch.job").attr("place")().cast<std::pair<int64_t, int64_t>>().second == 1;
-  } catch (const py::error_already_set&) {
-    return false;
-  }
+  bool is_one = false;
+  const bool done = survived([&is_one] {
+    is_one = py::module_::import("nanwatch.job").attr("place")().cast<std::pair<int64_t, int64_t>>().second == 1;
+    return true;
+  });
+  if (!done) throw_error();
+  return is_one;
 }
 
 GradientLog::Known known_of(const RowData& row) {
@@ -90,35 +114,36 @@ GradientLog::~GradientLog() {
 
 void GradientLog::follow(const std::vector<Tap>& taps, const GradientCall& call, Labels& labels,
                          std::shared_ptr<const GradientCall>* keep) {
-  const auto is_output = [](const Tap& tap) { return tap.role == Role::output; };
-  const bool has_graph = std::any_of(taps.begin(), taps.end(), [&](const Tap& tap) {
-    return is_output(tap) && has_gradient(tap.tensor) && !tap.tensor.is_leaf();
-  });
+  const std::vector<Followed> followed = with_gradient(taps);
+  const bool has_graph =
+      std::any_of(followed.begin(), followed.end(), [](const Followed& one) { return one.is_output() && one.node; });
   if ((!has_graph && keep == nullptr) || at::tracer::impl::is_dispatch_enabled()) return;
   const auto made = std::make_shared<GradientCall>(call);
   const auto self = shared_from_this();
   made->number = next_number_++;
-  if (keep != nullptr && !has_graph) *keep = made;
-  for (const Tap& tap : taps) {
-    const at::Tensor& x = tap.tensor;
-    if (!has_gradient(x) || tap.role == Role::buffer) continue;
+  if (keep != nullptr && !has_graph) {
+    made->held = nullptr;  // no graph tells when its gradients can come no more
+    *keep = made;
+  }
+  for (const Followed& one : followed) {
+    const Tap& tap = *one.tap;
     const Part part = tap.role == Role::output ? Part::output : tap.role == Role::input ? Part::input : Part::weight;
-    if (!has_graph && (part != Part::weight || !x.is_leaf())) continue;
+    if (!has_graph && (part != Part::weight || one.node)) continue;
     // What a module writes into is, after the call, its output: the gradient of what it was given is no longer to be
     // had.
-    const auto same = [&](const Tap& other) { return is_output(other) && same_tensor(other.tensor, x); };
-    if (part == Part::input && !x.is_leaf() && std::any_of(taps.begin(), taps.end(), same)) continue;
-    if (part == Part::output && x.is_leaf()) continue;  // handed through
+    const auto is_output_too = [&](const Followed& other) { return other.is_output() && other.is_same(one); };
+    if (part == Part::input && one.node && std::any_of(followed.begin(), followed.end(), is_output_too)) continue;
+    if (part == Part::output && !one.node) continue;  // handed through
     if (size_t(tap.label) >= labels_.size()) labels_.resize(size_t(tap.label) + 1, -1);
     if (labels_[size_t(tap.label)] < 0) labels_[size_t(tap.label)] = labels.of_text(labels.text(tap.label) + ".grad");
     const Labels::Id label = labels_[size_t(tap.label)];
-    if (const auto& node = x.grad_fn()) {
-      const auto nr = uint32_t(x.output_nr());
-      node->add_tensor_pre_hook(
-          std::make_unique<TensorHook>(self, static_cast<const void*>(&*node), nr, GradientUser{made, part, label}));
+    if (one.node) {
+      const auto nr = uint32_t(tap.tensor.output_nr());
+      one.node->add_tensor_pre_hook(std::make_unique<TensorHook>(self, static_cast<const void*>(&*one.node), nr,
+                                                                 GradientUser{made, part, label}));
     } else {
       const std::lock_guard<std::mutex> lock(mutex);
-      leaf_hook(x, self).add(made, part, label);
+      leaf_hook(tap.tensor, self).add(made, part, label);
     }
   }
 }
@@ -126,8 +151,8 @@ void GradientLog::follow(const std::vector<Tap>& taps, const GradientCall& call,
 std::vector<GradientUser> GradientLog::users_now(const std::vector<std::weak_ptr<const GradientCall>>& calls,
                                                  const std::vector<std::pair<Part, Labels::Id>>& places) {
   const int64_t task = autograd::get_current_graph_task_id();
+  std::vector<GradientUser> alive;  // before the lock: a call that dies with this waits for the interpreter's
   const std::lock_guard<std::mutex> lock(mutex);
-  std::vector<GradientUser> alive;
   for (size_t i = 0; i < calls.size(); ++i)
     if (auto call = calls[i].lock()) alive.push_back({std::move(call), places[i].first, places[i].second});
   const auto is_idle = [task](const GradientUser& user) {
@@ -189,14 +214,7 @@ PyObject* GradientLog::row_from_python(const at::Tensor& gradient, Labels::Id la
   const py::object wrapped = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
   PyObject* row =
       wrapped ? PyObject_CallFunction(observe_.ptr(), "Oss", wrapped.ptr(), text.c_str(), "gradient") : nullptr;
-  if (row == nullptr) {
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
-      python_error error;
-      error.persist();
-      throw error;
-    }
-    PyErr_WriteUnraisable(nullptr);
-  }
+  if (row == nullptr && !show_error()) throw_error();
   return row;
 }
 
@@ -235,7 +253,7 @@ GradientLog::Known GradientLog::arrived(const at::Tensor& gradient, const Place&
   if (open(task) && tells_start) {
     const py::gil_scoped_acquire lock;
     const py::object keep = recorder();
-    if (keep) recorder_->tell_backward_started();
+    if (keep && !recorder_->tell_backward_started()) throw_error();
   }
   const GradientState state(gradient);
   LatePtr known_late;
@@ -363,15 +381,7 @@ void GradientLog::over(int64_t task, bool completed) {
   }
   const py::gil_scoped_acquire lock;
   const py::object keep = recorder();
-  if (!keep) return;
-  try {
-    if (recorder_->finish_backward(take(task))) return;
-  } catch (py::error_already_set& error) {
-    error.restore();
-  }
-  python_error error;
-  error.persist();
-  throw error;
+  if (keep && !survived([&] { return recorder_->finish_backward(take(task)); })) throw_error();
 }
 
 void GradientLog::release(const at::Tensor& leaf) {

@@ -1,10 +1,10 @@
 // The gradients of what watched modules are given, give and own, as a backward makes them.
 //
 // A recorded call whose outputs have a graph leaves a hook at the node behind each of its tensors. The hooks live in
-// the graph and die with it; they hold no tensor and no Python object, and they hand on what they are given. At a leaf,
-// which outlives graphs, there is one hook for all calls. A gradient of plain memory is read without the interpreter
-// lock; one on a device is sent to be read, in stream order, and nobody waits. What came in one backward becomes frames
-// when that backward is over and its rows have come; see CallRecorder::finish_backward.
+// the graph and die with it; they hold no tensor, and they hand on what they are given. At a leaf, which outlives
+// graphs, there is one hook for all calls. A gradient of plain memory is read without the interpreter lock; one on a
+// device is sent to be read, in stream order, and nobody waits. What came in one backward becomes frames when that
+// backward is over and its rows have come; see CallRecorder::finish_backward.
 #pragma once
 
 #include <torch/csrc/autograd/function_hook.h>

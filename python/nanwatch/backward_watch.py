@@ -36,8 +36,8 @@ _REDUCED = (
 class BackwardWatch:
     """Holds the failure of a backward until a step is about to take it; looks at an optimizer's state after its steps.
 
-    `act(report)` is called when a failure is due: what it raises, the step raises. `let_go()` is called when a backward
-    is over and nothing of it is held.
+    `act(report)` is called when a failure is due: what it raises, the step raises. `failed(batch)` is called before a
+    backward of the batch is held, `let_go()` when a step finds nothing held.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class BackwardWatch:
         *,
         rank: Callable[[], int],
         act: Callable[[Report], None],
+        failed: Callable[[int], None],
         let_go: Callable[[], None],
     ) -> None:
         self._model = weakref.ref(model)
@@ -57,6 +58,7 @@ class BackwardWatch:
         self._reports = reports
         self._rank = rank
         self._act = act
+        self._failed = failed
         this = weakref.ref(self)
         self._guard: OptimizerGuard | None = None
         self._state: OptimizerState | None = None
@@ -142,6 +144,7 @@ class BackwardWatch:
         finding = replace(fault.finding, sequence=sequence)
         report = self._reports.latest(finding, batch, fault.frames)
         bad = [(call.frame, row) for call in calls for row in call.frame.rows if is_fault(row)]
+        self._failed(batch)
         self._guard.hold(report, {frame.batch for frame, _ in bad}, self._weights(bad), left)
 
     def _weights(self, bad: list[tuple[FrameRows, Row]]) -> set[Weight]:
@@ -173,6 +176,7 @@ class BackwardWatch:
         finding = finding_of(frame, frame.records[0], "produced", None, self._rank(), sequence)
         remark = _REDUCED if frame.records[0].is_shard else _ADDED_UP
         report = self._reports.latest(replace(finding, remarks=(remark,)), batch, [bad[0][0]])
+        self._failed(batch)
         self._guard.hold(report, {batch}, self._weights(bad))
 
     def _state_seen(self, rows: list[Row]) -> None:

@@ -24,6 +24,15 @@ MANY = 20
 _PATIENCE = 1.0
 
 
+class _Graph:
+    """Stand-in for the graph of a batch.
+
+    The recorder holds it until no gradient of the batch can come any more.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
 class CloserLook:
     """Runs a failed batch of `model` again and writes what it found, as the options say; see `watch`.
 
@@ -39,43 +48,58 @@ class CloserLook:
         self._failures = 0
         # By thread, from the start of its batch to its end; None where no second run is possible. They refer to the
         # batch's tensors.
-        self._starts: dict[int, BatchStart | None] = {}
+        self._starts: dict[int, tuple[BatchStart | None, weakref.ref[_Graph]]] = {}
         # Held while a thread enters or leaves the model; notified when one has left.
         self._door = threading.Condition()
         self._turn: Turn | None = None
-        # Of the latest batch, until its backward is over: its number too.
-        self._ended: tuple[int, BatchStart] | None = None
+        # The start of the latest batch and the batch's number, for its backward: as long as the batch has a graph, and
+        # from a bad backward on until a step has been looked at. The graph itself must not hold it: a model that
+        # keeps its output would then hold itself, in a cycle which the garbage collector does not see.
+        self._ended: weakref.WeakKeyDictionary[_Graph, tuple[int, BatchStart]] = weakref.WeakKeyDictionary()
+        self._failed: tuple[int, BatchStart] | None = None
         self._keeps_ended = options.gradients
         self._scaler = options.scaler
 
     def batch_started(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-    ) -> None:
-        """Keep what a second run of this thread's batch would need."""
+    ) -> object:
+        """Keep what a second run of this thread's batch would need.
+
+        Return an object for the recorder to hold until no gradient of the batch can come any more.
+        """
         try:
             start = BatchStart.capture(module, args, kwargs)
         except Exception:
             start = None
-        self._ended = None
+        self.let_go()
+        graph = _Graph()
         here = threading.get_ident()
         while True:
             with self._door:
                 turn = self._turn
                 if turn is None or not turn.holds_up():
-                    self._starts[here] = start
-                    return
+                    self._starts[here] = start, weakref.ref(graph)
+                    return graph
             turn.wait()
 
     def batch_ended(self, batch: int) -> None:
         """Let go of it, or keep it on for the batch's backward."""
         with self._door:
-            start = self._starts.pop(threading.get_ident(), None)
+            start, graph = self._starts.pop(threading.get_ident(), (None, None))
             self._door.notify_all()
-        self._ended = (batch, start) if self._keeps_ended and start is not None and start.grad else None
+        self._ended.clear()
+        held = None if graph is None else graph()
+        if self._keeps_ended and start is not None and start.grad and held is not None:
+            self._ended[held] = batch, start
+
+    def backward_failed(self, batch: int) -> None:
+        """Keep what a second run of the batch would need also when its graph is gone: a step may take the gradients."""
+        self._failed = next((one for one in self._ended.values() if one[0] == batch), self._failed)
 
     def let_go(self) -> None:
         """Let go of what was kept for the backward."""
-        self._ended = None
+        self._ended.clear()
+        self._failed = None
 
     def at(self, report: Report, *, is_late: bool = False) -> Report:
         """The report with what a second run of this thread's batch shows; itself where there is to be none.
@@ -171,10 +195,10 @@ class CloserLook:
             warn_user(f"nanwatch could not write the last frames: {spell(error)}", may_raise=False)
 
     def _start_of(self, report: Report) -> BatchStart | None:
-        start = self._starts.get(threading.get_ident())
         if report.finding is not None and report.finding.phase == "backward":
-            ended = self._ended
-            return ended[1] if ended is not None and ended[0] == report.finding.batch else None
+            failed = self._failed
+            return failed[1] if failed is not None and failed[0] == report.finding.batch else None
+        start, _ = self._starts.get(threading.get_ident(), (None, None))
         return start
 
 

@@ -33,6 +33,7 @@ class _Call:
     class_name: str
     caller: str | None
     recomputed: bool
+    held: object  # what the listener answered to the start of the batch
     backward: int = -1  # the one that last brought a gradient of its outputs
 
 
@@ -93,21 +94,25 @@ class PythonGradients:
         self,
         tensors: Sequence[tuple[Part, str, Tensor]],
         call: tuple[int, str, str, str | None, bool],
+        held: object,
         *,
         in_compiled_code: bool = False,
     ) -> object:
         """Leave hooks for the gradients of the tensors of a call, each with its part and label.
 
-        `call` is its batch, name, class and caller, and whether it was recomputed. Returns what has to live as long as
-        weights used in compiled code are to be followed, where nothing else of the call can be.
+        `call` is its batch, name, class and caller, and whether it was recomputed. The hooks keep `held` alive. Returns
+        what has to live as long as weights used in compiled code are to be followed, where nothing else of the call can
+        be.
         """
         tensors = [one for one in tensors if _has_gradient(one[2])]
         has_graph = any(part == "output" and not x.is_leaf for part, _, x in tensors)
         if not (has_graph or in_compiled_code) or torch._C._get_tracing_state() is not None:
             return None
         batch, name, class_name, caller, recomputed = call
+        # Where nothing but weights is followed, no graph tells when their gradients can come no more.
+        held = held if has_graph else None
         with self._lock:
-            made = _Call(batch, self._calls, name, class_name, caller, recomputed)
+            made = _Call(batch, self._calls, name, class_name, caller, recomputed, held)
             self._calls += 1
         outputs = [x for part, _, x in tensors if part == "output"]
         for part, label, x in tensors:
@@ -313,4 +318,11 @@ def _same(x: Tensor, other: Tensor) -> bool:
 
 def _has_gradient(x: Tensor) -> bool:
     """Whether hooks on this tensor would ever see a gradient of numbers."""
-    return x.requires_grad and not x.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    if not x.requires_grad or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    try:
+        return x.grad_fn is not None or x.is_leaf
+    except RuntimeError:
+        # One of several views, as unbind gives them, after their base was written into: it has no graph any more, and
+        # autograd refuses each use of it.
+        return False

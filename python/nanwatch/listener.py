@@ -57,10 +57,12 @@ class Listener(Protocol):
 
     def batch_started(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
-    ) -> None:
+    ) -> object:
         """The call `module(*args, **kwargs)` begins a batch (kwargs may be None; all are unknown in compiled code).
 
-        Told of the batches that are looked at: of all while `tells_batch_start` is set, else of the traced ones.
+        Told of the batches that are looked at: of all while `tells_batch_start` is set, else of the traced ones. The
+        recorder holds the answer while the batch is under way, and after that until no gradient of it can come any
+        more, as far as it follows gradients. It lets go of the answer in any thread.
         """
 
     def frame_recorded(self, frame: FrameRows) -> None:

@@ -43,6 +43,7 @@ class _Thread(threading.local):
         self.recomputed = False
         self.recording = False  # what is told of a call may make others: they are not recorded
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
+        self.held: object = None  # what the listener answered to the start of the batch under way
         # Of an outermost call in compiled code, whose end an exception leaves out: what it was given.
         self.compiled: list[weakref.ref[Tensor]] | None = None
 
@@ -195,7 +196,7 @@ class PythonRecorder(RecordsBackwards):
                     call = (thread.batch, node.name, type(module).__name__, caller, thread.recomputed)
                     try:
                         rows, tensors = self._rows(node, module, args, kwargs, output)
-                        self._follow(call, tensors)
+                        self._follow(call, tensors, thread.held)
                     except RecursionError:
                         # The call itself was made: it needed less of the stack than a look at it.
                         rows = [_NO_STACK]
@@ -245,7 +246,7 @@ class PythonRecorder(RecordsBackwards):
                 )
                 with thread.is_recording():
                     call = (thread.batch, node.name, class_name, outer, thread.recomputed)
-                    self._follow(call, read, in_compiled_code=True)
+                    self._follow(call, read, thread.held, in_compiled_code=True)
                     self._keep(thread, node.name, class_name, rows, outer)
             completed = True
         finally:
@@ -261,6 +262,7 @@ class PythonRecorder(RecordsBackwards):
 
     def _end_batch(self, thread: _Thread, completed: bool) -> None:
         if thread.recomputed or (completed and not self.tells_batch_end):
+            thread.held = None
             return
         own = None if completed else sys.exc_info()[1]
         try:
@@ -269,10 +271,11 @@ class PythonRecorder(RecordsBackwards):
         except BaseException as error:
             if own is None or error.__cause__ is own:
                 raise
+        finally:
+            thread.held = None
 
     def _begin_batch(self, thread: _Thread, module: nn.Module | None, args: Any, kwargs: Any) -> None:
         self.finish_broken_backwards()
-        thread.given = (args, kwargs or None)
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
         thread.recomputed = torch._C._current_graph_task_id() != -1
         with self.lock:
@@ -282,7 +285,8 @@ class PythonRecorder(RecordsBackwards):
         traced = thread.batch in self._traced
         looked_at = not thread.recomputed and thread.batch % self._settings.every == 0
         if looked_at and (traced or self.tells_batch_start):
-            self._listener.batch_started(thread.batch, traced, module, *thread.given)
+            thread.held = self._listener.batch_started(thread.batch, traced, module, args, kwargs or None)
+        thread.given = (args, kwargs or None)
 
     def _keep(self, thread: _Thread, name: str, class_name: str, rows: list[Row], caller: str | None) -> None:
         frame = FrameRows(thread.batch, name, class_name, rows, thread.recomputed)

@@ -57,12 +57,18 @@ class Response:
         """Whether it wants to be told of the starts and ends of batches."""
         return self._closer_look.keeps_start or self._peers is not None
 
-    def batch_started(self, batch: int, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Keep what a second run would need. Raises PeerNonFiniteError when another rank has failed."""
+    def batch_started(
+        self, batch: int, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
+    ) -> object:
+        """Keep what a second run would need. Raises PeerNonFiniteError when another rank has failed.
+
+        Return what the recorder is to hold; see CloserLook.
+        """
         if self._peers is not None:
             self._peers.batch_started(batch)
-        if self._closer_look.keeps_start and module is not None:
-            self._closer_look.batch_started(module, args, kwargs)
+        if not self._closer_look.keeps_start or module is None:
+            return None
+        return self._closer_look.batch_started(module, args, kwargs)
 
     def batch_left(self, completed: bool, look: Look) -> None:
         """This thread's forward has returned (`completed`) or raised: complete what was raised inside of it.
@@ -82,6 +88,10 @@ class Response:
     def batch_ended(self, batch: int) -> None:
         """Let go of what was kept, unless the batch's backward is to come."""
         self._closer_look.batch_ended(batch)
+
+    def backward_failed(self, batch: int) -> None:
+        """Keep what a second run of the batch would need until a step has been looked at."""
+        self._closer_look.backward_failed(batch)
 
     def let_go(self) -> None:
         """Let go of what was kept for the backward."""
@@ -150,6 +160,7 @@ class Response:
             self._peers.check()
 
     def close(self) -> None:
-        """Hear of other ranks no more."""
+        """Keep nothing, and hear of other ranks no more."""
+        self._closer_look.let_go()
         if self._peers is not None:
             self._peers.close()

@@ -114,6 +114,7 @@ class Watch:
             self._reports,
             rank=_rank,
             act=self._faults.step_follows,
+            failed=self._response.backward_failed,
             let_go=self._response.let_go,
         )
         if options.enabled:
@@ -265,12 +266,12 @@ class Watch:
 
     def batch_started(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
-    ) -> None:
-        """Keep what a second run would need; print the header of a traced batch."""
+    ) -> object:
+        """Print the header of a traced batch; keep what a second run would need. See Listener."""
         self._raise_postponed()
-        self._response.batch_started(batch, module, args, kwargs)
         if traced and self._options.trace is None:
             _print_lines(text.batch_lines(batch))
+        return self._response.batch_started(batch, module, args, kwargs)
 
     def frame_recorded(self, frame: FrameRows) -> None:
         """Print a frame of a traced batch, or write it where `trace` says so; learn what is seen over the batches."""
