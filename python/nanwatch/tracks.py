@@ -59,7 +59,7 @@ class Tracks:
         self.latest[tracks] = batch
 
     def falls(self, tracks: Numbers) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return of each the bits now, those lost a batch, those lost a batch of late, and how far its points reach back.
+        """Return of each the bits now, those lost a batch, those lost a batch of late, and its points' span.
 
         Lines go through the medians of five points: the latest, and those before the middle, or just before the latest.
         """
