@@ -34,8 +34,7 @@ class Ways:
     """The ways of these names on `model`, and the plain one; `by_name` has a context for each.
 
     `timed` has the watches that measure their own time, by the way they are of: "nanwatch" and "gradients". They make
-    no forecasts: those look at each of the first 64 batches, as far as their share of time allows, and then at one in
-    16.
+    no forecasts: those look at each of the first 128 batches, and then at ever fewer, down to one in 16.
     `folder` is where the trace goes.
     """
 

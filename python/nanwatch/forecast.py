@@ -34,6 +34,8 @@ _DEVIATIONS = 1.15
 # Nothing is said of what is further ahead than 0.6 of the span, or sooner than 2 batches.
 _REACH = 0.6
 _LEAST_LEFT = 2
+# Nor of what has more than a third of its headroom left: growth that will stop looks like growth that will not.
+_MOST_ROOM = 1 / 3
 # Lines in so many batches.
 _MOST_LINES = 3
 _LINES_IN = 10_000
@@ -175,17 +177,19 @@ class Forecaster:
             points = self._tracks.points(track)
             end = ending(*points)
             if end is not None and (found is None or end.left < found[1].left):
-                found = place, end, points[0][-1] - points[0][0]
+                found = place, end, points[0][-1] - points[0][0], points[1]
         before, self._expected = self._expected, None
         if found is None:
             return None
-        place, end, span = found
+        place, end, span, bits = found
         # In the logarithm of the time that is left, the interval lies evenly.
         spread = _DEVIATIONS * end.deviation
         if spread > 1:
             return None
         middle, margin = batch + end.left * cosh(spread), end.left * sinh(spread)
         if 2 * margin > end.left or not _LEAST_LEFT <= end.left <= _REACH * span:
+            return None
+        if bits[-1] > _MOST_ROOM * bits.max():
             return None
         self._expected = middle - margin, middle + margin
         # One look is not believed.

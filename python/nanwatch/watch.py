@@ -106,8 +106,9 @@ def watch(
         log_every: log one in so many batches, fewer where that would take more than 2 % of the time; faults at once.
             Needs `log_to`.
         abort_after_batch: raise BatchLimitError when the batch of this number is done.
-        forecast: warn of a tensor whose headroom shrinks so steadily that it will overflow soon, and when; at most once
-            a module in 1,000 batches. Looks at each of the first batches and then at one in 16 (docs/watching.md).
+        forecast: warn of the module that will overflow first, when its headroom shrinks so steadily that the batch can
+            be foretold; at most three lines in 10,000 batches. Looks at each of the first batches, then at fewer, down
+            to one in 16 (docs/watching.md).
         microscope: after a failure run the batch once more, as it was, to find the operation and the line that made
             the first non-finite value and to try cures. Until then it costs a few microseconds a batch. None does so
             where the failure ends the batch ("raise"); True also where the run goes on, and where a second forward can
