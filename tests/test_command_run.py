@@ -405,7 +405,7 @@ def test_an_error_that_comes_out_at_the_end(tmp_path, capsys, monkeypatch, endin
         with pytest.raises(KeyboardInterrupt if ending == "Ctrl-C" else SystemExit) as left:
             in_process(tmp_path, body, "--json", str(report_file))
         assert getattr(left.value, "code", None) == {"exit": 0, "exit status": 7, "Ctrl-C": None}[ending]
-    assert [repr(watch) for watch in stopped] == ["<Watch of Sequential: 1 batch, stopped>"] * 2
+    assert [repr(watch).partition(": ")[2] for watch in stopped] == ["1 batch, stopped>"] * 2
     assert len(nanwatch.Report.from_json(report_file.read_text()).frames) == 2
     err = capsys.readouterr().err
     assert ("NonFiniteError" if finding else "the device is gone") in err
