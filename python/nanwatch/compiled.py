@@ -140,10 +140,10 @@ def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
     calls = _calls(module)
     if not calls:
         # So that a watch that begins later is noticed.
-        if (
-            getattr(module, ATTRIBUTE) is not None
-        ):  # by Outermost or `module.compile()`, and no guard can tell
-            _unexpecting.add(tx.output.root_tx.f_code)
+        if getattr(module, ATTRIBUTE) is not None:
+            _unexpecting.add(
+                tx.output.root_tx.f_code
+            )  # by Outermost or `module.compile()`: no guard can tell
         elif variable.source is not None:
             install_guard(AttrSource(variable.source, ATTRIBUTE).make_guard(GuardBuilder.CONSTANT_MATCH))
         return []
