@@ -315,7 +315,7 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-def trained(seed: int, lr: float, steps: int, *, diverges: bool) -> tuple[list[str], int | None]:
+def trained(seed: int, lr: float, steps: int) -> tuple[list[str], int | None]:
     """A training under float16 autocast: the warnings, and the batch of the overflow."""
     torch.manual_seed(seed)
     model = nn.Sequential(Block(16), Block(16), nn.Linear(16, 1))
@@ -331,9 +331,7 @@ def trained(seed: int, lr: float, steps: int, *, diverges: bool) -> tuple[list[s
             except nanwatch.NonFiniteError:
                 end = batch
                 break
-            # A loss that has no least value drives the weights on for ever, and its gradient does not grow with them.
             loss = (out.float() - x.sum(1, keepdim=True)).square().mean()
-            loss = -torch.log(out.float().square().mean() + 1e-6) if diverges else loss
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -354,21 +352,15 @@ class Residual(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-@pytest.mark.parametrize("implementation", ["native", "python"])
-@pytest.mark.parametrize(("target", "rate"), [(3e5, 1e-2), (3e5, 1.5e-2), (3e3, 1e-2)])
-def test_a_residual_stream_that_grows(
-    target: float, rate: float, implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Adam and a target beyond float16: each of at most three lines holds. One within float16 ends in silence."""
-    if implementation == "python":
-        monkeypatch.setattr("nanwatch._extension.C", None)
-    torch.manual_seed(0)
+def grown(target: float, rate: float, seed: int = 0) -> tuple[list[bool], int | None]:
+    """Train a residual net towards a target: which lines held, and the batch of the overflow."""
+    torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(16, 24), *(Residual(24) for _ in range(6)), nn.Linear(24, 1))
     optimizer = torch.optim.Adam(model.parameters(), rate)
     end = None
     with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model, microscope=False):
         warnings.simplefilter("always")
-        for batch in range(130):
+        for batch in range(300):
             try:
                 with torch.autocast("cpu", dtype=torch.float16):
                     out = model(torch.randn(16, 16))
@@ -379,22 +371,30 @@ def test_a_residual_stream_that_grows(
             (out.float() - target).abs().mean().backward()
             optimizer.step()
     told = [interval(str(one.message)) for one in caught if "overflow expected" in str(one.message)]
+    return [end is not None and abs(batch - end) <= margin for batch, margin in told], end
+
+
+@pytest.mark.parametrize("implementation", ["native", "python"])
+@pytest.mark.parametrize(("target", "rate"), [(3e5, 1e-2), (3e5, 1.5e-2), (3e3, 1e-2)])
+def test_a_residual_stream_that_grows(
+    target: float, rate: float, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adam and a target beyond float16: each of at most three lines holds. One within float16 ends in silence."""
+    if implementation == "python":
+        monkeypatch.setattr("nanwatch._extension.C", None)
+    right, end = grown(target, rate)
     assert (end is not None) == (target > END)
-    assert len(told) in ((1, 2, 3) if end is not None else (0,))
-    assert all(end is not None and abs(batch - end) <= margin for batch, margin in told)
+    assert len(right) in ((1, 2, 3) if end is not None else (0,))
+    assert all(right)
 
 
 @pytest.mark.slow
 def test_trainings_that_diverge_are_foretold() -> None:
-    """Ten of them, at ten learning rates: of the lines, few a training, 7 of 10 hold."""
-    rates = [1e-3, 3e-3, 5e-4, 1e-2, 2e-3, 3e-4, 1e-3, 5e-3, 2e-4, 4e-3]
-    right: list[bool] = []
-    for seed, rate in enumerate(rates):
-        told, end = trained(seed, rate, 8000, diverges=True)
-        assert end is not None
-        assert len(told) <= 3
-        right += [abs(batch - end) <= margin for batch, margin in map(interval, told)]
-    assert len(right) >= 2
+    """Ten of them, at ten learning rates: eight are told, in few lines, and 7 of 10 lines hold."""
+    runs = [grown(3e5, rate, seed) for seed, rate in enumerate(np.linspace(3e-3, 2e-2, 10))]
+    assert all(end is not None and len(right) <= 3 for right, end in runs)
+    right = [one for found, _ in runs for one in found]
+    assert sum(bool(found) for found, _ in runs) >= 8
     assert sum(right) >= 0.7 * len(right)
 
 
@@ -402,7 +402,7 @@ def test_trainings_that_diverge_are_foretold() -> None:
 def test_healthy_trainings_are_silent() -> None:
     """Fifty that learn a sum, at learning rates from slow to fast."""
     for seed in range(50):
-        assert trained(seed, [1e-4, 1e-3, 3e-3, 1e-2, 3e-2][seed % 5], 300, diverges=False) == ([], None)
+        assert trained(seed, [1e-4, 1e-3, 3e-3, 1e-2, 3e-2][seed % 5], 300) == ([], None)
 
 
 def test_threads_of_one_watch_do_not_disturb_each_other() -> None:
