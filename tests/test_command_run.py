@@ -342,9 +342,6 @@ net[0].register_forward_hook(check)
 """
 
 
-@pytest.mark.skipif(
-    not hasattr(nanwatch.Watch, "_ended_by_exception"), reason="this Watch does not look at exceptions"
-)
 @pytest.mark.parametrize(("value", "status"), [("3e38", 3), ("1", 1)])
 def test_a_check_of_the_scripts_own(tmp_path, capsys, value, status):
     """It raises before nanwatch has a frame: status 3, one report. Another error in a call: no word of finite."""

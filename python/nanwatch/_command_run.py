@@ -23,6 +23,7 @@ from .deferred import DeferredWatch
 from .errors import BatchLimitError, NonFiniteError, spell
 from .outermost import MAX_MODELS, Outermost
 from .report import Report
+from .suppressed import suppressed
 from .visible import visible
 from .watch import Watch, watch
 
@@ -222,7 +223,7 @@ def _line(name: str, one: Watch, report: Report) -> str:
 
 def _ended_in(one: Watch) -> bool:
     """Whether an exception has ended the latest batch."""
-    return getattr(one, "_ended_by_exception", False)
+    return one._ended_by_exception
 
 
 def _nonfinite_in(error: BaseException) -> NonFiniteError | None:
@@ -256,6 +257,7 @@ def _show(error: Exception) -> None:
     try:
         sys.excepthook(type(error), error, place)
     except Exception:
+        suppressed("the script's sys.excepthook raised")
         traceback.print_exc()
     finally:
         found = _nonfinite_in(error)

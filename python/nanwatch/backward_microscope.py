@@ -27,6 +27,7 @@ from .frame import Frame
 from .lineage import SKIPPED_FILES
 from .record import Record
 from .stand_in import stand_in
+from .suppressed import suppressed
 from .walk import leaves
 from .wrapped_names import find_module
 
@@ -170,6 +171,7 @@ def _signs(roots: list[Tensor], weight: Tensor, index: tuple[int, ...] | None) -
             (made,) = torch.autograd.grad(roots, [weight], ones, create_graph=True)
             found = torch.autograd.grad(made[index or ()].sum(), ones, allow_unused=True)
     except Exception:
+        suppressed("the signs of a backward could not be told, as without a second derivative")
         return []
     return [
         torch.ones_like(x) if share is None else torch.where(share < 0, -1.0, 1.0).to(x)
@@ -210,7 +212,8 @@ def _saved(node: Any) -> list[Record]:
             try:
                 value = getattr(node, name)
             except Exception:
-                continue  # freed, or never set
+                suppressed("a saved tensor was freed or never set")
+                continue
             if isinstance(value, Tensor):
                 found.append(gradient_record(value, name.removeprefix("_saved_")))
     return found

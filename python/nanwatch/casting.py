@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .suppressed import suppressed
 from .walk import MAX_DEPTH
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -106,6 +107,7 @@ def _rebuilt(value: Any, items: list[Any]) -> Any:
         # A named tuple takes its fields, one by one; torch's own result types and other sequences take the whole.
         return kind(*items) if hasattr(value, "_fields") else kind(items)
     except Exception:
+        suppressed("a sequence of the user's could not be made anew for a cast")
         return value
 
 
@@ -117,6 +119,7 @@ def _updated(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
         for key, one in changed.items():
             new[key] = one
     except Exception:
+        suppressed("a mapping of the user's could not be made anew for a cast")
         return value
     return new
 
@@ -128,5 +131,6 @@ def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
         for name, one in changed.items():
             object.__setattr__(new, name, one)
     except Exception:
+        suppressed("an object of the user's could not be made anew for a cast")
         return value
     return new

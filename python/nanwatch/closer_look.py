@@ -15,6 +15,7 @@ from .batch_start import BatchStart
 from .errors import spell
 from .options import Options
 from .report import Report
+from .suppressed import suppressed
 from .turn import Turn
 from .user_warning import warn_user
 
@@ -70,6 +71,7 @@ class CloserLook:
         try:
             start = BatchStart.capture(module, args, kwargs)
         except Exception:
+            suppressed("the start of a batch could not be kept, so it has no second run")
             start = None
         self.let_go()
         graph = _Graph()
@@ -179,7 +181,8 @@ class CloserLook:
         """
         try:
             scale = None if self._scaler is None else float(self._scaler.get_scale())
-        except Exception:  # a scaler of another make
+        except Exception:
+            suppressed("a GradScaler of another make did not tell its scale")
             return None
         return scale if scale and isfinite(scale) else None
 

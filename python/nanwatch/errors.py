@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import TYPE_CHECKING
 
 from . import text
+from .suppressed import suppressed
 from .visible import visible
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def add_note(error: BaseException, report: Report) -> None:
             error.add_note(note)
         else:  # Python shows none, but pytest and others do
             vars(error).setdefault("__notes__", []).append(note)
-    except Exception as trouble:  # a class of exceptions may have an `add_note` of its own
-        logging.getLogger("nanwatch").debug("no note was added to %s: %s", type(error), spell(trouble))
+    except Exception:  # a class of exceptions may have an `add_note` of its own
+        suppressed("an exception of the user's took no note")
 
 
 def _told(report: Report, origin: Origin | None = None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .errors import BatchLimitError, NonFiniteError, spell
+from .errors import BatchLimitError, NonFiniteError
 from .fault_warnings import FaultWarnings
 from .faulty_batches import FaultyBatch, FaultyBatches
 from .frame import FrameRows
@@ -24,9 +23,8 @@ from .record import Record, is_fault, to_record
 from .report import Report
 from .reports import Reports
 from .response import Response
+from .suppressed import suppressed
 from .walk import call_leaves
-
-_log = logging.getLogger("nanwatch")
 
 
 class Faults:
@@ -192,8 +190,8 @@ class Faults:
             if faulty is not None and not faulty.is_told:
                 faulty.is_told = True
                 self._response.note(error, faulty.report, self._look_closer)
-        except Exception as trouble:  # the user's error matters more
-            _log.debug("what %s left in batch %d was not told: %s", spell(error), batch, spell(trouble))
+        except Exception:  # the user's error matters more
+            suppressed("what an exception of the user's left could not be told")
 
     def _meet_left(self, error: Exception, batch: int) -> FaultyBatch | None:
         """Look at the calls that the exception left."""

@@ -23,6 +23,7 @@ from .ranges import (
 )
 from .record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
 from .shard import shard_note
+from .suppressed import suppressed
 from .walk import Unwalked
 
 # Any wait for the device ends the user's capture with an error.
@@ -97,6 +98,7 @@ def dtype_name(x: Tensor) -> str:
             name = _DTYPE_NAMES[dtype] = str(dtype).removeprefix("torch.")
         return name
     except Exception:
+        suppressed("a tensor's dtype raised")
         return ""
 
 
@@ -104,6 +106,7 @@ def _unread(x: Tensor, label: str, role: Role, error: Exception) -> Row:
     try:
         reason = unreadable(x)
     except Exception:
+        suppressed("a tensor could not be asked why it cannot be read")
         reason = ""
     return _unchecked(label, role, _shape(x), dtype_name(x), reason or _words(error))
 
@@ -117,6 +120,7 @@ def _words(error: Exception) -> str:
     try:
         lines = str(error).strip().splitlines()
     except Exception:
+        suppressed("an error of the user's has no text")
         lines = []
     return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
 
@@ -126,6 +130,7 @@ def _shape(x: Tensor) -> tuple[int, ...] | None:
         # A size that is known only as a symbol, or a nested tensor's ragged one, is no number.
         return tuple(int(size) for size in x.shape)
     except Exception:
+        suppressed("a tensor's shape raised")
         return None
 
 
@@ -156,7 +161,7 @@ def _examine(x: Tensor, row: Row, allow_inf: bool | MaskedScores, counts: bool) 
             row = (*row[:7], counted_health(x), row[8])
     except Exception:
         # The range already says what matters; the counts are an extra.
-        pass
+        suppressed("the elements of a tensor could not be counted")
     return row
 
 

@@ -27,6 +27,7 @@ from .observe import read
 from .ranges import only_our_dispatch
 from .record import NOT_TAKEN, SKIPPED_STEP
 from .report import Report
+from .suppressed import suppressed
 from .user_warning import warn_user
 
 # What is kept of skipped steps; all are counted.
@@ -264,6 +265,7 @@ class OptimizerGuard:
         try:
             return None if scaler is None else float(scaler.get_scale())
         except Exception:
+            suppressed("a GradScaler of another make did not tell its scale")
             return None
 
 

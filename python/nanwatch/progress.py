@@ -16,6 +16,7 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO, cast
 
+from .suppressed import suppressed, suppressing
 from .terminal import wants_color
 from .visible import visible
 
@@ -123,8 +124,8 @@ class _Line:
                 with self._lock:
                     self._draw()
                 self._ended.wait(_PERIOD)
-        except Exception:
-            pass  # no rich, or a terminal that went away: the work is what matters, and goes on
+        except Exception:  # the work is what matters, and goes on
+            suppressed("no rich, or a terminal that went away")
         finally:
             with self._lock:
                 self._erase()
@@ -147,7 +148,7 @@ class _Line:
         live, self._live = self._live, None
         # In the background it is left where it is: the shell has gone on below, and that would be erased.
         if live is not None and _is_in_foreground(self._file):
-            with contextlib.suppress(Exception):  # of a terminal that went away
+            with suppressing("a terminal that went away"):
                 live.stop()
 
     def _render(self) -> Table:

@@ -20,6 +20,7 @@ from .capsule import Capsule
 from .execution_context import RngState
 from .options import SWITCH
 from .report import Report
+from .suppressed import suppressed
 from .text import close_names, without_wrappers
 from .tree import LeftOut, Structure
 from .visible import visible
@@ -124,6 +125,7 @@ def _is_usable(device: torch.device) -> bool:
     try:
         torch.empty(1, device=device)
     except Exception:
+        suppressed("a device cannot be used here")
         return False
     return True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -12,13 +11,12 @@ from torch import nn
 
 from . import text
 from .closer_look import CloserLook
-from .errors import NonFiniteError, add_note, spell
+from .errors import NonFiniteError, add_note
 from .options import Options
 from .peers import Peers
 from .report import Report
+from .suppressed import suppressed
 from .user_warning import warn_user
-
-_log = logging.getLogger("nanwatch")
 
 Look = Callable[[Report], Report]
 
@@ -143,10 +141,10 @@ class Response:
         elif callable(self._action):
             try:
                 self._action(closer)
-            except Exception as error:
+            except Exception:
                 if not is_raising:
                     raise
-                _log.debug("on_nonfinite raised %s while the watch ended by another error", spell(error))
+                suppressed("on_nonfinite raised while the watch ended by another error")
 
     def explain(self, error: BaseException | None) -> None:
         """Raises PeerNonFiniteError from `error` when another rank's failure is behind it."""

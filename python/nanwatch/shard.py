@@ -10,6 +10,7 @@ from torch import nn
 from .modules import each_module
 from .placement import MeshPlace, Placement
 from .record import LOCAL_SHARD
+from .suppressed import suppressed
 
 # A model has some hundred placements, and each is asked for in every batch: computing one takes 20 times the look-up.
 _MAX_KNOWN = 4096
@@ -30,6 +31,7 @@ def shard_note(x: Any) -> str:
             note = _notes[key] = _note(x, coordinate)
         return note
     except Exception:
+        suppressed("a DTensor did not tell its placement")
         return LOCAL_SHARD  # which is true of every DTensor
 
 
@@ -50,8 +52,9 @@ def parameter_mesh(model: nn.Module | None) -> tuple[str, ...]:
             for name, here, size in zip(_names(mesh), mesh.get_coordinate() or (), mesh.shape, strict=False)
         )
         return tuple(dict.fromkeys(said))
-    except Exception:
-        return ()  # a report is worth more than its place
+    except Exception:  # a report is worth more than its place
+        suppressed("the device meshes of the parameters could not be told")
+        return ()
 
 
 def _gathered(module: Any) -> Iterator[Any]:

@@ -8,6 +8,8 @@ import threading
 import warnings
 from types import FrameType
 
+from .visible import visible
+
 _OWN = os.path.dirname(__file__) + os.sep
 
 
@@ -17,6 +19,7 @@ def warn_user(message: str, *, may_raise: bool = True) -> None:
     A filter of the user's may turn the warning into an exception. Pass `may_raise=False` where that would reach nobody,
     as in a thread of nanwatch's, or would take the place of another exception: the message then goes to stderr.
     """
+    message = visible(message)
     frame = _users_frame()
     try:
         warnings.warn_explicit(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..suppressed import suppressing
 from ..visible import visible
 from . import links, steps, words
 from .guard import GRACE, Guard, LinkError, StepError, Trouble
@@ -274,7 +274,7 @@ class _Check:
         meeting, rank = self._meeting, self._place.rank
         is_first = False
         verdicts = {rank: Verdict(rank, trouble)}
-        with contextlib.suppress(Exception):  # without a store there is nobody to tell
+        with suppressing("the store was gone when the end was to be told"):
             is_first = meeting.end(trouble)
             until = time.monotonic() + waits
             while not meeting.have_ended() and time.monotonic() < until:
@@ -289,7 +289,7 @@ class _Check:
 
     def _document(self, verdicts: dict[int, Verdict]) -> dict[str, Any]:
         place, arrivals, first = self._place, [], None
-        with contextlib.suppress(Exception):
+        with suppressing("the store was gone when arrivals were to be read"):
             arrivals, first = self._meeting.arrivals(), self._meeting.first()
         known = {one.rank: one for one in arrivals}
         return {

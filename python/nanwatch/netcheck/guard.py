@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..errors import spell
+from ..suppressed import suppressing
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TICK = 0.1  # seconds between two looks at the clock
@@ -107,7 +108,7 @@ class Guard:
                 why = f"{why}; {self._news[1]}"
             if self.detail:
                 why = f"{self.detail}: {why}"
-            with contextlib.suppress(Exception):
+            with suppressing("the trouble of a step could not be told"):
                 self._on_trouble(Trouble(self._step, why, follows))
             os._exit(1)
         threading.Event().wait()  # the thread that was first ends the process

@@ -5,7 +5,6 @@ A rank writes two keys and counts itself four times; while it works it asks one 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from .. import reading
+from ..suppressed import suppressed, suppressing
 from .guard import StepError, Trouble
 from .place import Place
 
@@ -140,6 +140,7 @@ class Meeting:
                 time.sleep(self.interval)
             first = _verdict(store.get("first"))
         except Exception:
+            suppressed("the store has gone")
             # The host of the store leaves when everybody has ended, also when all is well; `tell` knows which it is.
             where = f"{self.place.master_addr} port {self.place.master_port}"
             tell(f"the store at {where} has gone, and with it the process that held it", False)
@@ -224,7 +225,7 @@ class Meeting:
     def leave(self, seconds: float) -> None:
         """Let go of the store. Its host stays until all have let go, or for so many seconds."""
         until = time.monotonic() + seconds
-        with contextlib.suppress(Exception):
+        with suppressing("the store was gone when this rank left"):
             left = self.store.add("left", 1)
             while self.place.hosts_store and left < self.place.world_size and time.monotonic() < until:
                 time.sleep(0.02)

@@ -1,0 +1,106 @@
+"""suppressed: what nanwatch swallows is counted and logged, and no broad `except` swallows anything without that."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import nanwatch
+from nanwatch import suppressed
+from nanwatch.watch import watch
+
+PACKAGE = Path(nanwatch.__file__).parent
+
+
+def _is_broad(kind: ast.expr | None) -> bool:
+    if isinstance(kind, ast.Tuple):
+        return any(map(_is_broad, kind.elts))
+    return kind is None or (isinstance(kind, ast.Name) and kind.id in ("Exception", "BaseException"))
+
+
+def _tells(handler: ast.ExceptHandler) -> bool:
+    """Whether it raises, speaks of the exception, or counts it."""
+    inside = [node for statement in handler.body for node in ast.walk(statement)]
+    names = {node.id for node in inside if isinstance(node, ast.Name)}
+    return any(isinstance(node, ast.Raise) for node in inside) or bool(names & {handler.name, "suppressed"})
+
+
+def test_every_broad_except_tells() -> None:
+    """Each broad handler of the package raises, uses the exception, or calls suppressed()."""
+    silent = []
+    for path in PACKAGE.rglob("*.py"):
+        if path.stem == "suppressed":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_silent = isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and not _tells(node)
+            is_suppress = isinstance(node, ast.Call) and ast.unparse(node.func) == "contextlib.suppress"
+            if is_silent or (is_suppress and any(map(_is_broad, node.args))):
+                silent.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert silent == []
+
+
+class Shapeless(torch.Tensor):
+    """A tensor that does not tell its shape."""
+
+    @property
+    def shape(self) -> torch.Size:
+        raise RuntimeError("no shape today")
+
+
+class Given(nn.Module):
+    """Hands on what it gets."""
+
+    def forward(self, x: object) -> object:
+        return x
+
+
+def _call() -> int:
+    """Call a watched model with such a tensor; return how often its shape was suppressed."""
+    model = Given()
+    before = suppressed.counts.total()
+    with watch(model, microscope=False, forecast=False):
+        model(torch.ones(2).as_subclass(Shapeless))
+    return suppressed.counts.total() - before
+
+
+def test_what_is_suppressed_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """The logger "nanwatch" gets a line at debug level for each count."""
+    with caplog.at_level(logging.DEBUG, logger="nanwatch"):
+        count = _call()
+    assert count == len(caplog.records) > 0
+    assert "no shape today" in caplog.text
+    assert caplog.records[0].levelno == logging.DEBUG
+
+
+def test_a_filter_that_raises_harms_nobody() -> None:
+    """A filter on the logger may raise: the model's call goes on."""
+
+    def refuse(record: logging.LogRecord) -> bool:
+        raise ValueError(record)
+
+    log = logging.getLogger("nanwatch")
+    level = log.level
+    log.addFilter(refuse)
+    log.setLevel(logging.DEBUG)
+    try:
+        before = suppressed.counts["the log refused a line"]
+        assert _call() > 0
+        assert suppressed.counts["the log refused a line"] > before
+    finally:
+        log.removeFilter(refuse)
+        log.setLevel(level)
+
+
+def test_an_outer_exception_stays_the_context() -> None:
+    """suppressing() swallows an Exception, counts it, and lets KeyboardInterrupt through."""
+    with suppressed.suppressing("a test"):
+        raise ValueError("gone")
+    assert suppressed.counts["a test"] == 1
+    with pytest.raises(KeyboardInterrupt), suppressed.suppressing("a test"):
+        raise KeyboardInterrupt
+    assert suppressed.counts["a test"] == 1
