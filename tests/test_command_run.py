@@ -270,7 +270,7 @@ def test_a_model_is_watched_in_its_evaluation_before_its_training(tmp_path, caps
         (("--include", "encoder.*"), "include pattern 'encoder.*' matches no module"),
         (("--allow-inf", "1"), "allow_inf pattern '1' matches no module"),
         (("--exclude", "*"), "leave no module to watch"),
-        (("--model", "GPT*"), "--model 'GPT*' matches the class of no module"),
+        (("--model", "Nowhere*"), "--model 'Nowhere*' matches the class of no module"),
     ],
 )
 def test_what_matches_nothing_ends_the_run_at_the_first_call(tmp_path, capsys, options, expected):

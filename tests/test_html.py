@@ -366,7 +366,7 @@ def test_without_the_extra_the_error_names_it(missing: str, monkeypatch: pytest.
         return importlib.import_module(name, package)
 
     monkeypatch.setattr(extras, "import_module", without)
-    with pytest.raises(ImportError, match=rf"`{missing}`.*nanwatch\[report\]"):
+    with pytest.raises(ImportError, match=rf"`{missing}`.*\.\[report\]"):
         growing().to_html()
 
 

@@ -131,7 +131,7 @@ def test_a_writer_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest.
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where a folder asks for a writer, and not before the watch would begin."""
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ImportError, match=r"`tensorboard`.*pip install 'nanwatch\[tensorboard\]'"):
+    with pytest.raises(ImportError, match=r"`tensorboard`.*pip install .*'\.\[tensorboard\]'"):
         nanwatch.watch(mlp(), log_to=tmp_path)
 
 

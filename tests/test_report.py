@@ -186,7 +186,7 @@ def test_color_without_rich_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without_rich)
-    with pytest.raises(ImportError, match=r"rich.*nanwatch\[terminal\]"):
+    with pytest.raises(ImportError, match=r"rich.*\.\[terminal\]"):
         REPORT.to_text(color=True)
 
 

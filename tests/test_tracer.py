@@ -338,7 +338,7 @@ def test_a_disk_that_is_full_from_the_start_is_a_warning(
 
     (tmp_path / "file").write_text("")
     model = mlp()
-    with pytest.raises(FileExistsError, match="file"):
+    with pytest.raises(ValueError, match="file"):
         watch(model, trace=tmp_path / "file" / "run.parquet")
     assert model[0]._compiled_call_impl is None
     monkeypatch.setattr(tracer, "claim", full)

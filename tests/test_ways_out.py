@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import heap
 from nanwatch import _extension, watch
-from nanwatch.calls import ATTRIBUTE, _watched_call
+from nanwatch.calls import _watched_call
+from nanwatch.links import attach
 from nanwatch.listener import Settings
 from nanwatch.recorder import make_recorder
 from stand_in_device import stand_in
@@ -121,7 +122,7 @@ class Stand:
         self.model = nn.Sequential(self.part, nn.Identity())
         for name, module in (("", self.model), ("0", self.part)):
             self.model_node = self.recorder.add_node(name, module, True, False)
-            module.__dict__[ATTRIBUTE] = _watched_call(self.recorder, module, None, self.model_node)
+            attach(module, _watched_call(self.recorder, module, None, self.model_node))
 
     def outcome(self, x: Tensor) -> BaseException | None:
         """What a call of the model raises."""

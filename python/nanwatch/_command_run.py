@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         status = run.run(target, rest, is_module=is_module)
     except BaseException as error:
         left = error
-    status = run.finish(json_file) or status
+    status = run.finish(json_file, has_failed=status == FAILED) or status
     left = left or run.interrupt
     if left is not None and status == 0:
         raise left
@@ -150,10 +150,10 @@ class _Run:
         # No Exception: the script may catch those.
         raise SystemExit(BAD_USE)
 
-    def finish(self, json_file: Path | None) -> int:
+    def finish(self, json_file: Path | None, *, has_failed: bool) -> int:
         """Stop to watch, and say on stderr and in the file what was seen.
 
-        Return the exit status that goes before the script's, or 0.
+        `has_failed`: an exception ended the script. Return the exit status that goes before the script's, or 0.
         """
         if os.getpid() != self._process:  # a forked child that has come to the script's end
             return 0
@@ -164,7 +164,7 @@ class _Run:
             _tell(f"nothing was watched: {self._why_nothing()}")
         for (name, one), report in zip(self._watches, reports, strict=True):
             _tell(_line(name, one, report))
-            if _ended_in(one) and report.finding is not None and report.batch == one.batch:
+            if has_failed and _ended_in(one) and report.finding is not None and report.batch == one.batch:
                 # The script's own check may have met the value before nanwatch did.
                 self._status = self._status or NONFINITE
         if self._outermost.is_full:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -34,6 +34,25 @@ class _Graph:
     __slots__ = ("__weakref__",)
 
 
+_NO_MODULE = nn.Module()
+
+
+class _Ended(NamedTuple):
+    """The start of a batch that has ended.
+
+    It does not keep the module alive: a model that keeps its output would then keep itself.
+    """
+
+    batch: int
+    module: weakref.ref[nn.Module]
+    rest: BatchStart
+
+    def start(self) -> BatchStart | None:
+        """Return the start of the batch, or None once its module is gone."""
+        module = self.module()
+        return None if module is None else replace(self.rest, module=module)
+
+
 class CloserLook:
     """Runs a failed batch of `model` again and writes what it found, as the options say; see `watch`.
 
@@ -56,8 +75,8 @@ class CloserLook:
         # The start of the latest batch and the batch's number, for its backward: as long as the batch has a graph, and
         # from a bad backward on until a step has been looked at. The graph itself must not hold it: a model that
         # keeps its output would then hold itself, in a cycle which the garbage collector does not see.
-        self._ended: weakref.WeakKeyDictionary[_Graph, tuple[int, BatchStart]] = weakref.WeakKeyDictionary()
-        self._failed: tuple[int, BatchStart] | None = None
+        self._ended: weakref.WeakKeyDictionary[_Graph, _Ended] = weakref.WeakKeyDictionary()
+        self._failed: _Ended | None = None
         self._keeps_ended = options.gradients
         self._scaler = options.scaler
 
@@ -92,11 +111,11 @@ class CloserLook:
         self._ended.clear()
         held = None if graph is None else graph()
         if self._keeps_ended and start is not None and start.grad and held is not None:
-            self._ended[held] = batch, start
+            self._ended[held] = _Ended(batch, weakref.ref(start.module), replace(start, module=_NO_MODULE))
 
     def backward_failed(self, batch: int) -> None:
         """Keep what a second run of the batch would need also when its graph is gone: a step may take the gradients."""
-        self._failed = next((one for one in self._ended.values() if one[0] == batch), self._failed)
+        self._failed = next((one for one in self._ended.values() if one.batch == batch), self._failed)
 
     def let_go(self) -> None:
         """Let go of what was kept for the backward."""
@@ -200,7 +219,7 @@ class CloserLook:
     def _start_of(self, report: Report) -> BatchStart | None:
         if report.finding is not None and report.finding.phase == "backward":
             failed = self._failed
-            return failed[1] if failed is not None and failed[0] == report.finding.batch else None
+            return failed.start() if failed is not None and failed.batch == report.finding.batch else None
         start, _ = self._starts.get(threading.get_ident(), (None, None))
         return start
 
