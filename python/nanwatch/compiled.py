@@ -71,11 +71,14 @@ def _follow_watched_calls() -> None:
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-    from . import calls, recorder
+    from . import calls, links
+    from .recorder import PythonRecorder as Recorder
 
     _unexpecting.update(code for reference in input_codes.seen if (code := reference()) is not None)
     # The interpreter's own way through a watched module, where there is no compiled part, is not to be compiled itself.
-    for function in (calls.PythonWatchedCall.__call__, recorder.PythonRecorder.run):
+    paused: Any = vars(Recorder)["paused"]
+    called = calls.PythonWatchedCall.__call__, Recorder.run, paused.fget, Recorder._add
+    for function in (links._PythonPlace._get, *called):
         skip_code(function.__code__)
     original: Any = UnspecializedNNModuleVariable.call_function
 
