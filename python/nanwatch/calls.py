@@ -48,7 +48,17 @@ class PythonWatchedCall(Link):
         if module is None:
             raise ReferenceError("nanwatch: the watched module of this call no longer exists")
         target = module._call_impl if self.inner is None else self.inner
-        return self.recorder.run(self._node, module, target, args, kwargs)
+        recorder = self.recorder
+        entered = recorder.enter(self._node, module, args, kwargs)
+        if entered is None:
+            return target(*args, **kwargs)
+        try:
+            output = target(*args, **kwargs)
+        except BaseException:
+            recorder.left_by(entered)
+            raise
+        recorder.leave(entered, module, args, kwargs, output)
+        return output
 
 
 if _extension.C is not None:

@@ -77,8 +77,8 @@ def _follow_watched_calls() -> None:
     _unexpecting.update(code for reference in input_codes.seen if (code := reference()) is not None)
     # The interpreter's own way through a watched module, where there is no compiled part, is not to be compiled itself.
     paused: Any = vars(Recorder)["paused"]
-    called = calls.PythonWatchedCall.__call__, Recorder.run, paused.fget, Recorder._add
-    for function in (links._PythonPlace._get, *called):
+    called = Recorder.enter, Recorder.leave, Recorder.left_by, Recorder._add, paused.fget
+    for function in (links._PythonPlace._get, calls.PythonWatchedCall.__call__, *called):
         skip_code(function.__code__)
     original: Any = UnspecializedNNModuleVariable.call_function
 

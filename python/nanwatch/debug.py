@@ -13,12 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from . import text
 from ._reference import without_repeats
+from .call_values import own_tensors
 from .errors import BatchLimitError
 from .observe import read
 from .options import MAX_BATCH, whole
 from .ranges import abs_range, tensor_health
 from .record import Role, Row, to_record
-from .recorder import own_tensors
 from .visible import visible
 
 

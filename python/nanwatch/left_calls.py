@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .call_values import call_values
 from .frame import FrameRows
 from .observe import observe
 from .options import Options
 from .record import Row
-from .recorder import call_values
 from .walk import call_leaves
 from .wrapped_names import is_recorded, named_modules
 

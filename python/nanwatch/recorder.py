@@ -9,25 +9,26 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import _extension
+from .call_values import call_values
 from .frame import FrameRows
 from .frame_ring import FrameRing
 from .gradient_frames import RecordsBackwards
 from .largest import Largest, Name
-from .listener import Listener, Parts, Settings
+from .listener import Listener, Settings
 from .masked_scores import MaskedScores
-from .observe import arrived, holds_fractions, observe
+from .observe import arrived, observe
 from .record import NOT_CHECKED, Role, Row, is_fault
-from .walk import Unwalked, call_leaves, is_container, leaves, spell_key
+from .walk import Unwalked, is_container, leaves, spell_key
 
 # A call may be watched from inside torch.compile, which follows every Python frame, so also those of the recorder. With
 # None it follows nothing; what it was comes back.
@@ -62,6 +63,14 @@ class _Node:
     class_name: str
     observed: bool
     allow_inf: bool | MaskedScores
+
+
+class _Entered(NamedTuple):
+    """A call that is under way."""
+
+    thread: _Thread
+    node: _Node
+    is_outermost: bool
 
 
 class PythonRecorder(RecordsBackwards):
@@ -165,15 +174,18 @@ class PythonRecorder(RecordsBackwards):
     def forget_tensors(self) -> None:
         """Nothing is remembered here."""
 
-    def run(self, number: int, module: nn.Module, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Make the call `target(*args, **kwargs)` of `module` and record it."""
+    def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> _Entered | None:
+        """Begin a call of a module; return what `leave` and `left_by` need, None for a call that is not recorded.
+
+        The link makes the call itself: a call through here would take a level of recursion more than a hook does.
+        """
         thread = self._thread
         if thread.compiled is not None and not thread.recording:
             self._end_compiled(thread, completed=False)
-        outermost = not thread.names
-        if thread.recording or (outermost and self.paused):
-            return target(*args, **kwargs)
-        if outermost:
+        is_outermost = not thread.names
+        if thread.recording or (is_outermost and self.paused):
+            return None
+        if is_outermost:
             compiler = _set_compiler(None)
             try:
                 self._begin_batch(thread, module, args, kwargs)
@@ -182,14 +194,15 @@ class PythonRecorder(RecordsBackwards):
         node = self._nodes[number]
         thread.names.append(node.name)
         self._add(calls=1)
+        return _Entered(thread, node, is_outermost)
+
+    def leave(self, entered: _Entered, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Record a call that has returned `output`."""
+        thread, node, is_outermost = entered
+        compiler = _set_compiler(None)
         completed = False
-        compiler = None
         try:
-            try:
-                output = target(*args, **kwargs)
-            finally:
-                compiler = _set_compiler(None)
-                thread.names.pop()
+            thread.names.pop()
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
                 with thread.is_recording():
                     caller = thread.names[-1] if thread.names else None
@@ -204,12 +217,25 @@ class PythonRecorder(RecordsBackwards):
             completed = True
         finally:
             try:
-                if outermost:
-                    thread.given = ((), None)
-                    self._end_batch(thread, completed)
+                if is_outermost:
+                    self._leave_batch(thread, completed)
             finally:
                 _set_compiler(compiler)
-        return output
+
+    def left_by(self, entered: _Entered) -> None:
+        """End a call that the exception being handled has left."""
+        thread, _, is_outermost = entered
+        compiler = _set_compiler(None)
+        try:
+            thread.names.pop()
+            if is_outermost:
+                self._leave_batch(thread, completed=False)
+        finally:
+            _set_compiler(compiler)
+
+    def _leave_batch(self, thread: _Thread, completed: bool) -> None:
+        thread.given = ((), None)
+        self._end_batch(thread, completed)
 
     def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
         """See Recorder."""
@@ -352,35 +378,6 @@ def planned_rows(
             read.append((role, label, value))
         rows.append(observe(value, label, role, allow_inf, counts=counts))
     return class_name, rows, read
-
-
-def call_values(
-    wanted: Parts,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    output: Any,
-) -> list[tuple[Role, str, Any]]:
-    """Return what a frame of this call shows, each value with its role and its label, in the order of the records."""
-    values: list[tuple[Role, str, Any]] = []
-    if wanted.weights:
-        values += [("weight", name, x) for name, x in own_tensors(module._parameters)]
-    if wanted.buffers:
-        values += [("buffer", name, x) for name, x in own_tensors(module._buffers) if holds_fractions(x)]
-    if wanted.inputs:
-        values += [("input", label, x) for label, x in call_leaves(args, kwargs)]
-    if wanted.outputs:
-        values += [("output", label, x) for label, x in leaves(output, "output")]
-    return values
-
-
-def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
-    """The tensors of a module's `_parameters` or `_buffers`, each once, without the empty places."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, x in named.items():
-        if x is not None:
-            found.setdefault(id(x), (name, x))
-    return list(found.values())
 
 
 def make_recorder(settings: Settings, listener: Listener) -> Any:
