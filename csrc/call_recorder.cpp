@@ -201,7 +201,8 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
   if (!thread.recomputed && gathers_weights) observer_.forget_weights();
   thread.batch = latest_batch_;
   thread.active = thread.batch % every_ == 0;
-  if (!thread.recomputed && thread.active && (tells_batch_start || is_traced(thread.batch))) {
+  // Also of a batch that is not recorded: its thread is inside the model.
+  if (!thread.recomputed && (tells_batch_start || (thread.active && is_traced(thread.batch)))) {
     const auto or_none = [](PyObject* object) { return py::handle(object != nullptr ? object : Py_None); };
     const py::object given = args != nullptr ? py::reinterpret_borrow<py::object>(args) : py::object(py::tuple());
     py::object answer;
@@ -325,7 +326,7 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
       rows.append(py::handle(row.python));
       continue;
     }
-    const std::string& label = observer_.label_text(row.label);
+    const std::string label = observer_.label_text(row.label);  // a copy: new objects may run code that adds labels
     const char* role = role_name(row.role);
     if (row.note != Note::none) {
       rows.append(py::make_tuple(label, role, py::none(), "", py::none(), py::none(), py::none(), py::none(),

@@ -6,8 +6,11 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <iterator>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -27,6 +30,7 @@ class GradientHook : public torch::autograd::FunctionPreHook {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 
   bool is_of(const GradientLog* log) const { return log_.lock().get() == log; }
+  bool is_alive() const { return !log_.expired(); }
 
  protected:
   template <typename Look>
@@ -66,7 +70,7 @@ class TensorHook final : public GradientHook {
   std::vector<GradientUser> users_;
 };
 
-// At a leaf: one for all calls that use it, as it outlives their graphs.
+// At a leaf: one a log for all calls that use it, as it outlives their graphs.
 class LeafHook final : public GradientHook {
  public:
   LeafHook(const std::shared_ptr<GradientLog>& log, const at::Tensor& leaf)
@@ -113,20 +117,63 @@ class LeafHook final : public GradientHook {
   std::vector<std::pair<Part, Labels::Id>> places_;
 };
 
-inline LeafHook* find_hook(const at::Tensor& leaf, const GradientLog* log) {
+// The hook that PyTorch has of a leaf, once and for good: the engine goes through a leaf's hooks without any lock, so
+// that none may be added or taken away while another thread runs a backward. What the logs want is kept in here.
+class LeafHooks final : public torch::autograd::FunctionPreHook {
+ public:
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    std::vector<std::shared_ptr<LeafHook>> all;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      all = hooks_;
+    }
+    for (const std::shared_ptr<LeafHook>& hook : all) (*hook)(gradients);
+    return gradients;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+
+  // The hook of this log, made if there is none.
+  std::shared_ptr<LeafHook> of(const std::shared_ptr<GradientLog>& log, const at::Tensor& leaf) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const std::shared_ptr<LeafHook>& hook : hooks_)
+      if (hook->is_of(log.get())) return hook;
+    hooks_.push_back(std::make_shared<LeafHook>(log, leaf));
+    return hooks_.back();
+  }
+
+  void release(const GradientLog* log) {
+    std::vector<std::shared_ptr<LeafHook>> released;  // destroyed past the lock
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto is_other = [log](const std::shared_ptr<LeafHook>& hook) {
+      return !hook->is_of(log) && hook->is_alive();
+    };
+    const auto first = std::stable_partition(hooks_.begin(), hooks_.end(), is_other);
+    released.assign(std::make_move_iterator(first), std::make_move_iterator(hooks_.end()));
+    hooks_.erase(first, hooks_.end());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<LeafHook>> hooks_;
+};
+
+inline LeafHooks* find_hooks(const at::Tensor& leaf) {
   for (const std::unique_ptr<torch::autograd::FunctionPreHook>& hook : torch::autograd::impl::hooks(leaf))
-    if (auto* own = dynamic_cast<LeafHook*>(hook.get()); own != nullptr && own->is_of(log)) return own;
+    if (auto* own = dynamic_cast<LeafHooks*>(hook.get()); own != nullptr) return own;
   return nullptr;
 }
 
 // A Python hook that is registered on a leaf for the first time throws all others out, so this looks each time.
-inline LeafHook& leaf_hook(const at::Tensor& leaf, const std::shared_ptr<GradientLog>& log) {
-  if (LeafHook* const found = find_hook(leaf, log.get())) return *found;
-  auto made = std::make_unique<LeafHook>(log, leaf);
-  LeafHook& hook = *made;
-  // Not by add_hook, which allows for one.
-  torch::autograd::impl::hooks(leaf).push_back(std::move(made));
-  return hook;
+inline std::shared_ptr<LeafHook> leaf_hook(const at::Tensor& leaf, const std::shared_ptr<GradientLog>& log) {
+  LeafHooks* own = find_hooks(leaf);
+  if (own == nullptr) {
+    auto made = std::make_unique<LeafHooks>();
+    own = made.get();
+    // Not by add_hook, which allows for one.
+    torch::autograd::impl::hooks(leaf).push_back(std::move(made));
+  }
+  return own->of(log, leaf);
 }
 
 }  // namespace nanwatch

@@ -143,7 +143,7 @@ void GradientLog::follow(const std::vector<Tap>& taps, const GradientCall& call,
                                                                  GradientUser{made, part, label}));
     } else {
       const std::lock_guard<std::mutex> lock(mutex);
-      leaf_hook(tap.tensor, self).add(made, part, label);
+      leaf_hook(tap.tensor, self)->add(made, part, label);
     }
   }
 }
@@ -210,7 +210,7 @@ PyObject* GradientLog::row_from_python(const at::Tensor& gradient, Labels::Id la
   const py::gil_scoped_acquire lock;
   if (recorder_ == nullptr) return nullptr;
   const OutsideCompiler outside;
-  const std::string& text = recorder_->observer().label_text(label);
+  const std::string text = recorder_->observer().label_text(label);  // a copy, as new labels move it
   const py::object wrapped = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
   PyObject* row =
       wrapped ? PyObject_CallFunction(observe_.ptr(), "Oss", wrapped.ptr(), text.c_str(), "gradient") : nullptr;
@@ -386,12 +386,7 @@ void GradientLog::over(int64_t task, bool completed) {
 
 void GradientLog::release(const at::Tensor& leaf) {
   if (autograd::impl::get_autograd_meta(leaf) == nullptr) return;
-  auto& hooks = autograd::impl::hooks(leaf);
-  const auto is_ours = [this](const std::unique_ptr<autograd::FunctionPreHook>& hook) {
-    const auto* const own = dynamic_cast<const LeafHook*>(hook.get());
-    return own != nullptr && own->is_of(this);
-  };
-  hooks.erase(std::remove_if(hooks.begin(), hooks.end(), is_ours), hooks.end());
+  if (LeafHooks* const hooks = find_hooks(leaf)) hooks->release(this);
 }
 
 }  // namespace nanwatch

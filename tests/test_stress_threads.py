@@ -12,13 +12,16 @@ import pytest
 import nanwatch
 from nanwatch import _extension
 
-SCRIPT = Path(__file__).parent / "scripts" / "stress_threads.py"
+SCRIPTS = Path(__file__).parent / "scripts"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "script", ["stress_threads.py 25", "stress_threads.py 20 1", "watches_come_and_go.py 6"]
+)
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "python"])
-def test_a_minute_of_threads(compiled: bool) -> None:
-    """Half a minute with each recorder; a longer run is `stress_threads.py 1200`."""
+def test_threads_for_a_while(script: str, compiled: bool) -> None:
+    """A minute and a half in all; a longer run is `stress_threads.py 1200`. Odd seeds watch gradients."""
     if compiled and _extension.C is None:
         pytest.skip(f"no compiled part: {_extension.reason}")
     environment = {
@@ -27,6 +30,7 @@ def test_a_minute_of_threads(compiled: bool) -> None:
         "MALLOC_PERTURB_": "165",  # freed memory holds other bytes than it had
         "NANWATCH_EXT": str(int(compiled)),
     }
-    command = [sys.executable, str(SCRIPT), "30"]
+    name, *arguments = script.split()
+    command = [sys.executable, str(SCRIPTS / name), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -136,7 +136,7 @@ class Attachment:
         if self._names.get(module) is not None:
             return
         records = is_recorded(module) and self._observed(name)
-        allow_inf = self._allow_inf(name) or masked_scores(module)
+        allow_inf = self._allow_inf(name) or masked_scores(module, "i" in self._parts)
         node = self._recorder.add_node(with_utf8(name), module, records, allow_inf)
         call = _watched_call(self._recorder, module, None, node)
         # For compiled code; `site` is the same as a word, by which Dynamo knows that the place is as it was.

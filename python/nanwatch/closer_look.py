@@ -108,19 +108,24 @@ class CloserLook:
         with self._door:
             start, graph = self._starts.pop(threading.get_ident(), (None, None))
             self._door.notify_all()
-        self._ended.clear()
-        held = None if graph is None else graph()
-        if self._keeps_ended and start is not None and start.grad and held is not None:
-            self._ended[held] = _Ended(batch, weakref.ref(start.module), replace(start, module=_NO_MODULE))
+            self._ended.clear()
+            held = None if graph is None else graph()
+            if self._keeps_ended and start is not None and start.grad and held is not None:
+                self._ended[held] = _Ended(
+                    batch, weakref.ref(start.module), replace(start, module=_NO_MODULE)
+                )
 
     def backward_failed(self, batch: int) -> None:
         """Keep what a second run of the batch would need also when its graph is gone: a step may take the gradients."""
-        self._failed = next((one for one in self._ended.values() if one.batch == batch), self._failed)
+        with self._door:
+            ended = list(self._ended.values())
+            self._failed = next((one for one in ended if one.batch == batch), self._failed)
 
     def let_go(self) -> None:
         """Let go of what was kept for the backward."""
-        self._ended.clear()
-        self._failed = None
+        with self._door:
+            self._ended.clear()
+            self._failed = None
 
     def at(self, report: Report, *, is_late: bool = False) -> Report:
         """The report with what a second run of this thread's batch shows; itself where there is to be none.

@@ -69,20 +69,24 @@ class Faults:
 
     def fault(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """See Listener."""
-        is_new = frame.batch not in self.batches
+        number = frame.batch
+        if frame.recomputed and not self.batches.has_ended(number):
+            # A recomputation has the number of the latest batch, which may be another thread's.
+            number = ~number
+        is_new = number not in self.batches
 
         def report() -> Report:
             given = [observe(x, label, "input") for label, x in call_leaves(args, kwargs or {})]
             return self._reports.of_fault(frame.batch, caller, _records(given))
 
-        faulty = self._meet(frame.batch, frame.name, report)
+        faulty = self._meet(number, frame.name, report)
         at_once = self._options.check in ("auto", "module") or frame.recomputed
         try:
             if at_once and self._response.acts:
                 self._act(faulty, inside=not frame.recomputed)
         finally:
             if frame.recomputed and is_new:  # its end is told to nobody
-                self.batches.end(frame.batch)
+                self.batches.end(number)
 
     def late_fault(self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool) -> None:
         """See Listener."""

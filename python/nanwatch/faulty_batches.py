@@ -40,6 +40,10 @@ class FaultyBatches:
         """Whether the batch of this number is known to be faulty."""
         return number in self._under_way or number in self._ended
 
+    def has_ended(self, number: int) -> bool:
+        """Return whether the batch of this number was faulty and has ended."""
+        return number in self._ended
+
     def __bool__(self) -> bool:
         """Whether a faulty batch is under way, or the run of faulty ones is open."""
         return bool(self._under_way) or self.run_is_open

@@ -237,7 +237,7 @@ class _Seen:
         """Return what the format makes of each line."""
         ends = edges(name)
         low, least, high = self._low, self._least, self._high
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             numel = np.where(self._is_counted | ~(high > 0), 0.0, self._numel)
             # Of each record, by its range: the least and the most elements.
             overflow = _between(numel, low >= ends.overflows_from, high >= ends.overflows_from)

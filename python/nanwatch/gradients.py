@@ -177,12 +177,12 @@ class PythonGradients:
         """Take the hooks off these."""
         for x in leaves:
             hooks = x._backward_hooks or {}
-            for key in [key for key, hook in hooks.items() if _is_of(hook, self)]:
+            for key in [key for key, hook in list(hooks.items()) if _is_of(hook, self)]:
                 del hooks[key]
 
     def _leaf_hook(self, x: Tensor) -> _LeafHook:
         hooks = x._backward_hooks or {}
-        found: Any = next((hook for hook in hooks.values() if _is_of(hook, self)), None)
+        found: Any = next((hook for hook in list(hooks.values()) if _is_of(hook, self)), None)
         if found is None:
             found = _LeafHook(weakref.ref(self))
             x.register_hook(found)

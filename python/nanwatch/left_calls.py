@@ -7,12 +7,14 @@ hook raised after the forward, its output are still in the frames of the traceba
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from .call_values import call_values
 from .frame import FrameRows
+from .masked_scores import masked_scores
 from .observe import observe
 from .options import Options
 from .record import Row
@@ -47,8 +49,12 @@ def left_calls(error: BaseException) -> list[LeftCall]:
     """Return the module calls that the exception left, the innermost first."""
     found = []
     place = error.__traceback__
+    outer: FrameType | None = None
     while place is not None:
         if place.tb_frame.f_code is _CALL:
+            if outer is not None and not _is_inside(place.tb_frame, outer):
+                break  # of an exception that is raised once more: these calls are of the time before
+            outer = place.tb_frame
             values = place.tb_frame.f_locals
             output = values.get("result")
             found.append(
@@ -60,6 +66,13 @@ def left_calls(error: BaseException) -> list[LeftCall]:
                 values.clear()
         place = place.tb_next
     return found[::-1]
+
+
+def _is_inside(frame: FrameType, outer: FrameType) -> bool:
+    above: FrameType | None = frame
+    while above is not None and above is not outer:
+        above = above.f_back
+    return above is not None
 
 
 def left_frames(error: BaseException, batch: int, model: nn.Module, options: Options) -> LeftFrames:
@@ -74,7 +87,13 @@ def left_frames(error: BaseException, batch: int, model: nn.Module, options: Opt
     frames = []
     for name, call in own:
         rows = [
-            observe(x, label, role, options.allows_inf(name), counts=options.counts)
+            observe(
+                x,
+                label,
+                role,
+                options.allows_inf(name) or masked_scores(call.module, options.inputs),
+                counts=options.counts,
+            )
             for role, label, x in call_values(options, *call)
         ]
         frames.append(FrameRows(batch, name, type(call.module).__name__, rows))

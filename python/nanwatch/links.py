@@ -12,7 +12,9 @@ collector sees no cycle here.
 
 from __future__ import annotations
 
+import dis
 import functools
+import sys
 import threading
 import weakref
 from abc import ABC
@@ -24,6 +26,9 @@ from torch import nn
 from . import _extension
 
 ATTRIBUTE = "_compiled_call_impl"
+# The function that asks for it, and the place in it of the first time.
+_ASKING = nn.Module._wrapped_call_impl.__code__
+_FIRST = next((one.offset for one in dis.get_instructions(_ASKING) if one.argval == ATTRIBUTE), sys.maxsize)
 
 
 class Link(ABC):
@@ -48,6 +53,11 @@ class _PythonPlace:
             call = module.__dict__.get(ATTRIBUTE)
         if call is None and self.everyone is not None:
             return self.everyone.__get__(module)
+        if call is None:
+            # nn.Module.__call__ asks twice. A link that another thread takes away in between was there before.
+            caller = sys._getframe(1)
+            if caller.f_code is _ASKING and caller.f_lasti > _FIRST:
+                return module._call_impl
         return call
 
     # Not a function: Dynamo follows those, and takes what others return as it is.

@@ -19,14 +19,18 @@ if TYPE_CHECKING:
     from .ranges import TensorHealth
     from .record import Role
 
-# How many -inf a tensor had when it was excused: the same tensor is then handed on, and returned by the model.
+# The version of an excused tensor and its number of -inf: the same tensor is then handed on, and returned by the model.
 _excused = WeakIdKeyDictionary()
 
 
 class MaskedScores:
-    """The scores of one softmax module, in the place of `allow_inf`."""
+    """The scores of one softmax module, in the place of `allow_inf`.
 
-    def __init__(self, module: nn.Softmax | nn.LogSoftmax) -> None:
+    `reads_inputs` says whether the module's inputs are read. Where they are not, its output is judged by itself.
+    """
+
+    def __init__(self, module: nn.Softmax | nn.LogSoftmax, reads_inputs: bool = True) -> None:
+        self._reads_inputs = reads_inputs
         self._module = weakref.ref(module)
         self._is_log = isinstance(module, nn.LogSoftmax)
         # In this thread's call: how many scores are masked in what the module was given.
@@ -34,16 +38,20 @@ class MaskedScores:
 
     def excuse(self, x: Tensor, role: Role, health: TensorHealth) -> bool:
         """Whether each -inf of `x` is a masked score: of the input, or, of a log-softmax, of what it made of it."""
-        if role == "output":
+        if role == "output" and self._reads_inputs:
             return self.may_excuse(role, health)
+        if role == "output":
+            return self._is_log and _has_only_neginf(health) and not self._has_empty_row(x)
         self._given.masked = 0
         if role != "input" or not _has_only_neginf(health):
             return False
+        return not self._has_empty_row(x) and self.may_excuse(role, health)
+
+    def _has_empty_row(self, x: Tensor) -> bool:
         with only_our_dispatch(), torch.no_grad():
             local = local_shard(x)
             values = (x if local is None else local).detach()
-            has_empty_row = bool((values == -torch.inf).all(dim=self._dim(x.ndim)).any())
-        return not has_empty_row and self.may_excuse(role, health)
+            return bool((values == -torch.inf).all(dim=self._dim(x.ndim)).any())
 
     def may_excuse(self, role: Role, health: TensorHealth) -> bool:
         """The same from the counts alone, which do not tell a row without a finite score."""
@@ -60,21 +68,23 @@ class MaskedScores:
         return (0 if ndim in (0, 1, 3) else 1) if dim is None else dim
 
 
-def masked_scores(module: nn.Module) -> MaskedScores | Literal[False]:
+def masked_scores(module: nn.Module, reads_inputs: bool = True) -> MaskedScores | Literal[False]:
     """The MaskedScores of a softmax module; False for any other."""
-    return MaskedScores(module) if isinstance(module, nn.Softmax | nn.LogSoftmax) else False
+    return MaskedScores(module, reads_inputs) if isinstance(module, nn.Softmax | nn.LogSoftmax) else False
 
 
 def are_masked(x: Tensor, role: Role, health: TensorHealth, scores: MaskedScores | None) -> bool:
     """Whether each -inf of `x` is a masked score: `scores` say so, or said so of this tensor before."""
     if scores is None:
+        if x.is_inference():
+            return False
         known = _excused.get(x)
         if known is None and x._base is not None:
             known = _excused.get(x._base)
-        return known == health.num_neginf and _has_only_neginf(health)
+        return known == (x._version, health.num_neginf) and _has_only_neginf(health)
     is_excused = scores.excuse(x, role, health)
-    if is_excused:
-        _excused[x] = health.num_neginf
+    if is_excused and not x.is_inference():  # which has no version, so that nothing tells when it changes
+        _excused[x] = x._version, health.num_neginf
     return is_excused
 
 

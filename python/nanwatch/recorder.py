@@ -309,8 +309,8 @@ class PythonRecorder(RecordsBackwards):
                 self.latest_batch += 1
             thread.batch = self.latest_batch
         traced = thread.batch in self._traced
-        looked_at = not thread.recomputed and thread.batch % self._settings.every == 0
-        if looked_at and (traced or self.tells_batch_start):
+        # Also of a batch that is not recorded: its thread is inside the model.
+        if not thread.recomputed and (traced or self.tells_batch_start):
             thread.held = self._listener.batch_started(thread.batch, traced, module, args, kwargs or None)
         thread.given = (args, kwargs or None)
 

@@ -111,7 +111,10 @@ class Response:
         elif self._action == "raise":
             if inside:
                 error = self._raised[threading.get_ident()] = NonFiniteError(report)
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # or its traceback would hold itself, and with it the locals of the forward
             closer = look(report)
             raise NonFiniteError(closer, None if self._peers is None else self._peers.settle(closer.finding))
 

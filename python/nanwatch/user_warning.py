@@ -39,8 +39,11 @@ def warn_user(message: str, *, may_raise: bool = True) -> None:
 def _users_frame() -> FrameType:
     """The innermost frame outside nanwatch and torch; in a thread without one, the main thread's."""
     here = sys._getframe(1)
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
-    return _outside(here) or _outside(main) or here
+    found = _outside(here)
+    main = threading.main_thread().ident
+    if found is None and main is not None and main != threading.get_ident():
+        found = _outside(sys._current_frames().get(main))
+    return found or here
 
 
 def _outside(frame: FrameType | None) -> FrameType | None:

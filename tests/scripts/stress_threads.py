@@ -59,7 +59,9 @@ class Stress:
         self.model = Model()
         with torch.no_grad():
             self.model.table.weight.clamp_(-1, 1)
-        self.watch = nanwatch.watch(self.model, microscope=False, forecast=False, max_frames=64)
+        self.watch = nanwatch.watch(
+            self.model, microscope=False, forecast=False, max_frames=64, gradients=bool(seed % 2)
+        )
         self.unwatched = pickle.dumps(copy.deepcopy(self.model))
         self.optimizers = [torch.optim.SGD(head.parameters(), lr=1e-6) for head in self.model.heads]
         self.wrong: list[str] = []
