@@ -203,3 +203,26 @@ def test_a_failure_that_is_over_keeps_no_local_of_the_forward(action: Any) -> No
         assert [one() for one in made] == [None]
     finally:
         gc.enable()
+
+
+def test_a_faulty_frame_that_others_pushed_out_is_found() -> None:
+    """Frames of another thread fill the ring before the report is made; the finding is of the failed call."""
+    model = nn.Sequential(nn.Identity())
+    other = threading.Thread(target=lambda: [model(torch.ones(2)) for _ in range(8)])
+
+    with watch(model, max_frames=4, microscope=False) as w:
+        plain = w._reports._frames
+
+        def frames(more: Any) -> Any:
+            if not other.ident:
+                other.start()
+                other.join()
+            return plain(more)
+
+        w._reports._frames = frames  # type: ignore[method-assign]
+        with pytest.raises(nanwatch.NonFiniteError) as raised:
+            model(torch.full((2,), torch.inf))
+    finding = raised.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.batch) == ("0", "input[0]", 0)
+    assert any(frame.fault is not None for frame in raised.value.report.frames)

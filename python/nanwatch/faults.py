@@ -77,7 +77,7 @@ class Faults:
 
         def report() -> Report:
             given = [observe(x, label, "input") for label, x in call_leaves(args, kwargs or {})]
-            return self._reports.of_fault(frame.batch, caller, _records(given))
+            return self._reports.of_fault(frame.batch, caller, _records(given), faulty=frame)
 
         faulty = self._meet(number, frame.name, report)
         at_once = self._options.check in ("auto", "module") or frame.recomputed
@@ -93,7 +93,7 @@ class Faults:
         self._meet(
             frame.batch,
             frame.name,
-            lambda: self._reports.of_fault(frame.batch, caller, _records(given.rows)),
+            lambda: self._reports.of_fault(frame.batch, caller, _records(given.rows), faulty=frame),
             is_left=is_left,
         )
 

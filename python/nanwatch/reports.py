@@ -39,14 +39,24 @@ class Reports:
         return self.of(self._frames(more), finding, batch)
 
     def of_fault(
-        self, batch: int, caller: str | None, given: Sequence[Record], more: Sequence[FrameRows] = ()
+        self,
+        batch: int,
+        caller: str | None,
+        given: Sequence[Record],
+        more: Sequence[FrameRows] = (),
+        *,
+        faulty: FrameRows | None = None,
     ) -> Report:
         """Return the report of the first fault of a batch, which was called with `given`.
 
-        `caller` is the module that made the faulty call.
+        `caller` is the module that made the faulty call. `faulty` is that call's frame, which the recorder has kept and
+        which the frames of other threads may have pushed out since.
         """
         frames = self._frames(more)
         current = [one for one in frames if one.batch == batch]
+        if faulty is not None and all(one.fault is None for one in current):
+            current = [faulty.to_frame()]
+            frames = (*frames, *current)
         kept = self._recorder.frames_of_batch(batch)
         num_frames = None if kept is None else kept + len(more)
         finding = find(current, batch_inputs=given, caller=caller, rank=rank(), num_frames=num_frames)
