@@ -291,9 +291,12 @@ def test_a_watch_that_is_dropped_ends_its_thread(job):
     model(torch.ones(2, 4))
     assert verdict_threads() == 1
     del watch, model
-    # The first collection frees the model, and with it the link that held the rest.
+    # The first collection frees the model, and with it the link that held the rest. Then the thread is told to end.
     gc.collect()
     gc.collect()
+    for thread in set(threading.enumerate()) - _before:
+        if thread.name == "nanwatch verdict":
+            thread.join(30)
     assert verdict_threads() == 0
 
 
