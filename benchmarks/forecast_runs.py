@@ -1,4 +1,4 @@
-"""What the forecasts say of natural trainings: recorded once, replayed as often as the forecasts are changed.
+"""Count how often forecasts are right: natural trainings, recorded once and replayed for each change of the forecasts.
 
     python benchmarks/forecast_runs.py record [--folder DIR] [--seed 0] [--only WORD]   # 15 minutes on one core
     python benchmarks/forecast_runs.py replay [--folder DIR] [--lines] [--json FILE]    # half a minute

@@ -21,7 +21,7 @@ struct GradientCall {
   int32_t node = 0, caller = -1;
   bool recomputed = false;
   const void* thread = nullptr;  // of the call, only compared
-  // What the listener answered to the start of the batch: it lives until none of its gradients can come any more.
+  // The listener's answer to the start of the batch. It lives as long as a gradient of the batch can still come.
   std::shared_ptr<PyObject> held = {};
   mutable int64_t task = -1;  // the backward that last brought a gradient of its outputs; under the log's lock
 };

@@ -179,7 +179,7 @@ bool CallRecorder::abandon_of_ended_threads() {
   }
   for (; !own.empty(); own.pop_front())
     if (own.front().recorder == id_ && !abandon(own.front())) {
-      // What is left is for the next one who comes.
+      // The next caller ends the remaining ones.
       own.pop_front();
       const std::lock_guard<std::mutex> lock(all.mutex);
       all.threads.splice(all.threads.end(), own);

@@ -80,7 +80,7 @@ class Labels {
   };
 
   void forget_keys() {
-    // What a key's end runs, of a subclass of str, may come here again.
+    // The destructor of a key, of a subclass of str, may run Python code that calls this function again.
     const auto forgotten = std::exchange(named_, {});
     for (const auto& entry : forgotten) Py_DECREF(entry.first.key);
   }

@@ -79,7 +79,7 @@ class HeldError {
   };
 
  private:
-  // Whether what was raised meanwhile was raised "from" this.
+  // Whether the exception that is now set was raised "from" this one.
   bool is_explained() const {
     if (!PyErr_Occurred()) return false;
     PyObject *type, *value, *traceback;

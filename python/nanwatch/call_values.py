@@ -1,4 +1,4 @@
-"""What a frame of a module call shows: weights, buffers, inputs and outputs, with their roles and labels."""
+"""The values that a frame of a module call shows: weights, buffers, inputs and outputs, with roles and labels."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Attachment:
         self._recorder = recorder
         self._parts = parts
         self._watch = _live.enter(model, recorder)
-        # What the operators in compiled code are said to write; see compile_ops.record_.
+        # The tensor that the operators in compiled code declare as written; see compile_ops.record_.
         self._sequence = _new_sequence(torch.device("cpu"))
         self._device_sequences: dict[torch.device, torch.Tensor] = {}
         compiled.install()

@@ -11,7 +11,7 @@ from ._ops import define
 
 
 def _fake_nothing(*_: object) -> None:
-    """Of what these write, the number of calls so far, nobody reads the value."""
+    """Do nothing: the operators count calls in `sequence`, and no code reads that count."""
 
 
 # No argument is called `node` or `self`: Inductor hands an operator's arguments on by name, among names of its own.

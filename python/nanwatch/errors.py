@@ -68,7 +68,7 @@ class BatchLimitError(ValueError):
 
 
 class _FileError(ValueError):
-    """What was opened may be a stranger's, and the text of the error may quote it."""
+    """Return the error's text with escapes, as it may quote a file from a stranger."""
 
     def __init__(self, message: str) -> None:
         super().__init__(visible(message))

@@ -1,4 +1,4 @@
-"""What a watch does about values that are not finite: reports them, warns of them, and acts when it is due."""
+"""Handling of non-finite values: report them, warn of them, and act when it is due."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Faults:
         is_first = self.batches.failure is report
         if not is_first and self._options.on_nonfinite != "raise":
             return report
-        # Of a batch that was left, what a second run needs is gone, and perhaps the weights have moved on.
+        # A batch that its thread has left cannot run again: its arguments are gone, and the weights may have changed.
         faulty = None if report.batch is None else self.batches.get(report.batch)
         closer = self._response.look_closer(report, is_late=faulty is not None and faulty.is_left)
         if is_first:
