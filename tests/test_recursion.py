@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import pytest
 import torch
 from torch import nn
 
@@ -40,11 +39,13 @@ def hooked() -> nn.Module:
     return model
 
 
-@pytest.mark.skipif(_extension.C is None, reason="no compiled part")
-def test_a_watched_call_takes_nothing_of_the_recursion_limit() -> None:
-    """A forward goes as deep as unwatched, and deeper than with a hook."""
+def test_a_watched_call_takes_no_more_of_the_recursion_limit_than_a_hook() -> None:
+    """A forward goes as deep as with a hook; with the compiled part as deep as unwatched."""
     plain = Recurses()
     unwatched = deepest(plain)
     with watch(plain, microscope=False, forecast=False):
         watched = deepest(plain)
-    assert watched == unwatched > deepest(hooked())
+    hooks = deepest(hooked())
+    # A call costs what a hook costs. The innermost one reads its tensors, for which a few frames must be left.
+    assert hooks - 1 <= watched <= unwatched
+    assert _extension.C is None or watched == unwatched > hooks

@@ -21,9 +21,9 @@ A format "fits" when nothing overflows in it, though the largest value doubles o
 most the share --lost of the elements becomes zero. It "holds all" when, with the margin at both ends, nothing overflows
 and nothing is below its smallest normal number: one small element decides.
 
-What a trace knows: its ranges say whether anything overflows, and whether anything becomes zero, but not how much. Then
-a format fits when what becomes zero is less than 1/4096 of the largest element of its tensor. A trace of a few batches
-with counts=True (nanwatch run --counts --trace ...) has the shares.
+The ranges of a trace say whether an element overflows and whether one becomes zero, but not how many do. By ranges a
+format fits when each element that may become zero is below 1/4096 of the largest element of its tensor. A trace of a
+few batches with counts=True (nanwatch run --counts --trace ...) has the shares.
 
 exit status: 0, 1 when the format of --for does not fit, or 2 when there is no trace to read
 

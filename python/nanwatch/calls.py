@@ -1,6 +1,6 @@
 """Watched calls: links that record the calls of modules, and how they are attached to the modules of a model.
 
-A WatchedCall stands in the place before its module's call (place.py). It sees a call's arguments and its result, after
+A WatchedCall stands in the place before its module's call (links.py). It sees a call's arguments and its result, after
 every hook of the user's. No hook is registered: any forward hook makes PyTorch itself 0.85 µs slower per call, and its
 hooks are not told when a forward ends by an exception.
 """
@@ -19,7 +19,7 @@ from . import _extension, _live, compiled, rehearsal
 from .global_hooks import after_steps, children
 from .handles import Handles
 from .links import Link, attach, chain, detach
-from .masked_scores import masked_scores
+from .masked_scores import MaskedScores
 from .modules import WeakIdentityDict
 from .recorder import PythonRecorder
 from .visible import with_utf8
@@ -89,7 +89,7 @@ class Attachment:
     """A recorder on the modules of one model, until `remove`.
 
     `observed(name)` says whether the calls of a module are recorded; the calls of the others only mark where a batch
-    begins. `allow_inf(name)` says whether infinities in them are meant. `parts` are the letters of what is looked at:
+    begins. `allow_inf(name, module)` says which infinities are meant. `parts` are the letters of what is looked at:
     weights, buffers, inputs, outputs. Modules registered later in one of the watched modules are watched too.
     """
 
@@ -98,7 +98,7 @@ class Attachment:
         model: nn.Module,
         recorder: Any,
         observed: Callable[[str], bool],
-        allow_inf: Callable[[str], bool],
+        allow_inf: Callable[[str, nn.Module], bool | MaskedScores],
         parts: str = "wbio",
     ) -> None:
         self.is_attached = True
@@ -136,8 +136,7 @@ class Attachment:
         if self._names.get(module) is not None:
             return
         records = is_recorded(module) and self._observed(name)
-        allow_inf = self._allow_inf(name) or masked_scores(module, "i" in self._parts)
-        node = self._recorder.add_node(with_utf8(name), module, records, allow_inf)
+        node = self._recorder.add_node(with_utf8(name), module, records, self._allow_inf(name, module))
         call = _watched_call(self._recorder, module, None, node)
         # For compiled code; `site` is the same as a word, by which Dynamo knows that the place is as it was.
         call.attachment = weakref.ref(self)

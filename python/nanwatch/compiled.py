@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import _extension
 from ._live import NOBODY
 from ._when_imported import when_imported
 from .cuda_graphs import captured_on
@@ -155,6 +156,8 @@ def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
     sites: list[Site] = []
     devices = _devices(tx)
     place = variable.var_getattr(tx, ATTRIBUTE)
+    if _extension.C is None:  # the place holds bound methods; see links.py
+        place = place.var_getattr(tx, "__self__")
     for call in calls:
         # `site` says which recorder, module and options this is. It is guarded on; what is in it are constants.
         place.var_getattr(tx, "site").as_python_constant()

@@ -186,8 +186,7 @@ class Faults:
 
     def _left_by(self, error: Exception, batch: int) -> None:
         """Say, in a note of somebody else's exception that ends the batch, what was not finite in it."""
-        # One without calls ended something else, such as a call in compiled code.
-        if isinstance(error, NonFiniteError | BatchLimitError) or not left_calls(error):
+        if isinstance(error, NonFiniteError | BatchLimitError):
             return
         try:
             faulty = self.batches.get(batch) or self._meet_left(error, batch)
@@ -199,10 +198,11 @@ class Faults:
 
     def _meet_left(self, error: Exception, batch: int) -> FaultyBatch | None:
         """Look at the calls that the exception left."""
-        model = self._model()
-        if model is None:
+        model, calls = self._model(), left_calls(error)
+        # Without calls the exception ended something else, such as a call in compiled code.
+        if model is None or not calls:
             return None
-        left = left_frames(error, batch, model, self._options)
+        left = left_frames(calls, batch, model, self._options)
         bad = next((i for i, frame in enumerate(left.frames) if any(map(is_fault, frame.rows))), None)
         if bad is None:
             return None

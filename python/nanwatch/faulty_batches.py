@@ -58,12 +58,10 @@ class FaultyBatches:
         faulty = self._under_way[number] = FaultyBatch(report, is_left)
         return faulty
 
-    def end(self, number: int) -> FaultyBatch | None:
-        """Return the batch, which ends; None if it was not faulty."""
-        faulty = self._under_way.pop(number, None)
-        if faulty is not None:
+    def end(self, number: int) -> None:
+        """Note that the batch has ended, faulty or not."""
+        if self._under_way.pop(number, None) is not None:
             self._ended.append(number)
-        return faulty
 
     def open_run(self, report: Report) -> None:
         """Keep the report of a failure, if it is the first of its run."""

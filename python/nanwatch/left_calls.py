@@ -14,7 +14,6 @@ from torch import nn
 
 from .call_values import call_values
 from .frame import FrameRows
-from .masked_scores import masked_scores
 from .observe import observe
 from .options import Options
 from .record import Row
@@ -75,14 +74,13 @@ def _is_inside(frame: FrameType, outer: FrameType) -> bool:
     return above is not None
 
 
-def left_frames(error: BaseException, batch: int, model: nn.Module, options: Options) -> LeftFrames:
-    """Return the frames of the calls of `model`'s modules that the exception left, as far as they are observed."""
+def left_frames(calls: list[LeftCall], batch: int, model: nn.Module, options: Options) -> LeftFrames:
+    """Return the frames of those of `calls` that `model`'s modules made, as far as they are observed."""
     names = {
         id(one.module): one.name
         for one in named_modules(model)
         if is_recorded(one.module) and options.observes(one.name)
     }
-    calls = left_calls(error)
     own = [(names[id(call.module)], call) for call in calls if id(call.module) in names]
     frames = []
     for name, call in own:
@@ -91,12 +89,12 @@ def left_frames(error: BaseException, batch: int, model: nn.Module, options: Opt
                 x,
                 label,
                 role,
-                options.allows_inf(name) or masked_scores(call.module, options.inputs),
+                options.allows_inf(name, call.module),
                 counts=options.counts,
             )
             for role, label, x in call_values(options, *call)
         ]
         frames.append(FrameRows(batch, name, type(call.module).__name__, rows))
     callers = [*(name for name, _ in own[1:]), None]
-    given = call_leaves(calls[-1].args, calls[-1].kwargs) if calls else []
+    given = call_leaves(calls[-1].args, calls[-1].kwargs)
     return LeftFrames(frames, callers, [observe(x, label, "input") for label, x in given])

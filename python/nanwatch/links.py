@@ -26,9 +26,6 @@ from torch import nn
 from . import _extension
 
 ATTRIBUTE = "_compiled_call_impl"
-# The function that asks for it, and the place in it of the first time.
-_ASKING = nn.Module._wrapped_call_impl.__code__
-_FIRST = next((one.offset for one in dis.get_instructions(_ASKING) if one.argval == ATTRIBUTE), sys.maxsize)
 
 
 class Link(ABC):
@@ -43,7 +40,12 @@ class _PythonPlace:
 
     def __init__(self) -> None:
         self.everyone: Callable[..., Any] | None = None
+        # Bound methods: where a link itself is called, Python 3.11 counts two more of the recursion limit.
         self._calls: dict[int, Any] = {}
+        # The function that asks for it, and the place in it of the first time.
+        self._asking = code = nn.Module._wrapped_call_impl.__code__
+        offsets = (one.offset for one in dis.get_instructions(code) if one.argval == ATTRIBUTE)
+        self._first = next(offsets, sys.maxsize)
 
     def _get(self, module: nn.Module | None, kind: type | None = None) -> Any:
         if module is None:
@@ -56,7 +58,7 @@ class _PythonPlace:
         if call is None:
             # nn.Module.__call__ asks twice. A link that another thread takes away in between was there before.
             caller = sys._getframe(1)
-            if caller.f_code is _ASKING and caller.f_lasti > _FIRST:
+            if caller.f_code is self._asking and caller.f_lasti > self._first:
                 return module._call_impl
         return call
 
@@ -65,11 +67,11 @@ class _PythonPlace:
 
     def find(self, address: int, /) -> Any:
         """The callable before the call of the module at an address, or None."""
-        return self._calls.get(address)
+        return getattr(self._calls.get(address), "__self__", None)
 
-    def put(self, address: int, call: object, /) -> None:
+    def put(self, address: int, call: Any, /) -> None:
         """Put a callable before the call of the module at an address."""
-        self._calls[address] = call
+        self._calls[address] = call.__call__
 
     def take(self, address: int, /) -> None:
         """Take away what stands before the call of the module at an address."""

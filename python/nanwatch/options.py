@@ -18,12 +18,14 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from .listener import Check, Settings
+from .masked_scores import masked_scores
 from .reading import shorten
 from .sink import ACCEPTED, is_target
 from .text import close_names
 from .wrapped_names import for_names
 
 if TYPE_CHECKING:
+    from .masked_scores import MaskedScores
     from .report import Report
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
@@ -75,9 +77,9 @@ class Options:
         """Whether the calls of the module of this name are recorded."""
         return (not self.include or _matches(name, self.include)) and not _matches(name, self.exclude)
 
-    def allows_inf(self, name: str) -> bool:
-        """Whether infinities in the module of this name are meant."""
-        return _matches(name, self.allow_inf)
+    def allows_inf(self, name: str, module: nn.Module) -> bool | MaskedScores:
+        """Whether infinities in this module are meant, or the masked scores that are, of a softmax."""
+        return _matches(name, self.allow_inf) or masked_scores(module, self.inputs)
 
     def recorder_settings(self, *, max_frames: int, verify_hits: bool, measure_time: bool) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""

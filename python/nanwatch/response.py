@@ -110,11 +110,10 @@ class Response:
             self._action(look(report))
         elif self._action == "raise":
             if inside:
-                error = self._raised[threading.get_ident()] = NonFiniteError(report)
-                try:
-                    raise error
-                finally:
-                    del error  # or its traceback would hold itself, and with it the locals of the forward
+                here = threading.get_ident()
+                self._raised[here] = NonFiniteError(report)
+                # Through no local: the traceback would hold itself, and with it the locals of the forward.
+                raise self._raised[here]
             closer = look(report)
             raise NonFiniteError(closer, None if self._peers is None else self._peers.settle(closer.finding))
 
