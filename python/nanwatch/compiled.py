@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _extension
 from ._live import NOBODY
 from ._when_imported import when_imported
 from .cuda_graphs import captured_on
@@ -136,7 +135,7 @@ def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
 
-    from .links import ATTRIBUTE
+    from .links import ATTRIBUTE, HOLDS_METHODS
 
     module: nn.Module = variable.value
     if tx.output.export or torch.compiler.is_exporting():
@@ -156,7 +155,7 @@ def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
     sites: list[Site] = []
     devices = _devices(tx)
     place = variable.var_getattr(tx, ATTRIBUTE)
-    if _extension.C is None:  # the place holds bound methods; see links.py
+    if HOLDS_METHODS:
         place = place.var_getattr(tx, "__self__")
     for call in calls:
         # `site` says which recorder, module and options this is. It is guarded on; what is in it are constants.

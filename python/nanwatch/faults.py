@@ -14,7 +14,8 @@ from .errors import BatchLimitError, NonFiniteError
 from .fault_warnings import FaultWarnings
 from .faulty_batches import FaultyBatch, FaultyBatches
 from .frame import FrameRows
-from .left_calls import left_calls, left_frames
+from .left_calls import left_calls
+from .left_frames import left_frames
 from .listener import Recorder
 from .observe import observe
 from .options import Options

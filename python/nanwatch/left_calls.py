@@ -12,13 +12,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .call_values import call_values
-from .frame import FrameRows
-from .observe import observe
-from .options import Options
-from .record import Row
-from .walk import call_leaves
-from .wrapped_names import is_recorded, named_modules
 
 # The method of PyTorch's that runs a module's hooks and its forward.
 _CALL = nn.Module._call_impl.__code__
@@ -31,17 +24,6 @@ class LeftCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
-
-
-class LeftFrames(NamedTuple):
-    """The frames of the calls of a model that an exception left, the innermost first, and what led to them.
-
-    `callers` are the modules that made the calls, `given` is what the outermost of all calls was called with.
-    """
-
-    frames: list[FrameRows]
-    callers: list[str | None]
-    given: list[Row]
 
 
 def left_calls(error: BaseException) -> list[LeftCall]:
@@ -72,29 +54,3 @@ def _is_inside(frame: FrameType, outer: FrameType) -> bool:
     while above is not None and above is not outer:
         above = above.f_back
     return above is not None
-
-
-def left_frames(calls: list[LeftCall], batch: int, model: nn.Module, options: Options) -> LeftFrames:
-    """Return the frames of those of `calls` that `model`'s modules made, as far as they are observed."""
-    names = {
-        id(one.module): one.name
-        for one in named_modules(model)
-        if is_recorded(one.module) and options.observes(one.name)
-    }
-    own = [(names[id(call.module)], call) for call in calls if id(call.module) in names]
-    frames = []
-    for name, call in own:
-        rows = [
-            observe(
-                x,
-                label,
-                role,
-                options.allows_inf(name, call.module),
-                counts=options.counts,
-            )
-            for role, label, x in call_values(options, *call)
-        ]
-        frames.append(FrameRows(batch, name, type(call.module).__name__, rows))
-    callers = [*(name for name, _ in own[1:]), None]
-    given = call_leaves(calls[-1].args, calls[-1].kwargs)
-    return LeftFrames(frames, callers, [observe(x, label, "input") for label, x in given])

@@ -78,6 +78,8 @@ class _PythonPlace:
         self._calls.pop(address, None)
 
 
+# Whether modules answer with bound methods of links, in place of the links.
+HOLDS_METHODS = _extension.C is None
 _Place: Any = _PythonPlace if _extension.C is None else _extension.C.Place
 
 
