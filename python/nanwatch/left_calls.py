@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-
 # The method of PyTorch's that runs a module's hooks and its forward.
 _CALL = nn.Module._call_impl.__code__
 
