@@ -30,6 +30,7 @@ ifeq ($(OFFLINE),1)
   BUILD_NEEDS := $(STAMPS)/checked
   TOOL := $(PYTHON) -m
   CLANG_FORMAT := clang-format
+  LINT_IMPORTS := lint-imports
   PARALLEL :=
 else
   PYTHON_ENVIRONMENT :=
@@ -39,6 +40,7 @@ else
   BUILD_NEEDS := $(STAMPS)/torch
   TOOL := $(VENV)/bin/python -m
   CLANG_FORMAT := $(VENV)/bin/clang-format
+  LINT_IMPORTS := $(VENV)/bin/lint-imports
   PARALLEL = -n $(JOBS) --dist worksteal
 endif
 PY := $(PYTHON_ENVIRONMENT) $(PY_ONLY)
@@ -73,6 +75,7 @@ lint: $(READY)
 	$(TOOL) ruff check .
 	$(TOOL) ruff format --check .
 	$(TOOL) mypy
+	$(LINT_IMPORTS)
 	$(CLANG_FORMAT) --dry-run --Werror $(FORMATTED)
 
 format: $(READY)

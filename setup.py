@@ -2,7 +2,7 @@
 
 A failing build must not take the library away, and must not go unnoticed: the install goes on in pure Python, one
 message says what was lost, and nanwatch/_build.json keeps the reason, because pip hides a build's output. The first
-use of the fallback and `python -m nanwatch` read it back (see python/nanwatch/_extension.py).
+use of the fallback and `python -m nanwatch` read it back (see python/nanwatch/numerics/_extension.py).
 
 Environment
     NANWATCH_REQUIRE_EXT=1   a build without the compiled part, or with its CUDA part broken, is an error

@@ -24,7 +24,7 @@ from _timing import Candidate, Plan, duration, interleave, machine, table, write
 from torch import Tensor
 
 import nanwatch
-from nanwatch import _ops
+from nanwatch.numerics import _ops
 
 NBYTES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30)
 QUICK_NBYTES = (1 << 20, 1 << 26)
@@ -297,10 +297,10 @@ def print_results(rows: list[CudaRow]) -> None:
 def run(options: argparse.Namespace, rivals: Callable[[Tensor, set[str]], dict[str, Candidate]]) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("--device cuda: torch sees no CUDA device here")
-    native = nanwatch._extension.C
+    native = nanwatch.numerics._extension.C
     if native is None or not native.cuda_compiled():
         raise SystemExit(
-            f"the compiled part has no CUDA kernels: {nanwatch._extension.reason or 'built without CUDA'}"
+            f"the compiled part has no CUDA kernels: {nanwatch.numerics._extension.reason or 'built without CUDA'}"
         )
     about = machine(gpu=torch.cuda.get_device_name(), cuda=str(torch.version.cuda))
     print(", ".join(f"{key}: {value}" for key, value in about.items()), flush=True)

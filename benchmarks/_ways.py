@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.links import attach, chain, detach
+from nanwatch.instrumentation.links import attach, chain, detach
 
 Way = Callable[[], AbstractContextManager[Any]]
 

@@ -15,7 +15,7 @@ from _targets import Target
 from _timing import duration, machine, write_results
 from torch import Tensor
 
-from nanwatch import _ops
+from nanwatch.numerics import _ops
 
 TENSORS = 24
 # A bias, a LayerNorm's weight, the activations of one token: from 3 KiB to 96 KiB in bfloat16.

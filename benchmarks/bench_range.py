@@ -355,14 +355,17 @@ def main(arguments: list[str] | None = None) -> None:
         _range_cuda.run(options, rivals)
         return
     floor = load_floor() if "floor" in options.only else None
-    native = nanwatch._extension.C
+    native = nanwatch.numerics._extension.C
     about = machine(
         nanwatch="compiled part missing" if native is None else native.cpu_capability(),
         floor="" if floor is None else floor.isa(),
     )
     print(", ".join(f"{key}: {value}" for key, value in about.items()), flush=True)
     if native is None:
-        print(f"WARNING: this times the pure-torch fallback: {nanwatch._extension.reason}", file=sys.stderr)
+        print(
+            f"WARNING: this times the pure-torch fallback: {nanwatch.numerics._extension.reason}",
+            file=sys.stderr,
+        )
     rows: list[Row] = []
     for row in measure(options, floor):
         rows.append(row)

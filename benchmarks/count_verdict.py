@@ -24,10 +24,10 @@ from unittest import mock
 import torch.distributed as dist
 from sim_ranks import Counting, made_up, served
 
-from nanwatch import verdict
-from nanwatch.board import Board
-from nanwatch.sighting import Sighting
-from nanwatch.verdict import Verdict
+from nanwatch.distributed import verdict
+from nanwatch.distributed.board import Board
+from nanwatch.distributed.verdict import Verdict
+from nanwatch.report.sighting import Sighting
 
 REPEATS = 100  # of a single question
 NEVER = 3600.0  # seconds between two looks, so that none comes in between

@@ -27,8 +27,8 @@ from _forecast_trainings import Training, run, trainings
 from _timing import table
 
 import nanwatch
-from nanwatch.forecast import Forecast, Forecaster
-from nanwatch.largest import Name
+from nanwatch.monitoring.forecast import Forecast, Forecaster
+from nanwatch.recording.largest import Name
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nanwatch import Finding, verdict
-from nanwatch.sighting import Origin
-from nanwatch.verdict import Verdict
+from nanwatch import Finding
+from nanwatch.distributed import verdict
+from nanwatch.distributed.verdict import Verdict
+from nanwatch.report.sighting import Origin
 
 PATIENCE = 240.0  # seconds: two busy cores need a good part of it for 1,000 writers
 FILES_EACH = 8  # descriptors a writer needs in the process of store and proxy: six, and room

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from nanwatch import _extension, _ops, _reference, ranges
+from nanwatch.numerics import _extension, _ops, _reference, ranges
 from netcheck_ranks import Ranks
 from stand_in_device import stand_in
 

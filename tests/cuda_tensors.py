@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cuda_emulation import Host, same
-from nanwatch import _reference
+from nanwatch.numerics import _reference
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanwatch.batch_start import BatchStart
-from nanwatch.examination import Examination
-from nanwatch.finding import Finding
-from nanwatch.microscope import examine
-from nanwatch.watch import watch
+from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.diagnosis.examination import Examination
+from nanwatch.diagnosis.microscope import examine
+from nanwatch.report.finding import Finding
+from nanwatch.session.watch import watch
 
 
 class Does(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanwatch.watch import Watch
+from nanwatch.session.watch import Watch
 from test_recorder import watched
 
 SIDE = 64  # of what is counted: 16 KiB in float32

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from nanwatch.frame import Frame
-from nanwatch.watch import Watch
+from nanwatch.report.frame import Frame
+from nanwatch.session.watch import Watch
 
 # A module's name, and what came for one call of it: label, shape, smallest and largest magnitude.
 Seen: TypeAlias = tuple[str, tuple[tuple[str, tuple[int, ...], float, float], ...]]

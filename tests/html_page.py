@@ -10,11 +10,11 @@ from html.parser import HTMLParser
 from math import inf, isnan, nan
 from typing import Any
 
-from nanwatch.finding import find
-from nanwatch.frame import Frame
-from nanwatch.ranges import TensorHealth
-from nanwatch.record import Record
-from nanwatch.report import Report
+from nanwatch.numerics.ranges import TensorHealth
+from nanwatch.report.finding import find
+from nanwatch.report.frame import Frame
+from nanwatch.report.record import Record
+from nanwatch.report.report import Report
 
 VOID = {"meta", "link", "input", "br"}
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from nanwatch.attempt import Attempt
-from nanwatch.frame import Frame
-from nanwatch.merge import Merged
-from nanwatch.merge_digest import Digest, Place
-from nanwatch.merge_document import document
-from nanwatch.record import Record
-from nanwatch.report import Report
+from nanwatch.distributed.merge import Merged
+from nanwatch.distributed.merge_digest import Digest, Place
+from nanwatch.distributed.merge_document import document
+from nanwatch.report.attempt import Attempt
+from nanwatch.report.frame import Frame
+from nanwatch.report.record import Record
+from nanwatch.report.report import Report
 from sightings import finding
 
 NAMES = ["", "a", "a.b", "c"]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.batch_start import BatchStart
-from nanwatch.finding import Finding
+from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.report.finding import Finding
 
 HALF = torch.float16
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.placement import read_placement
-from nanwatch.shard import shard_note
+from nanwatch.recording.shard import shard_note
+from nanwatch.report.placement import read_placement
 from parallel_models import (
     Block,
     Net,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from collectives import Counted, counting
-from nanwatch.report import Report
+from nanwatch.report.report import Report
 
 Parallelize = Callable[[nn.Module], nn.Module]
 

@@ -28,8 +28,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import nanwatch
-from nanwatch import verdict
-from nanwatch.verdict import PeerNonFiniteError, Verdict
+from nanwatch.distributed import verdict
+from nanwatch.distributed.verdict import PeerNonFiniteError, Verdict
 from parallel_models import shard, split
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

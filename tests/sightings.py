@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nanwatch import Finding
-from nanwatch.finding import Origin
+from nanwatch.report.finding import Origin
 
 
 def serve() -> Any:

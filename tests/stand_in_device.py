@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from cuda_emulation import FORMATS, DescribedTensor
-from nanwatch import _extension, _reference
-from nanwatch.ranges import _is_plain, only_our_dispatch, unreadable
+from nanwatch.numerics import _extension, _reference
+from nanwatch.numerics.ranges import _is_plain, only_our_dispatch, unreadable
 
 DTYPES = {number: dtype for dtype, number in FORMATS.items()}
 NOT_READY = -3

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 
 from conftest import Implementation
-from nanwatch import ranges
+from nanwatch.numerics import ranges
 from oracle import DTYPES, FLOATS, expected, from_patterns, random_patterns, same, values_of
 from strategies import views
 

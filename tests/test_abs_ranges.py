@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import Implementation
-from nanwatch import ranges
+from nanwatch.numerics import ranges
 from oracle import DTYPES, expected, random_patterns, same
 from strategies import views
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.finding import Cure, working_first
-from nanwatch.report import Report
+from nanwatch.report.finding import Cure, working_first
+from nanwatch.report.report import Report
 from overflows import Op, linear
 
 pytestmark = pytest.mark.usefixtures("each_recorder")

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from nanwatch.align import Call, Rows, _common, align, align_calls
+from nanwatch.trace.align import Call, Rows, _common, align, align_calls
 
 
 def calls(*specs: str) -> list[Call]:

@@ -19,7 +19,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import _extension, links, watch
+from nanwatch import watch
+from nanwatch.instrumentation import links
+from nanwatch.numerics import _extension
 from toys import mlp, names
 
 pytestmark = pytest.mark.usefixtures("each_recorder")

@@ -14,7 +14,7 @@ from torch import nn
 
 from merges import ATTEMPTS
 from nanwatch import Report, watch
-from nanwatch.attempt import Attempt, store_key
+from nanwatch.report.attempt import Attempt, store_key
 
 # As torchrun of torch 2.13 set them, with a store of the launcher's and with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 KEPT = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.errors import NonFiniteError
-from nanwatch.report import Report
-from nanwatch.watch import watch
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import Report
+from nanwatch.session.watch import watch
 from test_noninterference import assert_same_bits
 from test_recorder import WITH_DEVICE, watched
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.batch_start import BatchStart
-from nanwatch.execution_context import RngState
+from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.instrumentation.execution_context import RngState
 
 
 class Does(nn.Module):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nanwatch.board import Board
-from nanwatch.sighting import Origin, Sighting
+from nanwatch.distributed.board import Board
+from nanwatch.report.sighting import Origin, Sighting
 from sightings import connect, finding, serve
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")

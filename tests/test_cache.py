@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import _extension
-from nanwatch.errors import NonFiniteError
-from nanwatch.watch import watch
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.session.watch import watch
 from toys import Own, fresh, latest, seen
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")

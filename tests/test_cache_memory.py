@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import heap
-from nanwatch import _extension
-from nanwatch.watch import watch
+from nanwatch.numerics import _extension
+from nanwatch.session.watch import watch
 from toys import Own
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import _extension
-from nanwatch.watch import watch
+from nanwatch.numerics import _extension
+from nanwatch.session.watch import watch
 from toys import Own, latest
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")

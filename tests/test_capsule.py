@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch import Capsule, write_capsule
-from nanwatch.execution_context import Autocast, RngState
-from nanwatch.tree import LeftOut
+from nanwatch.capsule.tree import LeftOut
+from nanwatch.instrumentation.execution_context import Autocast, RngState
 from oracle import DTYPES, random_patterns
 from strategies import tensors, views
 from toys import Scale, fault_of, mlp
@@ -263,7 +263,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nanwatch.tensor_file.save", full)
+    monkeypatch.setattr("nanwatch.capsule.tensor_file.save", full)
     with pytest.raises(OSError, match="No space left"):
         write_capsule(tmp_path / "c", nn.Identity(), "", (torch.ones(2),))
     assert list(tmp_path.iterdir()) == []

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from nanwatch import __main__ as command
-from nanwatch.report import Report
-from nanwatch.trace_file import Trace
-from nanwatch.watch import watch
+from nanwatch.report.report import Report
+from nanwatch.session.watch import watch
+from nanwatch.trace.trace_file import Trace
 from toys import mlp
 
 pytest.importorskip("pyarrow")

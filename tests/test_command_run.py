@@ -17,8 +17,8 @@ import torch
 import nanwatch
 from first_fault import first_fault
 from nanwatch import __main__ as command
-from nanwatch import _command_run
-from nanwatch._run_options import run_parser
+from nanwatch.cli import _command_run
+from nanwatch.cli._run_options import run_parser
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(nanwatch.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
@@ -459,7 +459,7 @@ def test_a_script_that_changes_its_folder(tmp_path, monkeypatch):
 def test_every_option_of_watch_has_a_flag():
     """An option that `watch` has and `run` has not is noticed here; objects have no spelling on a command line."""
     flags = {action.dest: action for action in run_parser()._actions}
-    assert tuple(flags["check"].choices) == get_args(nanwatch.options.Check)
+    assert tuple(flags["check"].choices) == get_args(nanwatch.session.options.Check)
     assert not any("nanwatch.watch" in (one.help or "") for one in flags.values())
     options = {
         name

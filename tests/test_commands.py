@@ -14,8 +14,8 @@ from torch import nn
 
 import nanwatch
 from nanwatch.__main__ import main
-from nanwatch._commands import COMMANDS, until_cut
-from nanwatch.extras import needed
+from nanwatch.cli._commands import COMMANDS, until_cut
+from nanwatch.util.extras import needed
 
 CUT = 141  # 128 + SIGPIPE: what a shell says of a filter that was cut
 

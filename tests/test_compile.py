@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from architectures import built, inputs_of
-from nanwatch import _extension
-from nanwatch.errors import NonFiniteError
-from nanwatch.frame import Frame
-from nanwatch.watch import Watch, watch
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.frame import Frame
+from nanwatch.session.watch import Watch, watch
 from toys import Scale, mlp, names
 
 INF = float("inf")

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import nanwatch
-from nanwatch import compile_ops, compiled
-from nanwatch.outermost import Outermost
-from nanwatch.watch import watch
+from nanwatch.cli.outermost import Outermost
+from nanwatch.instrumentation.compile import compile_ops, compiled
+from nanwatch.session.watch import watch
 from toys import Scale, mlp, names
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import nanwatch
-from nanwatch import _extension, _ops, _reference
+from nanwatch.numerics import _extension, _ops, _reference
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_GPU_ERRORS = (35, 100)  # insufficient driver (none at all, too), no device
@@ -298,7 +298,7 @@ def test_import_does_not_touch_cuda() -> None:
         "import torch\n"
         "driver = lambda: 'libcuda.so' in open('/proc/self/maps').read()\n"
         "before = driver()\n"
-        "import nanwatch._ops as ops\n"
+        "import nanwatch.numerics._ops as ops\n"
         "ops.abs_range(torch.ones(3))\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert driver() == before\n"

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 import cuda_emulation
 from cuda_emulation import FORMATS, DescribedTensor, Host, describe
 from cuda_tensors import random_bits
-from nanwatch import _reference
+from nanwatch.numerics import _reference
 from strategies import views
 
 BLOCKS = 132 * 8  # kBlocks

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import config
 
-from nanwatch import _extension, cuda_graphs
-from nanwatch.errors import NonFiniteError
-from nanwatch.watch import Watch, watch
+from nanwatch.instrumentation.compile import cuda_graphs
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.session.watch import Watch, watch
 from stand_in_device import StandIn, stand_in
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder is never captured")
@@ -267,7 +268,7 @@ def test_what_torch_compile_was_told_decides(
     def captured_on(tx: Any, recorder: Any, devices: Any) -> None:
         found.append(all(cuda_graphs._setting(tx, name) for name in cuda_graphs._NEEDED))
 
-    monkeypatch.setattr("nanwatch.compiled.captured_on", captured_on)
+    monkeypatch.setattr("nanwatch.instrumentation.compile.compiled.captured_on", captured_on)
     torch._dynamo.reset()
     model = nn.Sequential(Times(2.0))
     # What is set for all is none of the business of another backend.

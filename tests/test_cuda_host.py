@@ -14,7 +14,7 @@ import torch
 import cuda_emulation
 from cuda_emulation import FORMATS, DescribedTensor, Host, describe, same
 from cuda_tensors import assert_matches, random_bits, random_finite
-from nanwatch import _reference
+from nanwatch.numerics import _reference
 
 MIN_CHUNK_BYTES = 16 << 10  # kMinChunkBytes
 WANTED_CHUNKS = 2048  # kWantedChunks

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import _extension
-from nanwatch.errors import NonFiniteError
-from nanwatch.watch import watch
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.session.watch import watch
 from toys import Scale
 
 pytestmark = [

@@ -10,7 +10,7 @@ import torch
 import nanwatch
 from cuda_emulation import FORMATS, same
 from cuda_tensors import random_bits, random_finite
-from nanwatch import _extension, _ops, _reference
+from nanwatch.numerics import _extension, _ops, _reference
 
 pytestmark = pytest.mark.cuda
 

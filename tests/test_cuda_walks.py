@@ -16,7 +16,7 @@ import oracle
 import strategies
 from cuda_emulation import FORMATS, DescribedTensor, Host, describe, same
 from cuda_tensors import assert_matches, random_bits, random_finite
-from nanwatch import _reference
+from nanwatch.numerics import _reference
 
 TOO_MANY_DIMS = -1
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch import cures as cures_module
-from nanwatch.batch_start import BatchStart
-from nanwatch.cures import try_cures
-from nanwatch.finding import Cure
-from nanwatch.record import Record
+from nanwatch.diagnosis import cures as cures_module
+from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.diagnosis.cures import try_cures
+from nanwatch.report.finding import Cure
+from nanwatch.report.record import Record
 from overflows import CASES, HALF, Attention, Mixed, Op, Scaled, big, failed, half, is_finite, linear, t5
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.finding import Cure
+from nanwatch.report.finding import Cure
 from overflows import HALF, Attention, Op, linear, outlier
 
 

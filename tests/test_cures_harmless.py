@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.batch_start import BatchStart
-from nanwatch.cures import MAX_RUNS, try_cures
+from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.diagnosis.cures import MAX_RUNS, try_cures
 from overflows import CASES, HALF, Attention, Op, big, failed, half, is_finite, linear, outlier
 from toys import Scale
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from nanwatch import damage
-from nanwatch.damage import describe
+from nanwatch.diagnosis import damage
+from nanwatch.diagnosis.damage import describe
 from oracle import values_of
 from strategies import views
 

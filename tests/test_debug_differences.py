@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import debug_utils as oracle
 
-from nanwatch.debug import DebugUnderflowOverflow
+from nanwatch.integrations.debug import DebugUnderflowOverflow
 
 COMPATIBILITY = Path(__file__).parents[1] / "docs" / "compatibility.md"
 

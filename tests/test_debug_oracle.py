@@ -13,7 +13,7 @@ from torch import nn
 from transformers import debug_utils as oracle
 
 from architectures import ARCHITECTURES, built, inputs_of
-from nanwatch import debug
+from nanwatch.integrations import debug
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = list(ARCHITECTURES)

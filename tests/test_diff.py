@@ -16,13 +16,13 @@ from torch import nn
 
 from architectures import built, inputs_of
 from html_page import HOSTILE, Page
-from nanwatch import trace
-from nanwatch.comparison import diff
-from nanwatch.difference import Difference
-from nanwatch.frame import FrameRows
-from nanwatch.record import Row
-from nanwatch.trace_file import Trace
-from nanwatch.watch import watch
+from nanwatch.report.frame import FrameRows
+from nanwatch.report.record import Row
+from nanwatch.session.watch import watch
+from nanwatch.trace import trace
+from nanwatch.trace.comparison import diff
+from nanwatch.trace.difference import Difference
+from nanwatch.trace.trace_file import Trace
 from toys import Scale, mlp
 
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -11,8 +11,7 @@ import pytest
 import chromium
 from chromium import Browser, Tab
 from html_page import HOSTILE
-from nanwatch.diff_html import diff_html
-from nanwatch.difference import Difference, Growth, Place, Series
+from nanwatch.trace.difference import Difference, Growth, Place, Series, diff_html
 from test_html_browser import overlaps
 
 pytestmark = [

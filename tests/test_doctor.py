@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import nanwatch
-from nanwatch import _command_doctor as doctor
-from nanwatch import _extension, _ops, _selfcheck
+from nanwatch.cli import _command_doctor as doctor
+from nanwatch.cli import _selfcheck
+from nanwatch.numerics import _extension, _ops
 
 PACKAGE = Path(nanwatch.__file__).parent
 
@@ -182,7 +183,7 @@ def test_selfcheck_passes_here():
     assert found["passed"]
     assert done.returncode == 0
     assert len(found["outcomes"]) == len(_selfcheck.implementations()) * len(
-        nanwatch._reference.READABLE_DTYPES
+        nanwatch.numerics._reference.READABLE_DTYPES
     )
 
 
@@ -213,4 +214,4 @@ def test_selfcheck_goes_on_after_a_crash(monkeypatch, capsys):
     monkeypatch.setattr(_selfcheck, "_SIZES", (3,))
     assert doctor.main(["--selfcheck"]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "no such kernel" in line]
-    assert len(lines) == len(_selfcheck.implementations()) * len(nanwatch._reference.READABLE_DTYPES)
+    assert len(lines) == len(_selfcheck.implementations()) * len(nanwatch.numerics._reference.READABLE_DTYPES)

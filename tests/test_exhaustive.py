@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import IMPLEMENTATIONS, Implementation, active, missing
-from nanwatch import _reference
+from nanwatch.numerics import _reference
 from oracle import FLOATS, FLOATS_8, FLOATS_16, FORMATS, decode, from_patterns
 
 SMALL = (*FLOATS_8, *FLOATS_16)

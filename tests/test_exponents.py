@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import Implementation
-from nanwatch import ExponentHistogram, _ops, _reference, exponent_histogram
+from nanwatch import ExponentHistogram, exponent_histogram
+from nanwatch.numerics import _ops, _reference
 from oracle import (
     DTYPES,
     FLOATS,

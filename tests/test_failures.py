@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from failures import CASES, Case, Setup, table
-from nanwatch import _extension
-from nanwatch.errors import NonFiniteError
-from nanwatch.finding import Finding
-from nanwatch.watch import watch
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.finding import Finding
+from nanwatch.session.watch import watch
 from overflows import is_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:(var|std)\\(\\):UserWarning")

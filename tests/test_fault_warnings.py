@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch import watch
 from nanwatch.integrations.debug_option import SWITCH
-from nanwatch.user_warning import warn_user
+from nanwatch.util.user_warning import warn_user
 from toys import Scale, in_threads
 
 INF = float("inf")

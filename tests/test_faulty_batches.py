@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, Report, watch
-from nanwatch.faulty_batches import FaultyBatches
+from nanwatch.session.faulty_batches import FaultyBatches
 from toys import Scale
 
 INF = float("inf")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from conftest import Implementation
 from nanwatch import ExponentHistogram, exponent_histogram, narrowest, would_fit
-from nanwatch.fit import FORMATS
+from nanwatch.numerics.fit import FORMATS
 from oracle import DTYPES, FLOATS_8, FLOATS_16, INTEGERS, from_patterns, random_patterns, values_of
 
 INF, NAN = math.inf, math.nan

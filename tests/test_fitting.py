@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch import trace
-from nanwatch.fitting import FORMATS, fits, holdings
-from nanwatch.trace_writer import write_table
-from nanwatch.watch import watch
+from nanwatch.session.watch import watch
+from nanwatch.trace import trace
+from nanwatch.trace.fitting import FORMATS, fits, holdings
+from nanwatch.trace.trace_writer import write_table
 from toys import Scale
 
 pytest.importorskip("pyarrow")

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.forecast import Forecast, Forecaster
-from nanwatch.frame import FrameRows
-from nanwatch.growth import Ending
-from nanwatch.largest import Largest
-from nanwatch.tracks import Tracks
+from nanwatch.monitoring.forecast import Forecast, Forecaster
+from nanwatch.monitoring.growth import Ending
+from nanwatch.monitoring.tracks import Tracks
+from nanwatch.recording.largest import Largest
+from nanwatch.report.frame import FrameRows
 
 END = 65504.0
 
@@ -142,7 +142,7 @@ def test_lines_are_few_in_ten_thousand_batches(monkeypatch: pytest.MonkeyPatch) 
     def jumps(batches: Any, bits: Any) -> Ending:
         return Ending(300.0 if batches[-1] // 500 % 2 else 1000.0, 0.05)
 
-    monkeypatch.setattr("nanwatch.forecast.ending", jumps)
+    monkeypatch.setattr("nanwatch.monitoring.forecast.ending", jumps)
     forecaster, at = Told(), []
     for batch in range(20_000):
         if forecaster.is_due(batch):
@@ -269,7 +269,7 @@ def run_on(model: nn.Module) -> None:
 def test_watch_warns(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the overflow comes, with both recorders, and not when it is switched off."""
     if implementation == "python":
-        monkeypatch.setattr("nanwatch._extension.C", None)
+        monkeypatch.setattr("nanwatch.numerics._extension.C", None)
 
     def warned(**options: bool) -> tuple[list[str], int]:
         model = nn.Sequential(Growing())
@@ -293,7 +293,7 @@ def test_watch_warns(implementation: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_no_frame_is_built_for_a_forecast(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is followed over the batches is numbers: without a fault or a trace the listener is told of no call."""
     if implementation == "python":
-        monkeypatch.setattr("nanwatch._extension.C", None)
+        monkeypatch.setattr("nanwatch.numerics._extension.C", None)
     told: list[FrameRows] = []
     monkeypatch.setattr(nanwatch.Watch, "frame_recorded", lambda self, frame: told.append(frame))
     model = nn.Sequential(Growing())
@@ -381,7 +381,7 @@ def test_a_residual_stream_that_grows(
 ) -> None:
     """Adam and a target beyond float16: each of at most three lines holds. One within float16 ends in silence."""
     if implementation == "python":
-        monkeypatch.setattr("nanwatch._extension.C", None)
+        monkeypatch.setattr("nanwatch.numerics._extension.C", None)
     right, end = grown(target, rate)
     assert (end is not None) == (target > END)
     assert len(right) in ((1, 2, 3) if end is not None else (0,))

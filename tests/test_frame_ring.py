@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import nanwatch
 from nanwatch import Finding
-from nanwatch.frame import FrameRows
-from nanwatch.frame_ring import FrameRing
-from nanwatch.report import Report
-from nanwatch.watching import Watch
+from nanwatch.recording.frame_ring import FrameRing
+from nanwatch.report.frame import FrameRows
+from nanwatch.report.report import Report
+from nanwatch.session.watching import Watch
 
 
 class Poison(torch.nn.Module):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from nanwatch.errors import NonFiniteError
-from nanwatch.global_hooks import GlobalHooks, after_steps, before_steps, children
-from nanwatch.watch import watch
+from nanwatch.instrumentation.global_hooks import GlobalHooks, after_steps, before_steps, children
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.session.watch import watch
 from test_optimizer_guard import Sick
 from toys import in_threads, mlp
 

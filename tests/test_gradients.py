@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.errors import NonFiniteError
-from nanwatch.frame import Frame
-from nanwatch.report import Report
-from nanwatch.watch import Watch
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.frame import Frame
+from nanwatch.report.report import Report
+from nanwatch.session.watch import Watch
 from test_recorder import RECORDERS, WITH_DEVICE, needs_native, watched
 from toys import mlp
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forks import SIDE, Fork, Hook, batch, doubles, fork_backward, gained, range_of, ranges
-from nanwatch.errors import NonFiniteError
+from nanwatch.report.errors import NonFiniteError
 from test_recorder import RECORDERS, WITH_DEVICE, watched
 from toys import Scale
 
@@ -165,7 +165,7 @@ def test_in_a_job_of_several_processes_each_place_is_read(
     recorder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A collective writes into a gradient in place (Megatron's all-reduce does) and past the version counter."""
-    for owner in ("nanwatch.job", "nanwatch.gradients"):
+    for owner in ("nanwatch.recording.job", "nanwatch.recording.gradients"):
         monkeypatch.setattr(f"{owner}.place", lambda: (0, 2))
     gradient = torch.randn(SIDE, SIDE)
     low, high = range_of(gradient)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import _extension
-from nanwatch.errors import NonFiniteError
-from nanwatch.watch import Watch, watch
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.session.watch import Watch, watch
 from stand_in_device import StandIn, stand_in
 from toys import names
 

@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import nn
 
-from nanwatch.handles import Handles
+from nanwatch.instrumentation.handles import Handles
 
 
 class Owner:

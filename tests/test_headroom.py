@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanwatch.formats import limits
-from nanwatch.frame import Frame
-from nanwatch.headroom import Shrinking, by_module, has_vanished, headroom_bits, shrinking
-from nanwatch.record import Record
+from nanwatch.numerics.formats import limits
+from nanwatch.report.frame import Frame
+from nanwatch.report.headroom import Shrinking, by_module, has_vanished, headroom_bits, shrinking
+from nanwatch.report.record import Record
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 FORMATS = ("float64", "float32", "float16", "bfloat16", *FLOAT8)

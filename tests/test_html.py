@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from html_page import HOSTILE, Page, growing, many, record, without_parts
-from nanwatch.finding import Cure, Finding
-from nanwatch.frame import Frame
-from nanwatch.record import Record
-from nanwatch.report import Report
-from nanwatch.visible import visible
+from nanwatch.report.finding import Cure, Finding
+from nanwatch.report.frame import Frame
+from nanwatch.report.record import Record
+from nanwatch.report.report import Report
+from nanwatch.util.visible import visible
 
 plotly_offline = pytest.importorskip("plotly.offline", reason="the page needs plotly: pip install plotly")
 pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
@@ -354,7 +354,8 @@ def test_the_page_depends_on_the_report_alone() -> None:
 @pytest.mark.parametrize("missing", ["jinja2", "plotly"])
 def test_without_the_extra_the_error_names_it(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an optional package the error names it and the extra that brings both."""
-    from nanwatch import extras, html
+    from nanwatch.report import html
+    from nanwatch.util import extras
 
     html._packed_plotly.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == missing]:
@@ -374,7 +375,7 @@ def test_text_and_json_need_neither() -> None:
     """A report is made, printed, written and read where jinja2 and plotly are not installed."""
     code = (
         "import sys; sys.modules['jinja2'] = sys.modules['plotly'] = None\n"
-        "import nanwatch; from nanwatch.report import Report\n"
+        "import nanwatch; from nanwatch.report.report import Report\n"
         "report = Report.from_json(sys.stdin.read()); print(report.to_text(), end=''); report.to_json()"
     )
     report = growing()

@@ -16,11 +16,11 @@ import pytest
 import chromium
 from chromium import Browser, Tab
 from html_page import HOSTILE, growing, many, record
-from nanwatch.finding import find
-from nanwatch.frame import Frame
-from nanwatch.record import Record
-from nanwatch.report import Report
-from nanwatch.spread import Spread
+from nanwatch.report.finding import find
+from nanwatch.report.frame import Frame
+from nanwatch.report.record import Record
+from nanwatch.report.report import Report
+from nanwatch.report.spread import Spread
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.job import place, rank
-from nanwatch.watch import watch
+from nanwatch.recording.job import place, rank
+from nanwatch.session.watch import watch
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from architectures import built, inputs_of
-from nanwatch import _extension, largest
-from nanwatch.formats import limits
-from nanwatch.frame import Frame, FrameRows
-from nanwatch.largest import Largest, Name
-from nanwatch.record import MASK
-from nanwatch.watch import watch
-from nanwatch.watching import Watch
+from nanwatch.numerics import _extension
+from nanwatch.numerics.formats import limits
+from nanwatch.recording import largest
+from nanwatch.recording.largest import Largest, Name
+from nanwatch.report.frame import Frame, FrameRows
+from nanwatch.report.record import MASK
+from nanwatch.session.watch import watch
+from nanwatch.session.watching import Watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 

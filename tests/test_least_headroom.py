@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import nanwatch
-from nanwatch.deferred import DeferredWatch
-from nanwatch.headroom import by_module
-from nanwatch.least_headroom import LeastHeadroom
+from nanwatch.integrations.least_headroom import LeastHeadroom
+from nanwatch.report.headroom import by_module
+from nanwatch.session.deferred import DeferredWatch
 from toys import Scale
 
 FACTORS = st.sampled_from([0.0, 1e-3, 1.0, 30.0, 1e4, 1e20, 1e38, inf])

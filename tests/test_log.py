@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch import log
-from nanwatch.forecast import Forecast
-from nanwatch.frame import FrameRows
-from nanwatch.log import Log
-from nanwatch.log_entry import LogEntry
-from nanwatch.sink import CallableSink
+from nanwatch.monitoring import log
+from nanwatch.monitoring.forecast import Forecast
+from nanwatch.monitoring.log import Log
+from nanwatch.monitoring.log_entry import LogEntry
+from nanwatch.monitoring.sink import CallableSink
+from nanwatch.report.frame import FrameRows
 from toys import Scale, mlp
 
 
@@ -331,7 +331,7 @@ def test_what_is_no_tracker_is_refused(target: Any) -> None:
 
 def test_the_docs_have_every_tag() -> None:
     """docs/trackers.md names what is logged."""
-    from nanwatch import log_entry
+    from nanwatch.monitoring import log_entry
 
     text = (Path(__file__).parent.parent / "docs" / "trackers.md").read_text()
     for tag in (log_entry.IS_FINITE, log_entry.LEAST, log_entry.PLACE, log_entry.TOLD, log_entry.FINDING):

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanwatch.finding import find
-from nanwatch.forecast import Forecast
-from nanwatch.frame import FrameRows
-from nanwatch.headroom import by_module
-from nanwatch.log_entry import BatchLog, Histogram, fault_entry
-from nanwatch.ranges import tensor_health
-from nanwatch.record import Row
-from nanwatch.text import summary
+from nanwatch.monitoring.forecast import Forecast
+from nanwatch.monitoring.log_entry import BatchLog, Histogram, fault_entry
+from nanwatch.numerics.ranges import tensor_health
+from nanwatch.report.finding import find
+from nanwatch.report.frame import FrameRows
+from nanwatch.report.headroom import by_module
+from nanwatch.report.record import Row
+from nanwatch.report.text import summary
 
 magnitudes = st.floats(min_value=0, max_value=60000.0, allow_subnormal=False)
 

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch import _command_run
-from nanwatch.log_entry import Histogram, LogEntry
+from nanwatch.cli import _command_run
+from nanwatch.monitoring.log_entry import Histogram, LogEntry
 from toys import Scale, breaks_its_log, mlp
 
 pytest.importorskip("tensorboard", reason="needs TensorBoard: pip install tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from nanwatch.integrations.tensorboard import TensorBoardSink
+from nanwatch.monitoring.tensorboard import TensorBoardSink
 
 ENTRY = LogEntry(
     7,

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.errors import NonFiniteError
-from nanwatch.finding import Cure
-from nanwatch.loss_scale import try_smaller
-from nanwatch.record import Record
-from nanwatch.watch import watch
+from nanwatch.diagnosis.loss_scale import try_smaller
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.finding import Cure
+from nanwatch.report.record import Record
+from nanwatch.session.watch import watch
 from test_gradients import Length, dead, failing_backward
 
 END = torch.finfo(torch.float16).max

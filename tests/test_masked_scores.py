@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.record import MASK
+from nanwatch.report.record import MASK
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nanwatch
-from nanwatch import Report, headroom
+from nanwatch import Report
 from nanwatch import __main__ as doctor
-from nanwatch.attempt import Attempt
-from nanwatch.merge import by_attempt, merge
-from nanwatch.merge_digest import Digest
+from nanwatch.distributed.merge import by_attempt, merge
+from nanwatch.distributed.merge_digest import Digest
+from nanwatch.report import headroom
+from nanwatch.report.attempt import Attempt
 from sightings import finding
 
 

@@ -16,12 +16,12 @@ from chromium import Browser
 from html_page import HOSTILE, Page
 from merges import digests, merged_of, report
 from nanwatch import __main__ as command
-from nanwatch.attempt import Attempt
-from nanwatch.merge import by_attempt
-from nanwatch.merge_digest import Digest, Place
-from nanwatch.merge_html import merged_html
-from nanwatch.merge_text import finding_summary
-from nanwatch.visible import visible
+from nanwatch.distributed.merge import by_attempt
+from nanwatch.distributed.merge_digest import Digest, Place
+from nanwatch.distributed.merge_html import merged_html
+from nanwatch.distributed.merge_text import finding_summary
+from nanwatch.report.attempt import Attempt
+from nanwatch.util.visible import visible
 from sightings import finding
 
 pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
@@ -186,7 +186,7 @@ def test_without_jinja2_the_extra_is_named(tmp_path: Path) -> None:
 import sys
 sys.modules["jinja2"] = None
 from nanwatch.__main__ import main
-from nanwatch.visible import visible
+from nanwatch.util.visible import visible
 assert main(["merge", sys.argv[1]]) == 0
 assert main(["merge", sys.argv[1], "--html", sys.argv[1] + "/m.html"]) == 2
 """

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from examined import Does, culprit, exponential, look
-from nanwatch.batch_start import BatchStart
-from nanwatch.examination import enrich
-from nanwatch.microscope import examine
-from nanwatch.report import Report
-from nanwatch.watch import watch
+from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.diagnosis.examination import enrich
+from nanwatch.diagnosis.microscope import examine
+from nanwatch.report.report import Report
+from nanwatch.session.watch import watch
 
 INF, NAN = math.inf, math.nan
 

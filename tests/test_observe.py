@@ -14,11 +14,11 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanwatch import _extension
-from nanwatch.errors import NonFiniteError
-from nanwatch.observe import observe
-from nanwatch.report import Report
-from nanwatch.watch import watch
+from nanwatch.numerics import _extension
+from nanwatch.recording.observe import observe
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import Report
+from nanwatch.session.watch import watch
 
 INF = float("inf")
 LARGEST = torch.finfo(torch.float32).max

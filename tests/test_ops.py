@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import Implementation
-from nanwatch import _reference, ranges
+from nanwatch.numerics import _reference, ranges
 from oracle import DTYPES, FLOATS_8, expected, random_patterns, same
 
 ops = torch.ops.nanwatch

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.errors import NonFiniteError
-from nanwatch.global_hooks import after_steps, before_steps
-from nanwatch.optimizer_guard import SkippedStep
-from nanwatch.report import Report
-from nanwatch.watch import Watch, watch
+from nanwatch.instrumentation.global_hooks import after_steps, before_steps
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import Report
+from nanwatch.session.optimizer_guard import SkippedStep
+from nanwatch.session.watch import Watch, watch
 from test_noninterference import assert_same_bits
 from test_recorder import WITH_DEVICE, watched
 

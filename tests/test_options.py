@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.deferred import DeferredWatch
-from nanwatch.errors import NonFiniteError
-from nanwatch.report import Report
-from nanwatch.watch import watch
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import Report
+from nanwatch.session.deferred import DeferredWatch
+from nanwatch.session.watch import watch
 from toys import Scale, fault_of, latest, mlp, names
 
 INF = float("inf")

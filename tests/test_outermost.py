@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.outermost import MAX_MODELS, Outermost, is_inside_a_call, made, may_be_trained, topmost
+from nanwatch.cli.outermost import MAX_MODELS, Outermost, is_inside_a_call, made, may_be_trained, topmost
 
 X = torch.ones(2, 3)
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import nanwatch
-from nanwatch import Finding, NonFiniteError, parametrized, watch
-from nanwatch.batch_start import BatchStart
+from nanwatch import Finding, NonFiniteError, watch
+from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.precision import parametrized
 
 
 class Times(nn.Module):

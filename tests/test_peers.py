@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 import nanwatch
-from nanwatch import peers, verdict
-from nanwatch.attempt import store_key
-from nanwatch.board import Board
-from nanwatch.peers import Peers
-from nanwatch.sighting import Sighting
-from nanwatch.verdict import PeerNonFiniteError
+from nanwatch.distributed import peers, verdict
+from nanwatch.distributed.board import Board
+from nanwatch.distributed.peers import Peers
+from nanwatch.distributed.verdict import PeerNonFiniteError
+from nanwatch.report.attempt import store_key
+from nanwatch.report.sighting import Sighting
 from sightings import connect, finding, serve
 
 _before: set[threading.Thread] = set()

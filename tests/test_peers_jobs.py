@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from nanwatch import Report
-from nanwatch.merge import merge
+from nanwatch.distributed.merge import merge
 from netcheck_ranks import environment, free_port, run_ranks
 
 _SCRIPT = Path(__file__).with_name("rank_scenarios.py")

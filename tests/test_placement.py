@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanwatch.placement import MeshPlace, Placement, read_placement
-from nanwatch.record import Record
+from nanwatch.report.placement import MeshPlace, Placement, read_placement
+from nanwatch.report.record import Record
 
 _kinds = st.one_of(
     st.builds("Shard({})".format, st.integers(0, 9)),

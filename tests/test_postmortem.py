@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch import NonFiniteError, Report, closer_look, watch
+from nanwatch import NonFiniteError, Report, watch
+from nanwatch.session import closer_look
 
 
 class Log(nn.Module):

@@ -93,7 +93,7 @@ def containers() -> Iterator[Any]:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    from nanwatch.walk import leaves
+    from nanwatch.recording.walk import leaves
 
     return [x for _, x in leaves(value, "") if isinstance(x, Tensor)]
 
@@ -217,7 +217,7 @@ def test_removed_it_is_as_before(is_half: bool) -> None:
     with context():
         expected = model(x)
     with run_in_fp32(model[1]) as handle, context():
-        assert isinstance(handle, nanwatch.precision.Fp32Handle)
+        assert isinstance(handle, nanwatch.precision.precision.Fp32Handle)
         model(x)
         assert list(model.state_dict()) == list(state)
         assert all(value.dtype is state[name].dtype for name, value in model.state_dict().items())

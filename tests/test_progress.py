@@ -25,12 +25,12 @@ from torch import nn
 
 import nanwatch
 from nanwatch import __main__ as command
-from nanwatch import progress
-from nanwatch.html import report_html
-from nanwatch.merge import merge
-from nanwatch.report import Report
-from nanwatch.trace_file import Trace
-from nanwatch.watch import watch
+from nanwatch.distributed.merge import merge
+from nanwatch.report.html import report_html
+from nanwatch.report.report import Report
+from nanwatch.session.watch import watch
+from nanwatch.trace.trace_file import Trace
+from nanwatch.util import progress
 from terminal import VARIABLES, Screen, Terminal, on_terminal
 from toys import mlp
 

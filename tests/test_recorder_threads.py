@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.walk import MAX_DEPTH
+from nanwatch.recording.walk import MAX_DEPTH
 
 pytestmark = pytest.mark.usefixtures("each_recorder", "switching")
 

@@ -7,8 +7,8 @@ import sys
 import torch
 from torch import nn
 
-from nanwatch import _extension
-from nanwatch.watch import watch
+from nanwatch.numerics import _extension
+from nanwatch.session.watch import watch
 
 
 class Recurses(nn.Module):

@@ -9,7 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from nanwatch import rehearsal, watch
+from nanwatch import watch
+from nanwatch.instrumentation import rehearsal
 from toys import mlp
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import Capsule, CapsuleError, replay, write_capsule
-from nanwatch.execution_context import Autocast, RngState
+from nanwatch.instrumentation.execution_context import Autocast, RngState
 from toys import Scale, mlp
 
 pytest.importorskip("safetensors")

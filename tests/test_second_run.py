@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from examined import Does, culprit, exponential, look
-from nanwatch.batch_start import BatchStart
-from nanwatch.examination import Examination
-from nanwatch.microscope import examine
-from nanwatch.watch import watch
+from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.diagnosis.examination import Examination
+from nanwatch.diagnosis.microscope import examine
+from nanwatch.session.watch import watch
 
 INF, NAN = math.inf, math.nan
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.record import LOCAL_SHARD
-from nanwatch.report import Report
-from nanwatch.shard import _chunk, parameter_mesh, shard_note
-from nanwatch.watch import watch
+from nanwatch.recording.shard import _chunk, parameter_mesh, shard_note
+from nanwatch.report.record import LOCAL_SHARD
+from nanwatch.report.report import Report
+from nanwatch.session.watch import watch
 from toys import Scale
 
 NOTE = "local shard: Shard(0) at mesh[0]=0 of 1, from [0, 0]"
@@ -76,7 +76,7 @@ def test_page_says_which_shard(x: Any) -> None:
 def test_trace_says_which_shard(x: Any, tmp_path: Path) -> None:
     """The column `note` of a trace has it, and its frames come back with it."""
     pytest.importorskip("pyarrow")
-    from nanwatch.trace_file import Trace
+    from nanwatch.trace.trace_file import Trace
 
     path = tmp_path / "run.parquet"
     model = Scale()

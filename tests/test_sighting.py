@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch import NonFiniteError, Report
-from nanwatch.sighting import Origin, Sighting, earliest
-from nanwatch.verdict import PeerNonFiniteError
+from nanwatch.distributed.verdict import PeerNonFiniteError
+from nanwatch.report.sighting import Origin, Sighting, earliest
 from sightings import finding
 
 SIGHTINGS = st.builds(

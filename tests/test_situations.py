@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from architectures import built, inputs_of
-from nanwatch import _extension
-from nanwatch.errors import NonFiniteError
-from nanwatch.watch import watch
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.session.watch import watch
 from toys import Scale, fault_of, in_threads, mlp, names
 
 INF = float("inf")

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import nanwatch
 from html_page import HOSTILE, Page, growing
-from nanwatch.exponents import exponent_histogram
-from nanwatch.finding import Finding
-from nanwatch.report import Report
-from nanwatch.spread import Spread
-from nanwatch.spreading import histogram_of, spread_of
+from nanwatch.numerics.exponents import exponent_histogram
+from nanwatch.report.finding import Finding
+from nanwatch.report.report import Report
+from nanwatch.report.spread import Spread
+from nanwatch.report.spreading import histogram_of, spread_of
 from toys import fault_of
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch import _extension
-from nanwatch.errors import NonFiniteError
-from nanwatch.global_hooks import after_steps, before_steps
-from nanwatch.watch import Watch, watch
+from nanwatch.instrumentation.global_hooks import after_steps, before_steps
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.session.watch import Watch, watch
 from stand_in_device import StandIn, stand_in
 from test_late_rows import Plant, chain
 from toys import Scale, in_threads, mlp

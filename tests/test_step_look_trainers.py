@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanwatch
-from nanwatch import _extension
-from nanwatch.errors import NonFiniteError
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import NonFiniteError
 from stand_in_device import stand_in
 from test_late_rows import Plant
 

@@ -14,9 +14,9 @@ import torch
 
 import nanwatch
 from nanwatch import __main__ as command
-from nanwatch import reading
-from nanwatch.merge import merge
-from nanwatch.report import Report
+from nanwatch.distributed.merge import merge
+from nanwatch.report.report import Report
+from nanwatch.util import reading
 from toys import mlp
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -190,7 +190,7 @@ def test_whatever_pyarrow_raises_is_a_clean_end(
     if where == "schema":
         monkeypatch.setattr(pyarrow.dataset, "dataset", fails)
     else:
-        from nanwatch.trace_file import Trace
+        from nanwatch.trace.trace_file import Trace
 
         monkeypatch.setattr(Trace, "_read", fails)
     assert outcome(capsys, "show", str(path)) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import nanwatch
-from nanwatch import _extension
+from nanwatch.numerics import _extension
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

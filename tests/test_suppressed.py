@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch import suppressed
-from nanwatch.watch import watch
+from nanwatch.session.watch import watch
+from nanwatch.util import suppressed
 
 PACKAGE = Path(nanwatch.__file__).parent
 

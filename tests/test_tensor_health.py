@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import Implementation
-from nanwatch import ranges
+from nanwatch.numerics import ranges
 from oracle import DTYPES, FLOATS, FORMATS, expected, from_patterns, random_patterns, same
 from strategies import views
 

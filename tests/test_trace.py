@@ -13,11 +13,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from nanwatch import trace
-from nanwatch.errors import TraceError
-from nanwatch.frame import Frame, FrameRows
-from nanwatch.ranges import TensorHealth
-from nanwatch.record import ROLES, Row
+from nanwatch.numerics.ranges import TensorHealth
+from nanwatch.report.errors import TraceError
+from nanwatch.report.frame import Frame, FrameRows
+from nanwatch.report.record import ROLES, Row
+from nanwatch.trace import trace
 
 pa = pytest.importorskip("pyarrow")
 
@@ -95,7 +95,7 @@ def test_the_docs_have_every_column_in_order() -> None:
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({}, "metadata lacks 'nanwatch.trace'"),
+        ({}, "metadata lacks 'nanwatch.trace.trace'"),
         ({trace.METADATA_KEY: b"[" * 100_000}, "no trace that can be read"),
         ({trace.METADATA_KEY: b"[]"}, "an object"),
         (facts(version=4), "its version is 4, this nanwatch reads versions 1 to 3"),

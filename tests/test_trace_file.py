@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.errors import TraceError
-from nanwatch.trace import COLUMNS
-from nanwatch.trace_file import Trace, batch_words, strings
-from nanwatch.watch import watch
+from nanwatch.report.errors import TraceError
+from nanwatch.session.watch import watch
+from nanwatch.trace.trace import COLUMNS
+from nanwatch.trace.trace_file import Trace, batch_words, strings
 from toys import Scale, mlp
 
 pa = pytest.importorskip("pyarrow")

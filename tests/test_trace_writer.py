@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from nanwatch import trace_writer
-from nanwatch.frame import FrameRows
-from nanwatch.trace_file import Trace
-from nanwatch.trace_writer import TraceWriter, claim
+from nanwatch.report.frame import FrameRows
+from nanwatch.trace import trace_writer
+from nanwatch.trace.trace_file import Trace
+from nanwatch.trace.trace_writer import TraceWriter, claim
 
 parquet = pytest.importorskip("pyarrow.parquet")
 

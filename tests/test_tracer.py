@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from architectures import built, inputs_of
-from nanwatch import _extension, tracer
-from nanwatch.errors import BatchLimitError, NonFiniteError
-from nanwatch.frame import Frame
-from nanwatch.options import Check
-from nanwatch.trace_file import Trace
-from nanwatch.watch import watch
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import BatchLimitError, NonFiniteError
+from nanwatch.report.frame import Frame
+from nanwatch.session.options import Check
+from nanwatch.session.watch import watch
+from nanwatch.trace import tracer
+from nanwatch.trace.trace_file import Trace
 from stand_in_device import stand_in
 from toys import Scale, mlp
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanwatch.tracks import LATEST, POINTS, Tracks
+from nanwatch.monitoring.tracks import LATEST, POINTS, Tracks
 
 TRACKS = 5
 

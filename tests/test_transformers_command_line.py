@@ -63,6 +63,6 @@ def test_the_command_line_of_a_script(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         said[imported] = done.stdout
-        assert ("nanwatch.debug" in done.stderr) == imported, done.stderr
+        assert ("nanwatch.integrations.debug" in done.stderr) == imported, done.stderr
     assert said[True] == said[False]
     assert "Detected inf/nan during batch_number=" in said[True]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanwatch.tree import MAX_DEPTH, LeftOut, Structure
+from nanwatch.capsule.tree import MAX_DEPTH, LeftOut, Structure
 from test_capsule import Batch, Pair, round_trip, same
 
 pytest.importorskip("safetensors")

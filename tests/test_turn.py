@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import NonFiniteError, turn, watch
-from nanwatch.batch_start import BatchStart
-from nanwatch.links import chain
+from nanwatch import NonFiniteError, watch
+from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.instrumentation import turn
+from nanwatch.instrumentation.links import chain
 
 
 class Log(nn.Module):
@@ -107,7 +108,7 @@ def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_thread_that_came_before_the_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the failure and the second run nobody slips in: who is told of a start waits for the end of the look."""
-    from nanwatch import postmortem
+    from nanwatch.diagnosis import postmortem
 
     model, outputs, threads = Log(), [], []
     looked = []

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 import nanwatch
 from nanwatch import Finding
-from nanwatch.attempt import store_key
-from nanwatch.board import Board
-from nanwatch.sighting import Origin, Sighting
-from nanwatch.verdict import Verdict
+from nanwatch.distributed.board import Board
+from nanwatch.distributed.verdict import Verdict
+from nanwatch.report.attempt import store_key
+from nanwatch.report.sighting import Origin, Sighting
 from sightings import connect, finding, serve
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -285,7 +285,7 @@ def test_the_random_numbers_of_a_run_are_left_alone(server):
 _DYING = """
 import os, signal, sys, time
 import torch.distributed as dist
-from nanwatch.verdict import Verdict
+from nanwatch.distributed.verdict import Verdict
 from sightings import finding
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
 assert Verdict(store, 1, 3).publish(finding("produced", 4, rank=1), 17)

@@ -23,19 +23,20 @@ import nanwatch
 from html_page import Page
 from merges import merged_of
 from nanwatch import __main__ as command
-from nanwatch import debug, text
-from nanwatch.capsule_document import blaming
-from nanwatch.errors import CapsuleError, NonFiniteError, TraceError, spell
-from nanwatch.finding import Cure
-from nanwatch.frame import Frame, FrameRows
-from nanwatch.log_entry import BatchLog, fault_entry
-from nanwatch.merge_digest import Digest
-from nanwatch.merge_text import merged_text
+from nanwatch.capsule.capsule_document import blaming
+from nanwatch.distributed.merge_digest import Digest
+from nanwatch.distributed.merge_text import merged_text
+from nanwatch.integrations import debug
+from nanwatch.monitoring.log_entry import BatchLog, fault_entry
 from nanwatch.netcheck import words
-from nanwatch.record import Record
-from nanwatch.report import Report
-from nanwatch.sighting import Origin, Sighting
-from nanwatch.visible import visible
+from nanwatch.report import text
+from nanwatch.report.errors import CapsuleError, NonFiniteError, TraceError, spell
+from nanwatch.report.finding import Cure
+from nanwatch.report.frame import Frame, FrameRows
+from nanwatch.report.record import Record
+from nanwatch.report.report import Report
+from nanwatch.report.sighting import Origin, Sighting
+from nanwatch.util.visible import visible
 from sightings import finding
 
 ORDINARY = ["größe", "层.注意力", "слой", "كتلة", "שכבה", "étage 2", "block.0", "🔥", "a_b-c/d", "\\x1b"]

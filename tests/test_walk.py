@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanwatch.walk import MAX_DEPTH, MAX_LEAVES, Unwalked, call_leaves, leaves
+from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, Unwalked, call_leaves, leaves
 
 X, Y, Z = torch.zeros(1), torch.ones(2), torch.full((3,), 2.0)
 Pair = namedtuple("Pair", "left right")

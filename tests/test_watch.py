@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from architectures import ARCHITECTURES, built, inputs_of
-from nanwatch.errors import BatchLimitError, NonFiniteError
-from nanwatch.frame import Frame
-from nanwatch.record import Record
-from nanwatch.report import Report
-from nanwatch.watch import Watch, watch
+from nanwatch.report.errors import BatchLimitError, NonFiniteError
+from nanwatch.report.frame import Frame
+from nanwatch.report.record import Record
+from nanwatch.report.report import Report
+from nanwatch.session.watch import Watch, watch
 from toys import Scale
 
 INF = float("inf")

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import heap
-from nanwatch import _extension, watch
-from nanwatch.calls import _watched_call
-from nanwatch.links import attach
-from nanwatch.listener import Settings
-from nanwatch.recorder import make_recorder
+from nanwatch import watch
+from nanwatch.instrumentation.calls import _watched_call
+from nanwatch.instrumentation.links import attach
+from nanwatch.numerics import _extension
+from nanwatch.recording.listener import Settings
+from nanwatch.recording.recorder import make_recorder
 from stand_in_device import stand_in
 
 needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
@@ -221,7 +222,7 @@ def test_what_the_listener_raises_of_late_rows(method: str) -> None:
 @pytest.mark.usefixtures("each_recorder")
 def test_ctrl_c_while_a_call_is_looked_at() -> None:
     """The call raises it, and its batch is closed."""
-    with mock.patch("nanwatch.recorder.observe", side_effect=KeyboardInterrupt):
+    with mock.patch("nanwatch.recording.recorder.observe", side_effect=KeyboardInterrupt):
         stand = Stand(counts=True)
         assert isinstance(stand.outcome(torch.ones(2)), KeyboardInterrupt)
         assert stand.listener.told == [("batch_started", 0), ("batch_ended", 0, False)]
@@ -295,14 +296,16 @@ def test_an_output_that_autograd_refuses_to_speak_of() -> None:
         assert [record.label for record in w.frames[0].records] == ["weight", "input[0]", "output"]
 
 
-@pytest.mark.parametrize("place", ["nanwatch.job.place", "nanwatch.watching.Watch.backward_started"])
+@pytest.mark.parametrize(
+    "place", ["nanwatch.recording.job.place", "nanwatch.session.watching.Watch.backward_started"]
+)
 @pytest.mark.usefixtures("each_recorder")
 def test_ctrl_c_in_a_backward_ends_it(place: str) -> None:
     """KeyboardInterrupt out of our own Python code reaches the user, whichever hook runs it."""
     model = nn.Linear(2, 2)
     with watch(model, gradients=True, microscope=False) as w:
         w._recorder.tells_backward_start = True
-        other = "nanwatch.gradients.place" if place.endswith("place") else place
+        other = "nanwatch.recording.gradients.place" if place.endswith("place") else place
         with (
             mock.patch(place, side_effect=KeyboardInterrupt),
             mock.patch(other, side_effect=KeyboardInterrupt),

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import nanwatch
-from nanwatch import trace, weight_versions
-from nanwatch.frame import FrameRows
-from nanwatch.global_hooks import after_steps
-from nanwatch.trace_file import Trace
-from nanwatch.weight_versions import WeightVersions
+from nanwatch.instrumentation.global_hooks import after_steps
+from nanwatch.report.frame import FrameRows
+from nanwatch.trace import trace, weight_versions
+from nanwatch.trace.trace_file import Trace
+from nanwatch.trace.weight_versions import WeightVersions
 from toys import mlp
 
 pa = pytest.importorskip("pyarrow")

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import nanwatch
-from nanwatch.optimizer_state import state_rows
-from nanwatch.watch import watch
-from nanwatch.wrapped_names import (
+from nanwatch.instrumentation.wrapped_names import (
     find_module,
     for_names,
     is_recorded,
@@ -26,6 +24,8 @@ from nanwatch.wrapped_names import (
     parameter_names,
     unwrapped,
 )
+from nanwatch.session.optimizer_state import state_rows
+from nanwatch.session.watch import watch
 from toys import Scale, mlp, names
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nanwatch import writes
-from nanwatch.writes import Writes
+from nanwatch.diagnosis import writes
+from nanwatch.diagnosis.writes import Writes
 
 NAN = math.nan
 ROWS, COLUMNS = 4, 5

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.errors import NonFiniteError
-from nanwatch.record import Record
-from nanwatch.report import Report
-from nanwatch.watch import Watch, watch
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.record import Record
+from nanwatch.report.report import Report
+from nanwatch.session.watch import Watch, watch
 
 
 class Scale(nn.Module):

@@ -3,10 +3,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .frame import FrameRows
-from .masked_scores import MaskedScores
-from .ranges import AbsRange, TensorHealth
-from .record import Row
+from .numerics.ranges import AbsRange, TensorHealth
+from .recording.masked_scores import MaskedScores
+from .report.frame import FrameRows
+from .report.record import Row
 
 def abs_range(x: Tensor, /) -> AbsRange: ...
 def tensor_health(x: Tensor, /) -> TensorHealth: ...

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from . import __version__, _command_doctor
-from ._commands import COMMANDS, help_text, until_cut
+from . import __version__
+from .cli import _command_doctor
+from .cli._commands import COMMANDS, help_text, until_cut
 
 _EXAMPLES = """\
 examples:

@@ -24,7 +24,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nanwatch
-from nanwatch import cuda_graphs
+from nanwatch.instrumentation.compile import cuda_graphs
 
 
 class Enough(BaseException):

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
+from nanwatch.numerics import _extension
 
 WIDTH = 1024
 THREADS = 4
@@ -191,9 +192,7 @@ def main() -> int:
     stress.watch.stop()
     if pickle.dumps(Model()).count(b"nanwatch"):
         stress.wrong.append("a new model holds a part of a watch")
-    about = (
-        f"compiled part: {nanwatch._extension.C is not None}, pid {os.getpid()}, actions: {dict(stress.done)}"
-    )
+    about = f"compiled part: {_extension.C is not None}, pid {os.getpid()}, actions: {dict(stress.done)}"
     sys.stdout.write("\n".join([about, *(stress.wrong or ["nothing wrong"])]) + "\n")
     return 1 if stress.wrong else 0
 

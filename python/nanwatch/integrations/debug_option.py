@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from .._when_imported import WhenImported, when_imported
-from ..debug import DebugUnderflowOverflow
-from ..user_warning import warn_user
+from ..util._when_imported import WhenImported, when_imported
+from ..util.user_warning import warn_user
+from .debug import DebugUnderflowOverflow
 
 SWITCH = "NANWATCH_TRANSFORMERS"
 _TRAINER = "transformers.trainer"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ..deferred import DeferredWatch
-from ..errors import NonFiniteError
-from ..extras import needed
-from ..least_headroom import Least, LeastHeadroom
-from ..watch import Watch
+from ..report.errors import NonFiniteError
+from ..session.deferred import DeferredWatch
+from ..session.watch import Watch
+from ..util.extras import needed
+from .least_headroom import Least, LeastHeadroom
 
 __all__ = ["NanWatchCallback"]
 

@@ -11,11 +11,11 @@ import weakref
 from types import FrameType
 from typing import Any
 
-from ..deferred import DeferredWatch
-from ..extras import needed
-from ..least_headroom import LeastHeadroom
-from ..watch import Watch
+from ..session.deferred import DeferredWatch
+from ..session.watch import Watch
+from ..util.extras import needed
 from .debug_option import patch_transformers, unpatch_transformers
+from .least_headroom import LeastHeadroom
 
 __all__ = ["NanWatchCallback", "patch_transformers", "unpatch_transformers"]
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..suppressed import suppressing
-from ..visible import visible
+from ..util.suppressed import suppressing
+from ..util.visible import visible
 from . import links, steps, words
 from .guard import GRACE, Guard, LinkError, StepError, Trouble
 from .links import Listener

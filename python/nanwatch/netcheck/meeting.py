@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from .. import reading
-from ..suppressed import suppressed, suppressing
+from ..util import reading
+from ..util.suppressed import suppressed, suppressing
 from .guard import StepError, Trouble
 from .place import Place
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..attempt import store_key
+from ..report.attempt import store_key
 
 _MAX_PORT = 65535
 

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..visible import visible
+from ..util.visible import visible
 from .guard import Trouble
 from .meeting import Arrival, Verdict
 from .place import Place

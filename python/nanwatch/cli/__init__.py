@@ -1,0 +1,1 @@
+"""The commands of `nanwatch`: run, show, diff, replay, merge, formats, doctor."""

@@ -1,0 +1,190 @@
+"""The command doctor, also without its name: what is installed, what serves which device, and what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..numerics import _extension
+from . import _selfcheck
+from ._commands import command_parser
+
+_EXAMPLES = """\
+exit status: 0, or 1 when the self-check found a difference
+
+examples:
+  nanwatch doctor                      versions, devices, and what is missing
+  nanwatch doctor --selfcheck          every implementation against the reference
+  nanwatch doctor --json               the same for programs
+  NANWATCH_CPU=avx2 nanwatch doctor    with the CPU part held at AVX2
+"""
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("nanwatch")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def _openmp_libraries() -> list[str]:
+    """The OpenMP runtimes in this process. Two of them mean two pools of threads that know nothing of each other."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    return sorted(set(re.findall(r"/\S*lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", maps)))
+
+
+def _device_facts(device: torch.device) -> dict[str, str]:
+    facts = {"device": str(device), "name": "", "implementation": "torch operations", "reason": ""}
+    if device.type == "cpu":
+        facts["name"] = _cpu_name()
+    elif device.type == "cuda":
+        facts["name"] = torch.cuda.get_device_name(device)
+    if _selfcheck.has_kernel(device):
+        level = (
+            f" ({_extension.C.cpu_capability()})" if device.type == "cpu" and _extension.C is not None else ""
+        )
+        facts["implementation"] = f"native{level}"
+    elif _extension.C is None:
+        facts["reason"] = _extension.reason
+    elif device.type == "cuda":
+        facts["reason"] = _extension.build.get("cuda_reason", "the compiled part has no CUDA kernels")
+    else:
+        facts["reason"] = f"there are no native kernels for {device.type}"
+    return facts
+
+
+def facts() -> dict[str, Any]:
+    """All that `--json` prints, but for the self-check."""
+    module: Any = _extension.C
+    return {
+        "nanwatch": {"version": _version(), "path": str(Path(__file__).parents[1])},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": {"version": str(torch.__version__), "cuda": torch.version.cuda, "hip": torch.version.hip},
+        "compiled": {
+            "loaded": module is not None,
+            "reason": _extension.reason,
+            "cuda": bool(module is not None and module.cuda_compiled()),
+            "build": _extension.build,
+            "info": dict(module.build_info()) if module is not None else {},
+        },
+        "cpu": {
+            "capability": str(module.cpu_capability()) if module is not None else None,
+            "capabilities": [str(level) for level in module.cpu_capabilities()] if module is not None else [],
+            "warning": str(module.cpu_capability_warning()) if module is not None else "",
+            "threads": torch.get_num_threads(),
+            "openmp": _openmp_libraries(),
+        },
+        "devices": [_device_facts(device) for device in _selfcheck.devices()],
+    }
+
+
+def _cuda_part(compiled: dict[str, Any]) -> str:
+    build = compiled["build"]
+    if compiled["cuda"]:
+        return (
+            f"CUDA {build.get('cuda', 'version unknown')}, {build.get('cuda_archs', 'architectures unknown')}"
+        )
+    if not compiled["loaded"]:
+        return "no"
+    return f"no: {build.get('cuda_reason', 'it was built without nvcc')}"
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    compiled, cpu, torch_facts = found["compiled"], found["cpu"], found["torch"]
+    gpu = f"CUDA {torch_facts['cuda']}" if torch_facts["cuda"] else "no CUDA"
+    if torch_facts["hip"]:
+        gpu = f"ROCm {torch_facts['hip']}"
+    rows = [
+        ("nanwatch", f"{found['nanwatch']['version']}, {found['nanwatch']['path']}"),
+        ("python", f"{found['python']}, {found['platform']}"),
+        ("torch", f"{torch_facts['version']}, {gpu}"),
+        ("compiled part", "loaded" if compiled["loaded"] else f"MISSING: {compiled['reason']}"),
+    ]
+    if compiled["loaded"]:
+        built = compiled["build"].get("torch") or compiled["info"].get("torch", "unknown")
+        compiler = compiled["build"].get("compiler") or compiled["info"].get("compiler", "compiler unknown")
+        rows.append(("  built with", f"torch {built}, {compiler}"))
+        rows.append(("  CUDA kernels", _cuda_part(compiled)))
+        rows.append(
+            ("  CPU level", f"{cpu['capability']} (this machine can run {', '.join(cpu['capabilities'])})")
+        )
+        if cpu["warning"]:
+            rows.append(("  WARNING", cpu["warning"]))
+    elif not compiled["reason"].startswith("switched off"):
+        rows.append(("  without it", "every answer is the same, each takes 10 to 100 times longer"))
+        rows.append(("  to get it", f"{_extension.REBUILD}   (in the source tree, after curing the reason)"))
+    rows.append(("threads", f"{cpu['threads']}, OpenMP: {', '.join(cpu['openmp']) or 'none found'}"))
+    if len(cpu["openmp"]) > 1:
+        rows.append(
+            ("  WARNING", "several OpenMP runtimes are loaded: their threads compete for the same cores")
+        )
+    for device in found["devices"]:
+        why = f": {device['reason']}" if device["reason"] else ""
+        rows.append((device["device"], f"{device['implementation']}{why}   [{device['name']}]"))
+    return [f"{label:<16}{value}" for label, value in rows]
+
+
+def _outcome_line(outcome: _selfcheck.Outcome) -> str:
+    if outcome.skipped:
+        verdict = f"skipped: {outcome.skipped}"
+    else:
+        verdict = f"WRONG: {outcome.error}" if outcome.error else f"equal on {outcome.cases} tensors"
+    return f"{outcome.implementation:<24}{outcome.dtype:<16}{verdict}"
+
+
+def parser(name: str, examples: str) -> argparse.ArgumentParser:
+    """Of the doctor called by this name, or by none."""
+    description = "What is installed, which implementation serves which device, and why a part is missing."
+    made = command_parser(name, description, examples)
+    made.add_argument(
+        "--selfcheck", action="store_true", help="compare every implementation with the reference"
+    )
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command; returns the exit status."""
+    options = parser("doctor", _EXAMPLES).parse_args(arguments)
+
+    found = facts()
+    if not options.json:
+        print("\n".join(_lines(found)))
+    if not options.selfcheck:
+        if options.json:
+            print(json.dumps(found, indent=2))
+        return 0
+
+    outcomes = []
+    for outcome in _selfcheck.selfcheck():
+        outcomes.append(outcome)
+        if not options.json:
+            print(_outcome_line(outcome), flush=True)
+    wrong = sum(1 for outcome in outcomes if outcome.error)
+    if options.json:
+        found["selfcheck"] = {"passed": wrong == 0, "outcomes": [asdict(outcome) for outcome in outcomes]}
+        print(json.dumps(found, indent=2))
+    else:
+        print(
+            f"self-check: {wrong} of {len(outcomes)} comparisons WRONG" if wrong else "self-check: all equal"
+        )
+    return 1 if wrong else 0

@@ -1,0 +1,204 @@
+"""`nanwatch replay CAPSULE --model pkg.mod:factory`: a capsule's call again, in one dtype or several."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..capsule.capsule import Capsule
+from ..report import text
+from ..report.errors import spell
+from ..session.replay import Replayed, dtype_of, rerun
+from ..util.progress import Tell, shown
+from ..util.terminal import wants_color
+from ..util.visible import visible
+from ._commands import command_parser, failed
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_NONFINITE, _FAILED = 1, 2
+_EXIT = (
+    "exit status: 1 when a value was not finite again, 0 when all was finite, 2 when a call could not be made"
+)
+_EXAMPLES = f"""\
+{_EXIT}
+
+examples:
+  nanwatch replay run/capsule --model train:make_model
+  nanwatch replay run/capsule --model train:make_model --dtype float32 bfloat16
+  nanwatch replay run/capsule --model train:make_model --device cpu --json
+"""
+
+
+class _UseError(Exception):
+    """What the user is told on stderr, with exit status 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One call, or why it could not be made. `dtype` is "" for the capsule's own."""
+
+    dtype: str
+    done: Replayed | None
+    error: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """ "non-finite", "finite", "not seen" or "failed"."""
+        if self.done is None:
+            return "failed"
+        if self.done.report.finding is not None:
+            return "non-finite"
+        read = [record.isfinite for frame in self.done.report.frames for record in frame.records]
+        return "finite" if any(read) else "not seen"
+
+    @property
+    def words(self) -> str:
+        """The verdict as a line says it."""
+        if self.done is None:
+            return f"could not be run: {self.error}"
+        if self.done.report.finding is not None:
+            return text.summary(self.done.report.finding)
+        return "all finite" if self.verdict == "finite" else "nothing could be looked at"
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    # What the user's own code prints while it is imported or run is no part of what this prints.
+    with shown() as tell, contextlib.redirect_stdout(sys.stderr):
+        try:
+            tell(f"reading {options.capsule}")
+            capsule = Capsule.open(options.capsule)
+            tell(f"importing {options.model}")
+            model = _model(options.model)
+        except (_UseError, ValueError, ImportError) as error:
+            return failed("replay", error)
+        runs = _runs(capsule, model, options.dtype, options.device, tell)
+    if options.json:
+        print(json.dumps(_document(capsule, runs), indent=2))
+    else:
+        print("\n".join(_lines(capsule, runs)))
+    verdicts = {run.verdict for run in runs}
+    if "non-finite" in verdicts:
+        return _NONFINITE
+    return 0 if verdicts == {"finite"} else _FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "replay",
+        "Make the module call in a capsule again and say whether a value is not finite again.",
+        _EXAMPLES,
+    )
+    parser.add_argument("capsule", metavar="CAPSULE", help="the folder of the capsule")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PKG.MOD:NAME",
+        help="the model, or what makes it when called without arguments; imported from the current directory too."
+        " This runs its code: name only what you trust",
+    )
+    parser.add_argument("--device", help="where to run; by default where the recorded call ran, or the CPU")
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        action="extend",
+        default=[],
+        choices=_DTYPES,
+        help="after the capsule's own, with weights and inputs cast to it and autocast off",
+    )
+    return parser
+
+
+def _model(spelt: str) -> torch.nn.Module:
+    """The module that `pkg.mod:name` is, or that it makes."""
+    module_name, _, path = spelt.partition(":")
+    if not module_name or not path:
+        raise _UseError(f"--model should be PKG.MOD:NAME, such as train:make_model, got {spelt!r}")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in path.split("."):
+            found = getattr(found, part)
+        made = found() if callable(found) and not isinstance(found, torch.nn.Module) else found
+    except Exception as error:
+        if not isinstance(error, ModuleNotFoundError) or error.name != module_name:
+            traceback.print_exc()
+        raise _UseError(f"--model {spelt}: {type(error).__name__}: {error}") from None
+    if not isinstance(made, torch.nn.Module):
+        raise _UseError(f"--model {spelt} should be a torch.nn.Module or make one, got {type(made).__name__}")
+    return made
+
+
+def _runs(capsule: Capsule, model: Any, dtypes: list[str], device: str | None, tell: Tell) -> list[_Run]:
+    runs: list[_Run] = []
+    for name in ("", *dtypes):
+        tell(f"replaying in {_label(capsule, name)}", len(runs), 1 + len(dtypes), "runs")
+        runs.append(_run(capsule, model, name, device))
+    return runs
+
+
+def _run(capsule: Capsule, model: Any, name: str, device: str | None) -> _Run:
+    try:
+        return _Run(name, rerun(capsule, model, getattr(torch, name) if name else None, device))
+    except Exception as error:
+        # One dtype that the module cannot do is no reason to leave out the others.
+        return _Run(name, None, spell(error))
+
+
+def _label(capsule: Capsule, dtype: str) -> str:
+    return dtype or f"{dtype_of(capsule)} (as recorded)"
+
+
+def _labels(capsule: Capsule, runs: list[_Run]) -> list[str]:
+    return [_label(capsule, run.dtype) for run in runs]
+
+
+def _lines(capsule: Capsule, runs: list[_Run]) -> list[str]:
+    name = text.module_name(capsule.module)
+    versions = f"torch {capsule.versions.get('torch')}, nanwatch {capsule.versions.get('nanwatch')}"
+    lines = [f"{capsule.folder}: {name} ({capsule.class_name}) on {capsule.device}, {versions}"]
+    labels = _labels(capsule, runs)
+    width = max(map(len, labels)) + 2
+    lines += [f"{label:<{width}}{run.words}" for label, run in zip(labels, runs, strict=True)]
+    lines = list(map(visible, lines))
+    failed = next((run for run in runs if run.verdict == "non-finite"), None)
+    if failed is not None and failed.done is not None:
+        lines += ["", failed.done.report.to_text(color=wants_color(sys.stdout))]
+    remarks = dict.fromkeys(remark for run in runs if run.done is not None for remark in run.done.remarks)
+    if remarks:
+        lines += ["", *(visible(f"Note:  {remark}") for remark in remarks)]
+    return lines
+
+
+def _document(capsule: Capsule, runs: list[_Run]) -> dict[str, Any]:
+    return {
+        "capsule": str(capsule.folder),
+        "module": capsule.module,
+        "class": capsule.class_name,
+        "versions": dict(capsule.versions),
+        "left_out": [str(one) for one in capsule.left_out],
+        "runs": [
+            {
+                "dtype": label,
+                "as_recorded": not run.dtype,
+                "device": None if run.done is None else str(run.done.device),
+                "verdict": run.verdict,
+                "error": run.error or None,
+                "remarks": [] if run.done is None else list(run.done.remarks),
+                "report": None if run.done is None else json.loads(run.done.report.to_json()),
+            }
+            for label, run in zip(_labels(capsule, runs), runs, strict=True)
+        ],
+    }

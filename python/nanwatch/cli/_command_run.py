@@ -1,0 +1,305 @@
+"""`nanwatch run SCRIPT [ARGS...]`: an unchanged training script with its model watched."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import runpy
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from io import open_code
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ..report import text
+from ..report.errors import BatchLimitError, NonFiniteError, spell
+from ..report.report import Report
+from ..session.deferred import DeferredWatch
+from ..session.watch import Watch, watch
+from ..util.suppressed import suppressed
+from ..util.visible import visible
+from ._run_options import BAD_USE, FAILED, NONFINITE, run_parser
+from .outermost import MAX_MODELS, Outermost
+
+_NAME = "nanwatch run"
+
+
+def main(arguments: list[str]) -> int:
+    """Run the script. Return the exit status, or raise what the script left by: SystemExit, KeyboardInterrupt."""
+    options = vars(run_parser().parse_args(arguments))
+    target, rest, is_module = options.pop("target"), options.pop("arguments"), options.pop("m")
+    json_file, class_name = options.pop("json"), options.pop("model")
+    try:
+        # Before hours of training.
+        options = DeferredWatch(options).options
+        if json_file is not None:
+            json_file = _of_this_rank(json_file)
+            json_file.open("a").close()
+        if not is_module and not os.path.exists(target):
+            raise ValueError(f"there is no script {target!r}; a module is run with -m")
+    except (TypeError, ValueError, OSError, ImportError) as error:
+        _tell(str(error))
+        return BAD_USE
+    run = _Run(options, class_name)
+    status, left = 0, None
+    try:
+        status = run.run(target, rest, is_module=is_module)
+    except BaseException as error:
+        left = error
+    status = run.finish(json_file, has_failed=status == FAILED) or status
+    left = left or run.interrupt
+    if left is not None and status == 0:
+        raise left
+    return status
+
+
+class _Run:
+    """A script, and the models that are watched in it."""
+
+    def __init__(self, options: dict[str, Any], class_name: str | None) -> None:
+        self._options = options
+        self._class_name = class_name
+        self._watches: list[tuple[str, Watch]] = []
+        self.interrupt: BaseException | None = None  # Ctrl-C while the watches were ended
+        # Goes before the script's own exit status.
+        self._status = 0
+        self._is_told = False
+        self._notes = ""
+        self._not_watched: list[str] = []
+        self._outermost = Outermost(self._found, class_name, self._unmatched)
+        self._process = os.getpid()
+
+    def run(self, target: str, arguments: list[str], *, is_module: bool) -> int:
+        """Run it. Return the exit status, or raise as `main` says."""
+        try:
+            with self._outermost, self._threads(), _as_main(target, arguments, is_module=is_module):
+                if is_module:
+                    runpy.run_module(target, run_name="__main__", alter_sys=True)
+                elif os.path.isfile(target) and target.endswith((".py", ".pyw")):
+                    _run_file(target)
+                else:  # a folder or a zip file with a __main__.py, or a compiled file
+                    runpy.run_path(target, run_name="__main__")
+        except BatchLimitError as error:
+            _tell(str(error))
+        except Exception as error:
+            self._meet(error)
+            _show(error)
+            return FAILED
+        return 0
+
+    @contextlib.contextmanager
+    def _threads(self) -> Iterator[None]:
+        """Within the block an error that ends a thread of the script decides about the exit status, too."""
+        before = threading.excepthook
+
+        def hook(args: threading.ExceptHookArgs, /) -> None:
+            if args.exc_value is not None:
+                self._meet(args.exc_value)
+            before(args)
+
+        threading.excepthook = hook
+        try:
+            yield
+        finally:
+            if threading.excepthook is hook:
+                threading.excepthook = before
+
+    def _meet(self, error: BaseException) -> None:
+        """Take note of an error that the script did not catch."""
+        if _nonfinite_in(error) is not None:
+            self._status = NONFINITE
+            self._is_told = True
+        if hasattr(error, "add_note"):  # from Python 3.11 on notes are printed under the traceback
+            self._notes += "\n".join(map(str, getattr(error, "__notes__", ())))
+
+    def _found(self, model: nn.Module) -> None:
+        name = type(model).__name__
+        try:
+            self._watches.append((name, watch(model, **self._options)))
+        except TypeError as error:  # a ScriptModule; nothing that the user named
+            self._not_watched.append(name)
+            _tell(f"{name} is not watched: {error}")
+        except (ValueError, OSError) as error:
+            # Patterns that match no module of the first model are a mistake; those of a later one need not match.
+            if self._watches:
+                _tell(f"{name} is not watched: {error}")
+                return
+            parts = ", ".join([part for part, _ in model.named_children()][:8])
+            self._refuse(
+                f"{error}. The first model that was called is {name}"
+                + (f", whose modules are {parts}" if parts else "")
+                + "; name the class of another one with --model"
+            )
+
+    def _unmatched(self, class_names: list[str]) -> None:
+        shown = ", ".join(class_names[:8]) + (", ..." if len(class_names) > 8 else "")
+        self._refuse(
+            f"--model {self._class_name!r} matches the class of no module that there is; the models are {shown}."
+            " Without --model each model that is trained is watched"
+        )
+
+    def _refuse(self, why: str) -> NoReturn:
+        _tell(why)
+        self._status = BAD_USE
+        # No Exception: the script may catch those.
+        raise SystemExit(BAD_USE)
+
+    def finish(self, json_file: Path | None, *, has_failed: bool) -> int:
+        """Stop to watch, and say on stderr and in the file what was seen.
+
+        `has_failed`: an exception ended the script. Return the exit status that goes before the script's, or 0.
+        """
+        if os.getpid() != self._process:  # a forked child that has come to the script's end
+            return 0
+        reports = [self._end(name, one) for name, one in self._watches]
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        if not self._watches and self._status != BAD_USE:
+            _tell(f"nothing was watched: {self._why_nothing()}")
+        for (name, one), report in zip(self._watches, reports, strict=True):
+            _tell(_line(name, one, report))
+            if has_failed and _ended_in(one) and report.finding is not None and report.batch == one.batch:
+                # The script's own check may have met the value before nanwatch did.
+                self._status = self._status or NONFINITE
+        if self._outermost.is_full:
+            _tell(f"{MAX_MODELS} models were found; those that were called later were not looked for")
+        failed = [report for report in reports if report.finding is not None]
+        first = failed[0].finding if failed else None
+        if first is not None and not self._is_told and text.summary(first) not in self._notes:
+            print(failed[0].to_text(), file=sys.stderr)
+        if json_file is not None:
+            report = (failed or reports or [Report((), None, None, 0)])[0]
+            try:
+                json_file.write_text(report.to_json() + "\n", encoding="utf-8")
+            except (OSError, ValueError) as error:
+                _tell(f"{json_file} could not be written: {spell(error)}")
+        return self._status
+
+    def _end(self, name: str, one: Watch) -> Report:
+        """Stop to watch, whatever comes of it, and return the report."""
+        try:
+            one.report()  # warns of modules whose calls are not seen, which after `stop` nobody knows
+            one.stop()
+        except NonFiniteError as error:  # of a row that came late
+            self._meet(error)
+            _show(error.with_traceback(None))
+        except BaseException as error:  # the others are stopped all the same
+            _tell(f"an error came while the watch of {name} was ended: {spell(error)}")
+            if not isinstance(error, Exception):
+                self.interrupt = error
+        return one.report()
+
+    def _why_nothing(self) -> str:
+        if self._outermost.trouble:
+            return f"the search for models ended by {self._outermost.trouble}"
+        if self._not_watched:
+            return f"{', '.join(self._not_watched)} cannot be, as said above"
+        seen = ", ".join(self._outermost.passed_over)
+        if not seen:
+            return "no call of a module was seen; those in a compiled function or in another process are not"
+        wanted = f"of class {self._class_name!r}" if self._class_name else "with parameters to train"
+        return f"no module {wanted} was called, only such as {seen}; name the class of the model with --model"
+
+
+def _line(name: str, one: Watch, report: Report) -> str:
+    batches = 0 if one.batch is None else one.batch + 1
+    amount = f"{batches} batch{'' if batches == 1 else 'es'} of {name}"
+    if report.finding is not None:
+        return f"{amount}: {text.summary(report.finding)}"
+    if not one.counters["tensors"]:
+        return f"{amount}: nothing was looked at" + (
+            ", as NANWATCH=0 says" if os.environ.get("NANWATCH") == "0" else ""
+        )
+    if _ended_in(one):
+        return f"{amount}, the last ended by an exception: what that call computed last was not read"
+    return f"{amount}: all that was read is finite"
+
+
+def _ended_in(one: Watch) -> bool:
+    """Whether an exception has ended the latest batch."""
+    return one._ended_by_exception
+
+
+def _nonfinite_in(error: BaseException) -> NonFiniteError | None:
+    """Return the NonFiniteError that `error` is, was raised from or while handling, or has in its group, if any."""
+    seen: set[int] = set()
+    ahead: list[BaseException | None] = [error]
+    while ahead:
+        one = ahead.pop()
+        if isinstance(one, NonFiniteError):
+            return one
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            ahead += [one.__cause__, None if one.__suppress_context__ else one.__context__]
+            ahead += getattr(one, "exceptions", ())
+    return None
+
+
+def _tell(message: str) -> None:
+    print(visible(f"{_NAME}: {message}"), file=sys.stderr, flush=True)
+
+
+def _show(error: Exception) -> None:
+    """Print an exception of the script as the interpreter would, without frames of nanwatch's."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    own = (__file__, runpy.__file__, "<frozen runpy>")
+    place: TracebackType | None = error.__traceback__
+    while place is not None and place.tb_frame.f_code.co_filename in own:
+        place = place.tb_next
+    error.__traceback__ = place
+    try:
+        sys.excepthook(type(error), error, place)
+    except Exception:
+        suppressed("the script's sys.excepthook raised")
+        traceback.print_exc()
+    finally:
+        found = _nonfinite_in(error)
+        if found is not None and sys.excepthook is not sys.__excepthook__:
+            # A hook of the script's own may have shown it in another way, or not at all.
+            print(found.report.to_text(), file=sys.stderr, flush=True)
+
+
+def _of_this_rank(path: str) -> Path:
+    """The file as named, and for the processes of torchrun other than the first with the rank in its name."""
+    rank = os.environ.get("RANK", "0")
+    plain = Path(path)
+    # The script may change its folder.
+    return (
+        plain if rank in ("", "0") else plain.with_name(f"{plain.stem}-rank-{rank}{plain.suffix}")
+    ).absolute()
+
+
+def _run_file(target: str) -> None:
+    """What runpy.run_path does, but `__file__` is absolute and sys.argv[0] as given, as with `python SCRIPT`."""
+    path = os.path.abspath(target)
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=builtins)
+    before, sys.modules["__main__"] = sys.modules["__main__"], module
+    try:
+        with open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+        exec(code, module.__dict__)
+    finally:
+        sys.modules["__main__"] = before
+
+
+@contextlib.contextmanager
+def _as_main(target: str, arguments: list[str], *, is_module: bool) -> Iterator[None]:
+    """sys.argv and sys.path as `python SCRIPT` and `python -m MODULE` make them."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [target, *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        # A folder or a zip file with a __main__.py is put there by runpy.
+        first = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
+        sys.path[:1] = [first]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path

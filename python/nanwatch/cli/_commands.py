@@ -1,0 +1,122 @@
+"""The sub-commands of `nanwatch`: one line each in COMMANDS, one module each."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from ..util.visible import visible
+
+# What a shell makes of a program that SIGPIPE has ended.
+_CUT = 128 + 13
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A sub-command: what `--help` says of it, and the module whose `main(arguments) -> int` runs it.
+
+    `only_prints`: when nobody reads what it prints there is nothing left to do. `runs_user_code`: where Ctrl-C struck
+    may be what the user wants to know.
+    """
+
+    summary: str
+    module: str
+    only_prints: bool = True
+    runs_user_code: bool = False
+
+    def run(self, arguments: list[str]) -> int:
+        """Run it and return the exit status. Only now is its module imported."""
+        main: Callable[[list[str]], int] = importlib.import_module(self.module, __package__).main
+        if not self.only_prints:
+            return main(arguments)
+        return until_cut(lambda: main(arguments), shows_place=self.runs_user_code)
+
+
+def until_cut(command: Callable[[], int], *, shows_place: bool = False) -> int:
+    """The command's exit status, or 141 where the reader of its output went away, as `head` does.
+
+    Ctrl-C goes up as KeyboardInterrupt, at which the interpreter ends by SIGINT: what a shell calls 130, and what ends
+    a loop in a script too. With `shows_place` it prints the traceback, without it nothing. What the encoding of stdout
+    does not have is printed as an escape.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            status = command()
+        except SystemExit:
+            _flush()
+            raise
+        except KeyboardInterrupt:
+            if not shows_place:
+                sys.excepthook = partial(_tell_all_but_ctrl_c, sys.excepthook)
+            raise
+        # Now, as at the interpreter's end it would break where nobody can catch it.
+        _flush()
+        return status
+    except BrokenPipeError:
+        # What is left of the output is flushed once more at that end: into nothing.
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+        return _CUT
+
+
+def _tell_all_but_ctrl_c(before: Callable[..., object], kind: type[BaseException], *rest: object) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        before(kind, *rest)
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it is None for a process that was started without one
+        sys.stdout.flush()
+
+
+COMMANDS = {
+    "diff": Command("where two traces, or two batches of one, part", "._command_diff"),
+    "doctor": Command("what is installed, what serves which device, and what is missing", "._command_doctor"),
+    "formats": Command(
+        "the narrowest format that holds what each module makes, by a trace", "_command_formats"
+    ),
+    "merge": Command("the reports of all ranks of a job as one", "._command_merge"),
+    "netcheck": Command(
+        "can the ranks of a job reach each other? Start it with torchrun", "..netcheck", only_prints=False
+    ),
+    "replay": Command(
+        "make the call in a capsule again, in one dtype or several", "._command_replay", runs_user_code=True
+    ),
+    "run": Command("watch the model of an unchanged training script", "._command_run", only_prints=False),
+    "show": Command("the frames of a trace, or a saved report", "._command_show"),
+}
+
+
+def failed(name: str, error: BaseException) -> int:
+    """Say on stderr, in one line, why the command `name` has nothing to print. Return exit status 2."""
+    sys.stderr.write(f"nanwatch {name}: {visible(str(error))}\n")
+    return 2
+
+
+def help_text() -> str:
+    """The part of `--help` that lists them."""
+    lines = [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(["commands (each has a --help of its own):", *lines])
+
+
+def command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """The parser of a command that prints for people, or with --json for programs."""
+    parser = argparse.ArgumentParser(
+        prog=f"nanwatch {name}".rstrip(),
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document on stdout and nothing else"
+    )
+    return parser

@@ -1,0 +1,205 @@
+"""Which module of a running program is its model: found when it is called from outside any other module.
+
+A training calls many modules that are not its model: losses, metrics, transforms, a frozen teacher. What sets the model
+apart is parameters that require a gradient, in a module that is in training mode or of which an optimizer holds some.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from fnmatch import fnmatchcase
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+from torch.optim import Optimizer
+
+from ..instrumentation.global_hooks import after_steps
+from ..instrumentation.links import calls_of_others, make_calls_of_others
+from ..instrumentation.living import living
+from ..report.errors import spell
+from ..util.user_warning import warn_user
+
+_T = TypeVar("_T")
+
+# By which a call of a module is known on the stack.
+_CALL = nn.Module.__call__.__code__
+# Of a program that makes its model anew again and again, as a search for hyperparameters does.
+MAX_MODELS = 8
+
+
+def may_be_trained(module: nn.Module, optimized: Callable[[], Collection[int]]) -> bool:
+    """Whether parameters of the module require a gradient, and it is in training mode or some are optimized.
+
+    `optimized()` gives the ids of the parameters that optimizers hold; it is asked only where that decides.
+    """
+    free = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not free or module.training:
+        return bool(free)
+    # An optimizer alone knows a model that is evaluated before it is trained, or trained in evaluation mode.
+    held = optimized()
+    return any(id(parameter) in held for parameter in free)
+
+
+def topmost(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
+    """The outermost of the modules alive that hold `module`, at any depth; `module` where there are several or none.
+
+    A LightningModule is never called itself: its `training_step` is, and calls its parts.
+    """
+    holders: dict[int, list[nn.Module]] = {}
+    for one in alive:
+        for child in one._modules.values():
+            if child is not None:
+                holders.setdefault(id(child), []).append(one)
+    tops: list[nn.Module] = []
+    seen: set[int] = set()
+    above = [module]
+    while above:
+        one = above.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            upper = holders.get(id(one), [])
+            above += upper
+            tops += [] if upper else [one]
+    return tops[0] if len(tops) == 1 else module
+
+
+def made(kind: type[_T]) -> list[_T]:
+    """All living objects of that class, or of one derived from it, that can be looked at."""
+    # What has not gone through its __init__ yet, or is a copy under way, has no parts.
+    return [one for one in living(kind) if getattr(one, "__dict__", None)]
+
+
+def is_inside_a_call(frame: FrameType | None) -> bool:
+    """Whether a call of a module is under way in `frame` or in one that led to it."""
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+class Outermost:
+    """Within the block, `found(model)` is called for each model that is called, before the call is made.
+
+    It makes the calls of all modules that no link stands before; see links.py. The calls of the modules that `found`
+    watches take no longer; those of others take 1 µs more, and 3 µs when they are made from outside any other. With
+    `class_name`, a glob pattern, the model is any module of such a class, trained or not, called inside another one or
+    not. When the first module with parameters is called and no living module is of such a class, `unmatched(class
+    names)` is called, once, with the classes of the modules that no other holds. After MAX_MODELS it looks no more.
+
+    `passed_over` has classes of modules that were called and are no model, those called inside another one only with
+    `class_name`. `trouble` is the error that ended the search, `is_full` says that MAX_MODELS were found.
+    """
+
+    def __init__(
+        self,
+        found: Callable[[nn.Module], object],
+        class_name: str | None = None,
+        unmatched: Callable[[list[str]], object] = lambda names: None,
+    ) -> None:
+        self._found = found
+        self._class_name = class_name
+        self._unmatched = unmatched
+        self._awaits_candidate = class_name is not None
+        self._left = MAX_MODELS
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Modules for which optimizers were looked for: without gradients, and with them.
+        self._searched: tuple[weakref.WeakSet[nn.Module], ...] = (weakref.WeakSet(), weakref.WeakSet())
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._handle: Any = None
+        self.passed_over: dict[str, None] = {}
+        self.trouble = ""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether MAX_MODELS were found, and no more are looked for."""
+        return self._left <= 0
+
+    def __enter__(self) -> Outermost:
+        if calls_of_others() is not None:
+            raise RuntimeError("another Outermost looks for models already; end that first")
+
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            # A compiler reads this function too; to it the module is itself.
+            if is_compiling() or module in self._known or not self._try_to_look(module, sys._getframe(2)):
+                return module._call_impl(*args, **kwargs)
+            return nn.Module.__call__(module, *args, **kwargs)
+
+        make_calls_of_others(call)
+        self._handle = after_steps.add(lambda optimizer, *_: self._optimizers.add(optimizer))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Look no more. A second time does nothing."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            make_calls_of_others(None)
+
+    def _try_to_look(self, module: nn.Module, caller: FrameType | None) -> bool:
+        try:
+            return self._look(module, caller)
+        except Exception as error:  # a program that nobody watches does better than one that ends here
+            self.stop()
+            self.trouble = spell(error)
+            warn_user(f"nanwatch looks for no more models: {self.trouble}")
+            return False
+
+    def _look(self, module: nn.Module, caller: FrameType | None) -> bool:
+        """Whether the module was found to be a model. `caller` is the frame of whoever calls it."""
+        model = module
+        if self._class_name is not None:
+            is_candidate = True
+            is_model = fnmatchcase(type(module).__name__, self._class_name)
+            if is_model:
+                self._awaits_candidate = False
+            elif self._awaits_candidate and _has_parameters(module):
+                self._awaits_candidate = False
+                self._check_class_name(self._class_name)
+        else:
+            is_candidate = not is_inside_a_call(caller)
+            is_model = is_candidate and may_be_trained(module, lambda: self._optimized(module))
+            if is_model:
+                model = topmost(module, made(nn.Module))
+        if not is_model:
+            if is_candidate and len(self.passed_over) < 5:
+                self.passed_over[type(module).__name__] = None
+            return False
+        self._known.update((module, model))
+        self._left -= 1
+        if self.is_full:
+            self.stop()
+        self._found(model)
+        return True
+
+    def _check_class_name(self, class_name: str) -> None:
+        alive = made(nn.Module)
+        if any(fnmatchcase(type(one).__name__, class_name) for one in alive):
+            return
+        held = {id(child) for one in alive for child in one._modules.values()}
+        whole = (one for one in alive if id(one) not in held and _has_parameters(one))
+        self._unmatched(sorted({type(one).__name__ for one in whole}))
+
+    def _optimized(self, module: nn.Module) -> set[int]:
+        # To look for optimizers takes 0.1 s among 400,000 objects: once for the module's evaluation, which may come
+        # before there is an optimizer, and once for its training. Later ones are known by their step.
+        searched = self._searched[torch.is_grad_enabled()]
+        if module not in searched:
+            searched.add(module)
+            self._optimizers.update(made(Optimizer))
+        return {
+            id(parameter)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }

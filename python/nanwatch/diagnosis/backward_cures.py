@@ -1,0 +1,214 @@
+"""Cures for a bad gradient: each tried on the batch, run once more, and on its backward from the guilty module on.
+
+The gradients of the guilty module's outputs are not there a second time. Others of the same size stand in for them, and
+go through the backward of the module and of all that lies before it, down to the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..instrumentation.stand_in import stand_in
+from ..instrumentation.wrapped_names import find_module, unwrapped
+from ..precision.precision import run_in_fp32
+from ..recording.observe import observe
+from ..recording.walk import leaves
+from ..report.errors import spell
+from ..report.finding import Cure, working_first
+from ..report.record import Record, to_record
+from .batch_start import BatchStart
+from .cure_words import in_float32, module_words
+from .loss_scale import LEAST_ROOM, room_of, try_smaller
+
+# The guilty module and the nearest around it: each costs a forward and a backward.
+_MOST_MODULES = 3
+_NARROW = ("float16", "bfloat16")
+
+# The gradients that a backward makes from the present ones times a factor.
+Backward = Callable[[float], list[Record]]
+
+
+def try_backward_cures(
+    start: BatchStart,
+    model: nn.Module,
+    name: str,
+    number: int,
+    gradients: Mapping[str, Tensor],
+    *,
+    loss_scale: float | None,
+) -> tuple[tuple[Cure, ...], tuple[str, ...]]:
+    """`(cures, remarks)`: a smaller loss scale, and float32 for the module `name` or one around it.
+
+    `gradients` are those of the outputs of its call `number`, by label, with which its backward fails. Tried only where
+    half precision takes part in that backward. A cure works when every gradient from there on is finite and leaves a
+    bit of room. The model is left as it was. Raises nothing of its own: a trial that fails is a remark.
+    """
+    search = _Search(start, model, name, number, gradients)
+    cures: list[Cure] = []
+    remarks: list[str] = []
+    steps: list[tuple[str, Callable[[], Cure | None]]] = [
+        ("a smaller loss scale", lambda: search.smaller_scale(loss_scale)),
+        (f"{module_words(name)} in float32", search.in_float32),
+    ]
+    for what, step in steps:
+        try:
+            if (cure := step()) is not None:
+                tried = f"tried on the backward of {module_words(name)}"
+                cures.append(replace(cure, what=f"{cure.what}, {tried}"))
+        except Exception as error:  # such as a function that cannot be run backward more often
+            remarks.append(f"could not try {what}: {spell(error)}")
+    return working_first(cures), tuple(remarks)
+
+
+class _Search:
+    def __init__(
+        self, start: BatchStart, model: nn.Module, name: str, number: int, gradients: Mapping[str, Tensor]
+    ) -> None:
+        self._start = start
+        self._model = model
+        self._name = name
+        self._number = number
+        self._gradients = gradients
+        self._made: list[Record] = []
+
+    def smaller_scale(self, present: float | None) -> Cure | None:
+        """A smaller loss scale; None where it is not known to help or not to."""
+        given = [gradient_record(x, "") for x in self._gradients.values()]
+        with self._backward() as backward:
+            self._made = backward(1.0)
+            return None if self._is_finite(self._made) else try_smaller(backward, given, present)
+
+    def in_float32(self) -> Cure | None:
+        """The smallest module around the guilty one with which all is finite in float32; None where none is."""
+        if self._is_finite(self._made) or not any(one.dtype in _NARROW for one in self._made):
+            return None
+        for name in self._around():
+            if (found := find_module(self._model, name)) is None:
+                continue
+            with self._backward(lambda module=found.module: run_in_fp32(module)) as backward:  # type: ignore[misc]
+                room = room_of(backward(1.0), _NARROW)
+            if room >= LEAST_ROOM:
+                return Cure(in_float32(self._model, name), True, room if isfinite(room) else None)
+        return None
+
+    def _around(self) -> list[str]:
+        """The guilty module and those around it within the outermost call, the nearest first."""
+        names, name = [self._name], self._name
+        outermost = unwrapped(self._start.module)
+        while name and len(names) < _MOST_MODULES:
+            found = find_module(self._model, name)
+            if found is None or found.module is outermost:
+                break
+            name = name.rpartition(".")[0]
+            above = find_module(self._model, name)
+            if name and above is not None and type(above.module).forward is not nn.Module.forward:
+                names.append(name)
+        return names
+
+    @staticmethod
+    def _is_finite(made: Sequence[Record]) -> bool:
+        return not any(one.is_fault for one in made)
+
+    @contextmanager
+    def _backward(self, hold: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[Backward]:
+        """Inside, the batch has run once more with its graph, under the change that `hold` makes."""
+        found = find_module(self._model, self._name)
+        if found is None:
+            raise LookupError(f"the model has no module {self._name!r} any more")
+        roots: dict[str, Tensor] = {}
+        number = -1
+
+        def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal number
+            number += 1
+            this = number
+            output = module._call_impl(*args, **kwargs)
+            if this == self._number:
+                roots.update(
+                    (label, x)
+                    for label, x in leaves(output, "output")
+                    if label in self._gradients and isinstance(x, Tensor) and x.requires_grad
+                )
+            return output
+
+        def backward(factor: float) -> list[Record]:
+            made: list[Record] = []
+            given = [self._gradients[label].to(x.dtype) * factor for label, x in roots.items()]
+            run_backward(list(roots.values()), wanted, given, lambda _: _keeper(made))
+            return made
+
+        wanted: list[Tensor] = [x for x in self._start.module.parameters() if x.requires_grad]
+
+        def fresh(x: Tensor) -> Tensor:
+            # The graph behind what the batch was called with is the user's.
+            if not x.requires_grad:
+                return x
+            wanted.append(x.detach().requires_grad_())
+            return wanted[-1].clone()  # a leaf could not be written to
+
+        with torch.enable_grad():
+            args, kwargs = tree_map_only(Tensor, fresh, (self._start.args, dict(self._start.kwargs)))
+        start = replace(self._start, args=args, kwargs=kwargs)
+        with hold(), start.again() as call, torch.enable_grad(), stand_in({found.module}, seen):
+            call()
+            if not roots:
+                raise LookupError(f"its call {self._number} was not made again with a graph")
+            yield backward
+
+
+def run_backward(
+    roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor], hook: Callable[[Any], Any]
+) -> None:
+    """A backward from these gradients of the roots to what is wanted, with what `hook(node)` gives at each node."""
+    handles = [node.register_hook(hook(node)) for node in _nodes(x.grad_fn for x in roots) if node]
+    try:
+        with without_hooks(wanted):
+            torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def without_hooks(tensors: list[Tensor]) -> Iterator[None]:
+    """The user's hooks on these may add up what they are given. Emptied and filled again: the engine holds the dict."""
+    own = [(hooks, dict(hooks)) for x in tensors if (hooks := x._backward_hooks)]
+    try:
+        for hooks, _ in own:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in own:
+            hooks.update(before)
+
+
+def _nodes(roots: Any) -> list[Any]:
+    """All nodes of the graph from these roots on, each once."""
+    left, known, found = list(roots), set(), []
+    while left:
+        node = left.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            found.append(node)
+            left += [following for following, _ in node.next_functions]
+    return found
+
+
+def _keeper(records: list[Record]) -> Any:
+    def look(made: Sequence[Tensor | None], _: Any) -> None:
+        records.extend(gradient_record(x, "") for x in made if x is not None)
+
+    return look
+
+
+def gradient_record(x: Tensor, label: str) -> Record:
+    """The record of a gradient."""
+    return to_record(observe(x, label, "gradient"))

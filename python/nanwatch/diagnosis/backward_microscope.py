@@ -1,0 +1,228 @@
+"""The call whose backward made a bad gradient once more, each operation of its backward looked at.
+
+The loss is no part of the model, so the gradients of the call's outputs are not there a second time. Gradients of the
+size that was seen stand in for them: an operation whose derivative is not finite shows with any, an overflow with those
+as large as the largest, and one in a weight's gradient with the signs that add up there. The same backward from smaller
+ones shows whether a smaller loss scale would have been enough.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..instrumentation.stand_in import stand_in
+from ..instrumentation.wrapped_names import find_module
+from ..recording.walk import leaves
+from ..report.errors import spell
+from ..report.finding import Finding, value_of
+from ..report.frame import Frame
+from ..report.record import Record
+from ..util.suppressed import suppressed
+from .backward_cures import gradient_record, run_backward, try_backward_cures, without_hooks
+from .batch_start import BatchStart, no_second_run
+from .examination import Examination
+from .lineage import SKIPPED_FILES
+
+_LINE = re.compile(r'File "(.+)", line (\d+)')
+
+
+class _Found(Exception):  # noqa: N818 - ends the run, and is no error
+    """What was looked for is found."""
+
+
+def examine_backward(
+    start: BatchStart,
+    finding: Finding,
+    frames: Sequence[Frame],
+    *,
+    model: nn.Module,
+    loss_scale: float | None = None,
+) -> Examination:
+    """Run the batch of `finding` once more, and the backward of the guilty module's calls; see which operation makes
+    a bad gradient of finite ones, and whether it does with a smaller loss scale too.
+
+    `frames` are the report's, `loss_scale` is that of the failed backward, where it is known. No gradient of the user's
+    is touched. Raises nothing of its own: what could not be done is a remark.
+    """
+    name = finding.module if finding.origin == "produced" else finding.source_module
+    if name is None:
+        return Examination(
+            remarks=("what made it lies behind the model's outputs, so it was not looked for in the model",)
+        )
+    if reason := no_second_run():
+        return Examination(remarks=(f"the batch was not run a second time: {reason}",))
+    try:
+        if (guilty := find_module(model, name)) is None:
+            return Examination(remarks=(f"the model has no module {name!r} any more",))
+        if not (magnitudes := _magnitudes(finding, frames, name)):
+            return Examination(
+                remarks=(
+                    "no gradient of its outputs was seen, so there was none to start a second backward from",
+                )
+            )
+        scene = _Scene(finding, magnitudes)
+        with start.again() as call, stand_in([guilty.module], scene.run), suppress(_Found):
+            call()
+        if scene.gradients:
+            cures, remarks = try_backward_cures(
+                start, model, name, scene.call, scene.gradients, loss_scale=loss_scale
+            )
+            return replace(scene.found, cures=cures, remarks=(*scene.found.remarks, *remarks))
+    except Exception as error:
+        return Examination(remarks=(f"the backward could not be examined: {spell(error)}",))
+    remark = "in a second run, with other gradients of the same size, no operation made a bad gradient"
+    return Examination(remarks=(remark, *start.doubts()))
+
+
+def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[str, list[float]]:
+    """For the labels of the guilty call's outputs the sizes of gradients to try, the smaller first."""
+    found: dict[str, list[float]] = {}
+    for frame in frames:
+        if (frame.name, frame.batch, frame.phase) != (name, finding.batch, "backward"):
+            continue
+        for record in frame.records:
+            label = record.label.removesuffix(".grad")
+            # All zeros stand for themselves: zero times a pole is nan.
+            if label.startswith("output") and record.isfinite and record.abs_max is not None:
+                found[label] = [record.abs_min or record.abs_max / 1024, record.abs_max]
+    return found
+
+
+class _Scene:
+    """Makes the calls of the guilty module, and the backward of each."""
+
+    def __init__(self, finding: Finding, magnitudes: dict[str, list[float]]) -> None:
+        self.found = Examination()
+        # The call whose backward failed, counted from 0, and the gradients of its outputs that are tried.
+        self.call = -1
+        self.gradients: dict[str, Tensor] = {}
+        self._label, self._index = finding.label.removesuffix(".grad"), finding.index
+        self._magnitudes = magnitudes
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make one call, and its backward."""
+        self.call += 1
+        given: list[Tensor] = []
+
+        def fresh(x: Tensor) -> Tensor:
+            if not x.is_floating_point():
+                return x
+            given.append(x.detach().requires_grad_())
+            return given[-1].clone()  # a leaf could not be written to
+
+        with torch.enable_grad():
+            with torch.autograd.set_detect_anomaly(True, check_nan=False):
+                args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
+                output = module._call_impl(*args, **kwargs)
+            wanted = [*given, *(x for x in module.parameters() if x.requires_grad)]
+            outputs = {
+                label: x for label, x in leaves(output, "output") if isinstance(x, Tensor) and x.requires_grad
+            }
+            if outputs and wanted:
+                self._backward(outputs, wanted, module._parameters.get(self._label))
+        return tree_map_only(Tensor, torch.detach, output)
+
+    def _backward(self, outputs: dict[str, Tensor], wanted: list[Tensor], weight: Tensor | None) -> None:
+        sizes = {label: seen for label, seen in self._magnitudes.items() if label in outputs}
+        if not sizes:
+            return
+        roots = [outputs[label] for label in sizes]
+        small = [torch.full_like(x, size[0]) for x, size in zip(roots, sizes.values(), strict=True)]
+        gradients = [torch.full_like(x, size[1]) for x, size in zip(roots, sizes.values(), strict=True)]
+        is_found = self._look(roots, wanted, small) or self._look(roots, wanted, gradients)
+        # A weight's gradient is a sum over the batch: of products with both signs equal gradients leave little.
+        signs = (
+            []
+            if is_found or weight is None or not weight.requires_grad
+            else _signs(roots, weight, self._index)
+        )
+        if signs:
+            gradients = [sign * size[1] for sign, size in zip(signs, sizes.values(), strict=True)]
+            is_found = self._look(roots, wanted, gradients)
+        if is_found:
+            self.gradients = {label: x.detach() for label, x in zip(sizes, gradients, strict=True)}
+            raise _Found
+
+    def _look(self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]) -> bool:
+        """Make a backward, and keep what was found; whether anything was."""
+        steps: list[Examination] = []
+        run_backward(roots, wanted, gradients, lambda node: _looker(node, steps))
+        if steps and self.found.operation is None:
+            self.found = steps[0]
+        return bool(steps)
+
+
+def _signs(roots: list[Tensor], weight: Tensor, index: tuple[int, ...] | None) -> list[Tensor]:
+    """For each root ones with the signs that make all it adds to this element of the weight's gradient positive.
+
+    Empty where that cannot be told, as where an operation has no second derivative.
+    """
+    ones = [torch.ones_like(x).requires_grad_() for x in roots]
+    try:
+        with without_hooks([weight]):
+            (made,) = torch.autograd.grad(roots, [weight], ones, create_graph=True)
+            found = torch.autograd.grad(made[index or ()].sum(), ones, allow_unused=True)
+    except Exception:
+        suppressed("the signs of a backward could not be told, as without a second derivative")
+        return []
+    return [
+        torch.ones_like(x) if share is None else torch.where(share < 0, -1.0, 1.0).to(x)
+        for x, share in zip(roots, found, strict=True)
+    ]
+
+
+def _looker(node: Any, steps: list[Examination]) -> Any:
+    def look(made: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+        bad = (
+            [] if steps else [one for x in made if x is not None and (one := gradient_record(x, "")).is_fault]
+        )
+        if not bad:
+            return
+        records = [gradient_record(x, f"gradient[{i}]") for i, x in enumerate(given) if x is not None]
+        if any(one.isfinite is False for one in records):
+            return
+        steps.append(
+            Examination(
+                operation=node.name(),
+                made="nan" if any("nan" in value_of(one) for one in bad) else "inf",
+                source=_source(node.metadata.get("traceback_", ())),
+                operands=(*records, *_saved(node)),
+                remarks=(
+                    "the operation was found in a second run of the call, from other gradients of the same size",
+                ),
+            )
+        )
+
+    return look
+
+
+def _saved(node: Any) -> list[Record]:
+    """The tensors that the forward kept for this operation's backward."""
+    found = []
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                value = getattr(node, name)
+            except Exception:
+                suppressed("a saved tensor was freed or never set")
+                continue
+            if isinstance(value, Tensor):
+                found.append(gradient_record(value, name.removeprefix("_saved_")))
+    return found
+
+
+def _source(traceback: Sequence[str]) -> str | None:
+    """The innermost line of the program, which is neither PyTorch's nor ours, of a formatted stack."""
+    for entry in reversed(traceback):
+        match = _LINE.search(entry)
+        if match and not match[1].startswith(SKIPPED_FILES):
+            return f"{match[1]}:{match[2]}"
+    return None

@@ -1,0 +1,179 @@
+"""The start of a batch: what has to be known there so that its outermost call can be made once more.
+
+References and random states, no copies: a batch that ends well costs a few microseconds. All that a second run would
+leave behind (random states, buffers, training flags) is put back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from ..instrumentation.execution_context import Autocast, RngState
+from ..instrumentation.turn import unwatched
+from ..precision import parametrized
+from ..recording.walk import call_leaves
+from ..util.modules import each_module
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    slice,
+    type(...),
+    type,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStart:
+    """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    rng: RngState = field(default_factory=RngState.capture)
+    autocast: tuple[Autocast, ...] = field(default_factory=Autocast.capture)
+    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    versions: tuple[tuple[str, Tensor, int], ...] = ()
+    cached: parametrized.Cache = field(default_factory=parametrized.kept)
+
+    @classmethod
+    def capture(
+        cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> BatchStart:
+        """The start of a batch, now."""
+        kwargs = kwargs or _NOTHING
+        given = [(f"args[{i}]", x) for i, x in enumerate(args)] + list(kwargs.items())
+        with torch._C.DisableTorchFunction():  # looking is no business of the user's function modes
+            versions = cls._versions(given)
+        return cls(module, args, kwargs, versions=versions)
+
+    @staticmethod
+    def _versions(given: list[tuple[str, Any]]) -> tuple[tuple[str, Tensor, int], ...]:
+        for name, value in given.copy():
+            # One level deep: a walk to the end would cost more than all else that is kept.
+            if isinstance(value, tuple | list):
+                given += [(f"{name}[{i}]", x) for i, x in enumerate(value)]
+            elif isinstance(value, dict):
+                given += [(f"{name}[{key}]", x) for key, x in value.items()]
+        return tuple(
+            (name, x, x._version) for name, x in given if isinstance(x, Tensor) and not x.is_inference()
+        )
+
+    @contextmanager
+    def again(self) -> Iterator[Callable[[], Any]]:
+        """Inside, everything is as it was at the start, and the callable that is given makes the call.
+
+        It runs the model's hooks and no graph is built; compiled modules run eagerly, one operation after the other.
+        What a forward draws from the modules random and numpy.random it draws anew. Afterwards random states, buffers,
+        training flags and the tensors of the call are as they were before, also when the call raises.
+        """
+        with ExitStack() as after:
+            after.callback(RngState.capture(others=True).restore)
+            after.callback(
+                _set_training, [(module, module.training) for _, module in each_module(self.module)]
+            )
+            after.enter_context(_held(self.module, self.args, self.kwargs))
+            after.enter_context(unwatched(self.module))
+            if parametrized.is_on():
+                # Without their graphs, which a backward in here would run through.
+                known = {key: None if x is None else x.detach() for key, x in self.cached.items()}
+                after.callback(parametrized.exchange, parametrized.exchange(known))
+            with ExitStack() as modes:
+                modes.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
+                modes.enter_context(torch.compiler.set_stance("force_eager"))
+                for autocast in self.autocast:
+                    modes.enter_context(autocast.context())
+                if self.grad and torch.backends.mha.get_fastpath_enabled():
+                    # Without a graph nn.TransformerEncoderLayer takes a path on which its parts are not called.
+                    modes.callback(torch.backends.mha.set_fastpath_enabled, True)
+                    torch.backends.mha.set_fastpath_enabled(False)
+                self.rng.restore()
+                yield lambda: self.module(*self.args, **self.kwargs)
+
+    def doubts(self) -> list[str]:
+        """In sentences, why a second call may not be the same as the first; empty when nothing speaks against it."""
+        found = [
+            f"{name} was written to, in place, since the batch began"
+            for name, x, version in self.versions
+            if x._version != version
+        ]
+        for label, value in call_leaves(self.args, self.kwargs):
+            if value is None or isinstance(value, (Tensor, *_PLAIN)):
+                continue
+            kind = type(value).__name__
+            if hasattr(value, "__next__"):
+                found.append(f"{label} is an iterator ({kind}), which the first run has consumed")
+            else:
+                found.append(f"{label} is a {kind}, which the first run may have changed")
+        return found
+
+
+def no_second_run() -> str:
+    """Why no batch can be run a second time here and now, in words; else ""."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return f"in a job of {distributed.get_world_size()} processes it would wait for the others"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace is recording"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "it runs inside a torch.func transform"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    return ""
+
+
+@contextmanager
+def _held(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Afterwards the buffers of the tree and the tensors of a call are the same tensors, with the values they had.
+
+    Their version counters too: the user's own call may still be under way, and have saved them for its backward.
+    """
+    places = [
+        (module, name, buffer) for _, module in each_module(root) for name, buffer in module._buffers.items()
+    ]
+    buffers = {id(x): x for _, _, x in places if x is not None}
+    given = {id(x): x for _, x in call_leaves(args, kwargs) if isinstance(x, Tensor) and id(x) not in buffers}
+    # Elements that share their memory cannot be written to, neither by a forward nor here.
+    held = [x for x in (*buffers.values(), *given.values()) if not _overlaps_itself(x)]
+    counted = [x for x in held if not x.is_inference()]
+    values = [(x, x.detach().clone()) for x in held]
+    versions = {id(x): x._version for x in counted}
+    with ExitStack() as preserved:
+        for x in counted:
+            preserved.enter_context(_unsafe_preserve_version_counter(x))
+        try:
+            yield
+        finally:
+            for module, name, buffer in places:
+                module._buffers[name] = buffer
+            for x, value in values:
+                # Buffers whether they changed or not: BatchNorm writes its statistics past the version counter.
+                if id(x) in buffers or x.is_inference() or x._version != versions[id(x)]:
+                    with torch.inference_mode() if x.is_inference() else torch.no_grad():
+                        x.copy_(value)
+
+
+def _overlaps_itself(x: Tensor) -> bool:
+    return x.layout is torch.strided and torch._debug_has_internal_overlap(x) == 1
+
+
+def _set_training(flags: list[tuple[nn.Module, bool]]) -> None:
+    for module, flag in flags:
+        module.training = flag

@@ -1,0 +1,380 @@
+"""Cures for a failure that a wider number format may end: each tried on the batch that failed, run once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from math import floor, isfinite, log2, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..instrumentation.wrapped_names import named_modules, unwrapped
+from ..numerics.formats import limits
+from ..precision.casting import NARROW, cast
+from ..precision.precision import run_in_fp32
+from ..recording.walk import call_leaves
+from ..report.errors import spell
+from ..report.finding import Cure, Finding, working_first
+from ..report.headroom import NEAR_FACTOR, headroom_bits, is_near_end
+from ..report.record import Row, is_fault, to_record
+from .batch_start import BatchStart, no_second_run
+from .cure_words import in_float32, module_words
+from .trial import Change, Trial, has_finite, is_close, loaded, run
+
+MAX_RUNS = 5
+# Two are a choice; more would only cost forwards.
+ENOUGH = 2
+# A value within 2 % of the end of one format may be past it after the roundings of another.
+_MARGIN = 1.02
+# Bits. With less, the next batch whose values are twice as large fails again.
+_LEAST_ROOM = 1.0
+_LOSS_SCALE_STEP = 256
+_NOT_BACK = "no cure was tried: the failure did not come back when the batch ran again"
+
+
+def try_cures(
+    start: BatchStart, finding: Finding, model: nn.Module, *, loss_scale: float | None = None
+) -> tuple[tuple[Cure, ...], tuple[str, ...]]:
+    """`(cures, remarks)`: what ends the failure when the batch of `start` runs again, at most 5 times.
+
+    Only where a format narrower than float32 takes part in what a module produced or received; for weights, buffers
+    and data that were not finite before the call there is no cure here. `model` is the watched model, in which
+    `finding` names the modules. `loss_scale` is tried where the batch was called with it.
+
+    A cure works when all that the modules are given and give is finite, at least one bit of room is left, and values
+    that were finite before are still about the same. Each trial changes what a user would change who applies the cure
+    as it is printed. A change that does not work is left out, except float32 for the guilty module, which a user would
+    expect to help. Cures that work come first.
+
+    The model is left as it was. Nothing is raised but KeyboardInterrupt and its like: what goes wrong is a remark.
+    """
+    if finding.origin not in ("produced", "received"):
+        return (), ()
+    if finding.transient:
+        return (), (_NOT_BACK,)
+    if reason := no_second_run():
+        return (), (f"no cure was tried: {reason}",)
+    cures: list[Cure] = []
+    remarks: list[str] = []
+    try:
+        _Search(start, finding, model, cures, remarks).go(loss_scale)
+    except _Done:
+        pass
+    except Exception as error:
+        remarks.append(f"the search for cures ended early: {spell(error)}")
+    return working_first(cures), tuple(remarks)
+
+
+class _Done(Exception):  # noqa: N818
+    """Enough cures are found, or all runs are used."""
+
+
+class _Search:
+    """The trials for one finding; what they give goes to `cures` and `remarks`."""
+
+    def __init__(
+        self, start: BatchStart, finding: Finding, model: nn.Module, cures: list[Cure], remarks: list[str]
+    ) -> None:
+        self.start = start
+        self.finding = finding
+        self.model = model
+        self.cures = cures
+        self.remarks = remarks
+        self.runs = 0
+        named = list(named_modules(model, remove_duplicate=False))
+        self.modules = {one.name: one.module for one in named}
+        self.names = {one.module: one.name for one in named_modules(model)}
+        self.root = self.names.get(unwrapped(start.module), "")
+        # For a value that was handed in: the module in whose forward it was made.
+        made_by = finding.module if finding.origin == "produced" else finding.source_module
+        self.guilty = self.root if made_by is None else made_by
+        # How the batch ran with nothing changed, or with nothing but the guilty module: what came before is the same.
+        self.seen = Trial()
+
+    def go(self, loss_scale: float | None) -> None:
+        """Try one after the other, the smallest change first."""
+        if self.finding.transient is None or not self._may_be_narrow():
+            self.seen = self._run()
+            if not any(map(is_fault, self._records(self.seen))):
+                error = self.seen.error
+                self.remarks.append(
+                    f"no cure was tried: the batch, run again, raised {spell(error)}" if error else _NOT_BACK
+                )
+                return
+            if not self._is_narrow():
+                return
+        alone = self._run(lambda: run_in_fp32(self.modules[self.guilty]))
+        if not self.seen.calls:
+            # A trial that raised has not seen the guilty call to its end.
+            self.seen = alone if alone.error is None else self._run()
+            if not self._is_narrow():
+                return
+        works = self._judge(self._in_float32(self.guilty), alone, changed=self.guilty, expected=True)
+        wide = self._bfloat16() or alone
+        if not works:
+            wide = self._larger(wide if wide is not alone else None) or alone
+        self._clamp(wide)
+        self._smaller_loss_scale(loss_scale)
+
+    def _bfloat16(self) -> Trial | None:
+        """All that is float16 in bfloat16, which has the range of float32; the trial if that works."""
+        autocast = any(call.autocast is torch.float16 for call in self.seen.calls)
+        weights = any(p.dtype is torch.float16 for p in self.start.module.parameters())
+        given = any(
+            isinstance(x, Tensor) and x.dtype is torch.float16
+            for _, x in call_leaves(self.start.args, self.start.kwargs)
+        )
+        if weights and given and self.root:
+            # The batch is a call of a part. The code that hands float16 to it was not seen, so no run here shows
+            # whether that code hands on bfloat16 once the model is in bfloat16.
+            return None
+        what = []
+        if autocast:
+            kind = next((one.device_type for one in self.start.autocast if one.enabled), "cuda")
+            what.append(f'use bfloat16 in autocast, torch.autocast("{kind}", dtype=torch.bfloat16)')
+        if weights:
+            inputs = ", and give it bfloat16 inputs" if given else ""
+            what.append(f"load the weights in bfloat16, model.to(torch.bfloat16){inputs}")
+        if not what:
+            return None
+        change = Change(autocast=torch.bfloat16)
+        trial = (
+            self._run_loaded((torch.float16,), torch.bfloat16, change)
+            if weights
+            else self._run(change=change)
+        )
+        return trial if self._judge(" and ".join(what), trial, healthy=self.seen.kept) else None
+
+    def _whole(self) -> tuple[str, Trial]:
+        """The outermost call in float32, in words and as a trial."""
+        if self.root:
+            # Its caller goes on in the format that it gave.
+            return self._in_float32(self.root), self._run(lambda: run_in_fp32(self.modules[self.root]))
+        change = Change(autocast=torch.float32)
+        return (
+            "run the whole of it in float32, without autocast and with float32 weights",
+            self._run_loaded(NARROW, torch.float32, change),
+        )
+
+    def _larger(self, wide: Trial | None) -> Trial | None:
+        """The smallest module around the guilty one that is enough in float32; None when even the whole is not.
+
+        `wide` is a run in which all had the range of float32. It shows how large everything becomes, and so which
+        modules cannot be enough, as what they hand out would not fit the format it is given back in.
+        """
+        whole = None
+        is_tried = bool(self.root) and self.guilty == self.root
+        if wide is None:
+            if is_tried:
+                return None
+            whole = self._whole()
+            wide = whole[1]
+            if wide.error is None and not self._is_finite(wide):
+                return None
+        for name in self._ancestors():
+            # The whole is known to work already, or tried below.
+            if self.runs < MAX_RUNS and self._would_fit(name, wide):
+                trial = self._run(lambda name=name: run_in_fp32(self.modules[name]))  # type: ignore[misc]
+                if self._judge(self._in_float32(name), trial, changed=name):
+                    return wide
+        if any(call.name == self.guilty and call.autocast for call in self.seen.calls):
+            leaf = self.modules[self.guilty]
+            trial = self._run(lambda: run_in_fp32(leaf, cast_output=False))
+            if self._judge(self._in_float32(self.guilty, cast_output=False), trial):
+                return wide
+        if whole is None and self.root and not is_tried and self.runs < MAX_RUNS:
+            whole = self._whole()
+        if whole is not None:
+            self._judge(*whole, changed=self.root or None)
+        return wide
+
+    def _clamp(self, wide: Trial) -> None:
+        """A limit on what the guilty module is given, where that is near the end of the format."""
+        rows = [row for call in self.seen.calls if call.name == self.guilty for row in call.rows]
+        end = min(
+            (ends.largest for row in rows if _is_narrow(row[3]) and (ends := limits(row[3]))), default=0.0
+        )
+        given = next((row for row in rows if row[1] == "input" and "float" in row[3]), None)
+        if not end or given is None or not given[6] or not given[5]:
+            return
+        largest = max(row[5] or 0.0 for row in rows if row[0] == given[0] and row[6])
+        if not is_near_end(largest, end):
+            return
+        made = [
+            row[5] or 0.0
+            for call in wide.calls
+            if call.name == self.guilty
+            for row in call.rows
+            if row[1] == "output" and row[6]
+        ]
+        # In proportion, with one bit to spare, where it is known how large the result becomes; else by its root, which
+        # leaves room for a square.
+        limit = largest * end / (2 * max(made)) if made and max(made) > end else sqrt(end)
+        limit = 2.0 ** floor(log2(limit))
+        # A tighter one would make another model of it.
+        if largest / NEAR_FACTOR <= limit < largest:
+            healthy = self.seen.kept
+            if not any(map(has_finite, healthy)):
+                healthy = wide.kept if self._is_finite(wide) else []
+            if any(map(has_finite, healthy)):
+                trial = self._run(change=Change(clamp=(self.modules[self.guilty], limit)))
+                self._judge(
+                    f"clamp the input of {module_words(self.guilty)} to ±{limit:g}", trial, healthy=healthy
+                )
+
+    def _smaller_loss_scale(self, scale: float | None) -> None:
+        """A smaller one, where the batch was called with it."""
+        if scale is None or scale <= 1:
+            return
+        smaller = max(1.0, scale / _LOSS_SCALE_STEP)
+        args = tuple(_scaled(x, scale, smaller) for x in self.start.args)
+        kwargs = {name: _scaled(x, scale, smaller) for name, x in self.start.kwargs.items()}
+        changed = zip((*args, *kwargs.values()), (*self.start.args, *self.start.kwargs.values()), strict=True)
+        if any(new is not old for new, old in changed):
+            trial = self._run(start=replace(self.start, args=args, kwargs=kwargs))
+            self._judge(f"a loss scale of {smaller:g} in place of {scale:g}", trial)
+
+    # One trial and what it means
+
+    def _run(
+        self,
+        hold: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        change: Change | None = None,
+        start: BatchStart | None = None,
+    ) -> Trial:
+        if self.runs == MAX_RUNS or sum(cure.works for cure in self.cures) >= ENOUGH:
+            raise _Done
+        self.runs += 1
+        with hold():
+            return run(start or self.start, self.names, change, (self.finding.module, self.finding.label))
+
+    def _run_loaded(self, sources: tuple[torch.dtype, ...], to: torch.dtype, change: Change) -> Trial:
+        """The batch as after `model.to(to)`, with its inputs of the dtypes `sources` in `to` as well."""
+        args = cast(self.start.args, sources, to)
+        kwargs = cast(dict(self.start.kwargs), sources, to)
+        start = replace(self.start, args=args, kwargs=kwargs, cached={})
+        return self._run(lambda: loaded(self.start.module, to), change, start)
+
+    def _judge(
+        self,
+        what: str,
+        trial: Trial,
+        *,
+        changed: str | None = None,
+        healthy: list[Tensor] | None = None,
+        expected: bool = False,
+    ) -> bool:
+        """Keep it as a cure if it works, or if a user would expect it to; whether it works.
+
+        `changed` is the module that runs in float32 and gives its results back in the format around it. What is finite
+        in `healthy` must stay about the same in the record that was not finite; float32 is nearer to the truth than
+        what it replaces, and is compared with nothing.
+        """
+        if trial.error is not None:
+            self.remarks.append(f"could not try to {what}: {spell(trial.error)}")
+            return False
+        is_finite = self._is_finite(trial)
+        room = self._room(trial, changed) if is_finite else None
+        has_room = room is None or room >= _LEAST_ROOM
+        works = is_finite and has_room and (healthy is None or is_close(trial.kept, healthy))
+        if works or expected:
+            self.cures.append(Cure(what, works, room))
+        return works
+
+    def _is_finite(self, trial: Trial) -> bool:
+        if trial.error is not None or not self._records(trial):
+            return False
+        return set(trial.faults()) <= self._excused()
+
+    def _room(self, trial: Trial, changed: str | None) -> float | None:
+        """Bits between the largest value and the end of its format, in the record that was not finite and in the
+        results of the changed module.
+        """
+        rows = self._records(trial)
+        rows += [
+            row for call in trial.calls if call.name == changed for row in call.rows if row[1] == "output"
+        ]
+        return _headroom(rows)
+
+    def _excused(self) -> set[tuple[str, str]]:
+        """Records that were not finite before the first one that anybody minded: infinities that are meant."""
+        excused: set[tuple[str, str]] = set()
+        for call in self.seen.calls:
+            if call.name == self.finding.module:
+                break
+            excused |= {(call.name, row[0]) for row in call.rows if is_fault(row)}
+        return excused
+
+    def _records(self, trial: Trial) -> list[Row]:
+        return trial.rows(self.finding.module, self.finding.label)
+
+    # What is known without a run
+
+    def _may_be_narrow(self) -> bool:
+        """Whether a narrow format may take part, as far as can be told before any run."""
+        root = self.start.module
+        tensors = [*root.parameters(), *root.buffers()]
+        tensors += [x for _, x in call_leaves(self.start.args, self.start.kwargs) if isinstance(x, Tensor)]
+        return (
+            any(one.enabled and one.dtype in NARROW for one in self.start.autocast)
+            or any(_is_narrow(str(x.dtype)) for x in tensors)
+            or any(_is_narrow(record.dtype) for record in self.finding.operands)
+        )
+
+    def _is_narrow(self) -> bool:
+        """Whether a narrow format takes part in the guilty call, or in the record that was not finite."""
+        guilty = [call for call in self.seen.calls if call.name in (self.guilty, self.finding.module)]
+        weights = self.modules[self.guilty].parameters() if self.guilty in self.modules else ()
+        return (
+            any(call.autocast is not None for call in guilty)
+            or any(_is_narrow(row[3]) for call in guilty for row in call.rows)
+            or any(_is_narrow(str(x.dtype)) for x in weights)
+            or any(_is_narrow(record.dtype) for record in self.finding.operands)
+        )
+
+    def _ancestors(self) -> Iterator[str]:
+        """The modules around the guilty one that were called in this batch, the nearest first, without the root."""
+        called = {call.name for call in self.seen.calls}
+        name = self.guilty
+        while name:
+            name = name.rpartition(".")[0]
+            own = self.names[self.modules[name]]
+            if own == self.root:
+                return
+            if own in called:
+                yield own
+
+    def _would_fit(self, name: str, wide: Trial) -> bool:
+        """Whether the results of the module fit the format that they would be given back in."""
+        given = next((call.given for call in self.seen.calls if call.name == name), None)
+        if given not in NARROW:
+            return True
+        end = torch.finfo(given).max
+        made = [row for call in wide.calls if call.name == name for row in call.rows if row[1] == "output"]
+        return all(row[5] is None or row[5] * _MARGIN <= end for row in made)
+
+    def _in_float32(self, name: str, *, cast_output: bool = True) -> str:
+        return in_float32(self.model, name, cast_output=cast_output)
+
+
+def _headroom(rows: list[Row]) -> float | None:
+    """Bits between the largest of these values and the end of its format."""
+    finite = [row for row in rows if row[6]]
+    bits = [bits for row in finite if (bits := headroom_bits(to_record(row))) is not None and isfinite(bits)]
+    return min(bits, default=None)
+
+
+def _is_narrow(dtype: str) -> bool:
+    name = dtype.removeprefix("torch.")
+    return name in ("float16", "bfloat16") or name.startswith("float8")
+
+
+def _scaled(x: Any, scale: float, smaller: float) -> Any:
+    """`smaller` for what is the loss scale, as the same kind of number; else `x` itself."""
+    if isinstance(x, Tensor):
+        is_scale = x.numel() == 1 and x.dtype.is_floating_point and x.item() == scale
+        return torch.full_like(x, smaller) if is_scale else x
+    return smaller if isinstance(x, float | int) and not isinstance(x, bool) and x == scale else x

@@ -1,0 +1,285 @@
+"""Where a bad value comes from: the operations of a call, and for each bad tensor the one that began it.
+
+Operations are seen by a TorchDispatchMode, below autograd, autocast and functorch. Of a tensor nothing is kept; what is
+remembered of a bad one is which bytes of which storage were written, by which step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isinf, isnan
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..numerics import _reference
+from ..numerics.ranges import _is_plain, only_our_dispatch, tensor_health
+from ..recording.observe import read
+from ..report.errors import spell
+from ..report.record import MASK, Record
+from ..report.spread import Spread
+from .operation import Operands, Operation, operation_of
+from .writes import Writes
+
+SKIPPED_FILES = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[1]),
+    contextlib.__file__,
+    functools.__file__,
+)
+_HANDLERS = ("__torch_dispatch__", "__torch_function__")
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One operation that left a value that is not finite.
+
+    `origin` is the step that began its bad values, None when it began them itself; only then are `source`, `operands`,
+    `remarks` and `spreads` filled. `meant`: they are infinities that are there on purpose; only of them are the
+    signs known. `unwritten` stands for memory that was allocated and that nothing was seen to write.
+    """
+
+    number: int
+    operation: str
+    nan: bool = False
+    posinf: bool = False
+    neginf: bool = False
+    meant: bool = False
+    unwritten: bool = False
+    origin: Step | None = None
+    source: str | None = None
+    operands: tuple[Record, ...] = ()
+    remarks: tuple[str, ...] = ()
+    spreads: tuple[Spread, ...] = ()
+
+    @property
+    def values(self) -> str:
+        """`nan`, `inf`, `-inf`, joined by `and`."""
+        shown = (("nan", self.nan), ("inf", self.posinf), ("-inf", self.neginf))
+        return " and ".join(word for word, present in shown if present)
+
+
+class Lineage(TorchDispatchMode):
+    """Inside, each operation of this thread is looked at; then `origin` tells where a bad tensor comes from.
+
+    `outermost` is the code of the function above which there are no frames of the program. No result is changed and
+    nothing is raised but what the operations raise; what could not be followed is told in `trouble`.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, outermost: CodeType) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.active = True
+        self.trouble: str | None = None
+        self._outermost = outermost
+        self._writes: Writes[Step] = Writes()
+        self._number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and look at what it wrote."""
+        kwargs = kwargs or {}
+        if not self.active or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        operation = operation_of(func)
+        if not operation.written and not operation.fresh:
+            return func(*args, **kwargs)
+        # What is written in place is gone afterwards.
+        before = self._safely(self._given, operation, args, kwargs) if operation.written else None
+        result = func(*args, **kwargs)
+        self._safely(self._look, operation, args, kwargs, before, result)
+        return result
+
+    def origin(self, x: Tensor, *, nan: bool) -> Step | None:
+        """The step that began what is bad in `x`, None when none was seen to; `nan`: what is nan in it."""
+        with only_our_dispatch(), torch.no_grad():
+            return _origin(self._writes.find(x), nan)
+
+    def _safely(self, look: Callable[..., Any], operation: Operation, *given: Any) -> Any:
+        try:
+            with only_our_dispatch(), torch.no_grad():
+                return look(operation, *given)
+        except Exception as error:
+            self.trouble = f"{operation.name} could not be followed: {spell(error)}"
+            return None
+
+    def _given(self, operation: Operation, args: Any, kwargs: Any) -> Operands:
+        return Operands.of(operation, args, kwargs, self._writes.__contains__)
+
+    def _look(
+        self, operation: Operation, args: Any, kwargs: Any, before: Operands | None, result: Any
+    ) -> None:
+        self._number += 1
+        targets = operation.targets(args, kwargs, result)
+        if operation.allocates:
+            step = Step(self._number, operation.name, unwritten=True, source=self._source())
+            step.remarks = (
+                "this memory was allocated and not written by any operation that was seen: it was used as it was"
+                " found, or a kernel wrote it that does not go through PyTorch's dispatcher",
+            )
+            for x in targets:
+                self._writes.put(x, step)
+            return
+        bad, nan = [], False
+        for x in targets:
+            row = read(x, "", "output")
+            if row[6] is False:
+                bad.append(x)
+                nan = nan or isnan(row[5] or 0.0)
+            else:
+                self._writes.put(x, None)
+        if bad:
+            step = Step(self._number, operation.name, nan)
+            given = before or self._given(operation, args, kwargs)
+            if self._trace(step, operation, given, bad):
+                step.remarks += _masked_rows(operation, args, kwargs)
+            for x in bad:
+                self._writes.put(x, step)
+
+    def _trace(self, step: Step, operation: Operation, given: Operands, bad: Sequence[Tensor]) -> bool:
+        """Fill in where the step's bad values come from; True when it began them."""
+        suspects = [i for i, row in enumerate(given.rows) if row[6] is False]
+        writers = {i: self._writes.find(given.tensors[i]) for i in suspects}
+        is_live = any(not one.meant for i in suspects for one in writers[i])
+        causes = suspects if is_live and operation.carries else _causes(operation, given, suspects, bad)
+        sources = [one for i in causes for one in writers[i]]
+        strangers = [i for i in causes if not writers[i] and given.rows[i][8] != MASK]
+        is_live = any(not one.meant for one in sources)
+        if not is_live and not strangers and not step.nan:
+            step.posinf, step.neginf = _signs(bad)
+            step.meant = _is_meant(operation, given, step, bad, causes, sources)
+        if is_live or (sources and step.meant):
+            step.origin = _origin(sources, step.nan)
+            return False
+        step.source = self._source()
+        written = bad if operation.written else ()
+        step.operands = given.records(written=written)
+        step.spreads = given.spreads(written=written)
+        step.remarks = (
+            *(f"{operation.name} was given the number {name} = {value!r}" for name, value in given.numbers),
+            *(
+                f"operand[{i}] was not finite before, and no operation that was seen wrote it"
+                for i in strangers
+            ),
+            *(_of_meant(i, _origin(writers[i], False)) for i in causes if i not in strangers),
+        )
+        return True
+
+    def _source(self) -> str | None:
+        """The innermost line of the program: neither PyTorch's nor ours, nor that of a mode which handed it on."""
+        found = None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not self._outermost:
+            code = frame.f_code
+            if code.co_name in _HANDLERS:
+                found = None
+            elif found is None and not code.co_filename.startswith(SKIPPED_FILES):
+                found = f"{code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        return found
+
+
+def _origin(steps: Sequence[Step], nan: bool) -> Step | None:
+    """The first of the steps that these come from; of those that did it by accident, if any did."""
+    steps = [one for one in steps if not one.meant] or list(steps)
+    if nan:
+        steps = [one for one in steps if one.nan] or steps
+    origins = [one.origin or one for one in steps]
+    # Memory as it was found may be anything: it is to blame only where nothing else is.
+    origins = [one for one in origins if not one.unwritten] or origins
+    return min(origins, key=lambda one: one.number, default=None)
+
+
+def _signs(bad: Sequence[Tensor]) -> tuple[bool, bool]:
+    """Whether there is an inf and a -inf in these, which have no nan."""
+    posinf = neginf = False
+    for x in bad:
+        try:
+            health = tensor_health(x)
+        except TypeError:
+            return True, True
+        posinf, neginf = posinf or health.num_posinf > 0, neginf or health.num_neginf > 0
+    return posinf, neginf
+
+
+def _causes(operation: Operation, given: Operands, suspects: list[int], bad: Sequence[Tensor]) -> list[int]:
+    """Of the bad operands those that made the result bad: of an elementwise operation, where they are so both."""
+    if not suspects or not _is_elementwise(operation, given, bad):
+        return suspects
+    hit = _bad(bad[0])
+    where = [hit] * len(given.tensors)
+    if operation.base == "where" and len(given.tensors) == 3:
+        condition = given.tensors[0]
+        where[1:] = [hit & condition, hit & ~condition]
+    return [i for i in suspects if bool((where[i] & _bad(given.tensors[i])).any())]
+
+
+def _bad(x: Tensor) -> Tensor:
+    return ~torch.isfinite(_reference._to_arithmetic(x))
+
+
+def _is_elementwise(operation: Operation, given: Operands, bad: Sequence[Tensor]) -> bool:
+    """Whether result and operands can be compared, element by element."""
+    # What was written in place is no longer there.
+    is_one = operation.pointwise and not operation.written and len(bad) == 1
+    return is_one and all(map(_is_plain, (*bad, *given.tensors)))
+
+
+def _is_meant(
+    operation: Operation,
+    given: Operands,
+    step: Step,
+    bad: Sequence[Tensor],
+    causes: Sequence[int],
+    sources: Sequence[Step],
+) -> bool:
+    """Whether infinities from sources that meant them are meant: written as such, or handed on from where they were."""
+    if operation.base == "lift_fresh" or any(isinf(value) for _, value in given.numbers):
+        return True
+    masks = [i for i, row in enumerate(given.rows) if row[8] == MASK]
+    if not causes:
+        # The sum of two masks that hold the dtype's minimum; the logarithm of a mask of zeros and ones.
+        return not step.posinf and (bool(masks) or given.zero_one)
+    if _is_elementwise(operation, given, bad):
+        made = _bad(bad[0])
+        for i in causes:
+            made &= ~_bad(given.tensors[i])
+        return not bool(made.any())
+    posinf = any(one.posinf for one in sources)
+    neginf = bool(masks) or any(one.neginf for one in sources)
+    return posinf >= step.posinf and neginf >= step.neginf
+
+
+def _of_meant(operand: int, origin: Step | None) -> str:
+    if origin is None:
+        return f"operand[{operand}] is an additive mask"
+    at = f" at {origin.source}" if origin.source else ""
+    return f"operand[{operand}] holds {origin.values} that {origin.operation}{at} put there, on purpose as it seems"
+
+
+def _masked_rows(operation: Operation, args: Sequence[Any], kwargs: Any) -> tuple[str, ...]:
+    """A remark when a softmax had rows with nothing to choose from."""
+    given = dict(operation.given(args, kwargs))
+    if operation.base in ("_softmax", "_log_softmax"):
+        x, dim, what = given["self"], given["dim"], "its operand"
+    else:
+        x, dim = next((given[name] for name in ("attn_mask", "attn_bias") if name in given), None), -1
+        what = "its mask"
+    if not isinstance(x, Tensor) or x.ndim == 0 or not x.dtype.is_floating_point:
+        return ()
+    empty = (x == -torch.inf).all(dim=dim)
+    if not (count := int(empty.sum())):
+        return ()
+    first = [int(i) for i in empty.nonzero()[0]]
+    return (
+        f"{what} is -inf everywhere along dimension {dim % x.ndim} in {count} of {empty.numel()} rows, the first at"
+        f" {first}: a row that is masked everywhere leaves softmax nothing to choose from",
+    )

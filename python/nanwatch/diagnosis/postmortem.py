@@ -1,0 +1,198 @@
+"""What is done once a batch has failed: look closer, try cures, write it all down.
+
+Each step may be missing a package, run out of memory or meet a model that cannot be run twice: then a remark says so,
+and the report is what it was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from torch import nn
+
+from ..capsule.capsule import write_capsule
+from ..report.errors import spell
+from ..report.finding import Finding
+from ..report.frame import Frame
+from ..report.report import Report
+from ..util.numbered import make_numbered
+from .backward_microscope import examine_backward
+from .batch_start import BatchStart
+from .cures import try_cures
+from .examination import Call, Examination, enrich
+from .microscope import examine
+
+_T = TypeVar("_T")
+_FORMS: dict[str, Callable[[Report], str]] = {
+    "report.html": lambda report: report.to_html(),
+    "report.json": lambda report: report.to_json(),
+    "report.txt": lambda report: report.to_text(),
+}
+
+
+def post_mortem(
+    report: Report,
+    start: BatchStart | None,
+    model: nn.Module,
+    output_dir: Path | None,
+    *,
+    examines: bool,
+    reason: str = "",
+    loss_scale: float | None = None,
+) -> Report:
+    """The report with what a second run of the batch shows, if it `examines`, and written to `output_dir` if any.
+
+    `start` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
+    that of the batch, where it is known.
+    """
+    finding = report.finding
+    if finding is None:
+        return report
+    remarks: list[str] = []
+    examination: Examination | None = None
+    if examines and (start is None or reason):
+        why = reason or (
+            "its outermost call lies in compiled code or in a backward, or what it was given could not be kept"
+        )
+        remarks.append(f"the batch was not run a second time: {why}")
+    elif examines and start is not None and finding.phase != "step":
+        finding, examination = _look(finding, report.frames, start, model, loss_scale, remarks)
+    finding = replace(finding, remarks=(*finding.remarks, *remarks))
+    if output_dir is None:
+        return replace(report, finding=finding)
+    return _write(report, finding, examination, start, output_dir)
+
+
+def _look(
+    finding: Finding,
+    frames: Sequence[Frame],
+    start: BatchStart,
+    model: nn.Module,
+    loss_scale: float | None,
+    remarks: list[str],
+) -> tuple[Finding, Examination | None]:
+    """The finding with what a second run of the batch shows, and with the cures where it failed again."""
+    if finding.phase == "backward":
+        seen = examine_backward(start, finding, frames, model=model, loss_scale=loss_scale)
+        return enrich(finding, seen), seen
+    examination = _attempt("the closer look", lambda: examine(start, finding, model=model), remarks)
+    if examination is None:
+        return finding, None
+    closer = enrich(finding, examination)
+    if examination.transient is False:
+        if doubts := start.doubts():
+            remarks.append(f"no cure was tried, as {doubts[0]}")
+        elif tried := _attempt(
+            "trying cures", lambda: try_cures(start, closer, model, loss_scale=loss_scale), remarks
+        ):
+            closer = replace(closer, cures=tried[0], remarks=(*closer.remarks, *tried[1]))
+    return closer, examination
+
+
+def _attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None:
+    try:
+        return step()
+    except Exception as error:
+        remarks.append(f"{what} failed: {spell(error)}")
+        return None
+
+
+def _write(
+    report: Report,
+    finding: Finding,
+    examination: Examination | None,
+    start: BatchStart | None,
+    output_dir: Path,
+) -> Report:
+    remarks: list[str] = []
+    folder = _attempt("making the folder", lambda: _new_folder(output_dir, finding), remarks)
+    if folder is None:
+        return _told(report, finding, remarks)
+    files: list[str] = []
+    call = None if examination is None else examination.call
+    if call is None or start is None:
+        is_forward = finding.phase == "forward"
+        why = (
+            "no call was seen to make the value a second time"
+            if is_forward
+            else "a capsule replays a forward"
+        )
+        remarks.append(f"no capsule was written: {why}")
+    elif made := _attempt(
+        "writing the capsule", lambda: _write_capsule(folder, call, start, finding, report.rank), remarks
+    ):
+        files.append(str(made))
+    return _write_forms(report, finding, folder, _FORMS, files, remarks)
+
+
+def _write_capsule(folder: Path, call: Call, start: BatchStart, finding: Finding, rank: int) -> Path:
+    return write_capsule(
+        folder / "capsule",
+        call.module,
+        call.name,
+        call.args,
+        call.kwargs,
+        finding=finding,
+        rank=rank,
+        rng=call.rng or start.rng,
+        autocast=call.autocast or start.autocast,
+    )
+
+
+def _write_forms(
+    report: Report,
+    finding: Finding,
+    folder: Path,
+    names: Iterable[str],
+    files: list[str],
+    remarks: list[str],
+) -> Report:
+    """Write the forms of the report, each naming all files; again, should one of them not be written after all."""
+    paths = [folder / name for name in names]
+    told = _told(report, finding, remarks, [*files, *map(str, paths)])
+    troubles = list(remarks)
+    written = [path.name for path in paths if _written(path, told, troubles)]
+    if len(written) == len(paths):
+        return told
+    return _write_forms(report, finding, folder, written, files, troubles)
+
+
+def _told(report: Report, finding: Finding, remarks: list[str], files: Iterable[str] = ()) -> Report:
+    told = replace(finding, files=tuple(files), remarks=(*finding.remarks, *remarks))
+    return replace(report, finding=told)
+
+
+def _written(path: Path, report: Report, remarks: list[str]) -> bool:
+    form = _FORMS[path.name]
+    done = _attempt(f"writing {path.name}", lambda: _write_whole(path, form(report)), remarks)
+    return done is not None
+
+
+def _write_whole(path: Path, text: str) -> Path:
+    """All of the text or no file of this name: a launcher may end this process while it writes."""
+    under_way = path.with_name(f".{path.name}.tmp")
+    try:
+        under_way.write_text(text, encoding="utf-8")
+        return under_way.replace(path)
+    except OSError:
+        under_way.unlink(missing_ok=True)
+        raise
+
+
+def write_frames(report: Report, folder: Path) -> Path:
+    """Write a report without a finding, as JSON and text; the folder, which has a number where that is taken.
+
+    No page: of thousands of ranks most have nothing to show. Raises what writing raises.
+    """
+    made = make_numbered(folder, lambda one: one.mkdir(parents=True))
+    for name in ("report.json", "report.txt"):
+        _write_whole(made / name, _FORMS[name](report))
+    return made
+
+
+def _new_folder(output_dir: Path, finding: Finding) -> Path:
+    name = f"batch-{finding.batch}" + (f"-rank-{finding.rank}" if finding.rank else "")
+    return make_numbered(output_dir / name, lambda folder: folder.mkdir(parents=True))

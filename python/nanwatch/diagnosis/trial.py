@@ -1,0 +1,177 @@
+"""A trial: the batch run once more under some change, and what every module call of it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..instrumentation.stand_in import stand_in
+from ..numerics._reference import _to_arithmetic
+from ..precision.casting import NARROW, autocast_kinds, first_float, replaced
+from ..recording.masked_scores import masked_scores
+from ..recording.observe import observe
+from ..recording.walk import Leaf, call_leaves, leaves
+from ..report.record import Row, is_fault
+from .batch_start import BatchStart
+
+# Of the norm. bfloat16 rounds to 0.4 %, which may grow to a few percent through a deep model.
+_MOST_CHANGE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One module call: its rows (inputs, outputs), the first floating-point dtype given, autocast's where it was on."""
+
+    name: str
+    rows: tuple[Row, ...]
+    given: torch.dtype | None
+    autocast: torch.dtype | None
+
+
+@dataclass(slots=True)
+class Trial:
+    """The calls of a run in the order in which they ended, and the exception that ended the run, if one did."""
+
+    calls: list[Call] = field(default_factory=list)
+    error: Exception | None = None
+    # Copies of the tensors that the run was asked to keep, one for each call that had one.
+    kept: list[Tensor] = field(default_factory=list)
+
+    def rows(self, name: str, label: str) -> list[Row]:
+        """The rows of that label in all calls of that module."""
+        return [row for call in self.calls if call.name == name for row in call.rows if row[0] == label]
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """`(module, label)` of each row that is not finite and should be."""
+        for call in self.calls:
+            yield from ((call.name, row[0]) for row in call.rows if is_fault(row))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The change that a trial makes at the module calls themselves.
+
+    `autocast`: the dtype that takes the place of float16 in autocast; float32 switches autocast off. `clamp` is
+    `(module, limit)`: the first floating-point tensor that is given to the module is clamped to ±limit.
+    """
+
+    autocast: torch.dtype | None = None
+    clamp: tuple[nn.Module, float] | None = None
+
+
+def run(
+    start: BatchStart,
+    names: Mapping[nn.Module, str],
+    change: Change | None = None,
+    keep: tuple[str, str] | None = None,
+) -> Trial:
+    """Run the batch of `start` once more. What its forward raises is the trial's error; KeyboardInterrupt passes.
+
+    `keep` is the `(module, label)` of a tensor that the trial keeps a copy of. A watch of the model sees nothing of it.
+    """
+    trial = Trial()
+    change = change or Change()
+
+    def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = names.get(module, "?")
+        output, call, seen_values = _changed_call(module, args, kwargs, change, name)
+        trial.calls.append(call)
+        if keep is not None and keep[0] == name:
+            trial.kept += [
+                x.detach().clone() for label, x in seen_values if label == keep[1] and isinstance(x, Tensor)
+            ]
+        return output
+
+    try:
+        with start.again() as call, stand_in(start.module.modules(), seen):
+            call()
+    except Exception as error:
+        # Without its traceback, whose frames hold the activations of the run.
+        trial.error = error.with_traceback(None)
+    return trial
+
+
+@contextmanager
+def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, `model` has the weights and buffers that `model.to(dtype)` would give it, and casts nothing else."""
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (table, name, own)
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for table in (module._parameters, module._buffers)
+        for name, own in table.items()
+        if own is not None and own.is_floating_point() and own.dtype != dtype
+    ]
+    copies: dict[Tensor, Tensor] = {}
+    try:
+        for table, name, own in places:
+            # Tied weights stay tied.
+            if own not in copies:
+                copies[own] = own.detach().to(dtype)
+            table[name] = copies[own]
+        yield
+    finally:
+        for table, name, own in places:
+            table[name] = own
+
+
+def _changed_call(
+    module: nn.Module, args: Any, kwargs: Any, change: Change, name: str
+) -> tuple[Any, Call, list[Leaf]]:
+    kinds = {
+        kind: torch.get_autocast_dtype(kind) for kind in autocast_kinds() if torch.is_autocast_enabled(kind)
+    }
+    given = first_float((args, kwargs))
+    if change.clamp is not None and change.clamp[0] is module:
+        args, kwargs = _clamped((args, kwargs), change.clamp[1])
+    with ExitStack() as modes:
+        for kind, dtype in kinds.items():
+            # Here and not around the whole: a model may enter autocast in its own forward.
+            if change.autocast is torch.float32:
+                modes.enter_context(torch.autocast(kind, enabled=False))
+            elif change.autocast is not None and dtype is torch.float16:
+                modes.enter_context(torch.autocast(kind, change.autocast, cache_enabled=False))
+        output = module._call_impl(*args, **kwargs)
+    inputs, outputs = list(call_leaves(args, kwargs)), list(leaves(output, "output"))
+    scores = masked_scores(module)
+    rows = [observe(x, label, "input", scores) for label, x in inputs]
+    rows += [observe(x, label, "output", scores) for label, x in outputs]
+    autocast = next((dtype for dtype in kinds.values() if dtype in NARROW), None)
+    return output, Call(name, tuple(rows), given, autocast), [*inputs, *outputs]
+
+
+def _clamped(value: Any, limit: float) -> Any:
+    done = False
+
+    def change(x: Tensor) -> Tensor | None:
+        nonlocal done
+        if done or not x.dtype.is_floating_point:
+            return None
+        done = True
+        return x.clamp(-limit, limit)
+
+    return replaced(value, change)
+
+
+def has_finite(x: Tensor) -> bool:
+    """Whether any element is finite."""
+    return bool(torch.isfinite(_to_arithmetic(x)).any())
+
+
+def is_close(values: list[Tensor], healthy: list[Tensor]) -> bool:
+    """Whether the finite ones among `healthy` are about the same in `values`, by the norm of the difference."""
+    if [x.shape for x in values] != [x.shape for x in healthy]:
+        return True
+    difference = total = 0.0
+    for new, old in zip(map(_to_arithmetic, values), map(_to_arithmetic, healthy), strict=True):
+        finite = torch.isfinite(old)
+        kind = torch.promote_types(old.dtype, torch.float64)
+        before, after = old[finite].to(kind), new[finite].to(kind)
+        difference += float((after - before).abs().square().sum())
+        total += float(before.abs().square().sum())
+    return difference <= _MOST_CHANGE**2 * total

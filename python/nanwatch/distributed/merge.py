@@ -1,0 +1,274 @@
+"""The reports of several ranks as one: the origin, headroom by module and rank, and replicas that differ.
+
+Ranks of one attempt of an elastic job are compared with each other, and never with those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isnan
+from pathlib import Path
+from statistics import median_low
+from typing import NamedTuple
+
+from ..report.attempt import Attempt
+from ..report.report import Report
+from ..report.sighting import Sighting, earliest
+from ..util import reading
+from ..util.progress import Tell, silent
+from .merge_digest import Digest, Place
+
+_FILE = "report.json"
+_OUTLYING = 8  # ranks that are named of a module; all are counted
+_LEAST_DISTANCE = 1.0  # bits: a factor of two lies between healthy ranks too, which see other data
+
+
+class RanksRange(NamedTuple):
+    """A range, and the ranks that have it."""
+
+    abs_min: float
+    abs_max: float
+    ranks: tuple[int, ...]
+
+
+class RankBits(NamedTuple):
+    """A rank, and its bits of headroom."""
+
+    rank: int
+    bits: float
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRanges:
+    """A weight on all ranks that saw it in one batch: `ranges` has that of most ranks first."""
+
+    batch: int
+    module: str
+    label: str
+    shape: tuple[int, ...] | None
+    ranges: tuple[RanksRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleHeadroom:
+    """The bits of headroom of one module over the `num_ranks` ranks that saw it.
+
+    `spread` is the most less the least, None where that is no number. Outlying are the ranks that are further from the
+    median than a bit and than four times the median distance from it; `outlying` has the furthest eight.
+    """
+
+    module: str
+    num_ranks: int
+    least: float
+    least_rank: int
+    median: float
+    most: float
+    most_rank: int
+    spread: float | None
+    num_nonfinite: int
+    num_outlying: int
+    outlying: tuple[RankBits, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """One digest a rank, sorted by rank, all of one attempt; what was left out, and why; the other attempts.
+
+    `others`, the earliest first, have no others themselves.
+    """
+
+    digests: tuple[Digest, ...]
+    left_out: tuple[str, ...]
+    others: tuple[Merged, ...] = ()
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The attempt of all of it, None where the reports name none."""
+        return self.digests[0].attempt
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks there are, ascending."""
+        return [digest.rank for digest in self.digests]
+
+    @property
+    def failed(self) -> list[Digest]:
+        """Those with a finding, the earliest first: by batch, by place in it, by rank."""
+        return [one for _, one in self._seen()]
+
+    @property
+    def origins(self) -> list[Digest]:
+        """Those whose findings were first: by batch, then by the place of the faulty frame in it; by rank.
+
+        More than one where ranks saw theirs at one place.
+        """
+        seen = self._seen()
+        inside = next((sighting for sighting, _ in seen if not sighting.came_with_the_data), None)
+        data = next((sighting for sighting, _ in seen if sighting.came_with_the_data), None)
+        first = earliest(inside, data)
+        return [one for sighting, one in seen if first is not None and sighting.place == first.place]
+
+    def _seen(self) -> list[tuple[Sighting, Digest]]:
+        seen = [(sighting, one) for one in self.digests if (sighting := one.sighting) is not None]
+        return sorted(seen, key=lambda pair: pair[0].order)
+
+    def modules(self) -> list[str]:
+        """All modules that have a headroom on some rank, that with the least on any rank first."""
+        least: dict[str, float] = {}
+        for digest in self.digests:
+            for name, bits in digest.headroom.items():
+                least[name] = min(bits, least.get(name, inf))
+        return sorted(least, key=lambda name: (least[name], name))
+
+    def column(self, module: str) -> list[float | None]:
+        """The bits of headroom of the module on each rank, None where it has none."""
+        return [digest.headroom.get(module) for digest in self.digests]
+
+    def summary(self, module: str) -> ModuleHeadroom:
+        """The module's headroom over all ranks. Raises KeyError when no rank has any."""
+        seen = [(one.headroom[module], one.rank) for one in self.digests if module in one.headroom]
+        if not seen:
+            raise KeyError(module)
+        middle = median_low(bits for bits, _ in seen)
+        distances = [0.0 if bits == middle else abs(bits - middle) for bits, _ in seen]
+        far = max(_LEAST_DISTANCE, 4 * median_low(distances))
+        outlying = sorted(
+            (-distance, rank, bits)
+            for distance, (bits, rank) in zip(distances, seen, strict=True)
+            if distance > far
+        )
+        least, most = min(seen), max(seen, key=lambda pair: (pair[0], -pair[1]))
+        spread = most[0] - least[0]
+        return ModuleHeadroom(
+            module=module,
+            num_ranks=len(seen),
+            least=least[0],
+            least_rank=least[1],
+            median=middle,
+            most=most[0],
+            most_rank=most[1],
+            spread=None if len(seen) == 1 or isnan(spread) else spread,
+            num_nonfinite=sum(bits == -inf for bits, _ in seen),
+            num_outlying=len(outlying),
+            outlying=tuple(RankBits(rank, bits) for _, rank, bits in outlying[:_OUTLYING]),
+        )
+
+    def weights(self) -> list[WeightRanges]:
+        """Every weight of every batch, by batch, module and label, with its ranges.
+
+        Replicas hold equal weights, so their ranges are equal to the bit; shards of one weight are not compared.
+        """
+        # Only the ranks of each range: where replicas are alike that is a number a rank.
+        seen: dict[Place, dict[tuple[float | None, ...], tuple[tuple[float, float], list[int]]]] = {}
+        for digest in self.digests:
+            for place, pair in digest.weights.items():
+                key = tuple(None if isnan(end) else end for end in pair)  # a nan is not equal to itself
+                seen.setdefault(place, {}).setdefault(key, (pair, []))[1].append(digest.rank)
+        found = [
+            WeightRanges(
+                *place,
+                tuple(RanksRange(*pair, tuple(ranks)) for pair, ranks in _most_first(groups.values())),
+            )
+            for place, groups in seen.items()
+        ]
+        return sorted(found, key=lambda one: (one.batch, one.module, one.label, one.shape or ()))
+
+    def differences(self) -> list[WeightRanges]:
+        """The weights that are not alike on all ranks that saw them in the same batch."""
+        return [one for one in self.weights() if len(one.ranges) > 1]
+
+
+def _most_first(
+    groups: Iterable[tuple[tuple[float, float], list[int]]],
+) -> list[tuple[tuple[float, float], list[int]]]:
+    return sorted(groups, key=lambda group: (-len(group[1]), group[1]))
+
+
+def merge(*paths: Path, attempt: str | None = None, tell: Tell = silent) -> Merged:
+    """Merge every `report.json` below the folders, and the files.
+
+    Of several attempts of an elastic job it is the latest with a finding, or the latest; or else `attempt`, as "1" or
+    "RUN_ID/1". Of several reports of one rank the earliest failure counts. Raises ValueError when there is none that
+    can be read, or no such attempt; a report that cannot be read is left out and named.
+    """
+    left_out: list[str] = []
+    attempts = by_attempt(_read(paths, left_out, tell))
+    if not attempts:
+        what = " and ".join(map(str, paths))
+        why = f": {left_out[0]}" if left_out else "; pass the folder that watch(output_dir=...) was given"
+        raise ValueError(f"no {_FILE} of nanwatch below {what}{why}")
+    chosen = _chosen(attempts, attempt)
+    others = tuple(one for one in attempts if one is not chosen)
+    return replace(chosen, left_out=tuple(left_out), others=others)
+
+
+def _read(paths: Sequence[Path], left_out: list[str], tell: Tell) -> Iterator[Digest]:
+    """The digests of all files, and why others have none."""
+    tell(f"looking for {_FILE}")
+    files = list(_files(paths))
+    for done, path in enumerate(files):
+        tell("reading reports", done, len(files), "files")
+        try:
+            text = reading.file_text(path)
+            # One report at a time: parsed it is some ten times its file.
+            digest = Digest.of(Report.from_json(text))
+        except (OSError, ValueError) as error:
+            left_out.append(f"{path}: {error}")
+            continue
+        yield digest
+
+
+def by_attempt(digests: Iterable[Digest]) -> list[Merged]:
+    """A merge for each attempt that they are of, the earliest first; those that name none come before."""
+    kept: dict[object, dict[int, Digest]] = {}
+    for digest in digests:
+        ranks = kept.setdefault(digest.attempt and digest.attempt.key, {})
+        other = ranks.get(digest.rank)
+        if other is None or _when(digest) < _when(other):
+            ranks[digest.rank] = digest
+    made = [_of_one_attempt([ranks[rank] for rank in sorted(ranks)]) for ranks in kept.values()]
+    return sorted(
+        made, key=lambda one: (one.attempt.begun, one.attempt.run_id) if one.attempt else (-inf, "")
+    )
+
+
+def _of_one_attempt(digests: Sequence[Digest]) -> Merged:
+    seen = [one.attempt for one in digests if one.attempt is not None]
+    if not seen:
+        return Merged(tuple(digests), ())
+    # Each launcher counts for itself, and each process begins at its own moment.
+    attempt = replace(seen[0], number=max(one.number for one in seen), begun=min(one.begun for one in seen))
+    return Merged(tuple(replace(one, attempt=attempt) for one in digests), ())
+
+
+def _chosen(attempts: Sequence[Merged], wanted: str | None) -> Merged:
+    if wanted is None:
+        return ([one for one in attempts if one.failed] or attempts)[-1]
+    run_id, slash, number = wanted.rpartition("/")
+    fitting = [
+        one
+        for one in attempts
+        if one.attempt is not None
+        and str(one.attempt.number) == number
+        and (not slash or one.attempt.run_id == run_id)
+    ]
+    if not fitting:
+        there = "; ".join(str(one.attempt) for one in attempts if one.attempt is not None)
+        raise ValueError(
+            f"there is no attempt {wanted!r}: {f'there is {there}' if there else 'no report names any'}"
+        )
+    return fitting[-1]
+
+
+def _files(paths: Sequence[Path]) -> Iterable[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(path.rglob(_FILE))
+        else:
+            yield path
+
+
+def _when(digest: Digest) -> tuple[float, int]:
+    finding = digest.finding
+    return (inf, 0) if finding is None else (finding.batch, finding.sequence or 0)

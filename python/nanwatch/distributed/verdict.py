@@ -1,0 +1,292 @@
+"""One verdict for all ranks of a job: where the first non-finite value was, agreed on through the job's store.
+
+Never by a collective: when one rank has failed, the others may be waiting for it in one of their own. A thread looks at
+the store once a second; all that touches the store runs in that thread, so that a store that hangs holds nobody up.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from ..report.attempt import store_key
+from ..report.errors import NonFiniteError, spell
+from ..report.finding import Finding
+from ..report.report import Report
+from ..report.sighting import Origin, Sighting
+from ..util.user_warning import warn_user
+from .board import Board
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+_INTERVAL = 1.0  # seconds between two looks while all is well
+_INTERVAL_SETTLING = (0.05, 0.5)  # the first and the longest pause while ranks report
+_MOST_QUESTIONS = 20_000.0  # a second, from all ranks: one connection to a store alone can ask 55,000
+_STOPPING = 2.0  # seconds that stop() waits for the thread, which may hang in the store
+# Seconds that a rank with the verdict waits at most for the others to have it too. Once a process of a job has ended,
+# its launcher ends the others, and the store goes with the process that holds it.
+_FAREWELL = 3.0
+
+
+class PeerNonFiniteError(NonFiniteError):
+    """Another rank held a nan or an inf. `.origin` says where it was first, `.report` has this rank's last frames."""
+
+    def __init__(self, report: Report, origin: Origin) -> None:
+        super().__init__(report, origin)
+
+    def __str__(self) -> str:
+        return f"{self.origin}\n\nThis rank ({self.report.rank}), at that time:\n{self.report.to_text()}"
+
+
+class Verdict:
+    """One rank's part in the verdict, from its construction to `stop()`.
+
+    Args:
+        store: any torch.distributed Store that all ranks share; the keys get a prefix of their own, with torchrun's
+            run id and what tells its attempts apart. By default the store of the default process group.
+        rank, world_size: of this process and of the job.
+        peer_timeout: seconds that `publish` and `settle` together wait at most for the store and for other ranks.
+        part: the part of the model that this rank holds, the same for replicas; name it where ranks hold different
+            parts, as the stages of a pipeline do.
+        name: tells several verdicts of one job apart; the same on all ranks.
+        on_stuck: called, in the thread of the verdict, with the Origin as far as it is known when another rank has
+            failed and this one has neither published nor settled for a third of `peer_timeout`: it waits in a
+            collective for the one that failed and cannot raise anything. By two thirds of `peer_timeout` at the
+            latest. What it raises becomes a warning.
+
+    Raises ValueError for numbers that mean nothing.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        peer_timeout: float = 30.0,
+        *,
+        part: str = "",
+        name: str = "",
+        on_stuck: Callable[[Origin], object] | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank should be from 0 to world_size - 1, got rank {rank} of {world_size}")
+        if not (isfinite(peer_timeout) and peer_timeout > 0):
+            raise ValueError(f"peer_timeout should be a number of seconds above 0, got {peer_timeout!r}")
+        self.rank, self.world_size, self.peer_timeout, self.part = rank, world_size, peer_timeout, part
+        self._on_stuck = on_stuck
+        self._store: Store | None = _default_store() if store is None else store
+        self._prefix = f"nanwatch/verdict/{store_key(os.environ)}/{name}"
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # Written by the thread alone, read by all.
+        self._news: float | None = None
+        self._known: Origin | None = None
+        self._trouble = ""
+        self._reported = False
+        self._is_stuck = False
+        self._has_left = False
+        # Written by the callers.
+        self._mine: Sighting | None = None
+        self._budget = peer_timeout
+        self._is_late = False
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nanwatch verdict", daemon=True)
+        self._thread.start()
+        # A daemon thread that comes back from native code into an interpreter that is ending takes the process down.
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Look no more. A second time does nothing."""
+        self._stopping.set()
+        self._jobs.put(lambda: None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_STOPPING)
+        atexit.unregister(self.stop)
+
+    @property
+    def trouble(self) -> str:
+        """Why the store cannot be asked any more, "" as long as it can."""
+        return self._trouble or ("the store does not answer" if self._is_late else "")
+
+    def pending(self) -> bool:
+        """Whether a rank has failed, as far as was seen a second ago. Reads one attribute and costs nothing."""
+        return self._news is not None
+
+    def publish(
+        self, finding: Finding, sequence: int, clock: Sequence[int] | None = None, part: str | None = None
+    ) -> bool:
+        """Tell the other ranks what this one found; only the first time does anything. True when the store has it.
+
+        `sequence` is the place of the faulty frame in its batch, from 0. `clock` is for ranks that do not all make the
+        same number of forwards: whole numbers that count alike everywhere, such as optimizer steps and batches since
+        the last of them. All ranks give one of the same length, or none does. `part`, if given, stands for the
+        verdict's. Never raises for what the store does.
+        """
+        if self._mine is None:
+            part = self.part if part is None else part
+            self._mine = mine = Sighting.of(finding, self.rank, sequence, clock, part)
+            return self._in_thread(lambda until: self._publish(mine))
+        return not self.trouble
+
+    def settle(self, own: Finding | None = None) -> Origin:
+        """The origin, once all ranks have had their say and know it, or `peer_timeout` is over.
+
+        `own` is what this rank found and published, if anything: it is the origin where the store cannot be asked.
+        Raises RuntimeError when nothing has failed, here or elsewhere.
+        """
+        if not self._in_thread(self._settle) and own is not None and self._known is None:
+            mine = self._mine or Sighting.of(own, self.rank, 0, None, self.part)
+            return Origin(mine, num_alike=1, num_failed=1, num_reported=1, world_size=self.world_size)
+        if self._known is None:
+            raise RuntimeError(
+                "there is nothing to settle: no rank has failed as far as this one knows"
+                + (f" ({self.trouble})" if self.trouble else "; ask pending() first")
+            )
+        return self._known
+
+    def _in_thread(self, job: Callable[[float], None]) -> bool:
+        """Have the thread do it; False when that failed or took longer than what is left of `peer_timeout`."""
+        done, succeeded = threading.Event(), False
+        start = time.monotonic()
+        until = start + self._budget
+
+        def run() -> None:
+            nonlocal succeeded
+            try:
+                if not self._trouble:
+                    job(until)
+                    succeeded = True
+            finally:
+                done.set()
+
+        self._jobs.put(run)
+        while time.monotonic() < until and self._thread.is_alive() and not done.wait(min(0.1, self._budget)):
+            pass
+        self._budget -= min(self._budget, time.monotonic() - start)
+        self._is_late = not done.is_set()
+        return succeeded
+
+    # What follows runs in the thread.
+
+    def _run(self) -> None:
+        try:
+            store, self._store = self._store, None
+            assert store is not None
+            self._board = Board(_own_store(store, self._prefix), self.world_size)
+            # A reference would keep the job's server alive, and its port taken, beyond destroy_process_group.
+            del store
+        except Exception as error:
+            self._fail(error)
+        chance = random.Random(self.rank)  # not the one that a training run draws from
+        while not self._stopping.is_set():
+            # Not all ranks of a job at the same moment.
+            pause = max(_INTERVAL, self.world_size / _MOST_QUESTIONS) * chance.uniform(0.75, 1.25)
+            try:
+                try:
+                    job = self._jobs.get(timeout=pause)
+                except queue.Empty:
+                    job = self._look
+                if not self._stopping.is_set():
+                    job()
+            except Exception as error:
+                self._fail(error)
+        try:
+            self._say_nothing()
+        except Exception as error:
+            self._fail(error)
+
+    def _say_nothing(self) -> None:
+        """A rank that stops when it knows of a failure is not waited for.
+
+        It does not look once more: where the store has gone, torch writes a stack to stderr.
+        """
+        if not self._trouble and not self._reported and self._news is not None:
+            self._report()
+            self._leave()
+
+    def _fail(self, error: Exception) -> None:
+        # The process that held the store has ended, or the network has failed: the job will notice by itself.
+        self._trouble = f"the store cannot be asked: {spell(error)}"
+
+    def _look(self) -> None:
+        if self._trouble or self._has_left:
+            return
+        if self._news is None:
+            if self._board.has_news():
+                self._learn()
+            return
+        waited = time.monotonic() - self._news
+        if not self._reported and waited > self.peer_timeout / 3:
+            self._is_stuck = True
+            self._report()
+        if self._is_stuck and (self._board.is_complete() or waited > self.peer_timeout * 2 / 3):
+            self._learn()
+            if self._on_stuck is not None and self._known is not None:
+                self._tell_stuck(self._on_stuck, self._known)
+            self._leave()
+
+    def _tell_stuck(self, on_stuck: Callable[[Origin], object], origin: Origin) -> None:
+        try:
+            on_stuck(origin)
+        except Exception as error:
+            warn_user(f"nanwatch: on_stuck raised {spell(error)}", may_raise=False)
+
+    def _learn(self) -> None:
+        self._known = self._board.origin() or self._known
+        if self._known is not None and self._news is None:
+            self._news = time.monotonic()
+
+    def _publish(self, mine: Sighting) -> None:
+        self._board.publish(mine)
+        self._report()
+        self._learn()
+
+    def _report(self) -> None:
+        if not self._reported:
+            self._reported = True
+            self._board.report()
+
+    def _leave(self) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._board.leave()
+
+    def _settle(self, until: float) -> None:
+        if not self._board.has_news():
+            return
+        self._report()
+        self._wait(self._board.is_complete, until)
+        self._learn()
+        self._leave()
+        if self._board.is_complete():
+            self._wait(self._board.all_left, min(until, time.monotonic() + _FAREWELL))
+
+    def _wait(self, is_over: Callable[[], bool], until: float) -> None:
+        """Ask again and again, until a little before the caller gives up waiting."""
+        pause, longest = _INTERVAL_SETTLING
+        longest = max(longest, self.world_size / _MOST_QUESTIONS)
+        while not is_over() and time.monotonic() + 2 * pause < until:
+            if self._stopping.wait(pause):
+                break
+            pause = min(2 * pause, longest, max(0.01, (until - time.monotonic()) / 4))
+
+
+def _default_store() -> Store:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def _own_store(store: Store, prefix: str) -> Store:
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    # A connection of its own where there is such a thing: on a shared one a rank that waits for a key holds up all.
+    clone = getattr(store, "clone", None)
+    return PrefixStore(prefix, store if clone is None else clone())

@@ -1,0 +1,4 @@
+"""How the calls of a model reach a recorder: wrappers, global hooks, module names.
+
+`compile` does the same inside torch.compile. Nothing here looks at the values of tensors.
+"""

@@ -1,0 +1,179 @@
+"""Watched calls: links that record the calls of modules, and how they are attached to the modules of a model.
+
+A WatchedCall stands in the place before its module's call (links.py). It sees a call's arguments and its result, after
+every hook of the user's. No hook is registered: any forward hook makes PyTorch itself 0.85 µs slower per call, and its
+hooks are not told when a forward ends by an exception.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from ..numerics import _extension
+from ..recording.masked_scores import MaskedScores
+from ..recording.recorder import PythonRecorder
+from ..util.modules import WeakIdentityDict
+from ..util.visible import with_utf8
+from . import rehearsal
+from .compile import _live, compiled
+from .global_hooks import after_steps, children
+from .handles import Handles
+from .links import Link, attach, chain, detach
+from .wrapped_names import child_name, is_recorded, named_modules
+
+
+class PythonWatchedCall(Link):
+    """The link before a module's call while a PythonRecorder watches it."""
+
+    def __init__(self, recorder: PythonRecorder, module: nn.Module, inner: Any, node: int) -> None:
+        self.recorder = recorder
+        self.inner = inner
+        self._node = node
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, or None once it is gone."""
+        return self._module()
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Make the call that this stands before, and record it."""
+        if is_compiling():
+            return self.module._call_impl(*args, **kwargs)  # type: ignore[union-attr]
+        module = self._module()  # not the property: torch.compile, which skips this frame, would follow it
+        if module is None:
+            raise ReferenceError("nanwatch: the watched module of this call no longer exists")
+        target = module._call_impl if self.inner is None else self.inner
+        recorder = self.recorder
+        entered = recorder.enter(self._node, module, args, kwargs)
+        if entered is None:
+            return target(*args, **kwargs)
+        try:
+            output = target(*args, **kwargs)
+        except BaseException:
+            recorder.left_by(entered)
+            raise
+        recorder.leave(entered, module, args, kwargs, output)
+        return output
+
+
+if _extension.C is not None:
+    _Native: Any = _extension.C.WatchedCall
+
+    class NativeWatchedCall(_Native):  # type: ignore[misc]
+        """The same for a CallRecorder.
+
+        The interpreter calls C++. The `__call__` below is what a compiler reads that follows Python code: to it a
+        watched module is the module itself.
+        """
+
+        def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+            """Make the module's call; never run by the interpreter."""
+            return self.module._call_impl(*args, **kwargs)
+
+    _extension.C.take_call(NativeWatchedCall)
+    Link.register(NativeWatchedCall)
+
+
+def _watched_call(recorder: Any, module: nn.Module, inner: Any, node: int) -> Any:
+    if isinstance(recorder, PythonRecorder):
+        return PythonWatchedCall(recorder, module, inner, node)
+    return NativeWatchedCall(recorder, module, inner, node)
+
+
+class Attachment:
+    """A recorder on the modules of one model, until `remove`.
+
+    `observed(name)` says whether the calls of a module are recorded; the calls of the others only mark where a batch
+    begins. `allow_inf(name, module)` says which infinities are meant. `parts` are the letters of what is looked at:
+    weights, buffers, inputs, outputs. Modules registered later in one of the watched modules are watched too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recorder: Any,
+        observed: Callable[[str], bool],
+        allow_inf: Callable[[str, nn.Module], bool | MaskedScores],
+        parts: str = "wbio",
+    ) -> None:
+        self.is_attached = True
+        self._recorder = recorder
+        self._parts = parts
+        self._watch = _live.enter(model, recorder)
+        # The tensor that the operators in compiled code declare as written; see compile_ops.record_.
+        self._sequence = _new_sequence(torch.device("cpu"))
+        self._device_sequences: dict[torch.device, torch.Tensor] = {}
+        compiled.install(PythonWatchedCall.__call__)
+        rehearsal.install()
+        self._observed = observed
+        self._allow_inf = allow_inf
+        self._names: WeakIdentityDict[str] = WeakIdentityDict()
+        # FSDP's own classes the recorder knows. The model may be a part of what was sharded as a whole.
+        for one in named_modules(model):
+            if any(type(x).__name__ == "DTensor" for x in one.module._parameters.values()):
+                recorder.gathers_weights = True
+            self._add(one.name, one.module)
+        # torch's registries are global and outlive this: what they hold must not keep it, or the model, alive.
+        this = weakref.ref(self)
+
+        def changed(*_: Any) -> None:
+            # Fused optimizers write past the version counter; the step itself is the only sign.
+            if (attachment := this()) is not None:
+                attachment._recorder.forget_weights()
+
+        def registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+            if (attachment := this()) is not None and module is not None:
+                attachment._registered(parent, name, module)
+
+        self._hooks = Handles(self, [after_steps.add(changed), children.add(registered)])
+
+    def _add(self, name: str, module: nn.Module) -> None:
+        if self._names.get(module) is not None:
+            return
+        records = is_recorded(module) and self._observed(name)
+        node = self._recorder.add_node(with_utf8(name), module, records, self._allow_inf(name, module))
+        call = _watched_call(self._recorder, module, None, node)
+        # For compiled code; `site` is the same as a word, by which Dynamo knows that the place is as it was.
+        call.attachment = weakref.ref(self)
+        call.place = (self._watch, node, self._parts if records else "")
+        call.site = f"{self._watch}.{node}.{call.place[2]}"
+        call.sequence = self._sequence
+        attach(module, call)
+        self._names[module] = name
+
+    def _registered(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        if (known := self._names.get(parent)) is None:
+            return
+        for one in named_modules(module, child_name(parent, known, name)):
+            self._add(one.name, one.module)
+
+    def put_sequence(self, call: Any, device: torch.device) -> None:
+        """Give the call, as `device_sequence`, what the operators in a graph that is all on this device write."""
+        if device not in self._device_sequences:
+            self._device_sequences[device] = _new_sequence(device)
+        call.device_sequence = self._device_sequences[device]
+
+    def remove(self) -> None:
+        """Leave every module as it was found. A second time does nothing."""
+        self.is_attached = False
+        self._recorder.paused = True
+        _live.leave(self._recorder)
+        self._recorder.forget_tensors()
+        self._hooks.remove()
+        for module in self._names.objects():
+            for link in chain(module):
+                if link.recorder is self._recorder:
+                    detach(module, link)
+        self._names.clear()
+
+
+def _new_sequence(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int64, device=device)

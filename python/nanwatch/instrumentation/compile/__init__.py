@@ -1,0 +1,1 @@
+"""How torch.compile sees that a module is watched: Dynamo, the operators in graphs, CUDA graphs."""

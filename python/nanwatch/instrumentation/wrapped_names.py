@@ -1,0 +1,155 @@
+"""The names that modules have in the user's own model, where wrappers such as DistributedDataParallel hold parts of it.
+
+A wrapper holds one module under one key, adds nothing that a user has named, and hands on what it is called with. Its
+key is no part of a name: `module.encoder._checkpoint_wrapped_module.fc` is `encoder.fc`. The wrapper itself is named by
+its class in brackets, `(DistributedDataParallel)` or `encoder.(CheckpointWrapper)`, so that each name is of one module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+
+from ..report.text import without_wrappers
+from ..util.modules import each_module
+
+# By name: most of them are in parts of torch that are imported by those who use them. A module of the user's own that
+# has a child called `module` is none of these.
+_HELD = {
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
+    ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+    ): "_fsdp_wrapped_module",
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+    ): "_checkpoint_wrapped_module",
+    ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
+    ("torch.optim.swa_utils", "AveragedModel"): "module",
+}
+
+
+class Named(NamedTuple):
+    """A module, its name in the user's model, and its path: what get_submodule() of the watched module takes."""
+
+    name: str
+    path: str
+    module: nn.Module
+
+
+def held_key(module: nn.Module) -> str | None:
+    """The key under which a wrapper holds the module that it wraps; None for what is no wrapper."""
+    for kind in type(module).__mro__:
+        key = _HELD.get((kind.__module__, kind.__name__))
+        if key is not None and module._modules.get(key) is not None:
+            return key
+    return None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What is inside the wrappers; a module that is no wrapper is itself."""
+    while (key := held_key(module)) is not None:
+        module = module._modules[key]  # type: ignore[assignment]
+    return module
+
+
+def original_module(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` stands for; any other one itself."""
+    return model.get_submodule(key) if (key := held_key(model)) == "_orig_mod" else model
+
+
+def is_recorded(module: nn.Module) -> bool:
+    """Whether the calls of a module are frames. Those of a wrapper only mark batches: the module in it sees the same.
+
+    But DataParallel over several devices calls copies of it, which nobody sees.
+    """
+    return held_key(module) is None or len(getattr(module, "device_ids", None) or ()) > 1
+
+
+def named_modules(model: nn.Module, name: str = "", *, remove_duplicate: bool = True) -> Iterator[Named]:
+    """Each module of the tree, in the order of nn.Module.named_modules, which also says what `remove_duplicate` does.
+
+    `name` is that of `model`, or of what it wraps.
+    """
+    places: dict[str, tuple[str, str | None]] = {}
+    found = each_module(model) if remove_duplicate else model.named_modules(remove_duplicate=False)
+    for path, module in found:
+        place = name
+        if path:
+            above, _, key = path.rpartition(".")
+            base, held = places.get(above, (above, None))
+            place = base if key == held else _joined(base, key)
+        held = held_key(module)
+        places[path] = place, held
+        yield Named(place if held is None else _joined(place, f"({type(module).__name__})"), path, module)
+
+
+def child_name(parent: nn.Module, name: str, key: str) -> str:
+    """The name of what `parent`, whose own name is `name`, has under `key`; of what is inside, if that is a wrapper."""
+    held = held_key(parent)
+    if held is not None and name.endswith(")"):  # but for one that held nothing yet when it was named
+        name = name.rpartition("(")[0].removesuffix(".")
+    return name if key == held else _joined(name, key)
+
+
+def find_module(model: nn.Module, name: str) -> Named | None:
+    """The module of this name, or of this path; any name of one that is in several places. None where there is none."""
+    current = model
+    keys: list[str] = []
+    parts = name.split(".") if name else []
+    while True:
+        held = held_key(current)
+        if held is not None and parts and parts[0] == f"({type(current).__name__})":
+            return Named(name, ".".join(keys), current)
+        if held is None:
+            if not parts:
+                return Named(name, ".".join(keys), current)
+            held = parts.pop(0)
+        keys.append(held)
+        child = getattr(current, held, None)
+        if not isinstance(child, nn.Module):
+            return _at_path(model, name)
+        current = child
+
+
+def _at_path(model: nn.Module, path: str) -> Named | None:
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return None
+    return Named(name_of(model, module), path, module)
+
+
+def for_names(pattern: str, names: Iterable[str]) -> str:
+    """A pattern for these names: one with a wrapper's key in it that matches none of them, without the key."""
+    plain = without_wrappers(pattern)
+    names = list(names)
+    if any(fnmatchcase(name, pattern) for name in names) or not any(
+        fnmatchcase(name, plain) for name in names
+    ):
+        return pattern
+    return plain
+
+
+def name_of(model: nn.Module, module: nn.Module) -> str:
+    """The name of a module of `model`; "" for one that is not in it."""
+    return next((one.name for one in named_modules(model) if one.module is module), "")
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter, by its id."""
+    found: dict[int, str] = {}
+    for one in named_modules(model):
+        for key, x in one.module._parameters.items():
+            if x is not None:
+                found.setdefault(id(x), _joined(one.name, key))
+    return found
+
+
+def _joined(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key

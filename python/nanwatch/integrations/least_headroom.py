@@ -1,0 +1,67 @@
+"""The least headroom that a Watch saw since it was last asked: one number to log, and the module it is from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..report.headroom import headroom_bits
+from ..report.record import is_fault, to_record
+from ..report.text import module_name
+from ..session.watch import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The tensor with the least room: `bits` as headroom_bits gives them, -inf when it was not finite."""
+
+    bits: float
+    module: str
+    label: str
+    dtype: str
+
+    @property
+    def place(self) -> str:
+        """Module, label and format in words: "encoder.wo output, float16"."""
+        return f"{module_name(self.module)} {self.label}, {self.dtype}"
+
+
+class LeastHeadroom:
+    """Looks through the frames of a Watch that came since it last did; it should have room for those of a batch.
+
+    Call `look` after every batch, and `take` when the number is wanted. As in headroom.by_module an input counts only
+    when it is a fault.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._frames_seen = watch._recorder.frames_kept
+        self._least: Least | None = None
+        # The largest magnitude so far by dtype: only a larger one can have less room, which spares nearly all rows.
+        self._largest: dict[str, float] = {}
+
+    def look(self) -> None:
+        """Take in the frames that were recorded since the last look."""
+        self._frames_seen, fresh = self._watch._recorder.frames_since(self._frames_seen)
+        # 2 µs a frame, as no Frame is built.
+        for frame in fresh:
+            for row in frame.rows:
+                dtype, abs_max = row[3], row[5]
+                faulty = is_fault(row)
+                if abs_max is None or not (
+                    faulty or (row[1] != "input" and abs_max > self._largest.get(dtype, 0.0))
+                ):
+                    continue
+                bits = headroom_bits(to_record(row))
+                if bits is None:
+                    continue
+                if not faulty:
+                    self._largest[dtype] = abs_max
+                if self._least is None or bits < self._least.bits:
+                    self._least = Least(bits, frame.name, row[0], dtype)
+
+    def take(self) -> Least | None:
+        """The least since the last `take`, or None when there was none; then begin anew."""
+        self.look()
+        least, self._least = self._least, None
+        self._largest.clear()
+        return least

@@ -1,0 +1,99 @@
+"""What is seen over many batches: forecasts, from the largest magnitudes of some, and the user's log, from frames."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..recording.listener import Recorder
+from ..report.finding import Finding
+from ..report.frame import FrameRows
+from ..util.modules import each_module
+from ..util.user_warning import warn_user
+from .forecast import Forecast, Forecaster
+
+if TYPE_CHECKING:
+    from .log import Log
+
+
+class Outlook:
+    """Tells the recorder of which batches frames or magnitudes are wanted, and those who want them what they see.
+
+    `every`, `log_to` and `log_every` are as `watch` takes them. Raises as `sink_of` does.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        *,
+        every: int,
+        forecasts: bool,
+        log_to: Any,
+        log_every: int,
+    ) -> None:
+        self._recorder = recorder
+        self._every = every
+        self._forecaster = Forecaster(_num_tensors(model)) if forecasts else None
+        self._looking = threading.Lock()
+        self._log: Log | None = None
+        if log_to is not None:
+            from .log import Log
+            from .sink import sink_of
+
+            self._log = Log(sink_of(log_to), log_every)
+        recorder.tells_frames = self._log is not None
+        recorder.gathers_largest = forecasts
+
+    @property
+    def awaits_batches(self) -> bool:
+        """Whether it wants to be told of the ends of batches."""
+        return self._forecaster is not None or self._log is not None
+
+    def add(self, frame: FrameRows) -> None:
+        """Take a frame, told by the recorder."""
+        if self._log is not None and self._recorder.tells_frames and self._log.is_due(frame.batch):
+            self._log.add(frame)
+
+    def end(self, batch: int) -> None:
+        """A batch is done, and all was finite."""
+        forecasts = [] if self._forecaster is None else self._forecasts(self._forecaster, batch)
+        if self._log is not None:
+            self._log.end(batch, forecasts)
+            self._recorder.tells_frames = self._log.is_due(batch + self._every)
+        for forecast in forecasts:
+            warn_user(str(forecast))
+
+    def fault(self, finding: Finding | None) -> None:
+        """A batch went wrong, or a step was about to take what its backward did wrong."""
+        if self._log is not None and finding is not None:
+            self._log.fault(finding)
+
+    def close(self) -> None:
+        """Log no more."""
+        if self._log is not None:
+            self._log.close()
+
+    def _forecasts(self, forecaster: Forecaster, batch: int) -> list[Forecast]:
+        # Another thread's batch that ends meanwhile is one that is not looked at. Waiting could lock up: a signal's
+        # handler or the garbage collector may end a batch in here.
+        if not self._looking.acquire(blocking=False):
+            return []
+        try:
+            found = []
+            if self._recorder.gathers_largest:
+                gathered, names, values = self._recorder.take_largest()
+                forecaster.meet(names)
+                if gathered == batch:
+                    found = forecaster.end(batch, values)
+            self._recorder.gathers_largest = forecaster.is_due(batch + self._every)
+            return found
+        finally:
+            self._looking.release()
+
+
+def _num_tensors(model: nn.Module) -> int:
+    """Its weights and buffers, and an output of each module."""
+    return sum(1 + len(module._parameters) + len(module._buffers) for _, module in each_module(model))

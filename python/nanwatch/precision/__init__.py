@@ -1,0 +1,1 @@
+"""Modules that compute in float32 while all around them is narrower, and casts inside nested values."""

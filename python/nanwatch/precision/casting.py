@@ -1,0 +1,136 @@
+"""Tensors inside nested Python values in another dtype, and everything else left as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..recording.walk import MAX_DEPTH
+from ..util.suppressed import suppressed
+
+NARROW = (torch.float16, torch.bfloat16)
+# Of the kinds of device that autocast knows, those that need no package of their own to be asked about.
+_KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla")
+_SCALARS = (int, float, str, bytes, type(None))
+
+
+def autocast_kinds() -> tuple[str, ...]:
+    """The kinds of device for which autocast can be on."""
+    own = torch._C._get_privateuse1_backend_name()
+    names = _KINDS if own == "privateuseone" else (*_KINDS, own)
+    return tuple(name for name in names if torch.amp.is_autocast_available(name))
+
+
+def first_float(value: Any, depth: int = 0) -> torch.dtype | None:
+    """The dtype of the first floating-point tensor in tuples, lists, mappings and dataclasses, or None."""
+    if isinstance(value, Tensor):
+        return value.dtype if value.dtype.is_floating_point else None
+    if depth == MAX_DEPTH or isinstance(value, _SCALARS):
+        return None
+    if isinstance(value, tuple | list):
+        children = list(value)
+    elif isinstance(value, Mapping):
+        children = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        children = [getattr(value, field.name, None) for field in fields(value)]
+    else:
+        return None
+    for child in children:
+        found = first_float(child, depth + 1)
+        if found is not None:
+            return found
+    return None
+
+
+def cast(value: Any, sources: tuple[torch.dtype, ...], to: torch.dtype, *, scalars: bool = True) -> Any:
+    """`value` with its tensors of the dtypes `sources` in `to`, in tuples, lists, mappings and dataclasses.
+
+    What holds no such tensor is handed on as the same object, so a cache that the callee fills stays the caller's; what
+    holds one is a copy of the same type, or stays itself where its type cannot be copied. `scalars=False` leaves
+    tensors of no dimension alone: they decide no dtype, and a loss is better left wide.
+    """
+    least_ndim = 0 if scalars else 1
+
+    def change(x: Tensor) -> Tensor | None:
+        return x.to(to) if x.dtype in sources and x.ndim >= least_ndim else None
+
+    return replaced(value, change)
+
+
+def replaced(value: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
+    """`value` with what `change` makes of its tensors, where that is not None; else as `cast`."""
+    return _replaced(value, change, 0)[0]
+
+
+def _replaced(value: Any, change: Callable[[Tensor], Tensor | None], depth: int) -> tuple[Any, bool]:
+    # Whether anything changed is said in words: torch.compile does not follow `is` between containers.
+    if isinstance(value, Tensor):
+        changed_tensor = change(value)
+        return (value, False) if changed_tensor is None else (changed_tensor, True)
+    if depth == MAX_DEPTH or isinstance(value, _SCALARS):
+        return value, False
+    if isinstance(value, tuple | list):
+        items = [_replaced(item, change, depth + 1) for item in value]
+        if not any(changed for _, changed in items):
+            return value, False
+        return _rebuilt(value, [item for item, _ in items]), True
+    if isinstance(value, Mapping):
+        named = [(key, value[key]) for key in value]
+    elif is_dataclass(value) and not isinstance(value, type):
+        named = [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+    else:
+        return value, False
+    new = {}
+    for name, item in named:
+        one, changed = _replaced(item, change, depth + 1)
+        if changed:
+            new[name] = one
+    if not new:
+        return value, False
+    if type(value) is dict:
+        return {**value, **new}, True
+    return _updated(value, new) if isinstance(value, Mapping) else _with_fields(value, new), True
+
+
+def _rebuilt(value: Any, items: list[Any]) -> Any:
+    kind = type(value)
+    if kind is tuple:
+        return tuple(items)
+    if kind is list:
+        return items
+    try:
+        # A named tuple takes its fields, one by one; torch's own result types and other sequences take the whole.
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    except Exception:
+        suppressed("a sequence of the user's could not be made anew for a cast")
+        return value
+
+
+def _updated(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
+    try:
+        new = copy.copy(value)
+        if not isinstance(new, MutableMapping):
+            return type(value)({**value, **changed})  # type: ignore[call-arg]
+        for key, one in changed.items():
+            new[key] = one
+    except Exception:
+        suppressed("a mapping of the user's could not be made anew for a cast")
+        return value
+    return new
+
+
+def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
+    # No dataclasses.replace: it would run __post_init__ again, and refuses fields that are no arguments.
+    try:
+        new = copy.copy(value)
+        for name, one in changed.items():
+            object.__setattr__(new, name, one)
+    except Exception:
+        suppressed("an object of the user's could not be made anew for a cast")
+        return value
+    return new

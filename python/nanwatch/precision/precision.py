@@ -1,0 +1,317 @@
+"""Modules that compute in float32 though all around them is narrower: `run_in_fp32`, `fp32_modules`.
+
+A stand-in takes the place of the module's `forward`: hooks would see an exception only if told to, know nothing of
+direct calls of `forward`, and cannot lend the module other weights. The place is an instance attribute, so copies and
+pickles take it with them, and the stand-in pickles by its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from types import MethodType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..instrumentation.wrapped_names import find_module, for_names, named_modules
+from ..report.text import close_names
+from . import parametrized
+from .casting import NARROW, autocast_kinds, cast, first_float
+
+_PLACE = "forward"
+
+
+def run_in_fp32(
+    module: nn.Module | str, model: nn.Module | None = None, *, cast_output: bool = True
+) -> Fp32Handle:
+    """From now on `module` computes in float32, with everything inside it.
+
+    In each of its calls autocast is off, float16 and bfloat16 tensors among its arguments come as float32, and half
+    precision weights and buffers are used as float32 copies through which gradients reach the weights themselves.
+    `state_dict` and optimizers see no change, and copies and pickles of the module run in float32 too.
+
+    Args:
+        module: the module, or its name in `model`.
+        model: needed for a name only.
+        cast_output: give float32 results back in the half precision that the first floating-point argument had
+            (without one: in that of the weights, where autocast is off). What is too large for it becomes inf there.
+            False leaves float32, for a caller that can take it, as under autocast.
+
+    Returns a handle: `remove()`, or the end of its `with` block, undoes it. A second call for the same module does no
+    harm; the latest decides about the output.
+
+    Raises ValueError for a name that `model` does not have and for a module that is never called, such as a ModuleList;
+    TypeError for what is no module, a name without a model, and a ScriptModule.
+    """
+    return _claim([_resolve(module, model)], torch.float32, cast_output)
+
+
+def fp32_modules(model: nn.Module, patterns: str | Iterable[str], *, cast_output: bool = True) -> Fp32Handle:
+    """`run_in_fp32` for every module of `model` whose name one of the glob patterns matches; one handle for all.
+
+    `*` crosses dots: "encoder.block.*.wo" is every `wo` in the encoder's blocks. Raises ValueError for a pattern that
+    matches no module that is ever called, TypeError for patterns that are no strings.
+    """
+    _check(model, "fp32_modules")
+    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    if not wanted or not all(isinstance(pattern, str) for pattern in wanted):
+        raise TypeError(
+            f"patterns should be a pattern or several, such as 'encoder.block.*.wo', got {patterns!r}"
+        )
+    named = [one for one in named_modules(model, remove_duplicate=False) if is_called(one.module)]
+    names = [one.name for one in named]
+    wanted = tuple(for_names(pattern, names) for pattern in wanted)
+    for pattern in wanted:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"pattern {pattern!r} matches no module that is called; {close_names(pattern, names)}"
+            )
+    chosen = {id(one.module): one.module for one in named if any(fnmatchcase(one.name, p) for p in wanted)}
+    for one in chosen.values():
+        _check(one, "fp32_modules")
+    return _claim(list(chosen.values()), torch.float32, cast_output)
+
+
+class Fp32Handle:
+    """What `run_in_fp32` did, to be undone by `remove()` or at the end of a `with` block.
+
+    It speaks for the modules it was made for: a copy of the model stays as it was copied.
+    """
+
+    def __init__(self, claims: list[tuple[_StandIn, _Claim]]) -> None:
+        self._claims = claims
+
+    def remove(self) -> None:
+        """The modules compute as before, unless another handle holds them. A second time does nothing."""
+        for stand_in, claim in reversed(self._claims):
+            stand_in.release(claim)
+        self._claims = []
+
+    def __enter__(self) -> Fp32Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+class _Claim:
+    """One wish for one module.
+
+    `follows`: made for a module inside the one that was asked for. Its weights are lent already, by the call around
+    it, except where activation checkpointing calls it again in the backward, with no such call around it.
+    """
+
+    def __init__(self, dtype: torch.dtype, cast_output: bool, follows: bool = False) -> None:
+        self.dtype = dtype
+        self.cast_output = cast_output
+        self.follows = follows
+
+
+class _StandIn:
+    """Stands in a module's `forward`, and calls what was found there (`found`, None for that of the class)."""
+
+    def __init__(self, module: nn.Module, found: Callable[..., Any] | None) -> None:
+        self.module = module
+        self.found = found
+        self.claims: list[_Claim] = []
+        self.kinds = autocast_kinds()
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward behind this; through it `inspect.signature` reads the arguments."""
+        return MethodType(type(self.module).forward, self.module) if self.found is None else self.found
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        claim = self._in_force()
+        if claim is None:
+            return self._behind(args, kwargs)
+        given = first_float((args, kwargs))
+        if claim.follows and (given is None or given in NARROW):
+            # A call from outside: of a module shared with one that is not in float32.
+            return self._behind(args, kwargs)
+        to = claim.dtype
+        enabled = [kind for kind in self.kinds if torch.is_autocast_enabled(kind)]
+        back = self._given_back(given, bool(enabled)) if claim.cast_output else None
+        lent = _lend(self.module, to)
+        # A weight that was parametrized before, as parametrize.cached() keeps it, has another dtype.
+        cache = parametrized.exchange({}) if parametrized.is_on() else None
+        try:
+            args, kwargs = cast(args, NARROW, to), cast(kwargs, NARROW, to)
+            # bfloat16 has the range of float32: autocast may stay as it is.
+            off = enabled if to is torch.float32 else []
+            output = _without_autocast(off, self._behind, args, kwargs)
+        finally:
+            if cache is not None:
+                parametrized.exchange(cache)
+            _take_back(lent)
+        return output if back is None else cast(output, (to,), back, scalars=False)
+
+    def _behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Not through a bound method made here, which torch.compile does not follow.
+        if self.found is not None:
+            return self.found(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def _in_force(self) -> _Claim | None:
+        for claim in reversed(self.claims):
+            if not claim.follows:
+                return claim
+        return self.claims[-1] if self.claims else None
+
+    def _given_back(self, given: torch.dtype | None, autocast: bool) -> torch.dtype | None:
+        """The dtype that float32 results take for the code around, or None to leave them."""
+        if isinstance(self.module, _WIDE_RESULT) and autocast:
+            return None
+        if given is None and not autocast:
+            return next((p.dtype for p in self.module.parameters() if p.dtype in NARROW), None)
+        return given if given in NARROW else None
+
+    def claim(self, claim: _Claim) -> None:
+        self.claims.append(claim)
+
+    def release(self, claim: _Claim) -> None:
+        """Forget the claim; after the last, leave the module as it was found."""
+        self.claims = [one for one in self.claims if one is not claim]
+        if self.claims or self.module.__dict__.get(_PLACE) is not self:
+            # Somebody has wrapped this meanwhile: what stays calls the module and does nothing else.
+            return
+        if self.found is None:
+            del self.module.__dict__[_PLACE]
+        else:
+            self.module.__dict__[_PLACE] = self.found
+
+
+# CUDA's autocast computes these in float32 and gives float32: narrower than before would be no help.
+_WIDE_RESULT = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.Softmax,
+    nn.LogSoftmax,
+    nn.Softmin,
+    nn.Softplus,
+    nn.CosineSimilarity,
+    nn.modules.loss._Loss,
+)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward at all; a ModuleList has none."""
+    return _PLACE in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+def _claim(modules: Sequence[nn.Module], dtype: torch.dtype, cast_output: bool) -> Fp32Handle:
+    claims = []
+    for module in modules:
+        claims.append((_stand_in(module), _Claim(dtype, cast_output)))
+        if any(p.dtype in NARROW for p in module.parameters()):
+            claims += [
+                (_stand_in(inner), _Claim(dtype, cast_output=False, follows=True))
+                for inner in module.modules()
+                if inner is not module and is_called(inner) and not _is_script(inner)
+            ]
+    for stand_in, claim in claims:
+        stand_in.claim(claim)
+    return Fp32Handle(claims)
+
+
+def _stand_in(module: nn.Module) -> _StandIn:
+    found = module.__dict__.get(_PLACE)
+    if not isinstance(found, _StandIn) or found.module is not module:
+        # Not by setattr: a class with a __setattr__ of its own would make something else of it.
+        found = module.__dict__[_PLACE] = _StandIn(module, found)
+    return found
+
+
+def _lend(module: nn.Module, to: torch.dtype) -> list[tuple[nn.Module, str, str, Tensor, Tensor, int | None]]:
+    """Put copies in the place of the half precision weights and buffers, and say where and for what."""
+    copies: dict[Tensor, Tensor] = {}
+    lent = []
+    for part in module.modules():
+        if _is_script(part):
+            continue
+        for table in ("_parameters", "_buffers"):
+            for name, own in getattr(part, table).items():
+                if own is not None and own.dtype in NARROW and own.dtype != to:
+                    # Tied weights stay tied.
+                    if own not in copies:
+                        copies[own] = own.to(to)
+                    lent.append((part, table, name, own, copies[own], _version(copies[own])))
+    # Only now: when memory ends above, nothing has happened yet.
+    for part, table, name, _, copy, _ in lent:
+        getattr(part, table)[name] = copy
+    return lent
+
+
+def _take_back(lent: list[tuple[nn.Module, str, str, Tensor, Tensor, int | None]]) -> None:
+    """Put the module's own tensors back, with what the call wrote into the copies."""
+    for part, table, name, own, copy, version in lent:
+        held = getattr(part, table)
+        if held[name] is not copy:
+            continue  # The call has put another tensor there: that one stays.
+        held[name] = own
+        # Running statistics are written past the version counter.
+        unsure = version is None or part.training
+        if (unsure and table == "_buffers") or _version(copy) != version:
+            _write_back(own, copy)
+
+
+def _write_back(own: Tensor, copy: Tensor) -> None:
+    if not torch.compiler.is_compiling() and own.is_inference():
+        with torch.inference_mode():
+            own.copy_(copy)
+    else:
+        with torch.no_grad():
+            own.copy_(copy)
+
+
+def _version(x: Tensor) -> int | None:
+    """The version counter, where there is one to read: not in inference mode, nor while torch.compile looks on."""
+    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def _without_autocast(kinds: list[str], behind: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    # Nested calls and no ExitStack, which torch.compile does not follow with autocast in it.
+    if not kinds:
+        return behind(args, kwargs)
+    with torch.autocast(kinds[0], enabled=False):
+        return _without_autocast(kinds[1:], behind, args, kwargs)
+
+
+def _resolve(given: nn.Module | str, model: nn.Module | None) -> nn.Module:
+    module: object = given
+    if isinstance(given, str):
+        if model is None:
+            raise TypeError(f"run_in_fp32({given!r}) needs the model too: run_in_fp32({given!r}, model)")
+        root = _check(model, "run_in_fp32")
+        found = find_module(root, given)
+        if found is None:
+            names = [one.name for one in named_modules(root)]
+            raise ValueError(f"{type(model).__name__} has no module {given!r}; {close_names(given, names)}")
+        module = found.module
+    checked = _check(module, "run_in_fp32")
+    if not is_called(checked):
+        raise ValueError(
+            f"a {type(checked).__name__} is never called, so it cannot run in float32;"
+            " pass the modules in it, or use fp32_modules(model, 'its.name.*')"
+        )
+    return checked
+
+
+def _check(module: object, caller: str) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{caller} needs a torch.nn.Module, got {type(module).__name__}; pass the module itself"
+        )
+    if _is_script(module):
+        raise TypeError(
+            f"{caller} cannot reach into a {type(module).__name__}; pass the module as it was before torch.jit"
+        )
+    return module
+
+
+def _is_script(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)

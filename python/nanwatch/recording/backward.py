@@ -1,0 +1,131 @@
+"""What came in one backward, and which gradient went wrong first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
+
+from ..report.finding import Finding, Origin, finding_of
+from ..report.frame import FrameRows
+from ..report.record import Row, is_fault, to_record
+
+Part: TypeAlias = Literal["output", "input", "weight"]
+
+
+class BackwardCall(NamedTuple):
+    """A call that got gradients: its frame, the watched module that made it, and its number.
+
+    Calls are numbered as they end in the forward, so children before their parents.
+    """
+
+    frame: FrameRows
+    caller: str | None
+    number: int
+
+
+class Arrival(NamedTuple):
+    """One record of a backward: whose and which row it is, the part of the call that it is the gradient of, and when
+    it came. `time` is the same for all records of one gradient, as of a module's output that is the next one's input.
+    """
+
+    call: int
+    row: int
+    part: Part
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardFault:
+    """The finding of a backward and the frames that it had up to there."""
+
+    finding: Finding
+    frames: tuple[FrameRows, ...]
+
+
+def find_in_backward(
+    calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], *, rank: int = 0
+) -> BackwardFault | None:
+    """The first gradient that was not finite, or None. `calls` are in the order of their frames, `arrivals` as they
+    came. The finding's sequence is the place among the calls of its batch.
+    """
+    bad = [one for one in arrivals if is_fault(_row(calls, one))]
+    if not bad:
+        return None
+    now = [one for one in bad if one.time == bad[0].time]
+    # One gradient is that of a module's input and of another's output: whose backward made it is the one to name, and
+    # of these the innermost, whose call ended first.
+    makers = [one for one in now if one.part != "output" and _was_reached(arrivals, one.call, one.time)]
+    origin: Origin = "produced" if makers else "received"
+    first = min(makers or now, key=lambda one: (calls[one.call].number, one.part != "output"))
+    around = None if makers else _around(calls, arrivals, first)
+    source = None if around is None else calls[around].frame.name
+    frame = calls[first.call].frame.to_frame()
+    record = to_record(_row(calls, first))
+    sequence = sum(call.frame.batch == frame.batch for call in calls[: first.call])
+    finding = finding_of(frame, record, origin, source, rank, sequence)
+    remarks = _remarks(calls, arrivals, now, first)
+    frames = [call.frame for call in calls[: first.call + 1]]
+    if around is not None:
+        # Of the module around the last finite gradients belong to what led here.
+        early = [one.row for one in arrivals if one.call == around and one.time < first.time]
+        frame_around = calls[around].frame
+        frames.insert(-1, frame_around._replace(rows=[frame_around.rows[row] for row in early]))
+    return BackwardFault(replace(finding, remarks=remarks), tuple(frames))
+
+
+def _row(calls: Sequence[BackwardCall], arrival: Arrival) -> Row:
+    return calls[arrival.call].frame.rows[arrival.row]
+
+
+def _was_reached(arrivals: Sequence[Arrival], call: int, time: int) -> bool:
+    """Whether a gradient of the call's outputs came before. It was finite: `time` is that of the first that is not."""
+    return any(one.call == call and one.part == "output" and one.time < time for one in arrivals)
+
+
+def _above(calls: Sequence[BackwardCall], position: int) -> Iterator[int]:
+    """The calls around that one, the nearest first."""
+    while (caller := calls[position].caller) is not None:
+        number = calls[position].number
+        found = [i for i, one in enumerate(calls) if one.frame.name == caller and one.number > number]
+        if not found:
+            return
+        position = min(found, key=lambda i: calls[i].number)
+        yield position
+
+
+def _around(calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], here: Arrival) -> int | None:
+    """The nearest call around that one whose own outputs had finite gradients: code between the calls that it made
+    made the value in its backward. None when there is none.
+    """
+    above = _above(calls, here.call)
+    return next((one for one in above if _was_reached(arrivals, one, here.time)), None)
+
+
+def _remarks(
+    calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], now: Sequence[Arrival], first: Arrival
+) -> tuple[str, ...]:
+    """Who else may have made the value: a gradient is the sum over all that the tensor was given to."""
+    if first.part == "output" or not _was_reached(arrivals, first.call, first.time):
+        return ()
+    above = {first.call, *_above(calls, first.call)}
+    others = [one for one in now if one.call not in above and _was_reached(arrivals, one.call, first.time)]
+    given = _names(calls, [one for one in others if one.part != "output"])
+    # A module that returns what it has used itself, and whose other outputs had gradients.
+    returned = _names(calls, [one for one in others if one.part == "output"])
+    found = []
+    if given:
+        what = "weight is shared with" if first.part == "weight" else "same tensor was given to"
+        found.append(
+            f"the {what} {given}: the gradient is the sum over all of them, and each may have made the value"
+        )
+    if returned:
+        found.append(
+            f"the same tensor is an output of {returned}, whose other outputs had gradients: the gradient is the sum"
+            " over all that was made of it, and what was made of it there may have made the value"
+        )
+    return tuple(found)
+
+
+def _names(calls: Sequence[BackwardCall], arrivals: Sequence[Arrival]) -> str:
+    return ", ".join(sorted({calls[one.call].frame.name or "the root module" for one in arrivals}))

@@ -1,0 +1,148 @@
+"""From what came in a backward to its frames: PythonRecorder's part of what csrc/gradient_frames.cpp does."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from ..report.frame import FrameRows, Phase
+from ..report.record import Role, Row
+from .backward import Arrival, BackwardCall
+from .frame_ring import FrameRing
+from .gradients import PythonGradients
+from .observe import past_torch_function
+
+
+class RecordsBackwards(ABC):
+    """The part of PythonRecorder that makes frames of backwards; see Recorder."""
+
+    counters: dict[str, int]
+    lock: AbstractContextManager[object]
+    _frames: FrameRing
+    _traced: frozenset[int]
+    _listener: Any
+    _nodes: list[Any]
+
+    def __init__(self, gradients: bool, counts: bool) -> None:
+        this = weakref.ref(self)
+        self._gradients: PythonGradients | None = None
+        if gradients:
+            self._gradients = PythonGradients(
+                lambda: None if (own := this()) is None else own._listener.backward_started(),
+                lambda *found: None if (own := this()) is None else own._keep_backward(*found),
+                counts,
+                self.lock,
+            )
+        # Of calls in compiled code the latest of each module, for the gradients of its weights.
+        self._compiled_calls: dict[str, object] = {}
+
+    def _add(self, **amounts: int) -> None:
+        with self.lock:
+            for name, amount in amounts.items():
+                self.counters[name] += amount
+
+    @property
+    @abstractmethod
+    def paused(self) -> bool:
+        """See Recorder."""
+
+    @property
+    def tells_backward_start(self) -> bool:
+        """See Recorder."""
+        return self._gradients is not None and self._gradients.tells_start
+
+    @tells_backward_start.setter
+    def tells_backward_start(self, tells: bool) -> None:
+        if self._gradients is not None:
+            self._gradients.tells_start = tells
+
+    def finish_broken_backwards(self) -> None:
+        """See Recorder."""
+        if self._gradients is not None:
+            self._gradients.finish_broken()
+
+    def finish_bad_backward(self) -> None:
+        """See Recorder."""
+        if self._gradients is not None:
+            self._gradients.finish_bad()
+
+    @property
+    def gradient_sums_may_overflow(self) -> bool:
+        """See Recorder."""
+        return self._gradients is not None and self._gradients.sums_may_overflow
+
+    def forget_gradient_sums(self) -> None:
+        """See Recorder."""
+        if self._gradients is not None:
+            self._gradients.sums_may_overflow = False
+            self._gradients.sums_looked_at += 1
+
+    def add_frame(self, batch: int, node: int, rows: list[Row]) -> None:
+        """See Recorder."""
+        frame = FrameRows(batch, self._nodes[node].name, self._nodes[node].class_name, rows, False, "step")
+        with self.lock:
+            self._frames.append(frame)
+            self._add(frames=1)
+
+    def excuse_gradients(self, batches: Sequence[int], note: str) -> None:
+        """See Recorder."""
+        with self.lock:
+            for i, frame in enumerate(list(self._frames)):
+                if frame.phase == "backward" and frame.batch in batches:
+                    rows = [(*row[:8], note) if row[6] is False else row for row in frame.rows]
+                    self._frames[i] = frame._replace(rows=rows)
+
+    def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
+        """See Recorder."""
+        if self._gradients is not None:
+            self._gradients.release(leaves)
+            self._gradients = None
+
+    def _keep_backward(
+        self, calls: list[Any], rows: list[list[Row]], arrivals: list[Arrival], is_bad: bool
+    ) -> None:
+        gradients = self._gradients
+        if self.paused or gradients is None:
+            return
+        with self.lock:
+            read, gradients.tensors_read = gradients.tensors_read, 0
+            self._add(tensors=len(arrivals), tensors_read=read, cache_hits=len(arrivals) - read)
+        phase: Phase = "backward"
+        frames = [
+            FrameRows(one.batch, one.name, one.class_name, own, one.recomputed, phase)
+            for one, own in zip(calls, rows, strict=True)
+        ]
+        try:
+            for frame in frames:
+                if frame.batch in self._traced:
+                    self._listener.frame_recorded(frame)
+            if is_bad:
+                told = [
+                    BackwardCall(frame, one.caller, one.number)
+                    for frame, one in zip(frames, calls, strict=True)
+                ]
+                self._listener.backward_ended(told, arrivals)
+        finally:
+            with self.lock:
+                self._frames.extend(frames)
+                self._add(frames=len(frames))
+
+    @past_torch_function()
+    def _follow(
+        self,
+        call: tuple[int, str, str, str | None, bool],
+        tensors: Sequence[tuple[Role, str, Tensor]],
+        held: object,
+        *,
+        in_compiled_code: bool = False,
+    ) -> None:
+        if self._gradients is not None:
+            parts: list[Any] = [one for one in tensors if one[0] != "buffer"]
+            keep = self._gradients.follow(parts, call, held, in_compiled_code=in_compiled_code)
+            if in_compiled_code:
+                self._compiled_calls[call[1]] = keep

@@ -1,0 +1,328 @@
+"""The gradients of what watched modules are given, give and own, where there is no compiled part.
+
+csrc/gradient_log.cpp does the same, and says how; tests hold the one against the other. A recorded call leaves a hook
+on each of its tensors. Hooks refer to the call, and to this only weakly: they live and die with the graph. A leaf
+outlives graphs and has one hook for all calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..report.record import Row, is_fault
+from .backward import Arrival, Part
+from .job import place
+from .observe import observe, past_torch_function
+from .recent_gradients import GradientState, RecentGradients, state_of
+
+
+@dataclass(eq=False)
+class _Call:
+    batch: int
+    number: int
+    name: str
+    class_name: str
+    caller: str | None
+    recomputed: bool
+    held: object  # what the listener answered to the start of the batch
+    backward: int = -1  # the one that last brought a gradient of its outputs
+
+
+@dataclass(slots=True)
+class _Backward:
+    """What came in one run of the engine."""
+
+    arrivals: list[tuple[_Call, Part, int, Row]] = field(default_factory=list)
+    times: int = 0
+    # Where the latest came, and its row: its users come one directly after the other.
+    latest: tuple[tuple[Any, ...], GradientState, Row] | None = None
+    recent: RecentGradients = field(default_factory=RecentGradients)
+    is_bad: bool = False
+    is_over: bool = False
+    # No other process in the job: collectives write past the version counter.
+    is_alone: bool = field(default_factory=lambda: place()[1] == 1)
+
+    def came(self, place: tuple[Any, ...], state: GradientState) -> bool:
+        """Whether the latest gradient was this one, at this very place."""
+        return self.latest is not None and self.latest[:2] == (place, state)
+
+    def find(self, place: tuple[Any, ...], state: GradientState) -> Row | None:
+        """Return the row of a gradient that comes now, None where it has to be read."""
+        if state.version is None:
+            return None
+        if self.latest is not None and self.came(place, state):
+            return self.latest[2]
+        return self.recent.find(state) if self.is_alone else None
+
+
+class PythonGradients:
+    """Follows the tensors of recorded calls into their backward.
+
+    `started()` is called at the first gradient of a backward while `tells_start`; `keep(calls, rows, arrivals, is_bad)`
+    when it is over, with a list of rows for each call. What these raise, the backward raises. `lock` is the recorder's:
+    backwards of several threads, and of several devices, meet here.
+    """
+
+    def __init__(
+        self,
+        started: Callable[[], None],
+        keep: Callable[..., None],
+        counts: bool,
+        lock: AbstractContextManager[object],
+    ) -> None:
+        self.tells_start = False
+        self.tensors_read = 0
+        self.sums_may_overflow = False
+        self.sums_looked_at = 0
+        self._started = started
+        self._keep = keep
+        self._counts = counts
+        self._lock = lock
+        self._backwards: dict[int, _Backward] = {}
+        self._calls = 0
+
+    def follow(
+        self,
+        tensors: Sequence[tuple[Part, str, Tensor]],
+        call: tuple[int, str, str, str | None, bool],
+        held: object,
+        *,
+        in_compiled_code: bool = False,
+    ) -> object:
+        """Leave hooks for the gradients of the tensors of a call, each with its part and label.
+
+        `call` is its batch, name, class and caller, and whether it was recomputed. The hooks keep `held` alive. Returns
+        what has to live as long as weights used in compiled code are to be followed, where nothing else of the call can
+        be.
+        """
+        tensors = [one for one in tensors if _has_gradient(one[2])]
+        has_graph = any(part == "output" and not x.is_leaf for part, _, x in tensors)
+        if not (has_graph or in_compiled_code) or torch._C._get_tracing_state() is not None:
+            return None
+        batch, name, class_name, caller, recomputed = call
+        # Where nothing but weights is followed, no graph tells when their gradients can come no more.
+        held = held if has_graph else None
+        with self._lock:
+            made = _Call(batch, self._calls, name, class_name, caller, recomputed, held)
+            self._calls += 1
+        outputs = [x for part, _, x in tensors if part == "output"]
+        for part, label, x in tensors:
+            if not has_graph and (part != "weight" or not x.is_leaf):
+                continue
+            # What a module writes into is its output afterwards.
+            if part == "input" and not x.is_leaf and any(_same(x, one) for one in outputs):
+                continue
+            if part == "output" and x.is_leaf:
+                continue  # handed through
+            if x.grad_fn is None:
+                with self._lock:
+                    self._leaf_hook(x).users.append((weakref.ref(made), part, f"{label}.grad"))
+            else:
+                place = (x.grad_fn._sequence_nr(), x.output_nr)
+                x.register_hook(_TensorHook(weakref.ref(self), place, made, part, f"{label}.grad"))
+        return made if not has_graph else None
+
+    def arrived(
+        self, gradient: Tensor, place: tuple[Any, ...], users: Iterable[tuple[_Call, Part, str]]
+    ) -> float:
+        """A gradient came at this place of the graph. Returns its largest magnitude, 0 where that is not known."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return 0.0
+        backward = self._open(task)
+        state = state_of(gradient)
+        with self._lock:
+            backward.times += not backward.came(place, state)
+            time = backward.times
+            known = backward.find(place, state)
+            self.tensors_read += known is None
+        row = observe(gradient, "", "gradient", counts=self._counts) if known is None else known
+        with self._lock:
+            backward.latest = (place, state, row)
+            backward.is_bad = backward.is_bad or is_fault(row)
+            for call, part, label in users:
+                if part == "output":
+                    call.backward = task
+                backward.arrivals.append((call, part, time, (label, *row[1:])))
+            # What came to a leaf comes to no other place but by chance.
+            if known is None and row[6] and state.is_lasting and place[0] != "leaf":
+                backward.recent.keep(gradient, state, row)
+        return row[5] if row[5] is not None and isfinite(row[5]) else 0.0
+
+    def finish_broken(self) -> None:
+        """Make frames of the backwards that ended by an exception."""
+        with self._lock:
+            over = [task for task, one in self._backwards.items() if one.is_over]
+        for task in over:
+            self._finish(task)
+
+    def finish_bad(self) -> None:
+        """Make frames of the backward under way, as far as it has come, if something in it is bad."""
+        task = torch._C._current_graph_task_id()
+        backward = self._backwards.get(task)
+        if backward is not None and backward.is_bad:
+            self._finish(task)
+
+    @past_torch_function()
+    def release(self, leaves: Iterable[Tensor]) -> None:
+        """Take the hooks off these."""
+        for x in leaves:
+            hooks = x._backward_hooks or {}
+            for key in [key for key, hook in list(hooks.items()) if _is_of(hook, self)]:
+                del hooks[key]
+
+    def _leaf_hook(self, x: Tensor) -> _LeafHook:
+        hooks = x._backward_hooks or {}
+        found: Any = next((hook for hook in list(hooks.values()) if _is_of(hook, self)), None)
+        if found is None:
+            found = _LeafHook(weakref.ref(self))
+            x.register_hook(found)
+        hook: _LeafHook = found
+        hook.users = [user for user in hook.users if user[0]() is not None]
+        return hook
+
+    def _open(self, task: int) -> _Backward:
+        with self._lock:
+            found = self._backwards.get(task)
+            if found is not None:
+                return found
+            backward = self._backwards[task] = _Backward()
+        this = weakref.ref(self)
+
+        def over() -> None:
+            if (gradients := this()) is not None:
+                gradients._finish(task)
+
+        def gone() -> None:
+            # Without the lock: the garbage collector may run this anywhere.
+            if (gradients := this()) is not None and (own := gradients._backwards.get(task)) is not None:
+                own.is_over = True
+                own.recent.clear()
+
+        # The engine drops it with all else when an exception ends the run.
+        weakref.finalize(over, gone).atexit = False
+        torch.autograd.Variable._execution_engine.queue_callback(over)
+        if self.tells_start:
+            self._started()
+        return backward
+
+    def _finish(self, task: int) -> None:
+        with self._lock:
+            backward = self._backwards.pop(task, None)
+        if backward is None:
+            return
+        backward.recent.clear()
+        calls = _in_order([call for call, *_ in backward.arrivals])
+        position = {id(call): i for i, call in enumerate(calls)}
+        rows: list[list[Row]] = [[] for _ in calls]
+        arrivals = []
+        for call, part, time, row in backward.arrivals:
+            own = rows[position[id(call)]]
+            arrivals.append(Arrival(position[id(call)], len(own), part, time))
+            own.append(row)
+        self._keep(calls, rows, arrivals, backward.is_bad)
+
+
+@dataclass(slots=True, eq=False)
+class _TensorHook:
+    gradients: weakref.ref[PythonGradients]
+    place: tuple[int, int]
+    call: _Call
+    part: Part
+    label: str
+
+    @past_torch_function()
+    def __call__(self, gradient: Tensor | None) -> None:
+        # Of one operation's results those that nobody used get None, as each part of unbind but the one that was.
+        if gradient is None or is_compiling():
+            return  # compiled autograd follows hooks, and this leads nowhere that it could
+        # What a call was given may get its gradient from elsewhere, too: the call itself has no part in this backward.
+        has_part = self.part != "input" or self.call.backward == torch._C._current_graph_task_id()
+        if has_part and (gradients := self.gradients()) is not None:
+            gradients.arrived(gradient, self.place, [(self.call, self.part, self.label)])
+
+
+@dataclass(slots=True, eq=False)
+class _LeafHook:
+    gradients: weakref.ref[PythonGradients]
+    users: list[tuple[weakref.ref[_Call], Part, str]] = field(default_factory=list)
+    bound: float = 0.0
+    looked_at: int = 0
+
+    @past_torch_function()
+    def __call__(self, gradient: Tensor | None) -> None:
+        # None comes from a Function whose backward gives none.
+        if gradient is None or is_compiling() or (gradients := self.gradients()) is None:
+            return
+        task = torch._C._current_graph_task_id()
+        known = list(self.users)  # whatever other threads add
+        alive = [(call, part, label) for one, part, label in known if (call := one()) is not None]
+        users: dict[object, tuple[_Call, Part, str]] = {}
+        for user in alive:
+            if user[1] == "output" or user[0].backward == task:
+                # Of a weight's calls by one module the first: it is the last to be done, and this is the sum over all.
+                users.setdefault((user[0].name, user[2]) if user[1] == "weight" else id(user), user)
+        # A weight that is used past its module's call, or in compiled code: its latest call there was.
+        found = list(users.values()) or [user for user in alive if user[1] == "weight"][-1:]
+        if found:
+            largest = gradients.arrived(gradient, ("leaf", id(self)), found)
+            with gradients._lock:
+                self._add_up(gradient, largest, gradients)
+
+    def _add_up(self, gradient: Tensor, largest: float, gradients: PythonGradients) -> None:
+        # A sum of finite gradients stays finite as long as the sum of their largest magnitudes is within the format:
+        # then nobody has to read it. Whether it was set to zero in between is not known here.
+        if self.looked_at != gradients.sums_looked_at:
+            self.bound = 0.0
+        self.looked_at = gradients.sums_looked_at
+        self.bound += largest
+        if gradient.is_floating_point() and self.bound > torch.finfo(gradient.dtype).max:
+            gradients.sums_may_overflow = True
+
+    def __deepcopy__(self, memo: object) -> _LeafHook:
+        """A copy of the leaf is not followed."""
+        return _LeafHook(lambda: None)  # type: ignore[arg-type]
+
+
+def _in_order(calls: Sequence[_Call]) -> list[_Call]:
+    """Each call once, ordered by when it was done: when it and all calls made in it had their last gradient.
+
+    `calls` has one entry for each gradient. A parent comes after its children, as in the forward.
+    """
+    done = {call: i for i, call in enumerate(calls)}
+    of_children: dict[str | None, int] = {}  # by the module that made them, until its own call is met
+    for call in sorted(done, key=lambda one: one.number):
+        done[call] = max(done[call], of_children.pop(call.name, 0))
+        of_children[call.caller] = max(done[call], of_children.get(call.caller, 0))
+    return sorted(done, key=lambda one: (done[one], one.number))
+
+
+def _is_of(hook: object, gradients: PythonGradients) -> bool:
+    return isinstance(hook, _LeafHook) and hook.gradients() is gradients
+
+
+def _same(x: Tensor, other: Tensor) -> bool:
+    if x is other:
+        return True
+    return x.grad_fn is not None and x.grad_fn is other.grad_fn and x.output_nr == other.output_nr
+
+
+def _has_gradient(x: Tensor) -> bool:
+    """Whether hooks on this tensor would ever see a gradient of numbers."""
+    if not x.requires_grad or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    try:
+        return x.grad_fn is not None or x.is_leaf
+    except RuntimeError:
+        # One of several views, as unbind gives them, after their base was written into: it has no graph any more, and
+        # autograd refuses each use of it.
+        return False

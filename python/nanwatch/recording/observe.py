@@ -1,0 +1,233 @@
+"""One value of a module call to one row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numerics._reference import without_repeats
+from ..numerics.counted import counted_health
+from ..numerics.ranges import (
+    TensorHealth,
+    abs_range,
+    health_of,
+    local_shard,
+    only_our_dispatch,
+    tensor_health,
+    unreadable,
+)
+from ..report.record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
+from ..util.suppressed import suppressed
+from .masked_scores import MaskedScores, are_masked
+from .shard import shard_note
+from .walk import Unwalked
+
+# Any wait for the device ends the user's capture with an error.
+_CAPTURING = "in a CUDA graph capture"
+_DTYPE_NAMES: dict[torch.dtype, str] = {}
+
+
+def observe(
+    value: Any, label: str, role: Role, allow_inf: bool | MaskedScores = False, *, counts: bool = False
+) -> Row:
+    """Return the row of `value`: its range when it is a tensor that can be read, else the note that says why not.
+
+    Never raises, builds no graph, and calls no function or dispatch mode of the user's. A tensor that is not finite, or
+    that looks like an additive mask, is looked at a second time, for the counts and the index, while it is at hand.
+    With `counts` every tensor is. `allow_inf`: infinities in it are meant; or the MaskedScores of the softmax that it
+    is given to or comes from.
+    """
+    if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
+        return _no_tensor(value, label, role)
+    with only_our_dispatch():
+        row = _read(value, label, role)
+        return row if row[6] is None else _examine(value, row, allow_inf, counts)
+
+
+def read(value: Any, label: str, role: Role) -> Row:
+    """As `observe`, without the second look."""
+    if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
+        return _no_tensor(value, label, role)
+    with only_our_dispatch():
+        return _read(value, label, role)
+
+
+def _no_tensor(value: Any, label: str, role: Role) -> Row:
+    if isinstance(value, Unwalked):
+        return _unchecked(label, role, None, "", value)
+    note = NONE if value is None else NOT_A_TENSOR
+    return label, role, None, "", None, None, None, None, note
+
+
+def _read(value: Tensor, label: str, role: Role) -> Row:
+    # Any attribute of a tensor may raise: that of a subclass is its own code, and a nested one has no shape.
+    try:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and value.is_cuda:
+            return _unchecked(label, role, _shape(value), dtype_name(value), _CAPTURING)
+        abs_min, abs_max, isfinite = abs_range(value)
+        # By name: importing DTensor where nobody uses it costs 0.3 s.
+        note = shard_note(value) if type(value).__name__ == "DTensor" else ""
+        return label, role, _shape(value), dtype_name(value), abs_min, abs_max, isfinite, None, note
+    except Exception as error:
+        return _unread(value, label, role, error)
+
+
+@contextmanager
+def past_torch_function() -> Iterator[None]:
+    """Ask tensors directly, not the `__torch_function__` of a subclass or of an active mode."""
+    with torch._C.DisableTorchFunction():
+        yield
+
+
+@past_torch_function()
+def holds_fractions(x: Tensor) -> bool:
+    """Return whether the dtype is a floating-point or a complex one."""
+    return Tensor.is_floating_point(x) or Tensor.is_complex(x)
+
+
+def dtype_name(x: Tensor) -> str:
+    """`float16` for torch.float16; kept, as making it anew costs as much as reading a small tensor."""
+    try:
+        dtype = x.dtype
+        name = _DTYPE_NAMES.get(dtype)
+        if name is None:
+            name = _DTYPE_NAMES[dtype] = str(dtype).removeprefix("torch.")
+        return name
+    except Exception:
+        suppressed("a tensor's dtype raised")
+        return ""
+
+
+def _unread(x: Tensor, label: str, role: Role, error: Exception) -> Row:
+    try:
+        reason = unreadable(x)
+    except Exception:
+        suppressed("a tensor could not be asked why it cannot be read")
+        reason = ""
+    return _unchecked(label, role, _shape(x), dtype_name(x), reason or _words(error))
+
+
+def _unchecked(label: str, role: Role, shape: tuple[int, ...] | None, dtype: str, reason: str) -> Row:
+    return label, role, shape, dtype, None, None, None, None, f"{NOT_CHECKED}: {reason}"
+
+
+def _words(error: Exception) -> str:
+    """Return the type of the error and the first line of what it says."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:
+        suppressed("an error of the user's has no text")
+        lines = []
+    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+
+
+def _shape(x: Tensor) -> tuple[int, ...] | None:
+    try:
+        # A size that is known only as a symbol, or a nested tensor's ragged one, is no number.
+        return tuple(int(size) for size in x.shape)
+    except Exception:
+        suppressed("a tensor's shape raised")
+        return None
+
+
+def _may_be_finite_mask(x: Tensor, row: Row) -> bool:
+    """Whether the range is that of an additive mask made with the dtype's minimum in place of -inf."""
+    return row[1] in ("input", "buffer") and _masks_with_lowest(x.dtype) and row[5] == _largest(x.dtype)
+
+
+def _masks_with_lowest(dtype: torch.dtype) -> bool:
+    """Not in 8 bits, where finite tensors are full of the largest number by saturation."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
+
+
+def _examine(x: Tensor, row: Row, allow_inf: bool | MaskedScores, counts: bool) -> Row:
+    try:
+        if row[6] is False or (row[4] == 0 and _may_be_finite_mask(x, row)):
+            health = tensor_health(x)
+            is_mask = row[1] in ("input", "buffer") and _is_mask(x, health)
+            if not is_mask and not row[6]:
+                scores = None if isinstance(allow_inf, bool) else allow_inf
+                is_mask = are_masked(x, row[1], health, scores)
+            row = _with_health(row, health, is_mask, allow_inf is True)
+        if counts and row[6]:
+            row = (*row[:7], counted_health(x), row[8])
+    except Exception:
+        # The range already says what matters; the counts are an extra.
+        suppressed("the elements of a tensor could not be counted")
+    return row
+
+
+def _with_health(row: Row, health: TensorHealth, is_mask: bool, allow_inf: bool) -> Row:
+    label, role, shape, dtype, abs_min, abs_max, isfinite, _, note = row
+    if is_mask:
+        note = MASK
+    elif allow_inf and health.num_nan == 0 and not isfinite:
+        note = ALLOWED_INF
+    if isfinite:
+        # A finite mask: its range says nothing about the model, and its counts nothing that the note does not.
+        return label, role, shape, dtype, abs_min, abs_max, isfinite, None, note
+    return label, role, shape, dtype, abs_min, abs_max, isfinite, health, note
+
+
+def arrived(
+    label: str,
+    role: Role,
+    shape: tuple[int, ...],
+    dtype: str,
+    values: list[float] | str,
+    allow_inf: bool | MaskedScores,
+) -> Row:
+    """The row of a tensor that a device has looked at, as `observe` would have made it.
+
+    `values` are those of NanwatchRow (csrc/range_cuda.h): the range alone, or the health and what tells a mask; or,
+    in words, why there are none.
+    """
+    if isinstance(values, str):
+        return _unchecked(label, role, shape, dtype, values)
+    row: Row = label, role, shape, dtype, values[0], values[1], values[2] != 0, None, ""
+    if len(values) == 3:
+        return row
+    health = health_of(values[:11], shape)
+    is_mask = role in ("input", "buffer") and len(shape) > 0 and values[11] != 0
+    if not is_mask and not row[6] and not isinstance(allow_inf, bool):
+        # The tensor is gone. A row that is masked everywhere shows as nan in the output.
+        is_mask = allow_inf.may_excuse(role, health)
+    return _with_health(row, health, is_mask, allow_inf is True)
+
+
+def _is_mask(x: Tensor, health: TensorHealth) -> bool:
+    """An additive attention mask holds zeros and -inf, or zeros and the dtype's minimum, and nothing else; every row
+    has a zero, or softmax would make nan of it. It comes as an argument or waits in a buffer; the same values in an
+    output are the log of a zero probability. Of a DTensor the shard at hand decides: asking the others is a
+    communication, which ranks that see no -inf would not take part in.
+    """
+    if not _may_be_mask(health, x.dtype, x.ndim):
+        return False
+    with torch.no_grad():
+        local = local_shard(x)
+        values, repeats = without_repeats((x if local is None else local).detach())
+        is_zero = values == 0
+        num_masked = health.num_neginf
+        if num_masked == 0 and _masks_with_lowest(x.dtype):
+            num_masked = repeats * int((values == -_largest(x.dtype)).sum())
+        if num_masked == 0 or health.num_zero + num_masked != health.numel:
+            return False
+        return bool(is_zero.any(dim=-1).all())
+
+
+def _may_be_mask(health: TensorHealth, dtype: torch.dtype, dims: int) -> bool:
+    return (
+        not health.num_nan
+        and not health.num_posinf
+        and bool(health.num_zero)
+        and dtype.is_floating_point
+        and dims > 0
+    )

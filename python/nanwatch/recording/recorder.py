@@ -1,0 +1,396 @@
+"""The recorder: which batch a call belongs to, what the call saw, and the latest calls as frames.
+
+Two recorders do the same work: CallRecorder of the compiled part, which does not read again what is unchanged since it
+was last read, and PythonRecorder, the plain one, which reads everything. Tests hold the one against the other.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..numerics import _extension
+from ..report.frame import FrameRows
+from ..report.record import NOT_CHECKED, Role, Row, is_fault
+from .call_values import call_values
+from .frame_ring import FrameRing
+from .gradient_frames import RecordsBackwards
+from .largest import Largest, Name
+from .listener import Listener, Settings
+from .masked_scores import MaskedScores
+from .observe import arrived, observe
+from .walk import Unwalked, is_container, leaves, spell_key
+
+# A call may be watched from inside torch.compile, which follows every Python frame, so also those of the recorder. With
+# None it follows nothing; what it was comes back.
+_set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+class _Thread(threading.local):
+    """The calls under way in one thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.batch = 0
+        self.recomputed = False
+        self.recording = False  # what is told of a call may make others: they are not recorded
+        self.given: tuple[tuple[Any, ...], Any] = ((), None)
+        self.held: object = None  # what the listener answered to the start of the batch under way
+        # Of an outermost call in compiled code, whose end an exception leaves out: what it was given.
+        self.compiled: list[weakref.ref[Tensor]] | None = None
+
+    @contextmanager
+    def is_recording(self) -> Iterator[None]:
+        self.recording = True
+        try:
+            yield
+        finally:
+            self.recording = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    name: str
+    class_name: str
+    observed: bool
+    allow_inf: bool | MaskedScores
+
+
+class _Entered(NamedTuple):
+    """A call that is under way."""
+
+    thread: _Thread
+    node: _Node
+    is_outermost: bool
+
+
+class PythonRecorder(RecordsBackwards):
+    """The recorder without the compiled part."""
+
+    def __init__(self, settings: Settings, listener: Listener) -> None:
+        self._is_paused = False
+        self._num_suspended = 0
+        self.tells_batch_start = False
+        self.tells_batch_end = False
+        self.tells_frames = False
+        self.gathers_largest = False
+        self.awaits_backwards = False  # nothing is late here
+        self.gathers_weights = False  # nor is anything remembered here
+        self.watch = -1
+        self.latest_batch = -1
+        self.counters = dict.fromkeys(
+            ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits"), 0
+        )
+        self._settings = settings
+        self._listener = listener
+        self._traced = frozenset(settings.traced)
+        self._nodes: list[_Node] = []
+        self._frames = FrameRing(settings.max_frames)
+        self._largest = Largest()
+        self._thread = _Thread()
+        # Guards the counters, the ring, the nodes and what is known of backwards. Nobody calls the listener or reads a
+        # tensor while holding it. Reentrant, as a signal's handler may ask for a report at any moment.
+        self.lock = threading.RLock()
+        super().__init__(settings.gradients, settings.counts)
+
+    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
+        """See Recorder."""
+        with self.lock:
+            self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
+            return len(self._nodes) - 1
+
+    @property
+    def paused(self) -> bool:
+        """See Recorder."""
+        return self._is_paused or self._num_suspended > 0
+
+    @paused.setter
+    def paused(self, on: bool) -> None:
+        self._is_paused = on
+
+    def suspend(self, on: bool, /) -> None:
+        """See Recorder."""
+        with self.lock:
+            self._num_suspended += 1 if on else -1
+
+    @property
+    def frames_kept(self) -> int:
+        """See Recorder."""
+        return self.counters["frames"]
+
+    def frames(self) -> list[FrameRows]:
+        """See Recorder."""
+        with self.lock:
+            return list(self._frames)
+
+    def frames_since(self, kept: int, /) -> tuple[int, list[FrameRows]]:
+        """See Recorder."""
+        with self.lock:
+            new = self.frames_kept - kept
+            return self.frames_kept, list(self._frames)[-new:] if new > 0 else []
+
+    def frames_of_batch(self, batch: int, /) -> int | None:
+        """See Recorder."""
+        with self.lock:
+            return self._frames.of_batch(batch)
+
+    def take_largest(self) -> tuple[int, list[Name], bytes]:
+        """See Recorder."""
+        with self.lock:
+            return self._largest.take()
+
+    def pending_frames(self) -> list[FrameRows]:
+        """None: each row is waited for."""
+        return []
+
+    def look(self, wait: bool) -> None:
+        """Nothing is ever late here."""
+
+    @property
+    def has_devices(self) -> bool:
+        """See Recorder: each row is waited for."""
+        return False
+
+    @property
+    def may_be_late(self) -> bool:
+        """See Recorder: never."""
+        return False
+
+    def await_before_step(self) -> None:
+        """There are none to wait for."""
+
+    def forget_weights(self) -> None:
+        """Nothing is remembered here."""
+
+    def forget_tensors(self) -> None:
+        """Nothing is remembered here."""
+
+    def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> _Entered | None:
+        """Begin a call of a module; return what `leave` and `left_by` need, None for a call that is not recorded.
+
+        The link makes the call itself: a call through here would take a level of recursion more than a hook does.
+        """
+        thread = self._thread
+        if thread.compiled is not None and not thread.recording:
+            self._end_compiled(thread, completed=False)
+        is_outermost = not thread.names
+        if thread.recording or (is_outermost and self.paused):
+            return None
+        if is_outermost:
+            compiler = _set_compiler(None)
+            try:
+                self._begin_batch(thread, module, args, kwargs)
+            finally:
+                _set_compiler(compiler)
+        node = self._nodes[number]
+        thread.names.append(node.name)
+        self._add(calls=1)
+        return _Entered(thread, node, is_outermost)
+
+    def leave(self, entered: _Entered, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Record a call that has returned `output`."""
+        thread, node, is_outermost = entered
+        compiler = _set_compiler(None)
+        completed = False
+        try:
+            thread.names.pop()
+            if node.observed and not self.paused and thread.batch % self._settings.every == 0:
+                with thread.is_recording():
+                    caller = thread.names[-1] if thread.names else None
+                    call = (thread.batch, node.name, type(module).__name__, caller, thread.recomputed)
+                    try:
+                        rows, tensors = self._rows(node, module, args, kwargs, output)
+                        self._follow(call, tensors, thread.held)
+                    except RecursionError:
+                        # The call itself was made: it needed less of the stack than a look at it.
+                        rows = [_NO_STACK]
+                    self._keep(thread, node.name, type(module).__name__, rows, caller)
+            completed = True
+        finally:
+            try:
+                if is_outermost:
+                    self._leave_batch(thread, completed)
+            finally:
+                _set_compiler(compiler)
+
+    def left_by(self, entered: _Entered) -> None:
+        """End a call that the exception being handled has left."""
+        thread, _, is_outermost = entered
+        compiler = _set_compiler(None)
+        try:
+            thread.names.pop()
+            if is_outermost:
+                self._leave_batch(thread, completed=False)
+        finally:
+            _set_compiler(compiler)
+
+    def _leave_batch(self, thread: _Thread, completed: bool) -> None:
+        thread.given = ((), None)
+        self._end_batch(thread, completed)
+
+    def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
+        """See Recorder."""
+        thread = self._thread
+        if thread.recording:
+            return
+        if thread.compiled is not None:
+            self._end_compiled(thread, completed=False)
+        if thread.names or self.paused or not 0 <= callee < len(self._nodes):
+            return
+        self._begin_batch(thread, None, (), None)
+        thread.names.append(self._nodes[callee].name)
+        thread.compiled = [weakref.ref(x) for x in tensors]
+
+    def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
+        """See Recorder."""
+        thread = self._thread
+        if not thread.names or thread.recording or not 0 <= callee < len(self._nodes):
+            return
+        ends = thread.compiled is not None and caller < 0
+        if ends:
+            thread.names.pop()
+        self._add(calls=1)
+        node = self._nodes[callee]
+        completed = False
+        try:
+            if node.observed and not self.paused and thread.batch % self._settings.every == 0:
+                class_name, rows, read = planned_rows(plan, tensors, node.allow_inf, self._settings.counts)
+                self._count(rows)
+                if thread.compiled is not None:
+                    thread.given = (tuple(x for one in thread.compiled if (x := one()) is not None), None)
+                outer = (
+                    self._nodes[caller].name if caller >= 0 else thread.names[-1] if thread.names else None
+                )
+                with thread.is_recording():
+                    call = (thread.batch, node.name, class_name, outer, thread.recomputed)
+                    self._follow(call, read, thread.held, in_compiled_code=True)
+                    self._keep(thread, node.name, class_name, rows, outer)
+            completed = True
+        finally:
+            if thread.compiled is not None:
+                thread.given = ((), None)
+                if ends or not completed:
+                    self._end_compiled(thread, completed)
+
+    def _end_compiled(self, thread: _Thread, completed: bool) -> None:
+        thread.names.clear()
+        thread.compiled = None
+        self._end_batch(thread, completed)
+
+    def _end_batch(self, thread: _Thread, completed: bool) -> None:
+        if thread.recomputed or (completed and not self.tells_batch_end):
+            thread.held = None
+            return
+        own = None if completed else sys.exc_info()[1]
+        try:
+            with thread.is_recording():
+                self._listener.batch_ended(thread.batch, completed)
+        except BaseException as error:
+            if own is None or error.__cause__ is own:
+                raise
+        finally:
+            thread.held = None
+
+    def _begin_batch(self, thread: _Thread, module: nn.Module | None, args: Any, kwargs: Any) -> None:
+        self.finish_broken_backwards()
+        # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
+        thread.recomputed = torch._C._current_graph_task_id() != -1
+        with self.lock:
+            if not thread.recomputed:
+                self.latest_batch += 1
+            thread.batch = self.latest_batch
+        traced = thread.batch in self._traced
+        # Also of a batch that is not recorded: its thread is inside the model.
+        if not thread.recomputed and (traced or self.tells_batch_start):
+            thread.held = self._listener.batch_started(thread.batch, traced, module, args, kwargs or None)
+        thread.given = (args, kwargs or None)
+
+    def _keep(self, thread: _Thread, name: str, class_name: str, rows: list[Row], caller: str | None) -> None:
+        frame = FrameRows(thread.batch, name, class_name, rows, thread.recomputed)
+        with self.lock:
+            self._frames.append(frame)
+            self._add(frames=1)
+            if self.gathers_largest:
+                self._largest.add(frame)
+        if self.tells_frames or thread.batch in self._traced:
+            self._listener.frame_recorded(frame)
+        if any(map(is_fault, rows)):
+            self._listener.fault(frame, caller, *thread.given)
+
+    def _rows(
+        self, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> tuple[list[Row], list[tuple[Role, str, Tensor]]]:
+        """The rows of a call, and the tensors that they are of."""
+        values = call_values(self._settings, module, args, kwargs, output)
+        counts = self._settings.counts
+        found = [observe(x, label, role, node.allow_inf, counts=counts) for role, label, x in values]
+        self._count(found)
+        return found, [one for one in values if isinstance(one[2], Tensor)]
+
+    def _count(self, rows: list[Row]) -> None:
+        read = sum(row[6] is not None for row in rows)
+        self._add(tensors=read, tensors_read=read)
+
+
+# The row of a call near the end of its thread's stack.
+_NO_STACK: Row = (
+    "output",
+    "output",
+    None,
+    "",
+    None,
+    None,
+    None,
+    None,
+    f"{NOT_CHECKED}: the stack is nearly full (sys.getrecursionlimit)",
+)
+
+_ROLES: dict[str, Role] = {"w": "weight", "b": "buffer", "i": "input", "o": "output"}
+_VALUES: dict[str, Any] = {"n": None, "x": 0}
+
+
+def planned_rows(
+    plan: str, tensors: Sequence[Tensor], allow_inf: bool | MaskedScores, counts: bool
+) -> tuple[str, list[Row], list[tuple[Role, str, Tensor]]]:
+    """The class, the rows and their tensors of a call in compiled code; csrc/compiled_call.cpp says what a plan is."""
+    class_name, *lines = plan.split("\n")
+    left, own = iter(tensors), set()
+    rows: list[Row] = []
+    read: list[tuple[Role, str, Tensor]] = []
+    for line in lines:
+        role, kind = _ROLES[line[0]], line[1]
+        label, _, reason = line[3:].partition("\t")
+        value = next(left) if kind == "t" else Unwalked(reason) if kind == "u" else _VALUES[kind]
+        if kind == "t" and role in ("weight", "buffer"):
+            if id(value) in own:
+                continue
+            own.add(id(value))
+        if isinstance(value, Tensor):
+            read.append((role, label, value))
+        rows.append(observe(value, label, role, allow_inf, counts=counts))
+    return class_name, rows, read
+
+
+def make_recorder(settings: Settings, listener: Listener) -> Any:
+    """The compiled recorder, or the Python one where there is none."""
+    if _extension.C is None:
+        return PythonRecorder(settings, listener)
+    helpers = {
+        "observe": partial(observe, counts=True) if settings.counts else observe,
+        "leaves": leaves,
+        "is_container": is_container,
+        "spell_key": spell_key,
+        "arrived": arrived,
+    }
+    return _extension.C.CallRecorder(
+        listener=listener, frame_type=FrameRows, helpers=helpers, **asdict(settings)
+    )

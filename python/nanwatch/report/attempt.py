@@ -1,0 +1,82 @@
+"""One start of an elastic job: which of several a report, or a key in the job's store, belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from ..util import reading
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a torchrun job, as one of its processes knows it.
+
+    `run_id` is torchrun's rendezvous id and `number` the restarts before it, counted by the launcher of this node:
+    with several, only the one whose process failed counts. `master` is `host:port` of the store where that is new in
+    each attempt, "" where the launcher keeps one. `begun` is in seconds since 1970.
+    """
+
+    run_id: str
+    number: int
+    master: str
+    begun: float
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], begun: float) -> Attempt | None:
+        """What torchrun put into the environment; None where it put nothing, or nothing that can be read."""
+        number = environment.get("TORCHELASTIC_RESTART_COUNT", "")
+        # isdigit is True for more than int() reads, and int() refuses 5,000 digits.
+        if not (number.isascii() and number.isdigit() and len(number) < 10):
+            return None
+        return cls(environment.get("TORCHELASTIC_RUN_ID", ""), int(number), _new_master(environment), begun)
+
+    @property
+    def key(self) -> tuple[str, str | int]:
+        """The same for all ranks of an attempt, another for each attempt."""
+        return self.run_id, self.master or self.number
+
+    def __str__(self) -> str:
+        begun = datetime.fromtimestamp(self.begun, timezone.utc)
+        return f"attempt {self.number} of run {self.run_id}, begun {begun:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def store_key(environment: Mapping[str, str]) -> str:
+    """What tells the keys of one attempt from those of another that meets in the same store."""
+    own = Attempt.of(environment, begun=0.0)
+    return "/0" if own is None else "/".join(map(str, own.key))
+
+
+def _new_master(environment: Mapping[str, str]) -> str:
+    # Of two launchers on one machine, torch 2.13, the one whose worker had failed said 1 after the restart and the
+    # other 0, so ranks that meet in a new store go by its address.
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "False" or "MASTER_PORT" not in environment:
+        return ""
+    return f"{environment.get('MASTER_ADDR', '')}:{environment['MASTER_PORT']}"
+
+
+# Reading back.
+
+_LAST_SECOND = 253_402_300_799.0  # of the year 9999, where datetime ends
+
+
+def _moment(value: Any, where: str) -> float:
+    seconds = reading.number(value, where)
+    if not 0 <= seconds <= _LAST_SECOND:
+        raise reading.fail(where, "seconds since 1970", value)
+    return seconds
+
+
+_ATTEMPT: dict[str, reading.Reader[Any]] = {
+    "run_id": reading.text,
+    "number": reading.count,
+    "master": reading.text,
+    "begun": _moment,
+}
+
+
+def read_attempt(value: Any, where: str) -> Attempt:
+    """The attempt that a JSON document has there. Raises ValueError."""
+    return Attempt(**reading.members(value, where, _ATTEMPT))

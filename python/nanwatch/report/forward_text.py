@@ -1,0 +1,148 @@
+"""The explanation and the advice of a report for a forward that went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..numerics.formats import limits
+from .headroom import is_near_end
+
+if TYPE_CHECKING:
+    from .finding import Finding
+    from .frame import Frame
+    from .record import Record
+
+
+def why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame]) -> str:
+    """Where the bad value came from."""
+    if finding.origin == "produced":
+        why = "this module made it: its weights, buffers and inputs that were read are all finite"
+        records = () if frame is None else frame.records
+        given = [r.abs_max for r in records if r.role == "input" and r.abs_max and r.isfinite]
+        return f"{why} (largest input {max(given):.2e})." if given else f"{why}."
+    if finding.origin == "weight":
+        if finding.batch == 0:
+            return "the weight was so before the first batch: an initialisation or a checkpoint wrote it."
+        finite_in = _last_finite(finding, frames)
+        if finite_in is not None:
+            return (
+                f"the weight was finite in batch {finite_in} and became so since the watch began:"
+                " an optimizer step wrote it, or other code."
+            )
+        return (
+            "the weight was so before this call: an optimizer step wrote it since the watch began, or a checkpoint"
+            " did before, if no earlier batch used it."
+        )
+    if finding.origin == "buffer":
+        return "the buffer was so when the call ended: running statistics that took in this input, or older."
+    if finding.origin == "data":
+        return (
+            "the batch was called with it, and the model passed it on;"
+            " or a module wrote it there, in place, as x.mul_() does to what it is given."
+        )
+    if finding.source_module is None:
+        return "it was handed in from outside the modules that are watched."
+    return (
+        f"it was handed in by {finding.source_module or 'the root module'}, whose watched submodules had all been"
+        " finite: code between their calls made it, or a submodule that is not watched,"
+        f" or {finding.module or 'the root module'} itself if it writes into its input."
+    )
+
+
+def _last_finite(finding: Finding, frames: Sequence[Frame]) -> int | None:
+    """The latest batch among `frames` in which the record of the finding was seen to be finite."""
+    seen = [
+        frame.batch
+        for frame in frames
+        for record in frame.records
+        if (frame.name, frame.phase, record.label) == (finding.module, "forward", finding.label)
+        and record.isfinite
+        and frame.batch < finding.batch
+    ]
+    return max(seen, default=None)
+
+
+def next_forward(
+    finding: Finding, frame: Frame | None, record: Record | None, frames: Sequence[Frame]
+) -> str:
+    """The advice: what to look at."""
+    if squared := _squared(finding, frame):
+        return squared
+    if finding.origin == "produced":
+        ends = None if record is None else limits(record.dtype)
+        if "inf" in finding.value and frame is not None and record is not None and ends is not None:
+            dtype, end = record.dtype, f"{ends.largest:.6g}"
+            largest = _largest_finite(frame, record)
+            if is_near_end(largest, ends.largest):
+                return f"{dtype} ends at {end}; follow the abs max column up to where it began to grow."
+            return (
+                f"{dtype} ends at {end}, and nothing in this frame is above {largest:.2e}: look for a division by"
+                " zero, a logarithm of zero, an exponential or the like."
+            )
+        return "look at the inputs and weights of this module in its frame above."
+    if finding.origin == "weight":
+        if finding.batch == 0:
+            return (
+                "look at how the weight is initialised, and at the checkpoint that was loaded; where a training wrote"
+                " it, watch(model, gradients=True) in that training finds a bad gradient before a step takes it."
+            )
+        step = "look at the loss scale and the learning rate of the step before"
+        if any(one.phase == "backward" for one in frames):
+            return f"{step}."
+        return f"watch(model, gradients=True) finds a bad gradient before a step takes it; {step}."
+    if finding.origin == "buffer":
+        return "look at what was last written to this buffer."
+    if finding.origin == "data":
+        return (
+            "look at the data loader and the preprocessing of this batch;"
+            " where they are clean, for in-place operations on the model's input."
+        )
+    return "look at the forward of the module that handed it in, from the last finite frame on."
+
+
+# Kernels that square what they are given. For half precision they do so in float32.
+_SQUARES = (
+    "layer_norm",
+    "group_norm",
+    "batch_norm",
+    "rms_norm",
+    "vector_norm",
+    "aten.norm.",
+    "aten.var",
+    "aten.std",
+)
+
+
+def _squared(finding: Finding, frame: Frame | None) -> str:
+    """The advice where a norm was given a value whose square leaves the format that it computes in; else ""."""
+    if finding.origin not in ("produced", "buffer") or not (
+        any(name in finding.operation for name in _SQUARES)
+        if finding.operation
+        else "Norm" in finding.class_name
+    ):
+        return ""
+    inputs = [] if frame is None else [one for one in frame.records if one.role == "input"]
+    given = [one for one in (finding.operands or inputs) if _is_finite_float(one) and one.abs_max]
+    for one in given:
+        dtype = "float32" if one.dtype in ("float16", "bfloat16") else one.dtype
+        ends = limits(dtype)
+        if ends is not None and one.abs_max is not None and one.abs_max > ends.largest**0.5:
+            return (
+                f"a norm squares its input, and the square of {one.abs_max:.2e} leaves {dtype}, which ends at"
+                f" {ends.largest:.6g}: find where the input grew, or divide it before the norm."
+            )
+    return ""
+
+
+def _largest_finite(frame: Frame, culprit: Record) -> float:
+    """The largest finite magnitude among what the call was given and what of its result is finite."""
+    seen = [one.abs_max for one in frame.records if _is_finite_float(one) and one.role != "output"]
+    if culprit.health is not None:
+        seen.append(culprit.health.finite_abs_max)
+    return max((one for one in seen if one is not None), default=0.0)
+
+
+def _is_finite_float(record: Record) -> bool:
+    # Token numbers are large and overflow nothing.
+    return record.isfinite is True and "float" in record.dtype

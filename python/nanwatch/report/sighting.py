@@ -1,0 +1,172 @@
+"""What one rank saw first, in a form that ranks can compare; and the origin, chosen from what all of them saw."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..util import reading
+from ..util.visible import visible
+from .finding import ORIGINS, VALUES, Finding, Value
+from .finding import Origin as Kind
+from .text import module_name
+
+# A name of a module is rarely longer; what a store holds of a rank stays below a kilobyte.
+_MOST_CHARACTERS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A finding and when it was.
+
+    `clock` counts alike on all ranks: the batch number where each rank makes the same calls. `sequence` is the place of
+    the faulty frame within its batch, from 0. `part` names the part of the model that the rank holds, such as a
+    pipeline stage; sequences of different parts are not comparable. `kind` is the finding's origin on its own rank.
+    """
+
+    rank: int
+    clock: tuple[int, ...]
+    sequence: int
+    part: str
+    batch: int
+    module: str
+    class_name: str
+    label: str
+    value: Value
+    kind: Kind
+
+    @classmethod
+    def of(
+        cls, finding: Finding, rank: int, sequence: int, clock: Sequence[int] | None, part: str
+    ) -> Sighting:
+        """The sighting of a finding; without a `clock` its batch is it. Long names lose their beginning."""
+        return cls(
+            rank=rank,
+            clock=tuple(map(int, clock)) if clock is not None else (finding.batch,),
+            sequence=sequence,
+            part=part[-_MOST_CHARACTERS:],
+            batch=finding.batch,
+            module=finding.module[-_MOST_CHARACTERS:],
+            class_name=finding.class_name[-_MOST_CHARACTERS:],
+            label=finding.label[-_MOST_CHARACTERS:],
+            value=finding.value,
+            kind=finding.origin,
+        )
+
+    @property
+    def order(self) -> tuple[tuple[int, ...], int, bool, int]:
+        """Sorts sightings of one part, the earliest first; of equal ones the lowest rank.
+
+        What a call was given was there before its output, which tensor parallel ranks add up.
+        """
+        return self.clock, self.sequence, self.kind == "produced", self.rank
+
+    @property
+    def place(self) -> str:
+        """The same for sightings at the same time, at the same place in the same part, of the same kind."""
+        return f"{'.'.join(map(str, self.clock))}/{self.sequence}/{self.kind}/{self.part}"
+
+    @property
+    def came_with_the_data(self) -> bool:
+        """Whether it was in what the batch was called with: from a data loader, or from the rank before this one."""
+        return self.kind == "data"
+
+    def to_json(self) -> str:
+        """One line of less than a kilobyte."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, document: str | bytes) -> Sighting:
+        """What `to_json` wrote. Raises ValueError, saying where, for anything else."""
+        return cls(**reading.members(json.loads(document), "sighting", _SIGHTING))
+
+
+_SIGHTING: dict[str, reading.Reader[Any]] = {
+    "rank": reading.count,
+    "clock": reading.tuple_of(reading.count),
+    "sequence": reading.count,
+    "part": reading.text,
+    "batch": reading.count,
+    "module": reading.text,
+    "class_name": reading.text,
+    "label": reading.text,
+    "value": reading.one_of(VALUES),
+    "kind": reading.one_of(ORIGINS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the job's first non-finite value was.
+
+    `first` is the earliest sighting, and `num_alike` the number of ranks that saw theirs at the very same place and
+    time. Of `world_size` ranks `num_reported` had their say, `num_failed` of them with a sighting.
+    """
+
+    first: Sighting
+    num_alike: int
+    num_failed: int
+    num_reported: int
+    world_size: int
+
+    @property
+    def rank(self) -> int:
+        """The rank of the earliest sighting, the lowest of those alike."""
+        return self.first.rank
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one rank saw it at once, so that no single one of them is its source."""
+        return self.num_alike > 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank had its say; one that had not might have seen something earlier."""
+        return self.num_reported >= self.world_size
+
+    def __str__(self) -> str:
+        first = self.first
+        where = f"`{first.label}` of {module_name(first.module)} ({first.class_name}) in batch {first.batch}"
+        if self.is_shared:
+            who = (
+                f"all {self.world_size} ranks"
+                if self.num_alike == self.world_size
+                else f"{self.num_alike} ranks"
+            )
+            text = (
+                f"{first.value} first seen in {where} on {who} at once: it came to them by a collective, or they hold"
+                f" the same (rank {first.rank} has the lowest number of them)"
+            )
+        else:
+            text = f"{first.value} first seen in {where} on rank {first.rank}, {_KINDS[first.kind]}"
+        if others := self.num_failed - self.num_alike:
+            text += f"; {others} other {'rank' if others == 1 else 'ranks'} saw it later"
+        if not self.is_complete:
+            text += (
+                f"; {self.world_size - self.num_reported} of {self.world_size} ranks did not answer in time"
+            )
+        return visible(text)
+
+
+_KINDS: dict[Kind, str] = {
+    "produced": "which produced it",
+    "received": "from code of its caller that is no module",
+    "weight": "already in the weight",
+    "buffer": "already in the buffer",
+    "data": "already in the data of the batch",
+}
+
+
+def earliest(inside: Sighting | None, data: Sighting | None) -> Sighting | None:
+    """The first of the earliest sighting inside a model and the earliest in data.
+
+    Of one part of the model the earlier is the first. Data of another part at the same time may be what that inside
+    sighting sent on, whatever the sequences, so it is not.
+    """
+    if inside is None or data is None:
+        return inside or data
+    if inside.clock != data.clock or inside.part == data.part:
+        return min(inside, data, key=lambda one: one.order)
+    return inside

@@ -1,0 +1,287 @@
+"""All text made of frames and findings: pure functions from structures to lines."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from ..numerics.formats import limits
+from ..util.extras import needed
+from ..util.visible import visible
+from .backward_text import next_backward, why_backward
+from .forward_text import next_forward, why_forward
+from .headroom import has_vanished, shrinking
+from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, SKIPPED_STEP, Record
+
+if TYPE_CHECKING:
+    from .finding import Finding
+    from .frame import Frame, Phase
+
+PREFIX = " " * 17
+COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
+
+Style: TypeAlias = Literal["plain", "head", "module", "quiet", "fault"]
+_RICH_STYLES: dict[Style, str] = {
+    "plain": "",
+    "head": "bold",
+    "module": "cyan",
+    "quiet": "dim",
+    "fault": "bold red",
+}
+
+
+def range_line(abs_min: float, abs_max: float, label: str) -> str:
+    """`1.01e-06 6.44e+00 weight`."""
+    return visible(f"{abs_min:8.2e} {abs_max:8.2e} {label}")
+
+
+def note_line(note: str, label: str) -> str:
+    """`None input[1]`, the note right-aligned over both columns of numbers."""
+    return visible(f"{note:>17} {label}")
+
+
+def record_line(record: Record) -> str:
+    """The line of one record."""
+    if record.abs_min is not None and record.abs_max is not None:
+        line = range_line(record.abs_min, record.abs_max, record.label)
+        return visible(f"{line} ({record.note})" if record.note else line)
+    if record.note in (NONE, NOT_A_TENSOR):
+        return note_line(record.note, record.label)
+    reason = record.note.removeprefix(NOT_CHECKED).removeprefix(": ")
+    return note_line(NOT_CHECKED, f"{record.label} ({reason})" if reason else record.label)
+
+
+def frame_line(name: str, class_name: str) -> str:
+    """The line that names the module of a frame."""
+    return visible(f"{PREFIX} {name} {class_name}")
+
+
+def frame_lines(frame: Frame) -> list[str]:
+    """The frame's name and one line a record."""
+    return [frame_line(frame.name, frame.class_name) + _attributes(frame), *map(record_line, frame.records)]
+
+
+def _attributes(frame: Frame) -> str:
+    """` (backward, recomputed)` behind the name of such a frame."""
+    said = [frame.phase] * (frame.phase != "forward") + ["recomputed"] * frame.recomputed
+    return f" ({', '.join(said)})" if said else ""
+
+
+def batch_lines(batch: int) -> list[str]:
+    """The header above the first frame of a batch."""
+    return [f"\n\n{PREFIX} *** Starting batch number={batch} ***", COLUMNS]
+
+
+def close_names(wanted: str, names: Iterable[str]) -> str:
+    """Where to look for the module that was meant."""
+    close = difflib.get_close_matches(wanted, list(names), n=3)
+    return visible(f"close names: {', '.join(close)}") if close else "see model.named_modules() for the names"
+
+
+# What wrappers put before the names of the modules that they hold.
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def without_wrappers(name: str) -> str:
+    """The name that a module has in the model itself, where a wrapper such as DistributedDataParallel holds it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def module_name(name: str) -> str:
+    """The name as prose has it: the root has none of its own."""
+    return visible(name) or "the root module"
+
+
+_PHASES: dict[Phase, str] = {
+    "forward": "",
+    "backward": "the backward of ",
+    "step": "the optimizer's step after ",
+}
+
+
+def summary(finding: Finding) -> str:
+    """One sentence: what, in which tensor of which module, in which batch."""
+    rank = f" on rank {finding.rank}" if finding.rank else ""
+    return visible(
+        f"{finding.value} first seen in `{finding.label}` of {module_name(finding.module)}"
+        f" ({finding.class_name}) in {_PHASES[finding.phase]}batch {finding.batch}{rank}"
+    )
+
+
+def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
+    """What happened, where, why, and what to look at next; one line each."""
+    return list(map(visible, _finding_lines(finding, frames)))
+
+
+def _finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
+    frame, record = _culprit(finding, frames)
+    lines = [f"What:  {summary(finding)}.", f"Where: {_where(finding, record)}."]
+    is_forward = finding.phase == "forward"
+    why = why_forward(finding, frame, frames) if is_forward else why_backward(finding, frame)
+    lines += [f"Why:   {why}"]
+    if (shrunk := shrinking(frames)) is not None:
+        lines.append(f"Room:  headroom in {shrunk.dtype} fell {shrunk}.")
+    lines += [] if frame is None else _vanished(frame)
+    lines += _by(finding)
+    following = (
+        next_forward(finding, frame, record, frames) if is_forward else next_backward(finding, frame, record)
+    )
+    lines.append(f"Next:  {following}")
+    lines += [f"Cure:  {cure}" for cure in finding.cures]
+    lines += [f"Note:  {remark}." for remark in finding.remarks]
+    lines += [f"File:  {path}" for path in finding.files]
+    return lines
+
+
+def _by(finding: Finding) -> list[str]:
+    if finding.transient:
+        return [
+            "By:    something that did not come again: the batch, run once more with the same inputs and random"
+            " numbers, was finite. A race, a kernel that is not deterministic, memory that was never written, hardware,"
+            " or a state that the model keeps in attributes or buffers."
+        ]
+    if finding.operation is None:
+        return []
+    # The path in the report is whole; here what a person knows the file by.
+    where = f" at {finding.source.rpartition('site-packages/')[2]}" if finding.source else ""
+    # The record may show what became of it: inf minus inf is nan.
+    made = f" made {finding.made}" if finding.made is not None and finding.made not in finding.value else ""
+    given = [
+        f"{one.label} {one.abs_min:.2e} to {one.abs_max:.2e} ({one.dtype} {list(one.shape or ())}{_small(one)})"
+        for one in finding.operands
+        if one.abs_min is not None and one.abs_max is not None
+    ]
+    return [f"By:    {finding.operation}{made}{where}."] + ([f"From:  {', '.join(given)}."] if given else [])
+
+
+def _small(record: Record) -> str:
+    """How many elements are zero or subnormal, where that was counted."""
+    health = record.health
+    counts = () if health is None else ((health.num_zero, "zero"), (health.num_subnormal, "subnormal"))
+    return "".join(f", {count:,} {word}" for count, word in counts if count)
+
+
+def _vanished(frame: Frame) -> list[str]:
+    return [
+        f"Under: all of `{record.label}` is "
+        + (
+            f"below {ends.smallest_normal:.2e}, the smallest normal number of {record.dtype}."
+            if record.abs_max
+            else "zero."
+        )
+        for record in frame.records
+        if record.role in ("input", "gradient") and has_vanished(record) and (ends := limits(record.dtype))
+    ]
+
+
+def _culprit(finding: Finding, frames: Sequence[Frame]) -> tuple[Frame | None, Record | None]:
+    for frame in frames:
+        if (frame.name, frame.batch, frame.phase) == (finding.module, finding.batch, finding.phase):
+            record = frame.fault
+            if record is not None and record.label == finding.label:
+                return frame, record
+    return None, None
+
+
+def _where(finding: Finding, record: Record | None) -> str:
+    if finding.num_nonfinite is None:
+        where = f"some of {finding.numel:,} elements, not counted"
+    elif finding.num_nonfinite == finding.numel:
+        where = "the only element" if finding.numel == 1 else f"all {finding.numel:,} elements"
+    else:
+        where = f"{finding.num_nonfinite:,} of {finding.numel:,} elements"
+    if finding.extent:
+        where += f" ({finding.extent})"
+    if finding.index:
+        where += f", the first at {list(finding.index)}"
+    if record is None or record.shape is None:
+        return where
+    if not record.is_shard:
+        return f"{where}; {record.dtype} of shape {list(record.shape)}"
+    placement = record.placement
+    whole = None if placement is None or not finding.index else placement.in_whole(finding.index)
+    where += "" if whole is None else f" of the shard, {list(whole)} of the whole"
+    return f"{where}; the {record.note} of {record.dtype} of shape {list(record.shape)}"
+
+
+def mesh_coordinates(frames: Sequence[Frame]) -> tuple[str, ...]:
+    """`dp=1 of 4`, for each dimension of the device meshes that sharded tensors of these frames are on."""
+    placements = (record.placement for frame in frames for record in frame.records if record.is_shard)
+    return tuple(dict.fromkeys(place.where for one in placements if one is not None for place in one.places))
+
+
+def styled_lines(
+    frames: Sequence[Frame], finding: Finding | None, batch: int | None, mesh: Sequence[str] = ()
+) -> Iterator[tuple[Style, str]]:
+    """The lines of a report, each with the part it plays."""
+    return ((style, visible(line)) for style, line in _styled_lines(frames, finding, batch, mesh))
+
+
+def _styled_lines(
+    frames: Sequence[Frame], finding: Finding | None, batch: int | None, mesh: Sequence[str]
+) -> Iterator[tuple[Style, str]]:
+    until = "" if batch is None else f" up to batch {batch}"
+    if finding is not None:
+        yield "head", f"Detected {finding.value} in batch {finding.batch}"
+    elif not frames:
+        yield "head", f"Nothing was looked at{until}: no watched call has run."
+        return
+    elif not any(record.isfinite is not None for frame in frames for record in frame.records):
+        yield "head", f"Nothing could be read{until}: no record of the frames below has a range."
+    else:
+        skipped = {
+            (frame.batch, record.note): None
+            for frame in frames
+            for record in frame.records
+            if record.note.startswith(SKIPPED_STEP)
+        }
+        yield "head", f"All finite{until}" + (" but for gradients that no step took" if skipped else "")
+        for number, note in skipped:
+            yield "plain", f"Batch {number}: {note}."
+    if mesh:
+        yield "plain", f"This rank in the device mesh: {', '.join(mesh)}."
+    yield "plain", f"Last {len(frames)} frames, the oldest first:"
+    yield "quiet", COLUMNS
+    _, culprit = (None, None) if finding is None else _culprit(finding, frames)
+    previous = frames[0].batch if frames else None
+    for frame in frames:
+        if frame.batch != previous:
+            yield "quiet", f"{PREFIX} *** Starting batch number={frame.batch} ***"
+            previous = frame.batch
+        yield "module", frame_line(frame.name, frame.class_name) + _attributes(frame)
+        for record in frame.records:
+            if finding is not None and record is culprit:
+                yield "fault", f"{record_line(record)}  <-- {finding.value}, first"
+            else:
+                yield ("quiet" if record.abs_max is None else "plain"), record_line(record)
+    if finding is not None:
+        yield "plain", ""
+        for line in finding_lines(finding, frames):
+            yield "plain", line
+
+
+def report_text(
+    frames: Sequence[Frame],
+    finding: Finding | None,
+    batch: int | None,
+    mesh: Sequence[str] = (),
+    *,
+    color: bool = False,
+) -> str:
+    """The whole report as text, without a newline at its end; with ANSI colours when `color`."""
+    lines = list(styled_lines(frames, finding, batch, mesh))
+    return _colored(lines) if color else "\n".join(line for _, line in lines)
+
+
+def _colored(lines: Sequence[tuple[Style, str]]) -> str:
+    instead = "leave color=False"
+    console_kind = needed("rich.console", "color=True", "terminal", instead).Console
+    styled = needed("rich.text", "color=True", "terminal", instead).Text
+    width = max((len(line) for _, line in lines), default=0) + 1
+    console = console_kind(width=width, color_system="standard", force_terminal=True, no_color=False)
+    with console.capture() as capture:
+        for style, line in lines:
+            console.print(styled(line, style=_RICH_STYLES[style]))
+    shown: str = capture.get()
+    return shown.removesuffix("\n")

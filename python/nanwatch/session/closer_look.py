@@ -1,0 +1,235 @@
+"""The closer look at a failed batch: what it needs is kept from the batch's start to its end, in each thread."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from math import isfinite
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..diagnosis.batch_start import BatchStart
+from ..instrumentation.turn import Turn
+from ..report.errors import spell
+from ..report.report import Report
+from ..util.suppressed import suppressed
+from ..util.user_warning import warn_user
+from .options import Options
+
+# A run that goes on may fail for ever, and a disk is not filled with capsules: after so many failures looks get rarer.
+MANY = 20
+# In seconds: a re-run waits so long for other threads to leave the model. They may wait for this one.
+_PATIENCE = 1.0
+
+
+class _Graph:
+    """Stand-in for the graph of a batch.
+
+    The recorder holds it until no gradient of the batch can come any more.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
+_NO_MODULE = nn.Module()
+
+
+class _Ended(NamedTuple):
+    """The start of a batch that has ended.
+
+    It does not keep the module alive: a model that keeps its output would then keep itself.
+    """
+
+    batch: int
+    module: weakref.ref[nn.Module]
+    rest: BatchStart
+
+    def start(self) -> BatchStart | None:
+        """Return the start of the batch, or None once its module is gone."""
+        module = self.module()
+        return None if module is None else replace(self.rest, module=module)
+
+
+class CloserLook:
+    """Runs a failed batch of `model` again and writes what it found, as the options say; see `watch`.
+
+    `keeps_start` says whether it wants to be told of the starts and ends of batches.
+    """
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        # A second forward can be felt by a run that goes on, as it does after all but "raise".
+        raises = options.on_nonfinite == "raise"
+        self.keeps_start = options.microscope is True or (options.microscope is None and raises)
+        self._output_dir = options.output_dir
+        self._model = weakref.ref(model)
+        self._failures = 0
+        # By thread, from the start of its batch to its end; None where no second run is possible. They refer to the
+        # batch's tensors.
+        self._starts: dict[int, tuple[BatchStart | None, weakref.ref[_Graph]]] = {}
+        # Held while a thread enters or leaves the model; notified when one has left.
+        self._door = threading.Condition()
+        self._turn: Turn | None = None
+        # The start of the latest batch and the batch's number, for its backward: as long as the batch has a graph, and
+        # from a bad backward on until a step has been looked at. The graph itself must not hold it: a model that
+        # keeps its output would then hold itself, in a cycle which the garbage collector does not see.
+        self._ended: weakref.WeakKeyDictionary[_Graph, _Ended] = weakref.WeakKeyDictionary()
+        self._failed: _Ended | None = None
+        self._keeps_ended = options.gradients
+        self._scaler = options.scaler
+
+    def batch_started(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> object:
+        """Keep what a second run of this thread's batch would need.
+
+        Return an object for the recorder to hold until no gradient of the batch can come any more.
+        """
+        try:
+            start = BatchStart.capture(module, args, kwargs)
+        except Exception:
+            suppressed("the start of a batch could not be kept, so it has no second run")
+            start = None
+        self.let_go()
+        graph = _Graph()
+        here = threading.get_ident()
+        while True:
+            with self._door:
+                turn = self._turn
+                if turn is None or not turn.holds_up():
+                    self._starts[here] = start, weakref.ref(graph)
+                    return graph
+            turn.wait()
+
+    def batch_ended(self, batch: int) -> None:
+        """Let go of it, or keep it on for the batch's backward."""
+        with self._door:
+            start, graph = self._starts.pop(threading.get_ident(), (None, None))
+            self._door.notify_all()
+            self._ended.clear()
+            held = None if graph is None else graph()
+            if self._keeps_ended and start is not None and start.grad and held is not None:
+                self._ended[held] = _Ended(
+                    batch, weakref.ref(start.module), replace(start, module=_NO_MODULE)
+                )
+
+    def backward_failed(self, batch: int) -> None:
+        """Keep what a second run of the batch would need also when its graph is gone: a step may take the gradients."""
+        with self._door:
+            ended = list(self._ended.values())
+            self._failed = next((one for one in ended if one.batch == batch), self._failed)
+
+    def let_go(self) -> None:
+        """Let go of what was kept for the backward."""
+        with self._door:
+            self._ended.clear()
+            self._failed = None
+
+    def at(self, report: Report, *, is_late: bool = False) -> Report:
+        """The report with what a second run of this thread's batch shows; itself where there is to be none.
+
+        `is_late`: it is of a batch that this thread has left behind.
+        """
+        model = self._model()
+        if model is None or not (self.keeps_start or self._output_dir is not None):
+            return report
+        self._failures += 1
+        if not is_due(self._failures):
+            return self._passed_over(report)
+        reason = ""
+        if is_late:
+            reason = "it was over when its rows came from the device"
+        elif self.keeps_start and not self._make_room():
+            reason = "another thread was inside the model"
+        try:
+            # Not before there is a failure: it brings many modules with it.
+            from ..diagnosis.postmortem import post_mortem
+
+            return post_mortem(
+                report,
+                None if is_late else self._start_of(report),
+                model,
+                self._output_dir,
+                examines=self.keeps_start,
+                reason=reason,
+                loss_scale=self._loss_scale(),
+            )
+        except Exception as error:  # the first report is not lost for the second
+            warn_user(f"nanwatch could not look closer at a failure: {spell(error)}", may_raise=False)
+            return report
+        finally:
+            self._end_turn()
+
+    def _make_room(self) -> bool:
+        """Keep other threads from entering the model until `_end_turn`; whether those inside have left it."""
+        here = threading.get_ident()
+        with self._door:
+            if self._turn is not None:  # another thread's
+                return False
+            self._turn = turn = Turn()
+            if self._door.wait_for(lambda: self._starts.keys() <= {here}, _PATIENCE):
+                return True
+        turn.end()
+        return False
+
+    def _end_turn(self) -> None:
+        with self._door:
+            turn = self._turn
+            if turn is None or not turn.is_owned():
+                return
+            self._turn = None
+        turn.end()
+
+    def _passed_over(self, report: Report) -> Report:
+        """The report as it is, which says that it was not looked at."""
+        if self._failures == MANY + 1:
+            warn_user(
+                f"nanwatch has looked closer at {MANY} failed batches of this model. From now on it does so only at the"
+                f" {2 * MANY}th, {4 * MANY}th, {8 * MANY}th and so on. To end the failures, follow the first report."
+                " To have no more reports, call Watch.stop(). To have one of each failure, begin a new watch.",
+                may_raise=False,
+            )
+        finding = report.finding
+        if finding is None:
+            return report
+        remark = f"the batch was not run a second time, and nothing was written: it is failure {self._failures} of this"
+        remark += f" watch, and after {MANY} only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are looked at closer"
+        return replace(report, finding=replace(finding, remarks=(*finding.remarks, remark)))
+
+    def _loss_scale(self) -> float | None:
+        """The present scale of the loss, where the watch was told of its GradScaler.
+
+        One that is found in the process may have no part in this batch, and its scale would be told as the batch's.
+        """
+        try:
+            scale = None if self._scaler is None else float(self._scaler.get_scale())
+        except Exception:
+            suppressed("a GradScaler of another make did not tell its scale")
+            return None
+        return scale if scale and isfinite(scale) else None
+
+    def write_frames(self, report: Report, name: str) -> None:
+        """Write a report without a finding as the folder `name` of output_dir, if there is one; never raises."""
+        if self._output_dir is None:
+            return
+        try:
+            from ..diagnosis.postmortem import write_frames
+
+            write_frames(report, self._output_dir / name)
+        except Exception as error:
+            warn_user(f"nanwatch could not write the last frames: {spell(error)}", may_raise=False)
+
+    def _start_of(self, report: Report) -> BatchStart | None:
+        if report.finding is not None and report.finding.phase == "backward":
+            failed = self._failed
+            return failed.start() if failed is not None and failed.batch == report.finding.batch else None
+        start, _ = self._starts.get(threading.get_ident(), (None, None))
+        return start
+
+
+def is_due(number: int) -> bool:
+    """Whether the failure of this number, from 1, is looked at: the first MANY, then at numbers that double."""
+    rounds, rest = divmod(number, MANY)
+    return number <= MANY or (rest == 0 and rounds & (rounds - 1) == 0)

@@ -1,0 +1,316 @@
+"""What stands between a bad gradient and the weights: the fault of a backward is held until a step would take it.
+
+Not raised at once, as with a GradScaler an inf in the gradients is no failure: the step is skipped and the scale goes
+down. Nobody tells of a skipped step. It shows in what is there when it is over: the optimizer says `found_inf` (fused
+ones), the scale has fallen, or the gradients that were bad are gone.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from ..instrumentation.global_hooks import before_steps
+from ..instrumentation.handles import Handles
+from ..instrumentation.living import living
+from ..numerics.ranges import only_our_dispatch
+from ..recording.observe import read
+from ..report import text
+from ..report.finding import Finding
+from ..report.record import NOT_TAKEN, SKIPPED_STEP
+from ..report.report import Report
+from ..util.suppressed import suppressed
+from ..util.user_warning import warn_user
+
+# What is kept of skipped steps; all are counted.
+_MAX_KEPT = 100
+
+# A weight: its module, and its name in it.
+Weight = tuple["weakref.ref[nn.Module]", str]
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """A step that was not made, as gradients of `batch` were not finite.
+
+    `scale_before` and `scale_after` are the GradScaler's, None where none was found.
+    """
+
+    batch: int
+    scale_before: float | None
+    scale_after: float | None
+    finding: Finding
+
+    def __str__(self) -> str:
+        before, after = self.scale_before, self.scale_after
+        if before is None:
+            return SKIPPED_STEP
+        fell = "" if after is None or after == before else f" → {_spell(after)}"
+        return f"{SKIPPED_STEP} (scale {_spell(before)}{fell})"
+
+
+def _spell(scale: float) -> str:
+    return f"{scale:.0f}" if scale.is_integer() and scale < 1e15 else f"{scale:g}"
+
+
+@dataclass(slots=True)
+class _Pending:
+    report: Report
+    batches: set[int]
+    weights: set[Weight]
+    scale: float | None
+    skipped: bool = False  # as the optimizer itself said
+    is_late: bool = False  # found some time after it was over
+
+
+class OptimizerGuard:
+    """Looks at every step before it is made, and at what a backward did wrong.
+
+    `act` is called with the report of a failure that a step is about to take, or that came once too often: what it
+    raises, the step raises, and the weights are as they were. `let_go` is called when a step finds nothing held.
+    `look_at_sums` is called before a step where gradients may have added up to what is not finite; it may `hold` them.
+    `recorder` is told which gradients are no fault after all. `scaler` is the GradScaler, if it is known; else one is
+    looked for when first needed.
+    """
+
+    def __init__(
+        self,
+        recorder: Any,
+        act: Callable[[Report], None],
+        let_go: Callable[[], None],
+        look_at_sums: Callable[[], None],
+        *,
+        scaler: Any = None,
+        max_skipped_steps: int,
+    ) -> None:
+        self.skipped: deque[SkippedStep] = deque(maxlen=_MAX_KEPT)
+        self.num_skipped = 0
+        self._recorder = recorder
+        self._act = act
+        self._let_go = let_go
+        self._look_at_sums = look_at_sums
+        self._max_skipped_steps = max_skipped_steps
+        self._scaler: Callable[[], Any] | None = None if scaler is None else weakref.ref(scaler)
+        self._is_told = scaler is not None
+        self._noted = 0  # scales
+        self._pending: _Pending | None = None
+        self._count(0)
+        self._latest: set[Weight] = set()  # whose step was skipped last
+        this = weakref.ref(self)
+
+        def before(optimizer: Optimizer, *_: Any) -> None:
+            if (guard := this()) is not None:
+                guard.before_step(optimizer)
+
+        self._hooks = Handles(self, [before_steps.add(before)])
+
+    def remove(self) -> None:
+        """Look at no more steps."""
+        self.settle()
+        self._hooks.remove()
+
+    @property
+    def pending(self) -> Report | None:
+        """The report of what is held."""
+        return None if self._pending is None else self._pending.report
+
+    def release(self) -> Report | None:
+        """The same, and hold it no longer."""
+        pending = self.pending
+        self._drop()
+        return pending
+
+    def note_scale(self) -> Tensor | None:
+        """The scale as it is now, still where it is: nobody waits for it. None where no scaler is found.
+
+        For the `hold` of a backward that is found bad when a scaler may have lowered the scale.
+        """
+        self._noted += 1
+        if self._scaler is None and self._noted & (self._noted - 1) == 0:
+            # Before anything is bad, as later the scale is another; ever less often, where there is none.
+            found = _find_scaler()
+            self._scaler = None if found() is None else found
+        scale = None if self._scaler is None else getattr(self._scaler(), "_scale", None)
+        try:
+            with only_our_dispatch(), torch.no_grad():
+                return scale.detach().clone() if isinstance(scale, Tensor) else None
+        except RuntimeError:  # no memory, or a device that has failed
+            return None
+
+    def hold(self, report: Report, batches: set[int], weights: set[Weight], noted: object = None) -> None:
+        """A backward has gone wrong: the gradients of these weights, in these batches, are not finite.
+
+        `noted`: what `note_scale` gave when it was over.
+        """
+        scale = float(noted) if isinstance(noted, Tensor) else None
+        pending = self._pending
+        if pending is not None and scale is not None and scale < (pending.scale or 0.0):
+            # Between the two, of which nothing was known, the scaler skipped a step.
+            self._skip(pending, scale)
+            pending = None
+        if pending is None:
+            self._pending = _Pending(report, batches, weights, self._scale() if scale is None else scale)
+            self._pending.is_late = scale is not None
+        else:
+            # New ones: another thread may be going through those that are there.
+            pending.batches = pending.batches | batches
+            pending.weights = pending.weights | weights
+        self._recorder.tells_backward_start = True
+        if self._in_a_row >= self._max_skipped_steps:
+            count = self._in_a_row
+            self._count(0)
+            self._fail(
+                f"the {count} steps before this one were skipped, as gradients were not finite;"
+                f" max_skipped_steps={self._max_skipped_steps} lets no more pass"
+            )
+        elif is_inside_step():
+            self._fail()  # a closure: the step has been looked at, and changes the weights next
+
+    def settle(self) -> None:
+        """See whether what is held was skipped meanwhile."""
+        pending = self._pending
+        if pending is None or not (pending.skipped or self._has_fallen(pending) or _are_clean(pending)):
+            return
+        after = self._scale()
+        if not (self._is_told or pending.skipped or self._has_fallen(pending)):
+            pending.scale = None  # the scaler that was found has no part in this
+        self._skip(pending, after)
+
+    def _skip(self, pending: _Pending, after: float | None) -> None:
+        self._drop()
+        finding = pending.report.finding
+        assert finding is not None
+        before = pending.scale
+        step = SkippedStep(finding.batch, before, after, finding)
+        self.skipped.append(step)
+        self.num_skipped += 1
+        self._count(self._in_a_row + 1)
+        self._latest = pending.weights
+        self._recorder.excuse_gradients(sorted(pending.batches), str(step))
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """A step is about to change the weights: raise, or let it pass."""
+        if self._recorder.paused:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            # An optimizer that steps inside the backward, as soon as a gradient is there.
+            self._recorder.finish_bad_backward()
+        # What FSDP reduces over the ranks it puts into .grad itself, past the hooks.
+        may_be_bad = self._recorder.gradient_sums_may_overflow or self._recorder.gathers_weights
+        if self._pending is None and may_be_bad:
+            self._recorder.forget_gradient_sums()
+            self._look_at_sums()
+        if self._pending is not None and self._pending.is_late and self._has_fallen(self._pending):
+            self.settle()  # the step before this one was skipped
+        pending = self._pending
+        if pending is None:
+            if self._in_a_row and _steps(optimizer, self._latest):
+                self._count(0)
+            self._let_go()
+            return
+        found_inf = getattr(optimizer, "found_inf", None)
+        if isinstance(found_inf, Tensor) and bool(found_inf.detach().any()):
+            pending.skipped = True
+            scale = getattr(optimizer, "grad_scale", None)
+            if pending.scale is None and isinstance(scale, Tensor):
+                pending.scale = float(scale)
+        elif any(_is_bad(x.grad) for group in optimizer.param_groups for x in group["params"]):
+            self._fail()
+        elif not pending.weights or _are_clean(pending):
+            self._let_pass(pending)
+
+    def _let_pass(self, pending: _Pending) -> None:
+        self._drop()
+        self._recorder.excuse_gradients(sorted(pending.batches), NOT_TAKEN)
+        finding = pending.report.finding
+        assert finding is not None
+        warn_user(
+            f"{text.summary(finding)}; the gradients that the optimizer's step takes are finite: nothing was stopped"
+        )
+
+    def _fail(self, remark: str = "") -> None:
+        report = self.release()
+        if report is None or report.finding is None:
+            return  # another thread's step has told of it
+        if remark:
+            finding = replace(report.finding, remarks=(*report.finding.remarks, remark))
+            report = replace(report, finding=finding)
+        self._act(report)
+
+    def _count(self, in_a_row: int) -> None:
+        self._in_a_row = in_a_row
+        # When no more may be skipped a bad backward is told of at its end, while it can still be run again.
+        self._recorder.awaits_backwards = in_a_row >= self._max_skipped_steps
+
+    def _drop(self) -> None:
+        self._pending = None
+        self._recorder.tells_backward_start = False
+
+    def _has_fallen(self, pending: _Pending) -> bool:
+        scale = None if pending.scale is None else self._scale()
+        return pending.scale is not None and scale is not None and scale < pending.scale
+
+    def _scale(self) -> float | None:
+        if self._scaler is None:
+            self._scaler = _find_scaler()
+        scaler = self._scaler()
+        try:
+            return None if scaler is None else float(scaler.get_scale())
+        except Exception:
+            suppressed("a GradScaler of another make did not tell its scale")
+            return None
+
+
+def _find_scaler() -> Callable[[], Any]:
+    """The one GradScaler that is in use in this process; nothing where there are none or several.
+
+    Nothing leads from a model to its scaler. This looks through all objects, 10 ms for a million, after the first bad
+    gradient, or the first late one.
+    """
+    scalers = living(torch.amp.GradScaler)
+    found = [one for one in scalers if getattr(one, "_enabled", False) and one._scale is not None]
+    return weakref.ref(found[0]) if len(found) == 1 else lambda: None
+
+
+def _is_bad(gradient: Tensor | None) -> bool:
+    return gradient is not None and read(gradient, "", "gradient")[6] is False
+
+
+def _tensor(weight: Weight) -> Tensor | None:
+    module, name = weight
+    owner = module()
+    return None if owner is None else owner._parameters.get(name)
+
+
+def _are_clean(pending: _Pending) -> bool:
+    """Whether all gradients that were bad are gone, or finite by now."""
+    tensors = [x for weight in pending.weights if (x := _tensor(weight)) is not None]
+    return bool(tensors) and not any(_is_bad(x.grad) for x in tensors)
+
+
+def _steps(optimizer: Optimizer, weights: set[Weight]) -> bool:
+    own = {id(x) for group in optimizer.param_groups for x in group["params"]}
+    return not weights or any(id(_tensor(weight)) in own for weight in weights)
+
+
+def is_inside_step() -> bool:
+    """Whether this runs for an optimizer's `step`, as the backward of a closure does.
+
+    Not for that of an object around an optimizer, which is of the optimizer's class in Lightning and Accelerate: it may
+    still ask a GradScaler whether there is to be a step. PyTorch hooks the steps of those that do the work.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        own = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(own, Optimizer) and getattr(type(own).step, "hooked", False):
+            return True
+        frame = frame.f_back
+    return False

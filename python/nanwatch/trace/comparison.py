@@ -1,0 +1,355 @@
+"""Where two traces part: the first record that differs, and what grew most."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from math import inf, log2
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from ..numerics.formats import limits
+from ..report.text import without_wrappers
+from ..util.progress import Tell
+from .align import Ints, Rows, align
+from .difference import KINDS, Difference, Growth, Kind, Place, Series
+from .trace_file import Trace, batch_words, strings
+
+if TYPE_CHECKING:
+    Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+    Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+
+RTOL = 1e-3
+# An element near zero is what is left of larger ones, so rounding moves the smallest magnitude by some units in the
+# last place of the largest.
+_ROUNDING = 4.0
+_GREW = 10
+_SERIES = 8
+_POINTS = 2000
+
+_COLUMNS = (
+    "batch", "call", "module", "class", "label", "role", "shape", "dtype", "abs_min", "abs_max", "isfinite",
+    "recomputed",
+)  # fmt: skip
+
+
+def diff(
+    a: Trace | str | os.PathLike[str],
+    b: Trace | str | os.PathLike[str] | None = None,
+    *,
+    batches: tuple[int, int] | None = None,
+    rtol: float = RTOL,
+    ignore: Sequence[Kind] = (),
+) -> Difference:
+    """Compare two traces, or two batches, and find the first place where they part.
+
+    Calls are aligned by module, order and class; calls and records that one side lacks are passed over. Two records
+    part when one is finite and the other is not, or nan where the other is inf; when shape or dtype differ; or when
+    abs_min or abs_max differ by more than `rtol` of the larger. An abs_min must also differ by more than rounding may
+    account for: 4 units in the last place of abs_max, in the coarser dtype of the two. What was not read on either side
+    is equal to anything.
+
+    Args:
+        a, b: traces, or their paths. Without `b`, two batches of `a` are compared. What a Trace was opened to tell is
+            told how far this is, too.
+        batches: compare this batch of `a` with that of `b`; without, all batches that both have, each with its like.
+        rtol: relative difference of ranges that is still equal, at least 0 and below 1.
+        ignore: kinds of difference to pass over, such as ("dtype",) for a model in float16 and in float32.
+
+    Raises TraceError for what is no trace, and ValueError for batches that are not there or have no call in common.
+    """
+    if not 0 <= rtol < 1:
+        raise ValueError(f"rtol should be at least 0 and below 1, got {rtol!r}")
+    if unknown := [kind for kind in ignore if kind not in KINDS]:
+        raise ValueError(f"ignore should be some of {', '.join(KINDS)}, got {unknown[0]!r}")
+    if b is None and batches is None:
+        raise ValueError("one trace alone: name a second one, or two of its batches")
+    one = a if isinstance(a, Trace) else Trace.open(a)
+    other = one if b is None else b if isinstance(b, Trace) else Trace.open(b)
+    pairs, remarks = _batches(one, other, batches)
+    sides = _Side(one, [i for i, _ in pairs]), _Side(other, [j for _, j in pairs])
+    one.tell("aligning")
+    comparison = _Comparison(*sides, pairs, rtol, frozenset(ignore), one.tell)
+    one.tell("comparing")
+    names = [str(trace.path) for trace in (one, other)]
+    if batches is not None:
+        names = [f"{name} batch {batch}" for name, batch in zip(names, batches, strict=True)]
+    return comparison.difference(names[0], names[1], remarks)
+
+
+def _batches(
+    a: Trace, b: Trace, wanted: tuple[int, int] | None
+) -> tuple[list[tuple[int, int]], tuple[str, ...]]:
+    if wanted is not None:
+        for trace, batch in zip((a, b), wanted, strict=True):
+            if batch not in trace.batches:
+                raise ValueError(f"{trace.path} has no batch {batch}; it has {batch_words(trace.batches)}")
+        return [wanted], ()
+    both = sorted(set(a.batches) & set(b.batches))
+    if not both:
+        raise ValueError(
+            f"no batch is in both: {a.path} has {batch_words(a.batches)}, {b.path} {batch_words(b.batches)};"
+            " compare two of them with batches="
+        )
+    remarks = [
+        f"{len(trace.batches) - len(both):,} batches are in {trace.path} alone"
+        for trace in (a, b)
+        if len(trace.batches) > len(both)
+    ]
+    remarks += [f"{trace.path} lacks {trace.lost_frames:,} frames" for trace in (a, b) if trace.lost_frames]
+    return [(batch, batch) for batch in both], tuple(remarks)
+
+
+class _Names:
+    """Numbers for strings, the same for both sides; -1 for none."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        if text not in self._numbers:
+            self._numbers[text] = len(self.texts)
+            self.texts.append(text)
+        return self._numbers[text]
+
+    def text(self, number: int) -> str:
+        return "" if number < 0 else self.texts[number]
+
+
+class _Side:
+    """The columns of one trace, by batch and call."""
+
+    def __init__(self, trace: Trace, batches: list[int]) -> None:
+        few = batches if len(batches) < len(trace.batches) else None
+        table = trace.table(_COLUMNS, few)
+        batch, call = table["batch"].to_numpy(), table["call"].to_numpy()
+        later = (batch[1:] > batch[:-1]) | ((batch[1:] == batch[:-1]) & (call[1:] >= call[:-1]))
+        if not later.all():  # batches of several threads stand in turns
+            order = np.lexsort((np.arange(len(batch)), call, batch))
+            table, batch, call = table.take(order), batch[order], call[order]
+        self.table = table
+        self.batch: Ints = batch
+        self.call: Ints = call
+        self.low: Floats = table["abs_min"].to_numpy()
+        self.high: Floats = table["abs_max"].to_numpy()
+        known = table["isfinite"]
+        self.was_read: Flags = known.is_valid().to_numpy()
+        self.is_finite: Flags = known.fill_null(False).to_numpy()
+        self.again: Ints = table["recomputed"].to_numpy().astype(np.int64)
+
+    def numbers(self, column: str, names: _Names) -> Ints:
+        """A column of strings as numbers that both sides share."""
+        found = strings(self.table[column])
+        plain = without_wrappers if column == "module" else str
+        shared: Ints = np.array([names.number(plain(value)) for value in found.values] + [-1], np.int64)
+        by_row: Ints = shared[found.codes]
+        return by_row
+
+    def originals(self, column: str, row: int) -> str:
+        """The value in one row as it was written."""
+        value = self.table[column][row].as_py()
+        return "" if value is None else str(value)
+
+
+class _Comparison:
+    """Two sides, aligned."""
+
+    def __init__(
+        self,
+        a: _Side,
+        b: _Side,
+        batches: list[tuple[int, int]],
+        rtol: float,
+        ignored: frozenset[Kind],
+        tell: Tell,
+    ) -> None:
+        self.a, self.b, self.batches, self.rtol, self.ignored = a, b, batches, rtol, ignored
+        self.names = {name: _Names() for name in ("module", "class", "label", "role", "shape", "dtype")}
+        self.numbers = [
+            {name: side.numbers(name, self.names[name]) for name in self.names} for side in (a, b)
+        ]
+        labels = 1 + len(self.names["label"].texts)
+        self.records = [number["role"] * labels + number["label"] for number in self.numbers]
+        rows = [
+            Rows(side.batch, side.call, number["module"], number["class"], side.again, record)
+            for side, number, record in zip((a, b), self.numbers, self.records, strict=True)
+        ]
+        self.in_a, self.in_b = align(rows[0], rows[1], batches, tell)
+        if len(self.in_a) == 0:
+            raise ValueError("the two have no call of a module in common; are they of the same model?")
+
+    def pair(self, name: str) -> tuple[Ints, Ints]:
+        """A column of strings, as numbers, of the rows that answer to each other."""
+        return self.numbers[0][name][self.in_a], self.numbers[1][name][self.in_b]
+
+    def floats(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """abs_min of A and B, abs_max of A and B."""
+        a, b = self.a, self.b
+        return a.low[self.in_a], b.low[self.in_b], a.high[self.in_a], b.high[self.in_b]
+
+    def apart(self) -> dict[Kind, Flags]:
+        """For each kind, where the two part."""
+        low_a, low_b, high_a, high_b = self.floats()
+        finite_a, finite_b = self.a.is_finite[self.in_a], self.b.is_finite[self.in_b]
+        both_read = self.a.was_read[self.in_a] & self.b.was_read[self.in_b]
+        shape_a, shape_b = self.pair("shape")
+        dtype_a, dtype_b = self.pair("dtype")
+        units = np.array([_unit(name) for name in self.names["dtype"].texts] + [0.0])
+        rounding = _ROUNDING * np.maximum(units[dtype_a], units[dtype_b])
+        with np.errstate(invalid="ignore"):
+            low, high = np.abs(low_a - low_b), np.abs(high_a - high_b)
+            largest = np.maximum(high_a, high_b)
+            part_low = (low > self.rtol * np.maximum(low_a, low_b)) & (low > rounding * largest)
+            part_high = high > self.rtol * largest
+        found: dict[Kind, Flags] = {
+            "isfinite": both_read & ((finite_a != finite_b) | (np.isnan(high_a) != np.isnan(high_b))),
+            "shape": (shape_a != shape_b) & (shape_a >= 0) & (shape_b >= 0),
+            "dtype": (dtype_a != dtype_b) & (dtype_a >= 0) & (dtype_b >= 0),
+            "range": finite_a & finite_b & (part_low | part_high),
+        }
+        return {kind: flags for kind, flags in found.items() if kind not in self.ignored}
+
+    def difference(self, a: str, b: str, remarks: tuple[str, ...]) -> Difference:
+        """All that is to be said."""
+        apart = self.apart()
+        places = {kind: int(flags.argmax()) for kind, flags in apart.items() if flags.any()}
+        ordered = sorted(places.items(), key=lambda item: (item[1], KINDS.index(item[0])))
+        firsts = tuple(self.place(kind, at) for kind, at in ordered)
+        grew, places_of_growth = self.grew()
+        last = int(self.a.batch[self.in_a[-1]])
+        return Difference(
+            a=a,
+            b=b,
+            rtol=self.rtol,
+            first=firsts[0] if firsts else None,
+            firsts=firsts,
+            grew=grew,
+            num_records=len(self.in_a),
+            num_apart=int(np.logical_or.reduce(list(apart.values())).sum()) if apart else 0,
+            batches=tuple(self.batches),
+            only_a=self.only(0, self.a, self.in_a),
+            only_b=self.only(1, self.b, self.in_b),
+            remarks=remarks,
+            calls=self.calls(firsts[0].batch if firsts else last),
+            series=self.series([at for _, at in ordered] + places_of_growth),
+        )
+
+    def place(self, kind: Kind, at: int) -> Place:
+        """The pair of rows at `at`, in words."""
+        a, b = int(self.in_a[at]), int(self.in_b[at])
+        return Place(
+            batch=int(self.a.batch[a]),
+            module=self.a.originals("module", a),
+            class_name=self.a.originals("class", a),
+            label=self.a.originals("label", a),
+            kind=kind,
+            what=self.what(kind, a, b),
+            batch_b=int(self.b.batch[b]),
+            module_b=self.b.originals("module", b),
+            class_b=self.b.originals("class", b),
+        )
+
+    def what(self, kind: Kind, a: int, b: int) -> str:
+        """How two rows differ."""
+        if kind in ("shape", "dtype"):
+            return f"{kind} {self.a.originals(kind, a)} against {self.b.originals(kind, b)}"
+        if kind == "isfinite":
+            return f"{_value(self.a, a)} against {_value(self.b, b)}"
+        ends = [
+            (_relative(one, other), name, one, other)
+            for name, one, other in (
+                ("abs_max", float(self.a.high[a]), float(self.b.high[b])),
+                ("abs_min", float(self.a.low[a]), float(self.b.low[b])),
+            )
+        ]
+        # The largest magnitude says more, unless it is not what differs.
+        difference, name, one, other = ends[0] if ends[0][0] > self.rtol else ends[1]
+        return f"{name} {one:.6g} against {other:.6g} (relative difference {difference:.2g})"
+
+    def grew(self) -> tuple[tuple[Growth, ...], list[int]]:
+        """What grew most, and the pairs of rows that show it."""
+        _, _, high_a, high_b = self.floats()
+        given = self.names["role"].number("input")
+        role, _ = self.pair("role")
+        with np.errstate(divide="ignore", invalid="ignore"):
+            bits = np.log2(high_b) - np.log2(high_a)
+        bits[~np.isfinite(bits) | (role == given)] = -inf
+        places = np.flatnonzero(bits > log2(1 + self.rtol))
+        # Of what grew alike the first comes first.
+        places = places[np.argsort(-bits[places].round(2), kind="stable")]
+        module, _ = self.pair("module")
+        record = self.records[0][self.in_a]
+        names = module[places] * (1 + int(self.records[0].max())) + record[places]
+        _, firsts = np.unique(names, return_index=True)
+        chosen = places[np.sort(firsts)][:_GREW].tolist()
+        return tuple(self.growth(at) for at in chosen), chosen
+
+    def growth(self, at: int) -> Growth:
+        """The pair of rows at `at`."""
+        a, b = int(self.in_a[at]), int(self.in_b[at])
+        name, label = self.a.originals("module", a), self.a.originals("label", a)
+        return Growth(name, label, int(self.a.batch[a]), float(self.a.high[a]), float(self.b.high[b]))
+
+    def only(self, which: int, side: _Side, matched: Ints) -> tuple[tuple[str, int], ...]:
+        """The modules, and how many records of each, that the other side has nothing for."""
+        wanted = np.array(sorted({pair[which] for pair in self.batches}), np.int64)
+        alone = np.isin(side.batch, wanted)
+        alone[matched] = False
+        numbers, at, counts = np.unique(
+            self.numbers[which]["module"][alone], return_index=True, return_counts=True
+        )
+        order = np.argsort(at)
+        texts = self.names["module"]
+        return tuple((texts.text(int(numbers[i])), int(counts[i])) for i in order)
+
+    # For the charts.
+
+    def calls(self, batch: int) -> Series:
+        """The outputs of one batch in the order of their calls."""
+        role, _ = self.pair("role")
+        chosen = (role == self.names["role"].number("output")) & (self.a.batch[self.in_a] == batch)
+        _, _, high_a, high_b = self.floats()
+        chosen &= ~(np.isnan(high_a) & np.isnan(high_b))
+        at = np.flatnonzero(chosen)[:_POINTS]
+        names = tuple(
+            f"{self.a.originals('module', row) or '(root)'} {self.a.originals('label', row)}"
+            for row in self.in_a[at].tolist()
+        )
+        return Series(f"batch {batch}", names, tuple(high_a[at].tolist()), tuple(high_b[at].tolist()))
+
+    def series(self, places: list[int]) -> tuple[Series, ...]:
+        """The records of these pairs of rows over all batches, each record once."""
+        _, _, high_a, high_b = self.floats()
+        module, _ = self.pair("module")
+        record = self.records[0][self.in_a]
+        batch = self.a.batch[self.in_a]
+        found: dict[str, Series] = {}
+        for place in places:
+            row = int(self.in_a[place])
+            name = f"{self.a.originals('module', row) or '(root)'} {self.a.originals('label', row)}"
+            if name in found or len(found) == _SERIES:
+                continue
+            at = np.flatnonzero((module == module[place]) & (record == record[place]))
+            at = at[:: max(1, -(-len(at) // _POINTS))]
+            x, one, other = (column[at].tolist() for column in (batch, high_a, high_b))
+            found[name] = Series(name, tuple(x), tuple(one), tuple(other))
+        return tuple(found.values())
+
+
+def _unit(dtype: str) -> float:
+    """The unit in the last place of 1.0."""
+    ends = limits(dtype)
+    return 0.0 if ends is None else ends.smallest_subnormal / ends.smallest_normal
+
+
+def _relative(a: float, b: float) -> float:
+    return abs(a - b) / max(a, b) if a != b else 0.0
+
+
+def _value(side: _Side, row: int) -> str:
+    """ "finite", "nan" or "inf"."""
+    if side.is_finite[row]:
+        return "finite"
+    return "nan" if np.isnan(side.high[row]) else "inf"

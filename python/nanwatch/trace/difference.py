@@ -1,0 +1,206 @@
+"""What a comparison of two traces found: plain, typed, immutable; in words and as a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Literal, TypeAlias
+
+from ..report.html import page
+from ..report.text import module_name
+from ..util.visible import visible
+
+Kind: TypeAlias = Literal["isfinite", "shape", "dtype", "range"]
+_SHOWN = 5
+# In one record the first of these that differs is named.
+KINDS: tuple[Kind, ...] = ("isfinite", "shape", "dtype", "range")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A record in which two traces part. `batch` and `module` are A's; `batch_b` and `module_b` what answers in B.
+
+    `kind` is "isfinite", "shape", "dtype" or "range"; `what` says it in words, A's value first.
+    """
+
+    batch: int
+    module: str
+    class_name: str
+    label: str
+    kind: Kind
+    what: str
+    batch_b: int
+    module_b: str
+    class_b: str
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A record whose abs_max is `b` where it was `a`, in the batch where the factor between them is the largest."""
+
+    module: str
+    label: str
+    batch: int
+    a: float
+    b: float
+
+    @property
+    def factor(self) -> float:
+        """b / a; inf beyond 1e308."""
+        return self.b / self.a
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Two lines of a chart: abs_max of an output, at the places `x`, in A and in B."""
+
+    name: str
+    x: tuple[Any, ...]
+    a: tuple[float, ...]
+    b: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What `diff` found.
+
+    `first` is the first place where the two part, None where they do not; `firsts` the first of each kind. `grew` are
+    the weights, buffers and outputs that grew most, by the factor. `num_records` were compared. `only_a` and `only_b`
+    are the modules, with the number of records, for which the other side has nothing; they are no difference.
+    """
+
+    a: str
+    b: str
+    rtol: float
+    first: Place | None
+    firsts: tuple[Place, ...]
+    grew: tuple[Growth, ...]
+    num_records: int
+    num_apart: int
+    batches: tuple[tuple[int, int], ...]
+    only_a: tuple[tuple[str, int], ...]
+    only_b: tuple[tuple[str, int], ...]
+    remarks: tuple[str, ...]
+    calls: Series
+    series: tuple[Series, ...] = field(repr=False)
+
+    @property
+    def differs(self) -> bool:
+        """Whether they part anywhere."""
+        return self.first is not None
+
+    def to_text(self) -> str:
+        """A paragraph to read in a terminal, without a newline at its end."""
+        return "\n".join(map(visible, diff_lines(self)))
+
+    def to_json(self) -> str:
+        """`{"differs", "first": {"batch", "module", "label", "what"} or null, "grew": [...]}`."""
+        first = self.first
+        names = ("batch", "module", "label", "what")
+        grew = [
+            {"batch": one.batch, "module": one.module, "label": one.label, "abs_max": [one.a, one.b]}
+            | {"factor": one.factor if isfinite(one.factor) else str(one.factor)}
+            for one in self.grew
+        ]
+        found = None if first is None else {name: getattr(first, name) for name in names}
+        return json.dumps({"differs": self.differs, "first": found, "grew": grew}, allow_nan=False)
+
+    def to_html(self) -> str:
+        """One page that opens offline, with charts. Needs `jinja2` and `plotly`; write it as UTF-8."""
+        return diff_html(self)
+
+
+# In words, for a terminal.
+
+
+def diff_lines(found: Difference) -> Iterator[str]:
+    """The first place, the first of every other kind, what grew, and what was not compared; one line each."""
+    yield f"A: {found.a}"
+    yield f"B: {found.b}"
+    many = f"{found.num_records:,} records of {_plural(len(found.batches), 'batch', 'batches')}"
+    if found.first is None:
+        yield f"No difference in {many} (rtol {found.rtol:g})."
+    else:
+        yield f"They part in {found.num_apart:,} of {many} (rtol {found.rtol:g})."
+        yield ""
+        yield f"First: {place_line(found.first)}"
+        for place in found.firsts[1:]:
+            yield f"First by {place.kind}: {place_line(place)}"
+    if found.grew:
+        yield ""
+        yield "Grew most from A to B:"
+        for one in found.grew:
+            yield (
+                f"{_factor(one.factor)}  {one.a:8.2e} -> {one.b:8.2e}  {one.label} of {module_name(one.module)}"
+                f" in batch {one.batch}"
+            )
+    notes = [*found.remarks]
+    notes += [f"only in A: {_listed(found.only_a)}"] if found.only_a else []
+    notes += [f"only in B: {_listed(found.only_b)}"] if found.only_b else []
+    if notes:
+        yield ""
+        yield from (f"Not compared: {note}." for note in notes)
+
+
+def place_line(place: Place) -> str:
+    """`output of h.0.mlp (MLP) in batch 3: abs_max 1 against 2 (relative difference 0.5)`."""
+    other = ""
+    if (place.module_b, place.class_b) != (place.module, place.class_name):
+        other = f", in B {module_name(place.module_b)} ({place.class_b})"
+    batch = f"batch {place.batch}" + ("" if place.batch_b == place.batch else f" and batch {place.batch_b}")
+    return (
+        f"`{place.label}` of {module_name(place.module)} ({place.class_name}){other} in {batch}: {place.what}"
+    )
+
+
+def _factor(factor: float) -> str:
+    return f"x {factor:8.2f}" if factor < 1e5 else f"x {factor:8.1e}"
+
+
+def _listed(modules: Sequence[tuple[str, int]]) -> str:
+    shown = [
+        f"{module_name(name)} ({_plural(count, 'record', 'records')})" for name, count in modules[:_SHOWN]
+    ]
+    more = [f"{len(modules) - _SHOWN} modules more"] if len(modules) > _SHOWN else []
+    return ", ".join(shown + more)
+
+
+def _plural(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
+
+
+# As a page: where the two part, what grew, and the lines of both on the same charts.
+
+
+def diff_html(found: Difference) -> str:
+    """The difference as one HTML document, to be written as UTF-8. Raises ImportError without jinja2 and plotly."""
+    # One batch is no line: then the calls alone are drawn.
+    many = len(found.batches) > 1
+    data = {"calls": _lines(found.calls), "series": [_lines(one) for one in found.series] if many else []}
+    return page(
+        "diff",
+        "Difference.to_html()",
+        data,
+        found=found,
+        headline=_headline(found),
+        place_line=place_line,
+        module_name=module_name,
+        charts=bool(found.calls.x) or many,
+    )
+
+
+def _headline(found: Difference) -> str:
+    if found.first is None:
+        return "No difference"
+    return f"They part at {found.first.label} of {module_name(found.first.module)}"
+
+
+def _lines(one: Series) -> dict[str, Any]:
+    x = [str(place) if isinstance(place, str) else place for place in one.x]
+    return {"name": one.name, "x": x, "a": [_number(v) for v in one.a], "b": [_number(v) for v in one.b]}
+
+
+def _number(value: float) -> float | str:
+    return value if isfinite(value) else str(value)

@@ -1,0 +1,173 @@
+"""A trace that was written, to read: which batches it has, their frames, and its columns as arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..report.errors import TraceError, spell
+from ..report.finding import find
+from ..report.frame import Frame
+from ..report.report import Report
+from ..util import reading
+from ..util.progress import Tell, silent
+from . import trace
+from .trace import SUFFIX, parts_beside
+
+
+@dataclass(frozen=True)
+class Strings:
+    """A column of strings: of each row its place in `values`, -1 where it has none."""
+
+    codes: np.ndarray[Any, np.dtype[np.int32]]
+    values: tuple[str, ...]
+
+
+class Trace:
+    """A file that `watch(model, trace=...)` wrote, or the folder of parts that it is until the watch ends.
+
+    Needs `pyarrow`. What is no trace of a version that is read here is a TraceError, a ValueError.
+    """
+
+    def __init__(self, path: Path, dataset: Any, facts: dict[str, Any], tell: Tell = silent) -> None:
+        self.path = path
+        self.tell = tell
+        self._dataset = dataset
+        self._facts = facts
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], tell: Tell = silent) -> Trace:
+        """The trace at `path`, which tells `tell` how far a read is.
+
+        Raises TraceError for what is none, FileNotFoundError for nothing.
+        """
+        place = Path(path)
+        datasets = trace.arrow("pyarrow.dataset", "reading a trace")
+        # Killed in the moment when the file took the place of the parts.
+        if not place.exists() and (beside := parts_beside(place)).is_dir():
+            place = beside
+        if not place.exists():
+            raise FileNotFoundError(f"there is no trace at {place}; pass what watch(trace=...) was given")
+        parts = sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
+        if not parts:
+            raise TraceError(f"{place} is a folder without parts (*{SUFFIX}); nothing was written to it yet")
+        try:
+            for part in parts:
+                reading.check_regular(part)
+            options = datasets.ParquetReadOptions(dictionary_columns=trace.STRINGS)
+            how = datasets.ParquetFileFormat(read_options=options)
+            # The latest part knows best what was lost.
+            found = datasets.dataset(str(parts[-1]), format=how).schema
+            facts = trace.facts_of(_plain(found), str(place))
+            # Columns that a file of an older version lacks are null.
+            for field in trace.schema():
+                if field.name not in found.names:
+                    found = found.append(field)
+            dataset = datasets.dataset([str(part) for part in parts], format=how, schema=found)
+        except trace.errors() as error:
+            if isinstance(error, TraceError):
+                raise
+            raise TraceError(f"{parts[-1]} is no Parquet file that can be read: {spell(error)}") from error
+        return cls(place, dataset, facts, tell)
+
+    @property
+    def rank(self) -> int:
+        """The rank of the process that wrote it."""
+        rank: int = self._facts["rank"]
+        return rank
+
+    @property
+    def lost_frames(self) -> int:
+        """How many frames are not in it, as they came faster than they could be taken or written."""
+        lost: int = self._facts["lost_frames"]
+        return lost
+
+    @cached_property
+    def batches(self) -> tuple[int, ...]:
+        """The numbers of the batches in it, in order."""
+        return tuple(np.unique(self.table(["batch"])["batch"].to_numpy()).tolist())
+
+    def table(self, columns: Sequence[str] | None = None, batches: Sequence[int] | None = None) -> Any:
+        """A pyarrow.Table of these columns (all without) of these batches (all without), in the order written.
+
+        Columns of strings are dictionary-encoded. One that a file of an older version lacks is null.
+        """
+        pa = trace.arrow("pyarrow", "reading a trace")
+        compute = trace.arrow("pyarrow.compute", "reading a trace")
+        wanted = None if batches is None else compute.field("batch").isin(pa.array(batches, pa.int64()))
+        names = [name for name, _, _ in trace.COLUMNS] if columns is None else list(columns)
+        try:
+            table = self._read(names, wanted)
+            self.tell(f"checking {self.path.name}")
+            # A file is anybody's, and pyarrow itself would read beyond the end of a list of strings.
+            table.validate(full=True)
+        except trace.errors() as error:
+            raise TraceError(f"{self.path} cannot be read: {spell(error)}") from error
+        for name, _, may_be_null in trace.COLUMNS:
+            if name in names and not may_be_null and table[name].null_count:
+                raise TraceError(f"{self.path}: column {name!r} has a row without a value")
+        return table
+
+    def _read(self, names: list[str], wanted: Any) -> Any:
+        pa = trace.arrow("pyarrow", "reading a trace")
+        # How many rows a filter lets through only the end of the read can say.
+        total = self._dataset.count_rows() if wanted is None else None
+        scanner = self._dataset.scanner(columns=names, filter=wanted)
+        what, rows, pieces = f"reading {self.path.name}", 0, []
+        self.tell(what, rows, total, "rows")
+        for piece in scanner.to_batches():
+            pieces.append(piece)
+            rows += piece.num_rows
+            self.tell(what, rows, total, "rows")
+        return pa.Table.from_batches(pieces, scanner.projected_schema)
+
+    def frames(self, batch: int) -> tuple[Frame, ...]:
+        """The frames of a batch in the order of their calls. ValueError, naming those there are, without the batch."""
+        table = self.table(batches=[batch])
+        if table.num_rows == 0:
+            raise ValueError(f"{self.path} has no batch {batch}; it has {batch_words(self.batches)}")
+        # Calls of several threads may stand in turns.
+        return trace.frames_of(table.sort_by([("rank", "ascending"), ("call", "ascending")]), self.tell)
+
+    def report(self, batch: int) -> Report:
+        """The frames of a batch as a report. What it finds knows nothing of what the batch was called with."""
+        frames = self.frames(batch)
+        return Report(frames, find(frames, rank=self.rank), batch, self.rank)
+
+
+def strings(column: Any) -> Strings:
+    """A column of strings of a table."""
+    pa = trace.arrow("pyarrow", "reading a trace")
+    if not pa.types.is_dictionary(column.type):  # one that the file lacks
+        column = column.dictionary_encode()
+    if column.num_chunks == 0:
+        return Strings(np.empty(0, np.int32), ())
+    whole = pa.table({"column": column}).unify_dictionaries()["column"]
+    values = whole.chunk(0).dictionary.to_pylist()
+    codes = [chunk.indices.fill_null(-1).to_numpy() for chunk in whole.chunks]
+    return Strings(np.concatenate(codes).astype(np.int32, copy=False), tuple(values))
+
+
+def batch_words(batches: Sequence[int]) -> str:
+    """`batches 0 to 199 (200 of them)`, for messages."""
+    if not batches:
+        return "no batch at all"
+    if len(batches) == 1:
+        return f"batch {batches[0]}"
+    return f"batches {batches[0]} to {batches[-1]} ({len(batches):,} of them)"
+
+
+def _plain(found: Any) -> Any:
+    """The schema with strings for dictionaries of strings."""
+    pa = trace.arrow("pyarrow", "reading a trace")
+    fields = [
+        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+        for field in found
+    ]
+    return pa.schema(fields, metadata=found.metadata)

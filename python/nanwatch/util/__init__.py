@@ -1,0 +1,1 @@
+"""Small helpers that know nothing of nanwatch: reading JSON, numbered folders, optional packages, the terminal."""
