@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.session.watch import Watch
-from test_recorder import watched
+from recorders import watched
 
 SIDE = 64  # of what is counted: 16 KiB in float32
 Hook = Callable[[Tensor], Any]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from conftest import Implementation
+from implementations import Implementation
 from nanwatch.numerics import ranges
 from oracle import DTYPES, FLOATS, expected, from_patterns, random_patterns, same, values_of
 from strategies import views

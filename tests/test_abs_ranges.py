@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conftest import Implementation
+from implementations import Implementation
 from nanwatch.numerics import ranges
 from oracle import DTYPES, expected, random_patterns, same
 from strategies import views

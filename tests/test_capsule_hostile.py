@@ -21,8 +21,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from capsules import Batch, Pair
 from nanwatch import Capsule, CapsuleError, write_capsule
-from test_capsule import Batch, Pair
 from toys import mlp
 
 pytest.importorskip("safetensors")

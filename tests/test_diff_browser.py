@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import chromium
-from chromium import Browser, Tab
+from chromium import Browser, Tab, overlaps
 from html_page import HOSTILE
 from nanwatch.trace.difference import Difference, Growth, Place, Series, diff_html
-from test_html_browser import overlaps
 
 pytestmark = [
     pytest.mark.slow,

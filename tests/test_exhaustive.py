@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import IMPLEMENTATIONS, Implementation, active, missing
+from implementations import IMPLEMENTATIONS, Implementation, active, missing
 from nanwatch.numerics import _reference
 from oracle import FLOATS, FLOATS_8, FLOATS_16, FORMATS, decode, from_patterns
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import Implementation
+from implementations import Implementation
 from nanwatch import ExponentHistogram, exponent_histogram
 from nanwatch.numerics import _ops, _reference
 from oracle import (

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import Implementation
+from implementations import Implementation
 from nanwatch import ExponentHistogram, exponent_histogram, narrowest, would_fit
 from nanwatch.numerics.fit import FORMATS
 from oracle import DTYPES, FLOATS_8, FLOATS_16, INTEGERS, from_patterns, random_patterns, values_of

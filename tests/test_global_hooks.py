@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
+from gradient_models import Sick
 from nanwatch.instrumentation.global_hooks import GlobalHooks, after_steps, before_steps, children
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.session.watch import watch
-from test_optimizer_guard import Sick
 from toys import in_threads, mlp
 
 

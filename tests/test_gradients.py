@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
 import threading
 import weakref
 from collections import Counter
@@ -18,19 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.report.errors import NonFiniteError
-from nanwatch.report.frame import Frame
+from gradient_models import Length, Net, Spoiling, backward_frames, dead, failing_backward, loss_of
 from nanwatch.report.report import Report
 from nanwatch.session.watch import Watch
-from test_recorder import RECORDERS, WITH_DEVICE, needs_native, watched
+from recorders import RECORDERS, WITH_DEVICE, available, watched
 from toys import mlp
 
 Seen = tuple[str, str, tuple[int, ...], float, float]  # module, label, shape, abs_min, abs_max
-
-
-def backward_frames(w: Watch) -> list[Frame]:
-    """The frames of backwards."""
-    return [frame for frame in w.frames if frame.phase == "backward"]
 
 
 def seen(w: Watch) -> list[Seen]:
@@ -42,68 +35,7 @@ def seen(w: Watch) -> list[Seen]:
     ]
 
 
-def failing_backward(model: nn.Module, x: Any, loss: Any = lambda y: y.sum(), **options: Any) -> Report:
-    """The report of the error that the step after a backward raises; the weights are as they were."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = copy.deepcopy(model.state_dict())
-    with watched(model, options.pop("recorder", "native"), gradients=True, **options):
-        loss(model(x)).backward()
-        with pytest.raises(NonFiniteError) as error:
-            optimizer.step()
-    for name, x in model.state_dict().items():
-        assert torch.equal(x, before[name])
-    return error.value.report
-
-
 # Random graphs
-
-
-class Step(nn.Module):
-    """One operation on one or two tensors of shape (2, 4), with one or two results, perhaps through children."""
-
-    def __init__(self, rng: random.Random, depth: int) -> None:
-        super().__init__()
-        self.kind = rng.choice(["linear", "mul", "add", "pair", "same", "in place", "root", "gated"])
-        self.parts = nn.ModuleList(Step(rng, depth - 1) for _ in range(rng.randint(1, 2) if depth else 0))
-        if self.kind in ("linear", "gated"):
-            self.weight = nn.Parameter(torch.randn(4, 4), requires_grad=rng.random() < 0.8)
-            self.gain = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        for part in self.parts:
-            found = part(x, y)
-            x, y = (found, y) if isinstance(found, Tensor) else (found[0], found[1])
-        if self.kind == "linear":
-            return x @ self.weight * self.gain
-        if self.kind == "gated":
-            return {0: torch.sigmoid(x @ self.weight) * y, 1: y * self.gain}
-        if self.kind == "mul":
-            return (x * y).tanh()
-        if self.kind == "pair":
-            return x + 1.0, (y * 2.0, x.detach())[0]
-        if self.kind == "in place":
-            return (x * 1.0).mul_(0.5).add_(y)
-        return {"add": x + y, "same": x, "root": (x * x + 1).sqrt()}[self.kind]
-
-
-class Net(nn.Module):
-    """Some steps, called in any order, some more than once, on what was made before; some results nobody uses."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        rng = random.Random(seed)
-        torch.manual_seed(seed % 2**31)
-        self.seed = seed
-        self.steps = nn.ModuleList(Step(rng, rng.randint(0, 2)) for _ in range(rng.randint(1, 4)))
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        rng = random.Random(self.seed + 1)
-        pool = [x, x * 1.5]
-        for _ in range(rng.randint(1, 5)):
-            with torch.set_grad_enabled(rng.random() < 0.9):
-                found = rng.choice(list(self.steps))(rng.choice(pool), rng.choice(pool))
-            pool += [found] if isinstance(found, Tensor) else [found[0], found[1]]
-        return [one for one in pool[2:] if rng.random() < 0.7] or [pool[-1]]
 
 
 def expected(model: Net, x: Tensor) -> tuple[Counter[Seen], Counter[Seen]]:
@@ -191,11 +123,6 @@ def row(name: str, label: str, gradient: Tensor | None) -> Seen:
     return name, f"{label}.grad", tuple(gradient.shape), magnitude.min().item(), magnitude.max().item()
 
 
-def loss_of(outputs: list[Tensor]) -> Tensor:
-    """A number made of all but, when there are several, the last."""
-    return sum((one.square().sum() for one in (outputs[:-1] or outputs)), torch.zeros((), requires_grad=True))
-
-
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), leaf=st.booleans())
 def test_the_gradients_are_those_of_autograd(seed: int, leaf: bool) -> None:
@@ -212,33 +139,6 @@ def test_the_gradients_are_those_of_autograd(seed: int, leaf: bool) -> None:
         assert required <= found_rows <= required + allowed
         assert all(r.role == "gradient" for frame in found[recorder] for r in frame.records)
     assert len({repr(frames) for frames in found.values()}) == 1
-
-
-class Spoil(torch.autograd.Function):
-    """The identity, whose gradient gets one inf."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        spoilt = gradient.clone()
-        spoilt.view(-1)[0] = float("inf")
-        return spoilt
-
-
-class Spoiling(nn.Module):
-    """A step whose own code spoils a gradient, before or behind its parts."""
-
-    def __init__(self, step: nn.Module, behind: bool) -> None:
-        super().__init__()
-        self.step, self.behind = step, behind
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        y = y.detach() if y is x else y
-        found = self.step(x if self.behind else Spoil.apply(x), y)
-        return Spoil.apply(found) if self.behind and isinstance(found, Tensor) else found
 
 
 @settings(max_examples=60)
@@ -263,11 +163,6 @@ def test_the_module_that_spoils_a_gradient_is_found(seed: int, behind: bool) -> 
         else:
             assert finding.module == "steps.0" or any("steps.0" in remark for remark in finding.remarks)
     assert len(set(findings.values())) == 1
-
-
-def available() -> list[str]:
-    """The recorders that can run here."""
-    return ["python"] if needs_native.args[0] else ["native", "python"]
 
 
 # Order, batches, lifetimes
@@ -534,13 +429,6 @@ class Root(nn.Module):
         return torch.where(x > 0, torch.sqrt(x * 1.0), x)
 
 
-class Length(nn.Module):
-    """0 / 0 in the derivative of a norm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.square().sum(-1, keepdim=True).sqrt() + x
-
-
 class Power(nn.Module):
     """A power below one at zero."""
 
@@ -553,13 +441,6 @@ class Logarithm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.log(x.abs()).clamp(min=-10) * 1.0
-
-
-def dead(last: nn.Module) -> nn.Module:
-    """A layer that gives zeros before it, and one behind."""
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), last, nn.Linear(3, 2))
-    nn.init.zeros_(model[0].weight)
-    return model
 
 
 @pytest.mark.parametrize("recorder", WITH_DEVICE)

@@ -12,16 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradient_models import Adapted, freeze
 from heap import assert_no_growth
 from hooked_gradients import HookedGradients, Seen, gradients_of, largest_of_weights, new_frames, train
 from nanwatch.session.watch import watch
-from test_noninterference import assert_same_bits
-from test_recorder import RECORDERS, WITH_DEVICE, watched
-
-
-def freeze(*modules: nn.Module) -> None:
-    for module in modules:
-        module.requires_grad_(False)
+from recorders import RECORDERS, WITH_DEVICE, watched
+from training import assert_same_bits
 
 
 class Block(nn.Module):
@@ -50,20 +46,6 @@ class Words(nn.Module):
         for block in self.blocks:
             x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(x)
-
-
-class Adapted(nn.Module):
-    """A frozen layer beside one of low rank, as LoRA has it."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
 
 
 def lora() -> nn.Module:

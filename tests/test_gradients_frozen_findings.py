@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import nanwatch
 from first_backward_fault import first_backward_fault
-from test_gradients_frozen import Adapted, freeze
-from test_noninterference import assert_same_bits
-from test_recorder import WITH_DEVICE, watched
+from gradient_models import Adapted, freeze
+from recorders import WITH_DEVICE, watched
+from training import assert_same_bits
 
 
 class Half(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from forks import SIDE, Fork, Hook, batch, doubles, fork_backward, gained, range_of, ranges
 from nanwatch.report.errors import NonFiniteError
-from test_recorder import RECORDERS, WITH_DEVICE, watched
+from recorders import RECORDERS, WITH_DEVICE, watched
 from toys import Scale
 
 

@@ -21,10 +21,9 @@ from architectures import ARCHITECTURES, built, inputs_of
 from forks import SIDE, Fork, Hook, batch, doubles, fork_backward, gained, range_of, ranges
 from heap import assert_no_growth
 from hooked_gradients import HookedGradients, Seen, new_frames, seen
-from test_gradients import available
-from test_noninterference import loss_of
-from test_recorder import RECORDERS, WITH_DEVICE, needs_native, watched
+from recorders import RECORDERS, WITH_DEVICE, available, needs_native, watched
 from toys import Scale
+from training import loss_of
 
 
 @pytest.mark.parametrize("recorder", WITH_DEVICE)

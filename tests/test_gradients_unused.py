@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from heap import assert_no_growth
 from hooked_gradients import HookedGradients, Seen, gradients_of, largest_of_weights, new_frames, train
-from test_noninterference import assert_same_bits
-from test_recorder import RECORDERS, WITH_DEVICE, watched
+from recorders import RECORDERS, WITH_DEVICE, watched
+from training import assert_same_bits
+from unused_results import Branches, Case, branch, whole
 
 
 class Several(nn.Module):
@@ -64,38 +65,6 @@ class Recurrent(nn.Module):
         return self.last(found[1][0] if self.only_state else found[0])
 
 
-class Branches(nn.Module):
-    """Three branches, each of which is used, left out, or used without gradients, in turn."""
-
-    def __init__(self, *uses: str) -> None:
-        super().__init__()
-        self.stem = nn.Linear(4, 4)
-        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
-        self.head = nn.Linear(4, 2)
-        self.uses, self.calls, self.seen = uses, 0, 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        total = torch.zeros(())
-        for i, branch in enumerate(self.branches):
-            use = self.uses[(i + self.calls) % len(self.uses)]
-            if use == "not called":
-                continue
-            with torch.set_grad_enabled(use != "called without gradients"):
-                y = branch(x)
-            if use == "used":
-                total = total + y
-            elif use == "metric":
-                with torch.no_grad():
-                    self.seen += y.abs().max().item()
-            elif use in ("detached", "called without gradients"):
-                total = total + y.detach()
-            elif use == "times zero":
-                total = total + 0.0 * y
-        self.calls += 1
-        return self.head(x + total)
-
-
 class Exits(nn.Module):
     """A head behind each layer."""
 
@@ -112,32 +81,8 @@ class Exits(nn.Module):
         return found
 
 
-def whole(output: Tensor, step: int) -> Tensor:
-    return (output - 1).square().mean()
-
-
 def one_in_turn(output: list[Tensor], step: int) -> Tensor:
     return whole(output[step % len(output)], step)
-
-
-class Case(NamedTuple):
-    """A model, and the loss of what it returns."""
-
-    make: Callable[[], nn.Module]
-    loss_of: Callable[[Any, int], Tensor] = whole
-    shape: tuple[int, ...] = (2, 4)
-
-    def built(self) -> nn.Module:
-        torch.manual_seed(0)
-        model = self.make()
-        with torch.no_grad():
-            model(torch.ones(self.shape))  # what is lazy has its weights then
-        if isinstance(model, Branches):
-            model.calls = 0
-        return model
-
-    def batches(self) -> list[Tensor]:
-        return [torch.randn(self.shape, generator=torch.Generator().manual_seed(i)) for i in range(5)]
 
 
 CASES = {
@@ -160,10 +105,6 @@ CASES = {
         lambda: nn.Sequential(Several("own")), lambda y, step: whole(y["hidden"], step)
     ),
 }
-
-
-def branch(*numbers: int) -> set[str]:
-    return {f"branches.{i}.0.{label}" for i in numbers for label in ("weight", "bias")}
 
 
 # The weights that have no gradient in the last of five steps.

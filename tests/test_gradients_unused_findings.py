@@ -9,9 +9,9 @@ from torch import Tensor, nn
 import nanwatch
 from first_backward_fault import first_backward_fault
 from hooked_gradients import train
-from test_gradients_unused import Case, whole
-from test_noninterference import assert_same_bits
-from test_recorder import WITH_DEVICE, watched
+from recorders import WITH_DEVICE, watched
+from training import assert_same_bits
+from unused_results import Case, whole
 
 
 class Root(nn.Module):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import chromium
-from chromium import Browser, Tab
+from chromium import Browser, Tab, overlaps
 from html_page import HOSTILE, growing, many, record
 from nanwatch.report.finding import find
 from nanwatch.report.frame import Frame
@@ -74,18 +74,6 @@ def server() -> Iterator[tuple[str, list[str]]]:
     running.shutdown()
     running.server_close()
     thread.join()
-
-
-def overlaps(chart: str) -> str:
-    """Asks for the pairs that lie over each other of a chart's buttons, names in the legend, and the plot itself."""
-    return f"""(() => {{
-          const chart = document.getElementById({chart!r});
-          const parts = ['.modebar', '.legendtext', '.bglayer'].flatMap((s) => [...chart.querySelectorAll(s)]);
-          const boxes = parts.map((e) => [e.textContent || String(e.className), e.getBoundingClientRect()]);
-          return boxes.flatMap(([a, p], i) => boxes.slice(i + 1)
-            .filter(([_, q]) => p.left < q.right && q.left < p.right && p.top < q.bottom && q.top < p.bottom)
-            .map(([b]) => [a, b]));
-        }})()"""
 
 
 def all_records(report: Report) -> list[tuple[Frame, Record]]:

@@ -19,16 +19,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from forks import SIDE, Fork, fork_backward, range_of, ranges
+from gradient_models import Narrow, Net, Sick, Spoil, Spoiling, backward_frames, loss_of
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.report import Report
 from nanwatch.session.watch import Watch, watch
-from stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
-from test_gradients import Net, Spoil, Spoiling, backward_frames, loss_of
-from test_late_rows import Plant, text_of
-from test_optimizer_guard import Narrow, Sick
-from test_step_look import ReadsFoundInf, are_unchanged, copies, stopped
-from toys import in_threads, mlp
+from stand_in_device import BROKEN, OLD_DRIVER, ReadsFoundInf, StandIn, stand_in
+from toys import Plant, in_threads, mlp, text_of
+from training import are_unchanged, copies, stopped
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 X = torch.ones(2, 3)

@@ -16,36 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import BatchLimitError, NonFiniteError
 from nanwatch.session.watch import Watch, watch
+from random_trees import run, tree
 from stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
-from test_recorder import run, tree
-from toys import Scale, in_threads, mlp, names
+from toys import Plant, Scale, chain, in_threads, mlp, names, text_of
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 INF = float("inf")
 NAN = float("nan")
-
-
-class Plant(nn.Module):
-    """Hands its input on, with one element replaced in the batches named."""
-
-    def __init__(self, **values: float) -> None:
-        super().__init__()
-        self.values, self.calls = {int(key[1:]): value for key, value in values.items()}, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        value = self.values.get(self.calls)
-        self.calls += 1
-        if value is None:
-            return x + 0
-        x = x.clone()
-        x.view(-1)[-1] = value
-        return x
-
-
-def chain(*parts: nn.Module) -> nn.Sequential:
-    """The parts one after the other, between two layers."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 3), *parts, nn.Linear(3, 3))
 
 
 def device_or_host(on_device: bool) -> AbstractContextManager[StandIn]:
@@ -59,11 +36,6 @@ def watched_run(model: nn.Module, batches: int, **options: Any) -> Watch:
         for _ in range(batches):
             model(torch.ones(2, 3))
     return w
-
-
-def text_of(w: Watch) -> str:
-    """All of its report, and of its frames."""
-    return w.report().to_json() + repr(w.frames)
 
 
 # The report is that of the host

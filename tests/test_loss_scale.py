@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradient_models import Length, dead, failing_backward
 from nanwatch.diagnosis.loss_scale import try_smaller
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.finding import Cure
 from nanwatch.report.record import Record
 from nanwatch.session.watch import watch
-from test_gradients import Length, dead, failing_backward
 
 END = torch.finfo(torch.float16).max
 

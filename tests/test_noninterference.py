@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from architectures import ARCHITECTURES, built, inputs_of
 from nanwatch.session.watch import watch
+from training import assert_same_bits, loss_of
 
 STEPS = 20
 
@@ -24,14 +25,6 @@ def with_dropout(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Dropout):
             module.p = 0.1
     return model.train()
-
-
-def loss_of(output: Any) -> Tensor:
-    """Its loss, or the mean square of whatever it gives."""
-    if getattr(output, "loss", None) is not None:
-        return output.loss
-    found = getattr(output, "logits", None)
-    return (output.logits_per_image if found is None else found).square().mean()
 
 
 def train(
@@ -58,25 +51,6 @@ def train(
         watcher.stop()
     end = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
     return losses, end
-
-
-def assert_same_bits(first: Any, second: Any) -> None:
-    """Nested values equal to the last bit, nan included."""
-    if isinstance(first, Tensor):
-        assert first.dtype == second.dtype
-        assert torch.equal(
-            first.contiguous().view(-1).view(torch.uint8), second.contiguous().view(-1).view(torch.uint8)
-        )
-    elif isinstance(first, dict):
-        assert list(first) == list(second)
-        for key in first:
-            assert_same_bits(first[key], second[key])
-    elif isinstance(first, list | tuple):
-        assert len(first) == len(second)
-        for one, other in zip(first, second, strict=True):
-            assert_same_bits(one, other)
-    else:
-        assert first == second
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conftest import Implementation
+from implementations import Implementation
 from nanwatch.numerics import _reference, ranges
 from oracle import DTYPES, FLOATS_8, expected, random_patterns, same
 

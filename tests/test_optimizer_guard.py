@@ -11,41 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradient_models import Narrow, Sick
 from nanwatch.instrumentation.global_hooks import after_steps, before_steps
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.report import Report
 from nanwatch.session.optimizer_guard import SkippedStep
 from nanwatch.session.watch import Watch, watch
-from test_noninterference import assert_same_bits
-from test_recorder import WITH_DEVICE, watched
+from recorders import WITH_DEVICE, watched
+from training import assert_same_bits
 
 KINDS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
 HOWS = ["single", "foreach", "fused"]
-
-
-class Narrow(nn.Module):
-    """Its middle goes through float16, whose gradients overflow when the loss is scaled by 2^17 and more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1, bias=False)
-        nn.init.constant_(self.last.weight, 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).half().float())
-
-
-class Sick(nn.Module):
-    """Finite, with a gradient that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(3))
-        self.sick = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sqrt(self.weight * x) if self.sick else self.weight * x
 
 
 def train(

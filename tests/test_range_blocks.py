@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import Implementation
+from implementations import Implementation
 from oracle import DTYPES, FORMATS, expected, from_patterns, same
 
 BLOCK = 16 << 10  # bytes; kBlockBytes of csrc/range_loop_impl.h

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanwatch
-from test_noninterference import assert_same_bits
+from training import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 30

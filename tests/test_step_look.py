@@ -19,9 +19,9 @@ from nanwatch.instrumentation.global_hooks import after_steps, before_steps
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.session.watch import Watch, watch
-from stand_in_device import StandIn, stand_in
-from test_late_rows import Plant, chain
-from toys import Scale, in_threads, mlp
+from stand_in_device import ReadsFoundInf, StandIn, stand_in
+from toys import Plant, Scale, chain, in_threads, mlp
+from training import are_unchanged, copies, stopped
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 INF = float("inf")
@@ -31,19 +31,6 @@ X = torch.ones(2, 3)
 def forward_and_backward(model: nn.Module) -> None:
     """What a training loop does before its step."""
     model(X).sum().backward()
-
-
-def copies(model: nn.Module) -> list[Tensor]:
-    """Its parameters as they are now."""
-    return [x.detach().clone() for x in model.parameters()]
-
-
-def are_unchanged(model: nn.Module, before: list[Tensor]) -> bool:
-    """Whether they are the same bits, nan included."""
-    return all(
-        torch.equal(x.view(torch.int32), y.view(torch.int32))
-        for x, y in zip(before, model.parameters(), strict=True)
-    )
 
 
 def later_work(device: StandIn) -> list[str]:
@@ -59,15 +46,6 @@ def late(model: nn.Module, check: Any = "async") -> Iterator[tuple[StandIn, torc
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with stand_in() as device, watch(model, check=check, microscope=False) as w:
         yield device, optimizer, w
-
-
-@contextlib.contextmanager
-def stopped(model: nn.Module) -> Iterator[pytest.ExceptionInfo[NonFiniteError]]:
-    """What is done inside is ended by a failure, and the weights are what they were."""
-    before = copies(model)
-    with pytest.raises(NonFiniteError) as error:
-        yield error
-    assert are_unchanged(model, before)
 
 
 def assert_told_by_the_next_step(device: StandIn, optimizer: torch.optim.Optimizer) -> None:
@@ -487,18 +465,6 @@ def test_an_optimizer_that_steps_inside_the_backward() -> None:
 
 
 # GradScaler
-
-
-class ReadsFoundInf(torch.amp.GradScaler):
-    """One whose gradients are on the device: it has run when `found_inf` is read."""
-
-    def __init__(self, device: StandIn, init_scale: float = 4.0) -> None:
-        super().__init__("cpu", init_scale=init_scale)
-        self.device = device
-
-    def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.device.run()
-        return super()._maybe_opt_step(*args, **kwargs)
 
 
 class Unused(nn.Module):

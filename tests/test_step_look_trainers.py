@@ -17,7 +17,7 @@ import nanwatch
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
 from stand_in_device import stand_in
-from test_late_rows import Plant
+from toys import Plant
 
 pytestmark = [
     pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row"),

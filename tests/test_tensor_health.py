@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import Implementation
+from implementations import Implementation
 from nanwatch.numerics import ranges
 from oracle import DTYPES, FLOATS, FORMATS, expected, from_patterns, random_patterns, same
 from strategies import views

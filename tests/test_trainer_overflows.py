@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nanwatch
 from first_backward_fault import first_backward_fault
 from first_fault import first_fault
-from test_noninterference import assert_same_bits
+from training import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 12

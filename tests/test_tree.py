@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from capsules import Batch, Pair, round_trip, same
 from nanwatch.capsule.tree import MAX_DEPTH, LeftOut, Structure
-from test_capsule import Batch, Pair, round_trip, same
 
 pytest.importorskip("safetensors")
 
