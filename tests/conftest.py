@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
-from implementations import IMPLEMENTATIONS, Implementation, active, missing
 from nanwatch.numerics import _extension
-from netcheck_ranks import Ranks
-from stand_in_device import stand_in
+from support.implementations import IMPLEMENTATIONS, Implementation, active, missing
+from support.netcheck_ranks import Ranks
+from support.stand_in_device import stand_in
 
 settings.register_profile(
     "nanwatch",
