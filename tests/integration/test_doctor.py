@@ -153,7 +153,7 @@ def test_a_damaged_build_record_is_ignored(copied, text):
 def test_one_openmp_runtime_serves_torch_and_nanwatch():
     """A second libgomp would bring a second pool of threads to the same cores."""
     script = (
-        "import torch, nanwatch; from nanwatch import _command_doctor as doctor;"
+        "import torch, nanwatch; from nanwatch.cli import _command_doctor as doctor;"
         "x = torch.ones(1 << 24); x.sum(); nanwatch.abs_range(x); print(len(doctor._openmp_libraries()))"
     )
     done = run("-c", script)

@@ -26,7 +26,6 @@ from torch import nn
 import nanwatch
 from nanwatch import __main__ as command
 from nanwatch.distributed.merge import merge
-from nanwatch.report.html import report_html
 from nanwatch.report.report import Report
 from nanwatch.session.watch import watch
 from nanwatch.trace.trace_file import Trace
@@ -41,7 +40,7 @@ Told = list[tuple[str, int, int | None, str]]
 # A command in which each step that is told lasts until it is drawn.
 SLOWLY = """
 import sys, time
-from nanwatch import progress
+from nanwatch.util import progress
 from nanwatch.__main__ import main
 progress.DELAY = 0
 tell, render = progress._Line.tell, progress._Line._render
@@ -499,7 +498,7 @@ def test_drawing_a_page_tells_the_frames(place: Path) -> None:
     pytest.importorskip("jinja2")
     report = Report.from_json(Path("run/rank-0/report.json").read_text())
     told, tell = collected()
-    assert report_html(report, tell) == report.to_html()
+    assert report.to_html(tell) == report.to_html()
     assert [done for _, done, _, unit in told if unit == "frames"] == list(range(len(report.frames)))
 
 

@@ -82,7 +82,7 @@ COMMANDS = {
     "diff": Command("where two traces, or two batches of one, part", "._command_diff"),
     "doctor": Command("what is installed, what serves which device, and what is missing", "._command_doctor"),
     "formats": Command(
-        "the narrowest format that holds what each module makes, by a trace", "_command_formats"
+        "the narrowest format that holds what each module makes, by a trace", "._command_formats"
     ),
     "merge": Command("the reports of all ranks of a job as one", "._command_merge"),
     "netcheck": Command(

@@ -312,7 +312,7 @@ def test_json_is_strict() -> None:
         raise AssertionError(name)
 
     document = json.loads(REPORT.to_json(), parse_constant=refuse)
-    assert (document["schema"], document["version"]) == ("nanwatch.report.report", 1)
+    assert (document["schema"], document["version"]) == ("nanwatch.report", 1)
     assert document["frames"][1]["records"][-1]["abs_max"] == "inf"
 
 
@@ -330,7 +330,7 @@ def _edited(**changes: Any) -> str:
         ("{}", "has no 'schema'"),
         ("NaN", "NaN is no JSON number"),
         ("[" * 100_000, "nested too deeply"),
-        (_edited(schema="other"), "report.schema should be one of 'nanwatch.report.report'"),
+        (_edited(schema="other"), "report.schema should be one of 'nanwatch.report'"),
         (_edited(version=99), "its version is 99, this nanwatch reads version 1"),
         (_edited(surprise=1), "has 'surprise'"),
         (_edited(rank="0"), "report.rank should be an integer, got '0'"),

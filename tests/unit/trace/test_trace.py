@@ -95,7 +95,7 @@ def test_the_docs_have_every_column_in_order() -> None:
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({}, "metadata lacks 'nanwatch.trace.trace'"),
+        ({}, "metadata lacks 'nanwatch.trace'"),
         ({trace.METADATA_KEY: b"[" * 100_000}, "no trace that can be read"),
         ({trace.METADATA_KEY: b"[]"}, "an object"),
         (facts(version=4), "its version is 4, this nanwatch reads versions 1 to 3"),
