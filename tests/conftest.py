@@ -1,10 +1,10 @@
-"""One fixture runs every range test on each implementation; what this machine lacks is a skip with its reason."""
+"""Markers of folders, golden files, and the fixtures that several folders use."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +14,14 @@ from hypothesis import HealthCheck, settings
 from nanwatch.numerics import _extension
 from support.implementations import IMPLEMENTATIONS, Implementation, active, missing
 from support.netcheck_ranks import Ranks
+from support.paths import GOLDEN, TESTS
 from support.stand_in_device import stand_in
+
+# The folders whose tests all have a marker.
+MARKERS = {
+    **{folder: folder for folder in ("compile", "distributed", "thirdparty", "native", "slow")},
+    "gpu": "cuda",
+}
 
 settings.register_profile(
     "nanwatch",
@@ -49,6 +56,32 @@ def each_recorder(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with mock.patch.object(_extension, "C", None):
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--update-golden`."""
+    parser.addoption("--update-golden", action="store_true", help="write the files in tests/golden anew")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with the golden file of that name, or write the file with `--update-golden`."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert text.splitlines() == path.read_text(encoding="utf-8").splitlines()
+
+    return check
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give each test the marker of its folder."""
+    folder = item.path.relative_to(TESTS).parts[0]
+    if marker := MARKERS.get(folder):
+        item.add_marker(marker)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,7 +18,6 @@ import nanwatch
 from nanwatch.cli.outermost import Outermost
 from nanwatch.instrumentation.compile import compile_ops, compiled
 from nanwatch.session.watch import watch
-from support.paths import TESTS
 from support.toys import Scale, mlp, names
 
 
@@ -303,7 +302,6 @@ def test_an_unknown_dynamo_costs_the_frames_and_no_more(monkeypatch: pytest.Monk
 
 _PROGRAM = """
 import sys
-sys.path.insert(0, {tests!r})
 import torch
 from torch import nn
 class Model(nn.Sequential):
@@ -330,7 +328,7 @@ assert not any(getattr(finder, "_name", "") == "torch._dynamo" for finder in sys
 @pytest.mark.parametrize("compiled_first", [False, True])
 def test_dynamo_may_come_before_or_after_the_first_watch(compiled_first: bool) -> None:
     """A watch does not import Dynamo, changes it when it comes, and has all that was compiled before compiled anew."""
-    program = _PROGRAM.format(tests=str(TESTS), compiled_first=compiled_first)
+    program = _PROGRAM.format(compiled_first=compiled_first)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[['0', ''], ['0', ''], ['0', '']]"

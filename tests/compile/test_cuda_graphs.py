@@ -5,7 +5,6 @@ and the frames of the replays over a stand-in for the device.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.session.watch import Watch, watch
 from support.paths import ROOT, SCRIPTS
+from support.processes import environment
 from support.stand_in_device import StandIn, stand_in
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder is never captured")
@@ -313,9 +313,8 @@ def test_inductor_captures_a_watched_batch_in_one_piece(tmp_path: Path) -> None:
     source = str(ROOT / "tests/native/cuda_host/guard.cpp")
     subprocess.run([compiler, *flags, source, f"-L{home / 'lib'}", "-lc10", "-o", str(library)], check=True)
     script = SCRIPTS / "inductor_partitions.py"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(script), str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     plans = json.loads(done.stdout)
 

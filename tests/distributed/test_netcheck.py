@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.netcheck_ranks import HOST, MARGIN, environment, free_port, step, why
+from support.netcheck_ranks import HOST, MARGIN, free_port, rank_environment, step, why
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 
@@ -47,7 +47,7 @@ def test_four_healthy_ranks_under_torchrun():
             "8",
             "64KiB",
         ],
-        env=environment(),
+        env=rank_environment(),
         capture_output=True,
         text=True,
         timeout=300,
@@ -201,7 +201,7 @@ with clock.step("a native call"):
 def guarded(library: str) -> subprocess.CompletedProcess[str]:
     script = _GUARDED.format(library=library)
     return subprocess.run(
-        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", script], env=rank_environment(), capture_output=True, text=True, timeout=50
     )
 
 
@@ -235,7 +235,7 @@ def test_a_link_that_is_broken_is_no_consequence_of_earlier_news(error, follows)
     """Of two ranks that cannot reach each other both are broken, whichever was first to tell."""
     script = _NEWS.format(error=error)
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", script], env=rank_environment(), capture_output=True, text=True, timeout=50
     )
     assert done.returncode == 1
     assert f"follows={follows}" in done.stdout
@@ -246,7 +246,7 @@ def test_without_a_launcher_it_says_how_to_start_it():
     """Status 2, and torchrun's command line."""
     done = subprocess.run(
         [sys.executable, "-m", "nanwatch.netcheck"],
-        env=environment(),
+        env=rank_environment(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -265,7 +265,7 @@ def test_lines_of_several_processes_do_not_mix():
     )
     reader, writer = os.pipe()
     writers = [
-        subprocess.Popen([sys.executable, "-c", script, letter], stdout=writer, env=environment())
+        subprocess.Popen([sys.executable, "-c", script, letter], stdout=writer, env=rank_environment())
         for letter in "abcd"
     ]
     os.close(writer)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nanwatch import Report
 from nanwatch.distributed.merge import merge
-from support.netcheck_ranks import environment, free_port, run_ranks
+from support.netcheck_ranks import free_port, rank_environment, run_ranks
 from support.paths import SCRIPTS
 
 _SCRIPT = SCRIPTS / "rank_scenarios.py"
@@ -76,7 +76,7 @@ def launch(
     line = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}", *options]
     done = subprocess.run(
         [*line, str(_SCRIPT), str(given), str(folder)],
-        env=environment(),
+        env=rank_environment(),
         capture_output=True,
         text=True,
         timeout=60 + 30 * len(scenarios),
@@ -220,7 +220,7 @@ def test_launchers_that_count_restarts_for_themselves_have_one_verdict(tmp_path)
                 *(f"--max_restarts={restarts}", "--local_addr=127.0.0.1"),
                 *(str(_SCRIPT.with_name("elastic_node.py")), name, str(tmp_path)),
             ],
-            env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            env=rank_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from typing import Any
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.session.watch import watch
+from support.processes import environment
 from support.toys import Scale
 
 pytestmark = [
-    pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
     pytest.mark.skipif(_extension.C is None or not _extension.C.cuda_compiled(), reason="built without CUDA"),
 ]
@@ -163,7 +162,7 @@ def test_a_model_over_two_devices() -> None:
 ASSERTION = """
 import torch
 from torch import nn
-from nanwatch.watch import watch
+from nanwatch.session.watch import watch
 
 class Index(nn.Module):
     def forward(self, x):
@@ -190,12 +189,11 @@ finally:
 @pytest.mark.parametrize("check", ["batch", "async"])
 def test_after_a_device_assertion_the_frames_are_there(check: str) -> None:
     """What was written before the error can be read after it, though no device memory can."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", ASSERTION.format(check=check)],
         capture_output=True,
         text=True,
-        env=environment,
+        env=environment(),
         timeout=300,
     )
     assert done.stdout.splitlines()[:2] == ["0 [True, True, True, True]", "1 [True, True]"], done.stderr

@@ -12,8 +12,6 @@ from nanwatch.numerics import _extension, _ops, _reference
 from support.cuda_emulation import FORMATS, same
 from support.cuda_tensors import random_bits, random_finite
 
-pytestmark = pytest.mark.cuda
-
 
 @pytest.fixture(scope="module")
 def cuda() -> torch.device:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 import nanwatch
 from nanwatch import __main__ as command
 from nanwatch import write_capsule
+from support.processes import environment
 
 pytest.importorskip("safetensors")
 
@@ -103,12 +103,11 @@ def test_command_bad_use(place, capsys):
 
 def test_command_in_a_process_of_its_own(place):
     """--json is one document on stdout whatever the user's code prints; the current directory is found."""
-    env = os.environ | {"PYTHONPATH": str(Path(nanwatch.__file__).parent.parent)}
     arguments = ["replay", "bad", "--model", "zoo:make", "--dtype", "float32", "--json"]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "nanwatch", *arguments] if sys.version_info >= (3, 11)
         else [sys.executable, "-m", "nanwatch", *arguments],
-        env=env, cwd=place, capture_output=True, text=True,
+        env=environment(), cwd=place, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     document = json.loads(done.stdout)

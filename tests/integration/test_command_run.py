@@ -20,8 +20,9 @@ from nanwatch.cli import _command_run
 from nanwatch.cli._run_options import run_parser
 from support.first_fault import first_fault
 from support.paths import SCRIPTS
+from support.processes import environment
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(nanwatch.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = environment(OMP_NUM_THREADS="1")
 HF = [
     "--use_cpu",
     "--bf16",

@@ -16,6 +16,7 @@ import nanwatch
 from nanwatch.__main__ import main
 from nanwatch.cli._commands import COMMANDS, until_cut
 from nanwatch.util.extras import needed
+from support.processes import PYTHONPATH, environment
 
 CUT = 141  # 128 + SIGPIPE: what a shell says of a filter that was cut
 
@@ -27,7 +28,7 @@ def unread(
     reader, writer = os.pipe()
     os.close(reader)
     env = {name: value for name, value in os.environ.items() if not name.startswith("NANWATCH")}
-    env |= {"PYTHONPATH": str(Path(nanwatch.__file__).parent.parent)}
+    env |= {"PYTHONPATH": PYTHONPATH}
     env.pop("PYTHONUNBUFFERED", None)
     if not buffered:
         env["PYTHONUNBUFFERED"] = "1"
@@ -71,31 +72,30 @@ def test_what_the_terminal_cannot_show_is_an_escape(encoding: str, saved: Path) 
     report = json.loads(saved.read_text())
     report["frames"][0]["name"] = "a→b"
     saved.write_text(json.dumps(report))
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(Path(nanwatch.__file__).parent.parent),
-        "PYTHONIOENCODING": encoding,
-    }
     command = [sys.executable, "-m", "nanwatch", "show", str(saved)]
-    done = subprocess.run(command, env=env, capture_output=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment(PYTHONIOENCODING=encoding), capture_output=True, timeout=120
+    )
     assert (done.returncode, done.stderr) == (0, b"")
     assert ("a→b".encode() if encoding == "utf-8" else b"a\\u2192b") in done.stdout
 
 
 def test_head_cuts_a_long_output(saved: Path) -> None:
     """In a real pipe, whose reader takes one line: that line, and no traceback."""
-    env = {**os.environ, "PYTHONPATH": str(Path(nanwatch.__file__).parent.parent)}
     script = f'"{sys.executable}" -m nanwatch show "{saved}" --json | head -n 1'
-    done = subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["sh", "-c", script], env=environment(), capture_output=True, text=True, timeout=120
+    )
     assert done.stdout == saved.read_text().splitlines()[0] + "\n"
     assert done.stderr == ""
 
 
 def test_without_any_stdout_a_command_ends_well(saved: Path) -> None:
     """Closed from the start, as by `>&-`: there is nobody to print for, and no error."""
-    env = {**os.environ, "PYTHONPATH": str(Path(nanwatch.__file__).parent.parent)}
     script = f'"{sys.executable}" -m nanwatch show "{saved}" >&-'
-    done = subprocess.run(["sh", "-c", script], env=env, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(
+        ["sh", "-c", script], env=environment(), stderr=subprocess.PIPE, text=True, timeout=120
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -299,6 +299,6 @@ def test_the_log_of_a_one_hot_target_looks_like_a_mask() -> None:
 
 
 def test_the_page_has_the_table_of_the_cases() -> None:
-    """docs/failures.md is what `python -m failures.table` writes."""
+    """docs/failures.md is what `python -m support.failures.table` writes."""
     text = table.PAGE.read_text()
     assert table.page(text) == text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import sys
@@ -15,37 +14,10 @@ from torch import nn
 
 from nanwatch.session.watch import watch
 from support.allocated import allocated
+from support.processes import environment
+from support.sized_models import gpt2, llama, resnet
 
 ROOM = 16 * 1024  # for copies of the state of the random numbers, 5,056 bytes each
-
-
-def gpt2(width: int = 128, rows: int = 2) -> tuple[nn.Module, dict[str, Any]]:
-    """Four layers and so many times 256 tokens: twice, with a width of 128, 64 MB at its peak."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_positions": 256, "n_embd": width, "n_layer": 4, "n_head": 4}
-    ids = torch.randint(0, 1000, (rows, 256))
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=1000, bos_token_id=0, eos_token_id=1, **sizes))
-    return model, {"input_ids": ids, "labels": ids, "use_cache": False}
-
-
-def llama() -> tuple[nn.Module, dict[str, Any]]:
-    """Four layers, twice 256 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
-    ids = torch.randint(0, 1000, (2, 256))
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, pad_token_id=None, **sizes))
-    return model, {"input_ids": ids, "labels": ids, "use_cache": False}
-
-
-def resnet() -> tuple[nn.Module, dict[str, Any]]:
-    """The size of ResNet-18, four images."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    shape = {"embedding_size": 64, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2]}
-    model = ResNetForImageClassification(ResNetConfig(layer_type="basic", num_labels=10, **shape))
-    return model, {"pixel_values": torch.randn(4, 3, 96, 96), "labels": torch.arange(4)}
 
 
 def peak_of(
@@ -114,13 +86,13 @@ def test_what_is_held_longer_would_be_counted() -> None:
 # In a process of its own: the peak of another test would hide this one's.
 PEAK = """
 import sys, torch
-from nanwatch.watch import watch
-import test_memory
+from nanwatch.session.watch import watch
 from support.heap import resident_peak
+from support.sized_models import gpt2
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model, inputs = test_memory.gpt2(width=256, rows=4)
+model, inputs = gpt2(width=256, rows=4)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 before = resident_peak()
 w = watch(model.train()) if sys.argv[1] == "watched" else None
@@ -143,10 +115,11 @@ def test_the_peak_of_the_process_grows_by_less_than_a_hundredth() -> None:
     """
 
     def peak(case: str) -> tuple[int, int]:
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
-        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+        allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
         command = [sys.executable, "-c", PEAK, case]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=environment(**allocator)
+        )
         before, most = map(int, done.stdout.split())
         return most - before, most
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,11 +12,12 @@ import pytest
 import torch
 
 from support.paths import ROOT
+from support.processes import environment
 
 OPERATORS_SCRIPT = """
 import ctypes, sys, warnings
 import torch
-from nanwatch import _ops, _reference
+from nanwatch.numerics import _ops, _reference
 
 torch.ops.load_library(sys.argv[1])
 library = ctypes.CDLL(sys.argv[1])
@@ -203,9 +203,8 @@ def test_operators_choose_between_kernel_and_reference(tmp_path: Path) -> None:
     done = subprocess.run([compiler, *flags, source, *link], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     # Without the compiled part the CPU key is free, and a process of its own keeps it that way for other tests.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NANWATCH_EXT": "0"}
     command = [sys.executable, "-c", OPERATORS_SCRIPT, str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(NANWATCH_EXT="0"))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("CUDA kernels cannot run here") == 1
     assert "CUDA error 700" in done.stdout

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import nanwatch
 from support.paths import ROOT
+from support.processes import environment
 
 
-@pytest.mark.slow
 def test_what_each_tool_says(tmp_path):
     """Those that look at the forward stop in the first bad step, anomaly mode not before; nanwatch names the module."""
     pytest.importorskip("lightning")
     pytest.importorskip("transformers")
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(nanwatch.__file__).parent.parent),
-        "OMP_NUM_THREADS": "1",
-    }
     script = [sys.executable, str(ROOT / "examples" / "compare_tools.py"), "--quick"]
     done = subprocess.run(
         [*script, "--json", "-", "--markdown", str(tmp_path / "cost.md")],
-        env=environment, capture_output=True, text=True, timeout=500,
+        env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

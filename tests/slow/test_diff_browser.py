@@ -14,7 +14,6 @@ from support.chromium import Browser, Tab, overlaps
 from support.html_page import HOSTILE
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(chromium.PATH is None, reason="needs Chromium: apt-get install chromium"),
 ]
 pytest.importorskip("plotly", reason="the page needs plotly: pip install plotly")

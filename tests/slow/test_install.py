@@ -17,7 +17,6 @@ import pytest
 from support.paths import ROOT
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree"),
 ]
 

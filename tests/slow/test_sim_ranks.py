@@ -12,7 +12,6 @@ import torch.distributed as dist
 from support.paths import BENCHMARKS
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
 ]
 

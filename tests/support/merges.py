@@ -76,3 +76,21 @@ def report(rank: int, *, num_frames: int = 21, low: int = -1) -> Report:
         )
         frames.append(Frame(7, f"layers.{i // 4}.part.{i % 4}", "Linear", records))
     return Report(tuple(frames), None, 7, rank)
+
+
+def few(hostile: str = "") -> list[Digest]:
+    """Four ranks: rank 2 was first, rank 1 holds another weight, rank 3 has not seen one module."""
+    found = []
+    for rank in range(4):
+        seen = None
+        if rank in (0, 2):
+            seen = replace(
+                finding("produced", 5, module="layer" + hostile, label="output" + hostile, rank=rank),
+                sequence=9 - rank,
+            )
+        headroom = {"layer" + hostile: -inf if rank == 2 else 12.5 + rank, "": 1.5, "wide": inf}
+        if rank < 3:
+            headroom["low" + hostile] = 7.0 - rank
+        place = Place(5, "layer" + hostile, "weight" + hostile, (2, 2))
+        found.append(Digest(rank, seen, headroom, {place: (0.25, 3.0 if rank == 1 else 2.0)}))
+    return found

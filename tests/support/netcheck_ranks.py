@@ -8,17 +8,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import nanwatch
+from support.processes import PYTHONPATH
 
 HOST = socket.gethostname()
 MARGIN = 30  # seconds beyond the timeout: a busy machine takes long to import torch in several processes
 _SMALL = ("--sizes", "8", "--memory", "1KiB")
-_PACKAGE = Path(nanwatch.__file__).parent
 
 
-def environment(**changes: str) -> dict[str, str]:
+def rank_environment(**changes: str) -> dict[str, str]:
     env = {
         key: value
         for key, value in os.environ.items()
@@ -26,11 +24,7 @@ def environment(**changes: str) -> dict[str, str]:
     }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
-    return (
-        env
-        | {"PYTHONPATH": str(_PACKAGE.parent), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        | changes
-    )
+    return env | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
 def free_port() -> int:
@@ -45,7 +39,7 @@ def run_ranks(
     ranks = [
         subprocess.Popen(
             [sys.executable, *command],
-            env=environment(RANK=str(rank), WORLD_SIZE=str(world_size)),
+            env=rank_environment(RANK=str(rank), WORLD_SIZE=str(world_size)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -73,7 +67,7 @@ class Ranks:
     def start(
         self, rank: int, world_size: int, *arguments: str, before: tuple[str, ...] = (), **changes: str
     ) -> subprocess.Popen[str]:
-        env = environment(
+        env = rank_environment(
             **{
                 "RANK": str(rank),
                 "WORLD_SIZE": str(world_size),

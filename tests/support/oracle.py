@@ -169,3 +169,9 @@ def random_patterns(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -
     size = math.prod(shape) * dtype.itemsize
     raw = np.random.default_rng(seed).integers(0, highest, size, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).reshape(shape)
+
+
+def assert_rows(got: list[object], want: np.ndarray, what: str) -> None:
+    rows = np.array([tuple(row) for row in got], dtype=np.float64)
+    wrong = np.flatnonzero(~((rows == want) | (np.isnan(rows) & np.isnan(want))).all(axis=1))
+    assert wrong.size == 0, f"{what}: pattern {wrong[0]:#x} gave {rows[wrong[0]]}, not {want[wrong[0]]}"

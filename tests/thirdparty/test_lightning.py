@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import os
 import subprocess
 import sys
 from importlib import import_module
@@ -20,13 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nanwatch
 from support.first_fault import first_fault
+from support.processes import environment
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(nanwatch.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = environment(OMP_NUM_THREADS="1")
 
 
 def callback_of(**options: Any) -> Any:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import nanwatch
 from nanwatch.integrations.debug_option import SWITCH
+from support.processes import environment
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -48,18 +47,13 @@ def test_the_command_line_of_a_script(tmp_path: Path) -> None:
     """`--debug underflow_overflow` through HfArgumentParser, with NANWATCH_TRANSFORMERS=1 or without nanwatch: the same
     stdout, byte for byte, and it is nanwatch that has written it.
     """
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(nanwatch.__file__).parent.parent),
-        "OMP_NUM_THREADS": "1",
-        SWITCH: "1",
-    }
     said = {}
     for imported in (False, True):
         script = tmp_path / f"train_{imported}.py"
         script.write_text(COMMAND_LINE.format(imported=imported))
         done = subprocess.run(
             [sys.executable, str(script), *ARGUMENTS.split(), str(tmp_path)],
-            env=environment, capture_output=True, text=True, timeout=300,
+            env=environment(OMP_NUM_THREADS="1", **{SWITCH: "1"}), capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         said[imported] = done.stdout

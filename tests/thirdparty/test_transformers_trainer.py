@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,10 +26,11 @@ from nanwatch.integrations import debug_option  # noqa: E402
 from nanwatch.integrations.transformers import HEADROOM, PLACE, NanWatchCallback  # noqa: E402
 from support.architectures import ARCHITECTURES  # noqa: E402
 from support.first_fault import first_fault  # noqa: E402
+from support.processes import environment  # noqa: E402
 
 trainer_module = import_module("transformers.trainer")
 THEIRS = import_module("transformers.debug_utils").DebugUnderflowOverflow
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(nanwatch.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = environment(OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(autouse=True)

@@ -240,6 +240,7 @@ def test_two_at_once_are_refused():
     assert nn.Module._compiled_call_impl is None
 
 
+@pytest.mark.compile
 def test_programs_go_on_as_they_did():
     """Results, errors, copies, pickles, scripts, traces and compilation are those of a program that nobody looks at."""
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU())

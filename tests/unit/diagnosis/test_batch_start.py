@@ -96,6 +96,7 @@ def test_inference_mode_and_no_graph(inference: bool) -> None:
     assert (y.is_inference(), y.requires_grad) == (inference, False)
 
 
+@pytest.mark.compile
 def test_compiled_modules_run_eagerly() -> None:
     """What is compiled is run as it is written."""
     compiling = []

@@ -30,21 +30,6 @@ def test_a_checkpointed_submodule(reentrant: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_compiled_submodule(whole: bool) -> None:
-    """A compiled module is run eagerly, and its lines are those of the source."""
-    part = Does(exponential)
-    if whole:
-        model: Any = nn.Sequential(torch.compile(part, backend="eager"))
-    else:
-        part.compile(backend="eager")
-        model = nn.Sequential(part)
-    before = dict(part.__dict__)
-    _, seen = look(model, torch.ones(2))
-    assert (seen.operation, seen.source) == ("aten.exp.default", culprit(exponential))
-    assert part.__dict__ == before
-
-
 def test_the_fast_path_of_transformer_layers() -> None:
     """Without a graph PyTorch's encoder layer takes a path that calls none of its parts; the second run does not."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()

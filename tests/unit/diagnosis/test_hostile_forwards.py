@@ -173,6 +173,7 @@ def test_under_functional_call(tmp_path: Path) -> None:
     assert (replayed.module, replayed.value) == ("1", "inf")
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("in_place", [True, False])
 def test_in_a_compiled_submodule(in_place: bool) -> None:
     """Compiled code of a part runs operation by operation the second time."""

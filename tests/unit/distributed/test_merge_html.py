@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -13,36 +10,15 @@ from hypothesis import given, settings
 
 from nanwatch import __main__ as command
 from nanwatch.distributed.merge import by_attempt
-from nanwatch.distributed.merge_digest import Digest, Place
+from nanwatch.distributed.merge_digest import Digest
 from nanwatch.distributed.merge_html import merged_html
 from nanwatch.distributed.merge_text import finding_summary
 from nanwatch.report.attempt import Attempt
 from nanwatch.util.visible import visible
-from support import chromium
-from support.chromium import Browser
 from support.html_page import HOSTILE, Page
-from support.merges import digests, merged_of, report
-from support.sightings import finding
+from support.merges import digests, few, merged_of, report
 
 pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
-
-
-def few(hostile: str = "") -> list[Digest]:
-    """Four ranks: rank 2 was first, rank 1 holds another weight, rank 3 has not seen one module."""
-    found = []
-    for rank in range(4):
-        seen = None
-        if rank in (0, 2):
-            seen = replace(
-                finding("produced", 5, module="layer" + hostile, label="output" + hostile, rank=rank),
-                sequence=9 - rank,
-            )
-        headroom = {"layer" + hostile: -inf if rank == 2 else 12.5 + rank, "": 1.5, "wide": inf}
-        if rank < 3:
-            headroom["low" + hostile] = 7.0 - rank
-        place = Place(5, "layer" + hostile, "weight" + hostile, (2, 2))
-        found.append(Digest(rank, seen, headroom, {place: (0.25, 3.0 if rank == 1 else 2.0)}))
-    return found
 
 
 def cells(page: Page) -> list[tuple[str, str]]:
@@ -177,46 +153,3 @@ def test_the_command_writes_it_beside_the_text(tmp_path: Path, capsys: pytest.Ca
     assert "All finite on 1 rank" in (tmp_path / "m.html").read_text(encoding="utf-8")
     assert command.main(["merge", str(tmp_path / "run"), "--html", str(tmp_path / "no" / "m.html")]) == 2
     assert "No such file" in capsys.readouterr().err
-
-
-def test_without_jinja2_the_extra_is_named(tmp_path: Path) -> None:
-    """And the text needs nothing."""
-    (tmp_path / "report.json").write_text(report(0).to_json())
-    script = """
-import sys
-sys.modules["jinja2"] = None
-from nanwatch.__main__ import main
-from nanwatch.util.visible import visible
-assert main(["merge", sys.argv[1]]) == 0
-assert main(["merge", sys.argv[1], "--html", sys.argv[1] + "/m.html"]) == 2
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "pip install jinja2" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(chromium.PATH is None, reason="needs Chromium: apt-get install chromium")
-def test_in_a_browser_colours_follow_the_room(tmp_path: Path) -> None:
-    """Cells without room, with little, with some and with much have four colours; nothing is asked of anybody."""
-    path = tmp_path / "merged.html"
-    path.write_text(merged_html(merged_of(few())), encoding="utf-8")
-    with Browser(tmp_path / "profile") as browser:
-        tab = browser.open(path)
-        tab.wait("document.readyState === 'complete' && !!document.querySelector('.map td.none')")
-        colours = tab.ask(
-            "['gone','near','low','fine'].map((l) => getComputedStyle(document.querySelector(`.map td.${l}`))"
-            ".backgroundColor)"
-        )
-        elements = tab.ask("document.querySelectorAll('body *').length")
-    assert len(set(colours)) == 4
-    assert (tab.requests, tab.complaints) == ([], [])
-    # Names that are markup make no elements.
-    path.write_text(merged_html(merged_of(few("".join(HOSTILE)))), encoding="utf-8")
-    with Browser(tmp_path / "other") as browser:
-        tab = browser.open(path)
-        tab.wait("document.readyState === 'complete' && !!document.querySelector('.map td.none')")
-        assert tab.ask("document.querySelectorAll('body *').length") == elements
-    assert (tab.requests, tab.complaints) == ([], [])

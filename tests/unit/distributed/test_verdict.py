@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import nanwatch
 from nanwatch import Finding
 from nanwatch.distributed.board import Board
 from nanwatch.distributed.verdict import Verdict
 from nanwatch.report.attempt import store_key
 from nanwatch.report.sighting import Origin, Sighting
-from support.paths import TESTS
 from support.sightings import connect, finding, serve
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -281,40 +274,3 @@ def test_the_random_numbers_of_a_run_are_left_alone(server):
     verdict.stop()
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
-
-
-_DYING = """
-import os, signal, sys, time
-import torch.distributed as dist
-from nanwatch.distributed.verdict import Verdict
-from support.sightings import finding
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
-assert Verdict(store, 1, 3).publish(finding("produced", 4, rank=1), 17)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_process_that_is_killed_once_it_has_told_is_still_the_origin(server):
-    """The others learn of it from the store, and do not wait for it, as it has had its say."""
-    here = TESTS
-    paths = os.pathsep.join([str(here), str(Path(nanwatch.__file__).parent.parent)])
-    dying = subprocess.run(
-        [sys.executable, "-c", _DYING, str(server.port)], env={**os.environ, "PYTHONPATH": paths}, timeout=120
-    )
-    assert dying.returncode == -signal.SIGKILL
-    verdicts = [Verdict(connect(server), rank, 3) for rank in (0, 2)]
-    assert verdicts[0].publish(finding("weight", 5, label="weight"), 0)
-    until = time.monotonic() + 20
-    while not verdicts[1].pending() and time.monotonic() < until:
-        time.sleep(0.02)
-    settled: list[Origin] = []
-    threads = [threading.Thread(target=lambda one=one: settled.append(one.settle())) for one in verdicts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(40)
-    for one in verdicts:
-        one.stop()
-    assert [(origin.rank, origin.first.sequence, origin.is_complete) for origin in settled] == [
-        (1, 17, True)
-    ] * 2

@@ -132,16 +132,3 @@ def test_an_export_of_a_watched_model_is_that_of_the_plain_one(strict: bool) -> 
     expected = torch.export.export(plain, (x,), strict=strict)
     assert [str(n.target) for n in exported.graph.nodes] == [str(n.target) for n in expected.graph.nodes]
     assert torch.equal(exported.module()(x), plain(x))
-
-
-@pytest.mark.parametrize("watched", ["before", "after"])
-def test_torch_compile_takes_a_watched_model_whole(watched: str) -> None:
-    """With fullgraph=True there is no break, and the result is the plain one's, whichever came first."""
-    torch._dynamo.reset()
-    model, plain = mlp(), mlp()
-    x = torch.randn(2, 3)
-    compiled = torch.compile(model, backend="eager", fullgraph=True) if watched == "after" else None
-    with watch(model):
-        compiled = compiled or torch.compile(model, backend="eager", fullgraph=True)
-        assert torch.equal(compiled(x), plain(x))
-    assert torch.equal(compiled(x), plain(x))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nanwatch.numerics import _reference
-from support.implementations import IMPLEMENTATIONS, Implementation, active, missing
-from support.oracle import FLOATS, FLOATS_8, FLOATS_16, FORMATS, decode, from_patterns
+from support.implementations import Implementation
+from support.oracle import FLOATS, FLOATS_8, FLOATS_16, FORMATS, assert_rows, decode, from_patterns
 
 SMALL = (*FLOATS_8, *FLOATS_16)
 
@@ -27,12 +27,6 @@ def ranges_with_ones(values: np.ndarray) -> np.ndarray:
     rows = np.stack([np.minimum(size, 1.0), np.maximum(size, 1.0), np.isfinite(values)], axis=1)
     rows[np.isnan(values), :2] = math.nan
     return rows
-
-
-def assert_rows(got: list[object], want: np.ndarray, what: str) -> None:
-    rows = np.array([tuple(row) for row in got], dtype=np.float64)
-    wrong = np.flatnonzero(~((rows == want) | (np.isnan(rows) & np.isnan(want))).all(axis=1))
-    assert wrong.size == 0, f"{what}: pattern {wrong[0]:#x} gave {rows[wrong[0]]}, not {want[wrong[0]]}"
 
 
 def one(dtype: torch.dtype) -> int:
@@ -225,33 +219,3 @@ def test_reference_chunks_merge(dtype: torch.dtype) -> None:
         with _one_chunk_of(size):
             for got, want in zip((_reference.health(x), _reference.abs_range(x)), whole, strict=True):
                 torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.slow
-def test_all_fp32_patterns() -> None:
-    """All 2^32 patterns of fp32: the range of shuffled blocks of 16384, and the counts of each 2^24."""
-    block, chunk = 1 << 14, 1 << 24
-    names = [name for name in IMPLEMENTATIONS if not missing(name)]
-    # Odd, so a bijection of the block: what is a neighbour in the format is not one in memory.
-    shuffle = (np.arange(block, dtype=np.uint32) * 1517) % block
-    for start in range(0, 1 << 32, chunk):
-        patterns = np.arange(start, start + chunk, block, dtype=np.uint32)[:, None] + shuffle
-        values = patterns.view(np.float32)
-        size, finite = np.abs(values), np.isfinite(values)
-        want = np.stack([size.min(axis=1), size.max(axis=1), finite.all(axis=1)], axis=1).astype(np.float64)
-        counts = (
-            np.isnan(values).sum(),
-            (values == np.inf).sum(),
-            (values == -np.inf).sum(),
-            (values == 0).sum(),
-            ((patterns & 0x7FFF_FFFF) < 0x0080_0000).sum() - (values == 0).sum(),
-        )
-        x = torch.from_numpy(values)
-        for name in names:
-            with active(name) as implementation:
-                placed = implementation.place(x)
-                what = f"{name} from {start:#x}"
-                assert_rows(implementation.abs_ranges(list(placed.unbind())), want, what)
-                # The reference's counts take 0.5 s a chunk: some chunks and both ends of each sign.
-                if name != "reference" or (start // chunk) % 16 in (0, 15):
-                    assert implementation.tensor_health(placed)[5:10] == counts, what

@@ -121,23 +121,6 @@ def test_weights_are_current_after_an_optimizer_step(kind: type[Any], how: str) 
     assert (finding.module, finding.label, finding.origin, finding.index) == ("2", "weight", "weight", (1, 2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "how"), [(torch.optim.AdamW, "fused"), (torch.optim.SGD, "foreach")])
-def test_weights_are_current_after_a_compiled_step(kind: type[Any], how: str) -> None:
-    """A step inside torch.compile has the hook too."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4))
-    optimizer = kind(model.parameters(), lr=0.1, **{how: True})
-    step = torch.compile(optimizer.step, backend="eager")
-    with watch(model, _verify_hits=True) as w:
-        for _ in range(4):
-            model(torch.randn(3, 4)).square().sum().backward()
-            assert seen(w, "weight", "0") == fresh(model[0].weight)
-            step()
-            optimizer.zero_grad()
-    assert w.counters["stale_hits"] == 0
-
-
 def test_unscaling_gradients_changes_no_weight() -> None:
     """With a GradScaler, its unscale_ and a step that it skips, weights stay right and no hit is stale."""
     torch.manual_seed(0)

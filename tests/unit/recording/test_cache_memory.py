@@ -5,9 +5,6 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
-import os
-import subprocess
-import sys
 import tracemalloc
 from typing import Any
 
@@ -17,7 +14,6 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.session.watch import watch
-from support import heap
 from support.toys import Own
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")
@@ -49,29 +45,6 @@ def test_nothing_grows_over_many_batches() -> None:
     assert (labels, weights) == (5, 2)
 
 
-@pytest.mark.slow
-def test_nothing_grows_over_a_million_batches() -> None:
-    """Heap, Python objects, labels and weights after 1,000,000 batches are those after 100,000, forecasts and all."""
-    model = nn.Linear(1, 1)
-    x = torch.ones(1, 1)
-
-    def run(batches: int) -> tuple[int, int, int, int]:
-        with torch.no_grad():
-            for _ in range(batches):
-                model(x)
-        gc.collect()
-        return heap.in_use(), sys.getallocatedblocks(), w.counters["labels"], w.counters["weights_remembered"]
-
-    with watch(model) as w:
-        memory, objects, *remembered = run(100_000)
-        later_memory, later_objects, *later = run(900_000)
-        assert (w.batch, len(w.frames)) == (999_999, 21)
-    # Less than a bit a batch.
-    assert later_memory - memory < 100_000
-    assert later_objects - objects < 5_000
-    assert later == remembered
-
-
 def test_parameters_that_are_gone_are_forgotten() -> None:
     """A model that makes new parameters each step: entries of the dead are swept, those of the living stay."""
     model = Own()
@@ -85,43 +58,6 @@ def test_parameters_that_are_gone_are_forgotten() -> None:
                 alive.clear()
         assert w.counters["weights_remembered"] <= 2 * 1024
         assert w.counters["tensors_read"] == 6_000
-
-
-# In a process of its own: the peak of another test would hide this one's. 200 activations of 1 MiB, few alive at once.
-PEAK = """
-import sys, torch
-from torch import nn
-from support.heap import resident_peak
-from nanwatch.watch import watch
-
-class Multiply(nn.Module):
-    def forward(self, x):
-        return x * 1.01
-
-model = nn.Sequential(*[Multiply() if i % 2 else nn.GELU() for i in range(200)])
-w = watch(model) if sys.argv[1] == "watched" else None
-for _ in range(5):
-    with torch.no_grad():
-        model(torch.randn(2**18))
-print(resident_peak() // 1024)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="measures in the units of Linux")
-def test_what_is_remembered_does_not_fragment_the_heap() -> None:
-    """Of 200 activations of 1 MiB that come and go, the peak of memory grows by less than 30 MiB, in four runs."""
-
-    def peak(case: str) -> int:
-        command = [sys.executable, "-c", PEAK, case]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        return int(
-            subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-        )
-
-    # A weak pointer pins a hundred bytes between two blocks of the heap; where they lie is another matter each run.
-    plain = peak("plain")
-    assert max(peak("watched") for _ in range(4)) - plain < 30
 
 
 @pytest.mark.parametrize("kind", ["dict", "OrderedDict"])

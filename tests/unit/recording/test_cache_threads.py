@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +11,7 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.session.watch import watch
-from support.paths import TESTS
+from support.long_reads import during_the_read, long_to_read
 from support.toys import Own, latest
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")
@@ -26,40 +21,6 @@ QUIET: dict[str, Any] = {"on_nonfinite": "record", "microscope": False, "forecas
 
 
 OTHER = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-
-
-def long_to_read() -> Tensor:
-    """Ones of which each is read 4,096 times: some 50 ms of reading in 128 KiB of memory."""
-    return torch.ones(1 << 15).as_strided((1 << 14, 1 << 14), (1, 1))
-
-
-@contextmanager
-def during_the_read(module: nn.Module, act: Callable[[], object]) -> Iterator[threading.Thread]:
-    """Inside, another thread acts once while the recorder reads what belongs to the first call of the module.
-
-    The recorder looks at the call after the user's hooks, and lets other threads run only while it reads: they get no
-    other turn.
-    """
-    called = threading.Event()
-
-    def run() -> None:
-        called.wait()
-        act()
-
-    thread = threading.Thread(target=run)
-    before, threads = sys.getswitchinterval(), torch.get_num_threads()
-    thread.start()
-    handle = module.register_forward_hook(lambda *_: called.set())
-    sys.setswitchinterval(60)
-    torch.set_num_threads(1)
-    try:
-        yield thread
-    finally:
-        sys.setswitchinterval(before)
-        torch.set_num_threads(threads)
-        handle.remove()
-        called.set()
-        thread.join()
 
 
 def write(x: Tensor) -> None:
@@ -108,40 +69,3 @@ def test_a_tensor_resized_while_it_is_read_has_the_sizes_that_were_read() -> Non
         model(x)
     record = latest(w, "input[0]")
     assert (record.shape, record.abs_min, record.abs_max) == ((1 << 14, 1 << 14), 1.0, 1.0)
-
-
-REPLACED = """
-import torch, nanwatch
-from torch import nn
-from test_cache_threads import QUIET, Own, during_the_read, long_to_read
-
-model = Own()
-for _ in range(8):
-    model.weight = nn.Parameter(long_to_read(), requires_grad=False)
-    watch = nanwatch.watch(model, **QUIET)
-
-    def replace():
-        model.weight = nn.Parameter(torch.zeros(3), requires_grad=False)
-        model(torch.ones(1))
-        watch.stop()
-
-    with during_the_read(model, replace):
-        model(torch.ones(1))
-    assert [frame.records[0].shape for frame in watch.frames] == [(3,), (1 << 14, 1 << 14)]
-"""
-
-
-def test_a_weight_replaced_while_it_is_read() -> None:
-    """Another thread gives the module another weight, calls it and ends the watch: nothing freed is written to."""
-    pathes = os.pathsep.join([str(TESTS), *sys.path])
-    # What is freed is overwritten at once.
-    environment = os.environ | {"MALLOC_PERTURB_": "165", "PYTHONPATH": pathes}
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", REPLACED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")

