@@ -6,7 +6,6 @@ import base64
 import hashlib
 import importlib
 import json
-import os
 import sys
 from dataclasses import dataclass, fields, replace
 from math import inf, isfinite, log2
@@ -21,22 +20,12 @@ from nanwatch.report.frame import Frame
 from nanwatch.report.record import Record
 from nanwatch.report.report import Report
 from nanwatch.util.visible import visible
-from support.html_page import HOSTILE, Page, growing, many, record, without_parts
-from support.paths import GOLDEN
+from support.html_page import HOSTILE, Page, growing, many, record
 
 plotly_offline = pytest.importorskip("plotly.offline", reason="the page needs plotly: pip install plotly")
 pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
 
-PAGE = GOLDEN / "report.html"
 EMPTY = Report((), None, None)
-
-
-def test_golden() -> None:
-    """The markup and the data are those on file; NANWATCH_GOLDEN=write refreshes it."""
-    page = without_parts(growing().to_html())
-    if os.environ.get("NANWATCH_GOLDEN") == "write":
-        PAGE.write_text(page, encoding="utf-8")
-    assert page.splitlines() == PAGE.read_text(encoding="utf-8").splitlines()
 
 
 def test_the_finding_comes_first_and_in_words() -> None:
