@@ -6,13 +6,11 @@ The very source that nvcc compiles runs here (see cuda_emulation.py). Races and 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from nanwatch.numerics import _reference
-from support import cuda_emulation
 from support.cuda_emulation import FORMATS, DescribedTensor, Host, describe, same
 from support.cuda_tensors import assert_matches, random_bits, random_finite
 
@@ -23,14 +21,6 @@ INVALID_VALUE = 1
 TOO_MANY_CHUNKS = -2
 
 dtypes = pytest.mark.parametrize("dtype", FORMATS, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-@pytest.fixture(params=cuda_emulation.ARCHITECTURES, ids=lambda architecture: f"sm_{architecture // 10}")
-def host(request: pytest.FixtureRequest) -> Iterator[Host]:
-    """Both paths through the source."""
-    found = cuda_emulation.host(request.param)
-    yield found
-    found.shuffle_blocks(0)
 
 
 @dtypes

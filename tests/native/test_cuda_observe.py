@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,14 +23,6 @@ INF = float("inf")
 TOO_MANY_DIMS = -1
 CAPACITY = 24  # tensors in a launch
 CHUNK = 16 << 10  # bytes of a block in small launches
-
-
-@pytest.fixture(params=cuda_emulation.ARCHITECTURES, ids=lambda architecture: f"sm_{architecture // 10}")
-def host(request: pytest.FixtureRequest) -> Iterator[Host]:
-    """Both paths through the source."""
-    found = cuda_emulation.host(request.param)
-    yield found
-    found.shuffle_blocks(0)
 
 
 class Observer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,14 +17,6 @@ from support.cuda_emulation import FORMATS, DescribedTensor, Host, describe, sam
 from support.cuda_tensors import assert_matches, random_bits, random_finite
 
 TOO_MANY_DIMS = -1
-
-
-@pytest.fixture(params=cuda_emulation.ARCHITECTURES, ids=lambda architecture: f"sm_{architecture // 10}")
-def host(request: pytest.FixtureRequest) -> Iterator[Host]:
-    """Both paths through the source."""
-    found = cuda_emulation.host(request.param)
-    yield found
-    found.shuffle_blocks(0)
 
 
 def _strided_views(fill: Callable[..., torch.Tensor] = random_bits) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 
@@ -20,13 +19,6 @@ pytest.importorskip("plotly", reason="the page needs plotly: pip install plotly"
 pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
 
 DRAWN = "['calls', 'series'].every((id) => document.getElementById(id)?.dataset.drawn)"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One Chromium for all tests, each in a tab of its own."""
-    with Browser(tmp_path_factory.mktemp("profile")) as running:
-        yield running
 
 
 def difference(names: tuple[str, ...]) -> Difference:

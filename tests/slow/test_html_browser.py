@@ -34,13 +34,6 @@ ROWS = "[...document.querySelectorAll('#table tbody tr')].map((r) => [...r.cells
 COUNT = "document.getElementById('count').textContent"
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One Chromium for all tests, each in a tab of its own."""
-    with Browser(tmp_path_factory.mktemp("profile")) as running:
-        yield running
-
-
 @pytest.fixture
 def show(browser: Browser, tmp_path: Path) -> Open:
     """Opens a document from a file, as a reader does."""

@@ -39,6 +39,13 @@ class Own(nn.Module):
         return x
 
 
+class Root(nn.Module):
+    """Its derivative at 0 is inf."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
 def mlp() -> nn.Sequential:
     """Two layers, the same weights each time."""
     torch.manual_seed(0)

@@ -17,13 +17,9 @@ from nanwatch.netcheck import command, links, steps, words
 from nanwatch.netcheck.guard import StepError, Trouble
 from nanwatch.netcheck.meeting import Arrival, Meeting, Verdict
 from nanwatch.netcheck.place import Place, PlaceError
+from support.netcheck_ranks import free_port
 
 HOST = socket.gethostname()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 ENVIRONMENT = {

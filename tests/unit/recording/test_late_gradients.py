@@ -25,7 +25,7 @@ from nanwatch.session.watch import Watch, watch
 from support.forks import SIDE, Fork, fork_backward, range_of, ranges
 from support.gradient_models import Narrow, Net, Sick, Spoil, Spoiling, backward_frames, loss_of
 from support.stand_in_device import BROKEN, OLD_DRIVER, ReadsFoundInf, StandIn, stand_in
-from support.toys import Plant, in_threads, mlp, text_of
+from support.toys import Plant, chain, in_threads, mlp, text_of
 from support.training import are_unchanged, copies, stopped
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
@@ -44,12 +44,6 @@ class SpoilsLater(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return Spoil.apply(x) if self.calls - 1 in self.batches else x + 0
-
-
-def chain(*parts: nn.Module) -> nn.Sequential:
-    """The parts between two layers."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 3), *parts, nn.Linear(3, 3))
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch import watch
 from nanwatch.util.user_warning import warn_user
-from support.toys import Scale, in_threads
+from support.toys import Root, Scale, in_threads
 
 INF = float("inf")
 
@@ -113,13 +113,6 @@ def test_lines_become_rare_where_they_come_often(places: list[int | None]) -> No
 def test_batches_without_a_fault_say_nothing() -> None:
     """Neither at their end nor at stop()."""
     assert run(scales(), [None] * 3) == []
-
-
-class Root(nn.Module):
-    """Its derivative at 0 is inf."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sqrt()
 
 
 def test_a_bad_backward_in_each_step_is_one_run() -> None:

@@ -8,18 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nanwatch import Report, watch
+from support.toys import Root
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
-
-
-class Root(nn.Module):
-    """Its derivative at 0 is inf."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sqrt()
 
 
 def model_at_zero() -> nn.Sequential:
