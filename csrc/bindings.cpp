@@ -6,10 +6,10 @@
 
 #include <map>
 
-#include "call_recorder.h"
-#include "plain_view.h"
-#include "range_cpu.h"
-#include "range_now.h"
+#include "recorder/call_recorder.h"
+#include "ops/plain_view.h"
+#include "cpu/range_cpu.h"
+#include "ops/range_sync.h"
 
 namespace py = pybind11;
 

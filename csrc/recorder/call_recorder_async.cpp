@@ -1,0 +1,278 @@
+// The part of CallRecorder for batches whose rows are on a device: putting their frames aside, and looking at them when
+// the rows have come. What is then told is what is told on the host, in the same order: of each frame after it was put
+// into the ring and before the next one is, so that a report ends at the first faulty frame.
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "recorder/call_recorder.h"
+#include "recorder/python_error.h"
+
+namespace py = pybind11;
+
+namespace nanwatch {
+
+// Whether frames of the thread wait, of this batch or of one before it: then the next one waits behind them.
+bool CallRecorder::has_pending(const Thread& thread) const {
+  return std::any_of(pending_.begin(), pending_.end(),
+                     [&](const std::unique_ptr<PendingBatch>& batch) { return batch->thread == &thread; });
+}
+
+// Puts the thread's frame behind those of its batch that wait already.
+void CallRecorder::defer(Thread& thread, int32_t caller) {
+  if (thread.pending == nullptr) {
+    pending_.push_back(
+        std::make_unique<PendingBatch>(PendingBatch{&thread, thread.batch, thread.recomputed, thread.recomputed}));
+    thread.pending = pending_.back().get();
+  }
+  thread.pending->entries.emplace_back();
+  PendingBatch::Entry& entry = thread.pending->entries.back();
+  entry.frame.swap(thread.frame);
+  entry.caller = caller;
+}
+
+// The thread's batch gets no more frames. `waits`: whether it is to be waited for. False with an exception set for what
+// must end the call.
+bool CallRecorder::close(Thread& thread, bool completed, bool* waits) {
+  PendingBatch& batch = *std::exchange(thread.pending, nullptr);
+  batch.given.batch = batch.number;
+  const bool done =
+      survived([&] { return observer_.observe_given(given_to(thread).ptr(), thread.kwargs, &batch.given); });
+  const HeldError raised;
+  batch.end(*RowTable::instance(), completed);
+  // Compiled code runs without grad mode, whatever comes of its results.
+  batch.has_graph = bool(thread.given) || at::GradMode::is_enabled();
+  // Nobody acts on a recomputation's fault before its backward has ended: no reason to stop the device in between.
+  *waits = !batch.recomputed && (check_ != Check::async || is_traced(batch.number));
+  return done;
+}
+
+// Looks at the batches of this thread, or of all, that have ended and whose rows have come, and at the replays, which
+// have their numbers only now; with `wait`, at all that have ended. False with an exception set if the listener raised.
+bool CallRecorder::look(Thread& thread, bool wait, bool all) {
+  return look_at_batches(thread, wait, all) && (graphs_.empty() || look_at_replays(wait));
+}
+
+// The first that may be told of. Of other threads, unless `all` are meant, those are the recomputations and backwards
+// that lie behind none of their own forwards: autograd may run them on a thread that looks at nothing itself.
+CallRecorder::Pending::iterator CallRecorder::find_ended(const Thread& thread, bool all) {
+  std::vector<const void*> behind_forwards;
+  return std::find_if(pending_.begin(), pending_.end(), [&](const std::unique_ptr<PendingBatch>& batch) {
+    const bool is_own = all || batch->thread == &thread;
+    if (is_own) return batch->ended;
+    const bool is_behind =
+        std::find(behind_forwards.begin(), behind_forwards.end(), batch->thread) != behind_forwards.end();
+    if (batch->ended && !is_behind && (batch->recomputed || batch->backward != nullptr)) return true;
+    behind_forwards.push_back(batch->thread);
+    return false;
+  });
+}
+
+bool CallRecorder::look_at_batches(Thread& thread, bool wait, bool all) {
+  const RowTable& table = *RowTable::instance();
+  while (true) {
+    const auto found = find_ended(thread, all);
+    if (found == pending_.end()) return true;
+    std::shared_ptr<const Awaited> awaited = (*found)->awaited;
+    if (!wait && !table.have_come(awaited->rows, awaited->marks)) return true;
+    // While the device was asked, another thread may have taken it.
+    const auto still = std::find_if(pending_.begin(), pending_.end(), [&](const std::unique_ptr<PendingBatch>& batch) {
+      return batch->awaited == awaited;
+    });
+    if (still == pending_.end()) continue;
+    const std::unique_ptr<PendingBatch> batch = std::move(*still);
+    pending_.erase(still);
+    if (wait) table.wait(awaited->rows, awaited->marks);
+    if (!table.have_come(awaited->rows, awaited->marks))
+      for (const LatePtr& row : awaited->rows) row->lose(0);  // the stream is being captured: no telling when
+    awaited = batch->awaited = nullptr;
+    if (!survived([&] { return tell_of(*batch); })) return false;
+  }
+}
+
+// The thread's batch was captured into a graph, if its forward came to its end. False with an exception set for what
+// must end the call.
+bool CallRecorder::captured(Thread& thread, bool completed) {
+  const std::shared_ptr<GraphRows> graph = std::move(thread.graph);
+  if (!completed || graph->rows.empty()) return true;
+  std::shared_ptr<GraphRows> again = graph;
+  graph->given.late.graph_of_batch = &again;
+  const bool done =
+      survived([&] { return observer_.observe_given(given_to(thread).ptr(), thread.kwargs, &graph->given); });
+  graph->given.late.graph_of_batch = nullptr;
+  if (!done) return false;
+  if (RowTable::instance()->end_graph(*graph) == 0) {
+    graphs_.push_back(graph);
+  } else if (!tell("warn", py::make_tuple("nanwatch: this batch was not captured into one CUDA graph as a whole: its "
+                                          "replays are not seen"))) {
+    PyErr_WriteUnraisable(nullptr);
+  }
+  return true;
+}
+
+// Tells of the replays that have ended since the last look, each a batch of its own.
+bool CallRecorder::look_at_replays(bool wait) {
+  for (size_t i = 0; i < graphs_.size(); ++i) {
+    const std::shared_ptr<GraphRows> graph = graphs_[i];  // while it is told of, others may be captured
+    if (wait) RowTable::instance()->mark_now(graph->device).wait();
+    const uint64_t replays = graph->replays();
+    if (paused) {
+      graph->seen = replays;
+      continue;
+    }
+    if (replays > graph->seen + GraphRows::kReplays) {
+      const uint64_t lost = replays - GraphRows::kReplays - graph->seen;
+      graph->seen += lost;
+      next_batch_ += int64_t(lost);
+      if (!tell("warn", py::make_tuple("nanwatch: " + std::to_string(lost) +
+                                       " replays of a CUDA graph were not seen, as each look finds the latest " +
+                                       std::to_string(GraphRows::kReplays) + "; call Watch.look() at least as often")))
+        return false;
+    }
+    while (graph->seen < replays) {
+      const uint64_t replay = ++graph->seen;
+      latest_batch_ = next_batch_++;
+      if (latest_batch_ % every_ != 0) continue;
+      PendingBatch batch{nullptr, latest_batch_, false, true, true, true};
+      for (const GraphRows::Entry& entry : graph->entries) {
+        batch.entries.emplace_back();
+        batch.entries.back().frame.copy(entry.frame);
+        batch.entries.back().frame.batch = latest_batch_;
+        batch.entries.back().caller = entry.caller;
+        graph->fill(&batch.entries.back().frame, replay);
+      }
+      batch.given.copy(graph->given);
+      graph->fill(&batch.given, replay);
+      if (!survived([&] { return tell_of(batch); })) return false;
+    }
+  }
+  return true;
+}
+
+// Tells of the frames of a batch as if they were recorded now. False with an exception set if the listener raised.
+bool CallRecorder::tell_of(PendingBatch& batch) {
+  if (batch.backward != nullptr) return tell_of(*batch.backward, batch.left);
+  std::optional<HeldError> first;  // of what was raised
+  const auto check = [&first](bool done) {
+    if (done) return;
+    if (first) {
+      PyErr_Clear();
+    } else {
+      first.emplace();
+    }
+  };
+  bool has_fault = false;
+  const Node nobody;
+  check(observer_.resolve(nobody, &batch.given));
+  for (PendingBatch::Entry& entry : batch.entries) {
+    FrameData& frame = entry.frame;
+    check(observer_.resolve(*nodes_[size_t(frame.node)], &frame));
+    const bool is_fault = frame.has_fault;
+    has_fault |= is_fault;
+    keep(frame);
+    if (first || (!is_fault && !is_told(batch.number))) continue;
+    FrameData copy;
+    copy.copy(ring_.latest());
+    const py::object seen = to_python(copy);
+    if (is_told(batch.number)) check(tell("frame_recorded", py::make_tuple(seen)));
+    if (is_fault && !first)
+      check(tell("late_fault", py::make_tuple(seen, name_of(entry.caller), to_python(batch.given), batch.is_left)));
+  }
+  if (batch.is_left && (has_fault || (tells_batch_end && !batch.recomputed)))
+    check(tell("batch_looked_at", py::make_tuple(batch.number, !first && (batch.completed || batch.recomputed))));
+  return !first;
+}
+
+// False with an exception set, the call's own if it has one: that matters more than what the listener raises, unless
+// that is raised from it.
+bool CallRecorder::end_batch(Thread& thread, bool completed) {
+  HeldError own;                                                  // the call's
+  const std::shared_ptr<PyObject> held = std::move(thread.held);  // until the listener has been told
+  PendingBatch* const pending = thread.pending;
+  bool done = true, waits = false;
+  const Recording recording(&thread);  // the listener may run the model once more
+  if (thread.graph != nullptr) {
+    done = captured(thread, completed);
+  } else if (pending != nullptr) {
+    done = close(thread, completed, &waits);
+  }
+  thread.args = thread.kwargs = nullptr;
+  observer_.end_batch();
+  // The listener is told of every batch that ends by an exception. A look may change `tells_batch_end`.
+  const auto tells_end = [&] { return !thread.recomputed && (tells_batch_end || !completed); };
+  if (done && pending_.empty() && !tells_end()) return completed;
+  done = done && (pending_.empty() || look(thread, waits, false));
+  HeldError raised;
+  const bool is_pending = std::any_of(pending_.begin(), pending_.end(),
+                                      [&](const std::unique_ptr<PendingBatch>& one) { return one.get() == pending; });
+  if (is_pending) pending->is_left = true;
+  if (tells_end()) {
+    const HeldError::Shown shown(completed ? &raised : &own);
+    const char* const method = is_pending ? "batch_left" : "batch_ended";
+    const bool fine = completed && done;
+    done &= survived([&] { return tell(method, py::make_tuple(thread.batch, fine)); });
+  }
+  return completed && done;
+}
+
+void CallRecorder::look_from_python(bool wait) {
+  if (!abandon_of_ended_threads() || !finish_broken_backwards()) throw py::error_already_set();
+  if (pending_.empty() && graphs_.empty()) return;
+  Thread& thread = this_thread();
+  if (thread.recording) return;
+  const Recording recording(&thread);
+  if (!look(thread, wait, true)) throw py::error_already_set();
+}
+
+bool CallRecorder::may_be_late() const {
+  return !pending_.empty() || !graphs_.empty();
+}
+
+// Up to the newest forward or backward that a step may take, newest first: behind its marks there is nothing left to
+// wait for of those before it that ran on the same streams. A recomputation by itself is not waited for: the first
+// layers' comes at the end of the backward. It says that a batch without a graph may have been checkpointed as a whole.
+void CallRecorder::await_before_step() {
+  Thread& thread = this_thread();
+  if (thread.recording || pending_.empty()) return;
+  const bool recomputes = std::any_of(pending_.begin(), pending_.end(),
+                                      [](const std::unique_ptr<PendingBatch>& batch) { return batch->recomputed; });
+  std::vector<std::shared_ptr<const Awaited>> taken;  // while this waits, others may tell of the batches
+  for (auto one = pending_.rbegin(); one != pending_.rend(); ++one) {
+    const PendingBatch& batch = **one;
+    const bool is_taken = !batch.recomputed && (batch.has_graph || recomputes);
+    if (batch.ended && (is_taken || !taken.empty())) taken.push_back(batch.awaited);
+  }
+  const RowTable& table = *RowTable::instance();
+  for (const auto& awaited : taken) {
+    if (table.have_come(awaited->rows, awaited->marks) || table.is_capturing(awaited->marks)) continue;
+    table.wait(awaited->rows, awaited->marks);
+  }
+  look_from_python(false);
+}
+
+// The frames whose rows have come, of those that wait.
+py::list CallRecorder::pending_frames() {
+  // Copied first: making Python objects may let another thread tell of the batches.
+  std::vector<FrameData> copies;
+  const auto copy = [&copies](const PendingBatch& batch) {
+    if (batch.backward != nullptr) return false;
+    for (const PendingBatch::Entry& entry : batch.entries) {
+      const std::vector<LatePtr>& rows = entry.frame.late.rows;
+      if (!std::all_of(rows.begin(), rows.end(), [](const LatePtr& row) { return row->arrive(); })) return false;
+      copies.emplace_back().copy(entry.frame);
+    }
+    return true;
+  };
+  for (const std::unique_ptr<PendingBatch>& batch : pending_)
+    if (!copy(*batch)) break;
+  py::list found;
+  for (FrameData& frame : copies) {
+    if (!observer_.resolve(*nodes_[size_t(frame.node)], &frame)) throw py::error_already_set();
+    found.append(to_python(frame));
+  }
+  return found;
+}
+
+}  // namespace nanwatch

@@ -1,0 +1,62 @@
+// A batch whose rows are still on a device: its frames in their order, until all rows have come. Or a backward, in the
+// order of both.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "gradients/backward.h"
+#include "recorder/frame.h"
+#include "device/row_table.h"
+
+namespace nanwatch {
+
+// What an ended batch was still waiting for, and the marks behind it. Never changed: several threads may wait at once.
+struct Awaited {
+  std::vector<LatePtr> rows;
+  std::vector<Mark> marks;
+};
+
+struct PendingBatch {
+  struct Entry {
+    FrameData frame;
+    int32_t caller;
+  };
+
+  const void* thread;  // that makes it, only compared
+  int64_t number;
+  bool recomputed;
+  bool is_left;  // its end was told before its frames were, or is told to nobody
+  bool ended = false, completed = false;
+  bool has_graph = false;  // gradients may flow from it
+  std::deque<Entry> entries = {};
+  FrameData given = {};                         // what it was called with, as it was at the end
+  std::shared_ptr<const Awaited> awaited = {};  // once it has ended
+  std::unique_ptr<Backward> backward = {};      // then there are no frames yet, and it has ended
+  pybind11::object left = {};                   // what the listener said when it had
+
+  // As an outermost call ends: marks what is awaited. Only then is it ended, as other threads may look meanwhile.
+  void end(const RowTable& table, bool is_completed) {
+    std::vector<LatePtr> rows;
+    const auto await = [&rows](const FrameData& frame) {
+      for (const LatePtr& row : frame.late.rows)
+        if (!row->arrive()) rows.push_back(row);
+    };
+    for (const Entry& entry : entries) await(entry.frame);
+    await(given);
+    await_rows(table, std::move(rows));
+    completed = is_completed;
+    ended = true;
+  }
+  void await_rows(const RowTable& table, std::vector<LatePtr> rows) {
+    std::vector<Mark> marks = table.mark(rows);
+    awaited = std::make_shared<const Awaited>(Awaited{std::move(rows), std::move(marks)});
+  }
+};
+
+}  // namespace nanwatch
