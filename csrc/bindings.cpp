@@ -6,10 +6,11 @@
 
 #include <map>
 
-#include "recorder/call_recorder.h"
+#include "bindings.h"
 #include "ops/plain_view.h"
 #include "cpu/range_cpu.h"
 #include "ops/range_sync.h"
+#include "recorder/watched_call.h"
 
 namespace py = pybind11;
 
@@ -193,6 +194,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "What the compiled part was built with.");
   m.def("living", &living, py::arg("kind"), "The objects of that class, or of one derived from it, that gc knows.");
   m.def("cuda_compiled", &cuda_compiled, "Whether CUDA kernels are linked in.");
+  bind_watched_call(m);
   bind_recorder(m);
   bind_place(m);
 }

@@ -1,14 +1,13 @@
 // How a strided piece of host memory is read: reduced to planes, and shared among torch's threads.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <mutex>
 #include <vector>
 
-#include "numerics/coalesce_dims.h"
+#include "cpu/parallel.h"
 #include "cpu/range_cpu.h"
+#include "numerics/coalesce_dims.h"
 
 namespace nanwatch {
 
@@ -104,7 +103,7 @@ Bits reduce(const HostWalk& walk, const Kernel& kernel) {
     Bits bits;
   } total;
   const auto in_threads = [&](const auto& look_at) {
-    at::parallel_for(0, walk.numel, grain, [look_at, &total](int64_t begin, int64_t end) {
+    parallel_for(walk.numel, grain, [look_at, &total](int64_t begin, int64_t end) {
       Bits part;
       look_at(begin, end, &part);
       const std::lock_guard<std::mutex> lock(total.mutex);

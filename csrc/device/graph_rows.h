@@ -6,11 +6,10 @@
 // at the end says how far they are. The host finds them when it looks.
 #pragma once
 
-#include <deque>
 #include <memory>
 #include <vector>
 
-#include "recorder/frame.h"
+#include "device/pending_row.h"
 
 namespace nanwatch {
 
@@ -18,19 +17,11 @@ struct GraphRows {
   // So many replays may come between two looks. 448 tensors (GPT-2) take 448 KiB for them.
   static constexpr uint64_t kReplays = 8;
 
-  struct Entry {
-    FrameData frame;
-    int32_t caller;
-  };
-
   const uint64_t *step = nullptr, *done = nullptr;  // as the host sees them
   uint64_t *step_address = nullptr, *done_address = nullptr;
   int device = -1;
   uint64_t capture = 0;            // the number of the capture that made it
   std::vector<LatePtr> rows = {};  // each one's slot is the first of kReplays
-  std::deque<Entry> entries = {};
-  FrameData given = {};
-  uint64_t seen = 0;  // replays that were told
 
   uint64_t replays() const { return __atomic_load_n(done, __ATOMIC_ACQUIRE); }
 
@@ -47,12 +38,6 @@ struct GraphRows {
       row->error = kNanwatchOverwritten;
     }
     return row;
-  }
-
-  // What a frame was in a replay.
-  void fill(FrameData* frame, uint64_t replay) const {
-    for (LatePtr& row : frame->late.rows)
-      if (row->graph != nullptr) row = row_of(*row, replay);
   }
 };
 

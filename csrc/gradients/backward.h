@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "recorder/frame.h"
+#include "recorder/gradient_tracker.h"
 #include "gradients/recent_gradients.h"
 
 namespace nanwatch {
@@ -16,13 +16,8 @@ namespace nanwatch {
 enum class Part : uint8_t { output, input, weight };
 
 // A recorded call that may get gradients.
-struct GradientCall {
-  int64_t batch = 0, number = 0;  // calls are numbered as they end, so children before their parents
-  int32_t node = 0, caller = -1;
-  bool recomputed = false;
-  const void* thread = nullptr;  // of the call, only compared
-  // The listener's answer to the start of the batch. It lives as long as a gradient of the batch can still come.
-  std::shared_ptr<PyObject> held = {};
+struct GradientCall : CallOrigin {
+  int64_t number = 0;         // calls are numbered as they end, so children before their parents
   mutable int64_t task = -1;  // the backward that last brought a gradient of its outputs; under the log's lock
 };
 

@@ -11,7 +11,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "recorder/call_recorder.h"
 #include "gradients/gradient_hooks.h"
 #include "recorder/python_error.h"
 
@@ -113,13 +112,13 @@ GradientLog::~GradientLog() {
   observe_ = py::object();
 }
 
-void GradientLog::follow(const std::vector<Tap>& taps, const GradientCall& call, Labels& labels,
-                         std::shared_ptr<const GradientCall>* keep) {
+void GradientLog::follow(const std::vector<Tap>& taps, const CallOrigin& call, Labels& labels,
+                         std::shared_ptr<const void>* keep) {
   const std::vector<Followed> followed = with_gradient(taps);
   const bool has_graph =
       std::any_of(followed.begin(), followed.end(), [](const Followed& one) { return one.is_output() && one.node; });
   if ((!has_graph && keep == nullptr) || at::tracer::impl::is_dispatch_enabled()) return;
-  const auto made = std::make_shared<GradientCall>(call);
+  const auto made = std::make_shared<GradientCall>(GradientCall{call});
   const auto self = shared_from_this();
   made->number = next_number_++;
   if (keep != nullptr && !has_graph) {
@@ -178,9 +177,9 @@ std::vector<GradientUser> GradientLog::users_now(const std::vector<std::weak_ptr
   return users;
 }
 
-// The Python object that owns the recorder, so that it lives while it is used; none once the recorder is gone.
-py::object GradientLog::recorder() const {
-  return recorder_ == nullptr ? py::object() : py::cast(recorder_, py::return_value_policy::reference);
+// The Python object that keeps the sink alive while it is used; none once the sink is gone.
+py::object GradientLog::owner() const {
+  return sink_ == nullptr ? py::object() : sink_->owner();
 }
 
 Backward* GradientLog::find(int64_t task) {
@@ -209,9 +208,9 @@ bool GradientLog::open(int64_t task) {
 
 PyObject* GradientLog::row_from_python(const at::Tensor& gradient, Labels::Id label) {
   const py::gil_scoped_acquire lock;
-  if (recorder_ == nullptr) return nullptr;
+  if (sink_ == nullptr) return nullptr;
   const OutsideCompiler outside;
-  const std::string text = recorder_->observer().label_text(label);  // a copy, as new labels move it
+  const std::string text = sink_->label_text(label);
   const py::object wrapped = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
   PyObject* row =
       wrapped ? PyObject_CallFunction(observe_.ptr(), "Oss", wrapped.ptr(), text.c_str(), "gradient") : nullptr;
@@ -243,8 +242,8 @@ LatePtr GradientLog::ask(const at::Tensor& gradient) {
   const NanwatchBackend* const backend = RowTable::backend();
   if (!may_be_late_ || backend == nullptr || (backend->takes_host_memory == 0 && gradient.is_cpu())) return nullptr;
   const py::gil_scoped_acquire lock;
-  const py::object keep = recorder();
-  return keep ? recorder_->observer().ask(gradient) : nullptr;
+  const py::object keep = owner();
+  return keep ? sink_->ask(gradient) : nullptr;
 }
 
 GradientLog::Known GradientLog::arrived(const at::Tensor& gradient, const Place& place,
@@ -253,8 +252,8 @@ GradientLog::Known GradientLog::arrived(const at::Tensor& gradient, const Place&
   if (task < 0) return {};
   if (open(task) && tells_start) {
     const py::gil_scoped_acquire lock;
-    const py::object keep = recorder();
-    if (keep && !recorder_->tell_backward_started()) throw_error();
+    const py::object keep = owner();
+    if (keep && !sink_->backward_started()) throw_error();
   }
   const GradientState state(gradient);
   LatePtr known_late;
@@ -381,8 +380,8 @@ void GradientLog::over(int64_t task, bool completed) {
     return;
   }
   const py::gil_scoped_acquire lock;
-  const py::object keep = recorder();
-  if (keep && !survived([&] { return recorder_->finish_backward(take(task)); })) throw_error();
+  const py::object keep = owner();
+  if (keep && !survived([&] { return sink_->backward_ended(take(task)); })) throw_error();
 }
 
 void GradientLog::release(const at::Tensor& leaf) {

@@ -4,7 +4,7 @@
 // the graph and die with it; they hold no tensor, and they hand on what they are given. At a leaf, which outlives
 // graphs, there is one hook for all calls. A gradient of plain memory is read without the interpreter lock; one on a
 // device is sent to be read, in stream order, and nobody waits. What came in one backward becomes frames when that
-// backward is over and its rows have come; see CallRecorder::finish_backward.
+// backward is over and its rows have come; see GradientRecorder.
 #pragma once
 
 #include <torch/csrc/autograd/function_hook.h>
@@ -15,18 +15,17 @@
 #include <vector>
 
 #include "gradients/backward.h"
+#include "gradients/gradient_sink.h"
 #include "recorder/call_observer.h"
 
 namespace nanwatch {
 
-class CallRecorder;
-
 class GradientLog : public std::enable_shared_from_this<GradientLog> {
  public:
-  // `observe` as in Helpers; with `counts` it makes every row. The recorder outlives its log, or says so with `leave`.
-  GradientLog(CallRecorder* recorder, pybind11::object observe, const Options& options)
+  // `observe` as in Helpers; with `counts` it makes every row. The sink outlives its log, or says so with `leave`.
+  GradientLog(GradientSink* sink, pybind11::object observe, const Options& options)
       : measures_time(options.measure_time),
-        recorder_(recorder),
+        sink_(sink),
         observe_(std::move(observe)),
         counts_(options.counts),
         verify_hits_(options.verify_hits),
@@ -37,8 +36,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
 
   // Leaves hooks for the gradients of the tensors of a call. Without a graph behind its outputs there is none to come,
   // unless the call lies `in_compiled_code`: of such only weights are followed, and `keep` holds the call.
-  void follow(const std::vector<Tap>& taps, const GradientCall& call, Labels& labels,
-              std::shared_ptr<const GradientCall>* keep);
+  void follow(const std::vector<Tap>& taps, const CallOrigin& call, Labels& labels, std::shared_ptr<const void>* keep);
 
   // What is known of a gradient that came: its largest magnitude, 0 where that is not finite or not known; or its row.
   struct Known {
@@ -64,7 +62,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
 
   void over(int64_t task, bool completed);
   void spend(int64_t nanoseconds);  // on this thread's backward
-  void leave() { recorder_ = nullptr; }
+  void leave() { sink_ = nullptr; }
 
   // Takes this log's hook from a leaf.
   void release(const at::Tensor& leaf);
@@ -77,7 +75,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   std::mutex mutex;
 
  private:
-  pybind11::object recorder() const;
+  pybind11::object owner() const;
   Backward* find(int64_t task);
   bool open(int64_t task);
   // Sends a gradient on a device to be read; null where that is not to be had.
@@ -86,7 +84,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   Finite read(const at::Tensor& gradient, RowData* row, int64_t* bytes);
   PyObject* row_from_python(const at::Tensor& gradient, Labels::Id label);
 
-  CallRecorder* recorder_;  // used under the interpreter lock
+  GradientSink* sink_;  // used under the interpreter lock
   pybind11::object observe_;
   const bool counts_, verify_hits_, may_be_late_;
   std::vector<std::unique_ptr<Backward>> backwards_;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "recorder/frame.h"
+#include "recorder/outside_compiler.h"
 #include "ops/plain_view.h"
 #include "recorder/row_python.h"
 #include "device/row_table.h"
@@ -41,8 +42,6 @@ struct Options {
   bool gradients = false;
   bool counts = false;  // every row is Python's, with the counts of its tensor
 };
-
-struct GradientCall;  // see backward.h
 
 struct Helpers {
   pybind11::object observe;       // (value, label, role, allow_inf) -> Row
@@ -101,20 +100,7 @@ struct Node {
   pybind11::object allow_inf = pybind11::bool_(false);  // a bool, or a MaskedScores; handed to Python as it is
   std::vector<Slot> weights, buffers;
   std::deque<std::shared_ptr<Plan>> plans;
-  std::shared_ptr<const GradientCall> compiled_call;  // its latest call in compiled code
-};
-
-// While Python code runs for the recorder. A call may be watched from inside torch.compile, and the compiler would
-// follow any Python code into its own traces.
-class OutsideCompiler {
- public:
-  OutsideCompiler();
-  OutsideCompiler(const OutsideCompiler&) = delete;
-  OutsideCompiler& operator=(const OutsideCompiler&) = delete;
-  ~OutsideCompiler();
-
- private:
-  PyObject* before_;  // owned
+  std::shared_ptr<const void> compiled_call;  // its latest call in compiled code, for gradients/
 };
 
 class CallObserver {

@@ -10,7 +10,6 @@
 #include <string_view>
 #include <unordered_set>
 
-#include "gradients/gradient_log.h"
 #include "recorder/python_error.h"
 #include "recorder/stopwatch.h"
 
@@ -97,11 +96,10 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object l
       id_(next_id++) {
   std::sort(traced_.begin(), traced_.end());
   living().insert(id_);
-  if (options.gradients) gradient_log_ = std::make_shared<GradientLog>(this, observer_.observe_helper(), options);
 }
 
 CallRecorder::~CallRecorder() {
-  if (gradient_log_) gradient_log_->leave();
+  gradients_.reset();
   set_watch(-1);
   living().erase(id_);
 }
@@ -245,12 +243,18 @@ bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObj
   frame.node = index;
   frame.recomputed = thread.recomputed;
   frame.late.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
-  if (gradient_log_ != nullptr) frame.taps = &taps;
+  if (tracks_gradients()) frame.taps = &taps;
   const bool done = observer_.observe(node, module, args, kwargs, output, thread.nodes.empty(), &frame);
   if (!done) return false;
   const int32_t caller = thread.nodes.empty() ? int32_t(kNoCaller) : thread.nodes.back();
   follow_gradients(thread, std::move(taps), index, caller, nullptr);
   return finish(thread, caller);
+}
+
+void CallRecorder::follow_gradients(const Thread& thread, std::vector<Tap> taps, int32_t index, int32_t caller,
+                                    std::shared_ptr<const void>* keep) {
+  if (gradients_ == nullptr || taps.empty()) return;
+  gradients_->follow(taps, {thread.batch, index, caller, thread.recomputed, &thread, thread.held}, keep);
 }
 
 // The arguments of the outermost call; of a compiled one those tensors that still live.
@@ -274,9 +278,8 @@ bool CallRecorder::finish(Thread& thread, int32_t caller) {
   FrameData& frame = thread.frame;
   ++observer_.counters.frames;
   if (thread.graph != nullptr) {
-    thread.graph->entries.emplace_back();
-    thread.graph->entries.back().frame.swap(frame);
-    thread.graph->entries.back().caller = caller;
+    thread.captured.emplace_back().frame.swap(frame);
+    thread.captured.back().caller = caller;
     return true;
   }
   if (!frame.late.empty() || (!pending_.empty() && has_pending(thread))) {
@@ -294,6 +297,17 @@ bool CallRecorder::finish(Thread& thread, int32_t caller) {
   const py::handle none = Py_None;
   return tell("fault", py::make_tuple(seen, name_of(caller), given_to(thread),
                                       thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
+}
+
+void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) {
+  FrameData frame;
+  frame.batch = batch;
+  frame.node = node;
+  frame.phase = Phase::step;
+  for (const py::handle row : rows)
+    frame.rows.push_back({0, Role::weight, Note::none, -1, 0, 0, kNotLate, {}, row.inc_ref().ptr()});
+  ++observer_.counters.frames;
+  ring_.push(frame);
 }
 
 // A frame of a forward whose ranges are known goes into the ring.

@@ -9,13 +9,12 @@
 #include <vector>
 
 #include "recorder/call_observer.h"
-#include "device/graph_rows.h"
+#include "recorder/captured_batch.h"
+#include "recorder/gradient_tracker.h"
 #include "recorder/peak_magnitudes.h"
 #include "recorder/pending_batch.h"
 
 namespace nanwatch {
-
-class GradientLog;
 
 class CallRecorder {
  public:
@@ -42,18 +41,23 @@ class CallRecorder {
   int64_t watch() const { return watch_; }
   void set_watch(int64_t watch);
 
-  // What gradient_log.h sees of backwards, as frames; see gradient_frames.cpp. False with an exception set.
-  bool finish_backward(std::unique_ptr<Backward> backward);
-  bool finish_broken_backwards();
-  bool finish_bad_backward();  // the one under way on this thread, as far as it has come, if something in it is bad
+  // For gradients/: these make frames of backwards. Functions that return a bool return false with a Python exception
+  // set.
+  void set_gradients(std::unique_ptr<GradientTracker> tracker) { gradients_ = std::move(tracker); }
+  GradientTracker* gradients() const { return gradients_.get(); }
+  bool finish_broken_backwards() { return gradients_ == nullptr || gradients_->finish_broken_backwards(); }
+  // Has an ended backward tell its frames once `rows` have come and what came before it on that thread was told.
+  bool tell_backward(const void* thread, int64_t batch, std::vector<LatePtr> rows,
+                     std::unique_ptr<EndedBackward> backward);
+  // Calls a method of the listener.
+  bool tell(const char* method, pybind11::args arguments, pybind11::object* answer = nullptr);
+  pybind11::object to_python(const FrameData& frame) const;
+  pybind11::object name_of(int32_t caller) const;
+  bool is_traced(int64_t batch) const;
+  bool traces() const { return !traced_.empty(); }
+  bool measures_time() const { return measures_time_; }
+  FrameRing& ring() { return ring_; }
   void add_frame(int64_t batch, int32_t node, const pybind11::list& rows);  // of an optimizer's step
-  bool tell_backward_started();
-  bool gradient_sums_may_overflow() const;
-  void forget_gradient_sums();  // they were looked at
-  void set_tells_backward_start(bool tells);
-  bool tells_backward_start() const;
-  void excuse_gradients(const std::vector<int64_t>& batches, const std::string& note);
-  void forget_gradients(const std::vector<at::Tensor>& leaves);  // and see no more
 
   pybind11::list frames() const;
   // How many there have been, and of these the ones after the first `kept`, as far as the ring holds them.
@@ -105,6 +109,7 @@ class CallRecorder {
     pybind11::object given = {};                  // weak references to what a compiled outermost call was given
     std::shared_ptr<PyObject> held = {};          // what the listener answered to the start of the batch under way
     std::shared_ptr<GraphRows> graph = {};        // of a batch that is being captured
+    std::deque<CallFrame> captured = {};          // the frames of that batch
     PendingBatch* pending = nullptr;              // the batch under way, if frames of it wait for a device
     FrameData frame = {};
   };
@@ -120,16 +125,14 @@ class CallRecorder {
   bool end_batch(Thread& thread, bool completed);
   bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
   void follow_gradients(const Thread& thread, std::vector<Tap> taps, int32_t index, int32_t caller,
-                        std::shared_ptr<const GradientCall>* keep);
+                        std::shared_ptr<const void>* keep);
   bool finish(Thread& thread, int32_t caller);
   pybind11::object given_to(const Thread& thread) const;
-  pybind11::object name_of(int32_t caller) const;
   bool has_pending(const Thread& thread) const;
   void defer(Thread& thread, int32_t caller);
   bool close(Thread& thread, bool completed, bool* waits);
   bool look(Thread& thread, bool wait, bool all);
   bool tell_of(PendingBatch& batch);
-  bool tell_of(Backward& backward, const pybind11::object& left);
   bool captured(Thread& thread, bool completed);
   Pending::iterator find_ended(const Thread& thread, bool all);
   bool look_at_batches(Thread& thread, bool wait, bool all);
@@ -137,19 +140,17 @@ class CallRecorder {
   bool abandon(Thread& thread);
   bool abandon_of_ended_threads();
   bool end_compiled(Thread& thread, bool completed);
-  bool tell(const char* method, pybind11::args arguments, pybind11::object* answer = nullptr);
-  bool is_traced(int64_t batch) const;
   bool is_told(int64_t batch) const { return tells_frames || is_traced(batch); }
   void keep(FrameData& frame);
-  pybind11::object to_python(const FrameData& frame) const;
+  bool tracks_gradients() const { return gradients_ != nullptr && gradients_->is_active(); }
 
   CallObserver observer_;
   pybind11::object listener_, frame_type_;
   FrameRing ring_;
   Largest largest_;
-  std::shared_ptr<GradientLog> gradient_log_;       // null when nobody asked for gradients
-  Pending pending_;                                 // in the order of their beginnings
-  std::vector<std::shared_ptr<GraphRows>> graphs_;  // what was captured
+  std::unique_ptr<GradientTracker> gradients_;          // null when nobody asked for gradients
+  Pending pending_;                                     // in the order of their beginnings
+  std::vector<std::shared_ptr<CapturedBatch>> graphs_;  // what was captured
   const Check check_;
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted
@@ -177,11 +178,5 @@ class CallRecorder::Recording {
  private:
   Thread* thread_;
 };
-
-// Adds CallRecorder and WatchedCall to the module.
-void bind_recorder(pybind11::module_& m);
-
-// Adds Place to the module.
-void bind_place(pybind11::module_& m);
 
 }  // namespace nanwatch

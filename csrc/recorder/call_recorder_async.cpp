@@ -28,7 +28,7 @@ void CallRecorder::defer(Thread& thread, int32_t caller) {
     thread.pending = pending_.back().get();
   }
   thread.pending->entries.emplace_back();
-  PendingBatch::Entry& entry = thread.pending->entries.back();
+  CallFrame& entry = thread.pending->entries.back();
   entry.frame.swap(thread.frame);
   entry.caller = caller;
 }
@@ -95,16 +95,17 @@ bool CallRecorder::look_at_batches(Thread& thread, bool wait, bool all) {
 // The thread's batch was captured into a graph, if its forward came to its end. False with an exception set for what
 // must end the call.
 bool CallRecorder::captured(Thread& thread, bool completed) {
-  const std::shared_ptr<GraphRows> graph = std::move(thread.graph);
-  if (!completed || graph->rows.empty()) return true;
-  std::shared_ptr<GraphRows> again = graph;
-  graph->given.late.graph_of_batch = &again;
+  const auto batch = std::make_shared<CapturedBatch>();
+  batch->graph = std::move(thread.graph);
+  batch->entries = std::exchange(thread.captured, {});
+  if (!completed || batch->graph->rows.empty()) return true;
+  batch->given.late.graph_of_batch = &batch->graph;
   const bool done =
-      survived([&] { return observer_.observe_given(given_to(thread).ptr(), thread.kwargs, &graph->given); });
-  graph->given.late.graph_of_batch = nullptr;
+      survived([&] { return observer_.observe_given(given_to(thread).ptr(), thread.kwargs, &batch->given); });
+  batch->given.late.graph_of_batch = nullptr;
   if (!done) return false;
-  if (RowTable::instance()->end_graph(*graph) == 0) {
-    graphs_.push_back(graph);
+  if (RowTable::instance()->end_graph(*batch->graph) == 0) {
+    graphs_.push_back(batch);
   } else if (!tell("warn", py::make_tuple("nanwatch: this batch was not captured into one CUDA graph as a whole: its "
                                           "replays are not seen"))) {
     PyErr_WriteUnraisable(nullptr);
@@ -115,36 +116,36 @@ bool CallRecorder::captured(Thread& thread, bool completed) {
 // Tells of the replays that have ended since the last look, each a batch of its own.
 bool CallRecorder::look_at_replays(bool wait) {
   for (size_t i = 0; i < graphs_.size(); ++i) {
-    const std::shared_ptr<GraphRows> graph = graphs_[i];  // while it is told of, others may be captured
-    if (wait) RowTable::instance()->mark_now(graph->device).wait();
-    const uint64_t replays = graph->replays();
+    const std::shared_ptr<CapturedBatch> captured = graphs_[i];  // while it is told of, others may be captured
+    if (wait) RowTable::instance()->mark_now(captured->graph->device).wait();
+    const uint64_t replays = captured->graph->replays();
     if (paused) {
-      graph->seen = replays;
+      captured->seen = replays;
       continue;
     }
-    if (replays > graph->seen + GraphRows::kReplays) {
-      const uint64_t lost = replays - GraphRows::kReplays - graph->seen;
-      graph->seen += lost;
+    if (replays > captured->seen + GraphRows::kReplays) {
+      const uint64_t lost = replays - GraphRows::kReplays - captured->seen;
+      captured->seen += lost;
       next_batch_ += int64_t(lost);
       if (!tell("warn", py::make_tuple("nanwatch: " + std::to_string(lost) +
                                        " replays of a CUDA graph were not seen, as each look finds the latest " +
                                        std::to_string(GraphRows::kReplays) + "; call Watch.look() at least as often")))
         return false;
     }
-    while (graph->seen < replays) {
-      const uint64_t replay = ++graph->seen;
+    while (captured->seen < replays) {
+      const uint64_t replay = ++captured->seen;
       latest_batch_ = next_batch_++;
       if (latest_batch_ % every_ != 0) continue;
       PendingBatch batch{nullptr, latest_batch_, false, true, true, true};
-      for (const GraphRows::Entry& entry : graph->entries) {
+      for (const CallFrame& entry : captured->entries) {
         batch.entries.emplace_back();
         batch.entries.back().frame.copy(entry.frame);
         batch.entries.back().frame.batch = latest_batch_;
         batch.entries.back().caller = entry.caller;
-        graph->fill(&batch.entries.back().frame, replay);
+        captured->fill(&batch.entries.back().frame, replay);
       }
-      batch.given.copy(graph->given);
-      graph->fill(&batch.given, replay);
+      batch.given.copy(captured->given);
+      captured->fill(&batch.given, replay);
       if (!survived([&] { return tell_of(batch); })) return false;
     }
   }
@@ -153,7 +154,7 @@ bool CallRecorder::look_at_replays(bool wait) {
 
 // Tells of the frames of a batch as if they were recorded now. False with an exception set if the listener raised.
 bool CallRecorder::tell_of(PendingBatch& batch) {
-  if (batch.backward != nullptr) return tell_of(*batch.backward, batch.left);
+  if (batch.backward != nullptr) return batch.backward->tell(batch.left);
   std::optional<HeldError> first;  // of what was raised
   const auto check = [&first](bool done) {
     if (done) return;
@@ -166,7 +167,7 @@ bool CallRecorder::tell_of(PendingBatch& batch) {
   bool has_fault = false;
   const Node nobody;
   check(observer_.resolve(nobody, &batch.given));
-  for (PendingBatch::Entry& entry : batch.entries) {
+  for (CallFrame& entry : batch.entries) {
     FrameData& frame = entry.frame;
     check(observer_.resolve(*nodes_[size_t(frame.node)], &frame));
     const bool is_fault = frame.has_fault;
@@ -183,6 +184,26 @@ bool CallRecorder::tell_of(PendingBatch& batch) {
   if (batch.is_left && (has_fault || (tells_batch_end && !batch.recomputed)))
     check(tell("batch_looked_at", py::make_tuple(batch.number, !first && (batch.completed || batch.recomputed))));
   return !first;
+}
+
+bool CallRecorder::tell_backward(const void* thread, int64_t batch_number, std::vector<LatePtr> rows,
+                                 std::unique_ptr<EndedBackward> backward) {
+  const bool has_to_wait = !rows.empty() || std::any_of(pending_.begin(), pending_.end(), [thread](const auto& batch) {
+    return batch->thread == thread;
+  });
+  if (!has_to_wait) return backward->tell(py::none());
+  py::object left;
+  if (!tell("backward_left", py::make_tuple(), &left)) return false;
+  auto batch = std::make_unique<PendingBatch>(PendingBatch{thread, batch_number, false, true, true, true, true});
+  batch->await_rows(*RowTable::instance(), std::move(rows));
+  batch->backward = std::move(backward);
+  batch->left = std::move(left);
+  pending_.push_back(std::move(batch));
+  if (!awaits_backwards) return true;
+  Thread& own = this_thread();
+  if (own.recording) return true;
+  const Recording recording(&own);
+  return look_at_batches(own, true, true);
 }
 
 // False with an exception set, the call's own if it has one: that matters more than what the listener raises, unless
@@ -258,7 +279,7 @@ py::list CallRecorder::pending_frames() {
   std::vector<FrameData> copies;
   const auto copy = [&copies](const PendingBatch& batch) {
     if (batch.backward != nullptr) return false;
-    for (const PendingBatch::Entry& entry : batch.entries) {
+    for (const CallFrame& entry : batch.entries) {
       const std::vector<LatePtr>& rows = entry.frame.late.rows;
       if (!std::all_of(rows.begin(), rows.end(), [](const LatePtr& row) { return row->arrive(); })) return false;
       copies.emplace_back().copy(entry.frame);

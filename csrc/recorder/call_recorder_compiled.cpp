@@ -7,17 +7,14 @@
 // and where those will be captured into a CUDA graph one that stays outside of it:
 //   look_(sequence, watch)                                    before the first call, at what the replays have left
 //
-// `sequence` is declared as written, so that a compiler keeps the operators and their order. The plan is a text made
-// when the call was traced: the class, then a line for every value of the frame:
-//   role (w b i o)  kind (t tensor, n None, x no tensor, u unread)  space  label  [tab  why it is not read]
-#include <pybind11/gil_safe_call_once.h>
+// `sequence` is declared as written, so that a compiler keeps the operators and their order. call_observer_compiled.cpp
+// explains plans.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include "recorder/call_recorder.h"
 #include "ops/fallback.h"
 #include "recorder/python_error.h"
-#include "recorder/cached_read.h"
 
 namespace py = pybind11;
 
@@ -28,28 +25,6 @@ namespace {
 std::unordered_map<int64_t, CallRecorder*>& numbered() {
   static auto* const recorders = new std::unordered_map<int64_t, CallRecorder*>;
   return *recorders;
-}
-
-Role role_of(char letter) {
-  switch (letter) {
-    case 'w': return Role::weight;
-    case 'b': return Role::buffer;
-    case 'i': return Role::input;
-    default: return Role::output;
-  }
-}
-
-py::object wrap(const at::Tensor& x) {
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(x));
-}
-
-// Sets the compiler that follows the frames of this thread; what was set before, owned.
-PyObject* set_compiler(PyObject* callback) {
-  // Not a plain static: an import may let another thread in, which would wait for it with the interpreter lock held.
-  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> set;
-  set.call_once_and_store_result(
-      [] { return py::object(py::module_::import("torch._C._dynamo.eval_frame").attr("set_eval_frame")); });
-  return PyObject_CallOneArg(set.get_stored().ptr(), callback);
 }
 
 // Calls look(recorder) for the recorder of that number. False where there is none here: the watch has stopped, or its
@@ -86,96 +61,6 @@ void look_(const at::Tensor& sequence, int64_t watch) {
 }
 
 }  // namespace
-
-OutsideCompiler::OutsideCompiler() {
-  PyObject *type, *value, *traceback;
-  PyErr_Fetch(&type, &value, &traceback);
-  before_ = set_compiler(Py_None);
-  PyErr_Clear();
-  PyErr_Restore(type, value, traceback);
-}
-
-OutsideCompiler::~OutsideCompiler() {
-  if (before_ == nullptr) return;
-  if (before_ != Py_None) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    Py_XDECREF(set_compiler(before_));
-    PyErr_Clear();
-    PyErr_Restore(type, value, traceback);
-  }
-  Py_DECREF(before_);
-}
-
-// ---- CallObserver ---------------------------------------------------------------------------------------------------
-
-std::shared_ptr<Node::Plan> CallObserver::plan_of(Node& node, std::string_view text) {
-  for (const std::shared_ptr<Node::Plan>& known : node.plans)
-    if (known->text == text) return known;
-  // Shapes are no part of a plan: a module has one for each way it is called. Past any reason, the first one goes.
-  if (node.plans.size() >= 64) node.plans.pop_front();
-  const auto made = std::make_shared<Node::Plan>();
-  node.plans.push_back(made);
-  Node::Plan& plan = *made;
-  plan.text = text;
-  size_t end = text.find('\n');
-  plan.class_name = text.substr(0, end);
-  while (end != std::string_view::npos) {
-    const size_t start = end + 1;
-    end = text.find('\n', start);
-    const std::string_view line = text.substr(start, end == std::string_view::npos ? end : end - start);
-    if (line.size() < 3) continue;
-    const size_t tab = line.find('\t');
-    Node::Plan::Value value{{}, role_of(line[0]), line[1], ""};
-    value.slot.label = labels_.of_text(std::string(line.substr(3, tab == std::string_view::npos ? tab : tab - 3)));
-    if (tab != std::string_view::npos) value.reason = line.substr(tab + 1);
-    plan.values.push_back(std::move(value));
-  }
-  return made;
-}
-
-bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame) {
-  size_t next = 0;
-  std::vector<const void*> own;
-  for (Node::Plan::Value& value : plan.values) {
-    const Labels::Id label = value.slot.label;
-    if (value.kind != 't') {
-      if (value.kind == 'u') {
-        unread(label, value.role, value.reason, frame);
-      } else {
-        const Note note = value.kind == 'n' ? Note::is_none : Note::not_a_tensor;
-        frame->rows.push_back({label, value.role, note, -1, 0, 0, kNotLate, {}, nullptr});
-      }
-      continue;
-    }
-    if (next == tensors.size()) return true;  // a plan of another call
-    const at::Tensor& x = tensors[next++];
-    if (value.role == Role::weight || value.role == Role::buffer) {
-      const void* identity = x.unsafeGetTensorImpl();  // a tensor under two names counts once
-      if (std::find(own.begin(), own.end(), identity) != own.end()) continue;
-      own.push_back(identity);
-    }
-    const py::object object = wrap(x);
-    if (!object) {
-      PyErr_Clear();
-      unread(label, value.role, "Python has no object for it", frame);
-      continue;
-    }
-    // Compiled code gives the memory of one activation to the next and tells no version counter. So what is between
-    // modules is read each time; a parameter is the user's own tensor, and is known again.
-    const bool is_parameter =
-        value.role == Role::weight && reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == ParameterClass;
-    const Memory memory = is_parameter ? Memory::weight : Memory::none;
-    if (!tensor(object.ptr(), label, value.role, node, memory, &value.slot, frame)) return false;
-  }
-  return true;
-}
-
-bool CallObserver::observe_compiled(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame) {
-  return look(node, frame, [&] { return compiled_rows(node, plan, tensors, frame); });
-}
-
-// ---- CallRecorder ---------------------------------------------------------------------------------------------------
 
 void CallRecorder::set_watch(int64_t watch) {
   const auto found = numbered().find(watch_);
@@ -246,7 +131,7 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
       node.type = nullptr;
     }
     frame.late.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
-    if (gradient_log_ != nullptr) frame.taps = &taps;
+    if (tracks_gradients()) frame.taps = &taps;
     if (!observer_.observe_compiled(node, *plan, tensors, &frame)) return false;
     follow_gradients(thread, std::move(taps), int32_t(index), int32_t(caller), &node.compiled_call);
     return finish(thread, int32_t(caller));

@@ -107,6 +107,12 @@ struct FrameData {
   }
 };
 
+// A frame, and the node that made the call.
+struct CallFrame {
+  FrameData frame;
+  int32_t caller;
+};
+
 // The latest frames, oldest overwritten.
 class FrameRing {
  public:

@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "gradients/backward.h"
-#include "recorder/frame.h"
 #include "device/row_table.h"
+#include "recorder/frame.h"
+#include "recorder/gradient_tracker.h"
 
 namespace nanwatch {
 
@@ -23,22 +23,17 @@ struct Awaited {
 };
 
 struct PendingBatch {
-  struct Entry {
-    FrameData frame;
-    int32_t caller;
-  };
-
   const void* thread;  // that makes it, only compared
   int64_t number;
   bool recomputed;
   bool is_left;  // its end was told before its frames were, or is told to nobody
   bool ended = false, completed = false;
   bool has_graph = false;  // gradients may flow from it
-  std::deque<Entry> entries = {};
-  FrameData given = {};                         // what it was called with, as it was at the end
-  std::shared_ptr<const Awaited> awaited = {};  // once it has ended
-  std::unique_ptr<Backward> backward = {};      // then there are no frames yet, and it has ended
-  pybind11::object left = {};                   // what the listener said when it had
+  std::deque<CallFrame> entries = {};
+  FrameData given = {};                          // what it was called with, as it was at the end
+  std::shared_ptr<const Awaited> awaited = {};   // once it has ended
+  std::unique_ptr<EndedBackward> backward = {};  // then there are no frames yet, and it has ended
+  pybind11::object left = {};                    // what the listener said when it had
 
   // As an outermost call ends: marks what is awaited. Only then is it ended, as other threads may look meanwhile.
   void end(const RowTable& table, bool is_completed) {
@@ -47,7 +42,7 @@ struct PendingBatch {
       for (const LatePtr& row : frame.late.rows)
         if (!row->arrive()) rows.push_back(row);
     };
-    for (const Entry& entry : entries) await(entry.frame);
+    for (const CallFrame& entry : entries) await(entry.frame);
     await(given);
     await_rows(table, std::move(rows));
     completed = is_completed;

@@ -5,7 +5,7 @@
 // Nothing is written into the module, so no pickle, copy or `vars(module)` shows a watch. See python/nanwatch/links.py.
 #include <unordered_map>
 
-#include "recorder/call_recorder.h"
+#include "recorder/watched_call.h"
 
 namespace py = pybind11;
 

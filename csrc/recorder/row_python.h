@@ -2,6 +2,7 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
@@ -72,6 +73,11 @@ inline bool is_meant(PyObject* row) {
 inline bool is_fault(const RowData& row) {
   if (row.python == nullptr) return row.dtype >= 0 && !row.range.isfinite;
   return is_row(row.python) && PyTuple_GET_ITEM(row.python, 6) == Py_False && !is_meant(row.python);
+}
+
+// The Python object of a tensor; empty with a Python error set.
+inline pybind11::object wrap(const at::Tensor& x) {
+  return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(x));
 }
 
 inline pybind11::object from_utf8(const std::string& text) {
