@@ -78,9 +78,9 @@ void bind_recorder(py::module_& m) {
       .def("frames_since", &CallRecorder::frames_since)
       .def("frames_of_batch", &CallRecorder::frames_of_batch)
       .def("pending_frames", &CallRecorder::pending_frames)
-      .def("look", &CallRecorder::look_from_python, py::arg("wait"))
+      .def("look", &CallRecorder::poll_from_python, py::arg("wait"))
       .def_property_readonly("has_devices", [](const CallRecorder&) { return RowTable::has_devices(); })
-      .def_property_readonly("may_be_late", &CallRecorder::may_be_late)
+      .def_property_readonly("may_be_late", &CallRecorder::may_be_pending)
       .def("await_before_step", &CallRecorder::await_before_step)
       .def("begin_compiled", [](CallRecorder& self, int64_t node,
                                 const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, tensors); })
@@ -96,7 +96,7 @@ void bind_recorder(py::module_& m) {
       .def("finish_bad_backward",
            [](CallRecorder& self) {
              GradientRecorder* const gradients = gradients_of(self);
-             if (gradients != nullptr && !gradients->finish_bad_backward()) throw py::error_already_set();
+             if (gradients != nullptr && !gradients->finish_nonfinite_backward()) throw py::error_already_set();
            })
       .def_property_readonly("gradient_sums_may_overflow",
                              [](const CallRecorder& self) {
@@ -134,8 +134,8 @@ void bind_recorder(py::module_& m) {
       .def_readwrite("tells_batch_end", &CallRecorder::tells_batch_end)
       .def_readwrite("tells_frames", &CallRecorder::tells_frames)
       .def_readwrite("awaits_backwards", &CallRecorder::awaits_backwards)
-      .def_readwrite("gathers_largest", &CallRecorder::gathers_largest)
-      .def("take_largest", &CallRecorder::take_largest)
+      .def_readwrite("gathers_largest", &CallRecorder::gathers_peaks)
+      .def("take_largest", &CallRecorder::take_peaks)
       .def_readwrite("gathers_weights", &CallRecorder::gathers_weights)
       .def_property_readonly("latest_batch", &CallRecorder::latest_batch)
       .def_property_readonly("is_under_way", &CallRecorder::is_under_way)

@@ -11,8 +11,8 @@
 
 namespace nanwatch {
 
-// A view as planes: the two fastest dimensions that collapse() leaves, and the rest. A transposed dense tensor becomes
-// one run.
+// A view as planes: the two fastest dimensions that coalesce_dims() leaves, and the rest. A transposed dense tensor
+// becomes one run.
 struct HostWalk {
   const char* data;
   int64_t width;
@@ -28,12 +28,12 @@ struct HostWalk {
       return;
     }
     std::vector<Dim> dims(size_t(std::max<int64_t>(view.dims, 1)));
-    const Collapsed collapsed = collapse(view.dims, view.sizes, view.strides, false, dims.data());
-    repeats = collapsed.repeats;
-    numel = collapsed.numel;
+    const CoalescedDims coalesced = coalesce_dims(view.dims, view.sizes, view.strides, false, dims.data());
+    repeats = coalesced.repeats;
+    numel = coalesced.numel;
     inner = dims[0];
-    if (collapsed.dims > 1) outer = dims[1];
-    if (collapsed.dims > 2) rest.assign(dims.begin() + 2, dims.begin() + collapsed.dims);
+    if (coalesced.dims > 1) outer = dims[1];
+    if (coalesced.dims > 2) rest.assign(dims.begin() + 2, dims.begin() + coalesced.dims);
   }
 
   static bool is_contiguous(const View& view) {

@@ -48,8 +48,7 @@ const KernelTable& kernels() {
   return *dispatch().current.load(std::memory_order_relaxed);
 }
 
-// ---- the first that is not finite
-// ------------------------------------------------------------------------------------
+// ---- the first that is not finite -----------------------------------------------------------------------------------
 
 // The position in C order of the first non-finite element. Only called when there is one, and on the failure path: but
 // a tensor expanded to 2^40 elements must not keep it busy, so repeats are left out (their first is the one at index 0)
@@ -118,7 +117,9 @@ RangeRow range_cpu(const View& view) {
 
 void range_cpu(const View& view, double* row) {
   const RangeRow r = range_cpu(view);
-  row[0] = r.abs_min, row[1] = r.abs_max, row[2] = r.isfinite ? 1.0 : 0.0;
+  row[column::abs_min] = r.abs_min;
+  row[column::abs_max] = r.abs_max;
+  row[column::isfinite] = r.isfinite ? 1.0 : 0.0;
 }
 
 void health_cpu(const View& view, double* row) {

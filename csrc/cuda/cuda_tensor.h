@@ -31,9 +31,9 @@ inline bool aligned(const NanwatchTensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.data) % uint64_t(width_of(tensor)) == 0;
 }
 
-// Fills a walk from what collapse() left. False if only the plain kernel can follow it.
+// Fills a walk from what coalesce_dims() left. False if only the plain kernel can follow it.
 template <int max_dims>
-bool fill(Walk<max_dims>& walk, const NanwatchTensor& tensor, const Collapsed& shape, const Dim* dim) {
+bool fill(Walk<max_dims>& walk, const NanwatchTensor& tensor, const CoalescedDims& shape, const Dim* dim) {
   const int64_t width = width_of(tensor), row_bytes = dim[0].size * width;
   walk.dims = int32_t(shape.dims);
   walk.repeats = shape.repeats;

@@ -202,7 +202,7 @@ struct Launch {
       return;
     }
     Dim dim[kNanwatchMaxDims];
-    const Collapsed shape = collapse(given.dims, given.sizes, given.strides, false, dim);
+    const CoalescedDims shape = coalesce_dims(given.dims, given.sizes, given.strides, false, dim);
     if (shape.numel == 0) return;
     if (shape.dims > kNanwatchMaxWalkDims) {
       error = kNanwatchTooManyDims;

@@ -59,16 +59,16 @@ enum class Positions { none, needed, wished };
 
 // The way in which a tensor is read.
 struct Plan {
-  Collapsed shape;
+  CoalescedDims shape;
   bool ordered;  // whether it tells positions
   Dim dim[kNanwatchMaxDims];
 
   void make(const NanwatchTensor& tensor, Positions positions) {
     ordered = positions != Positions::none;
-    shape = collapse(tensor.dims, tensor.sizes, tensor.strides, ordered, dim);
+    shape = coalesce_dims(tensor.dims, tensor.sizes, tensor.strides, ordered, dim);
     if (positions != Positions::wished || shape.flat) return;
     Dim merged[kNanwatchMaxDims];
-    const Collapsed other = collapse(tensor.dims, tensor.sizes, tensor.strides, false, merged);
+    const CoalescedDims other = coalesce_dims(tensor.dims, tensor.sizes, tensor.strides, false, merged);
     if (!other.flat && shape.dims <= kWalkDims) return;
     shape = other;
     std::copy(merged, merged + other.dims, dim);
@@ -126,7 +126,7 @@ class Launcher {
   // False if the kernel cannot read the tensor, and then it is not in the batch.
   bool add(const NanwatchTensor& tensor, const Plan& plan, bool flat, int64_t row) {
     const int i = batch_.count;
-    const Collapsed& shape = plan.shape;
+    const CoalescedDims& shape = plan.shape;
     if constexpr (AnyBatch::observes) {
       if (!describe(tensor, batch_.size[i], batch_.stride[i], &batch_.dims[i])) return false;
       batch_.repeats[i] = shape.repeats;

@@ -59,13 +59,14 @@ __device__ __noinline__ void write_row(const DeviceRange& range, Format format, 
 // The columns of Health::write.
 __device__ void write_row(const DeviceHealth& health, Format format, double* row) {
   write_row(health.range, format, row);
-  write_row(health.finite, format, row + 3);  // and isfinite into the next column, which is written after it
-  row[5] = double(health.num_nan);
-  row[6] = double(health.num_posinf);
-  row[7] = double(health.num_neginf);
-  row[8] = double(health.num_zero);
-  row[9] = double(health.num_subnormal);
-  row[10] = health.not_first == 0 ? -1.0 : double(~health.not_first);
+  write_row(health.finite, format,
+            row + column::finite_abs_min);  // and isfinite into the next column, which is written after it
+  row[column::num_nan] = double(health.num_nan);
+  row[column::num_posinf] = double(health.num_posinf);
+  row[column::num_neginf] = double(health.num_neginf);
+  row[column::num_zero] = double(health.num_zero);
+  row[column::num_subnormal] = double(health.num_subnormal);
+  row[column::first_nonfinite] = health.not_first == 0 ? -1.0 : double(~health.not_first);
 }
 
 }  // namespace

@@ -31,7 +31,8 @@ __device__ constexpr typename Codes<F>::Word lowest_word() {
 }
 
 struct Sighting {
-  static constexpr int columns = kNanwatchRowValues;
+  static constexpr int columns = kDeviceColumns;
+  static_assert(kDeviceColumns == kNanwatchRowValues);
   DeviceRange quiet;   // of blocks that read their share once
   DeviceHealth loud;   // of those that read it again, and the zeros of shares that have nothing else
   Bits num_lowest;     // minus the largest number
@@ -286,10 +287,10 @@ __device__ void deliver(const AnyBatch& batch, const Share& share, Format format
   if (counts_memory && total->loud.not_first != 0) {
     with_device_float(format, [&](auto tag) {
       constexpr int width = int(sizeof(typename Codes<decltype(tag)::format>::Word));
-      values[kHealthColumns - 1] = double(batch.position_of(tensor, int64_t(~total->loud.not_first), width));
+      values[column::first_nonfinite] = double(batch.position_of(tensor, int64_t(~total->loud.not_first), width));
     });
   }
-  values[kHealthColumns] = is_mask ? 1.0 : 0.0;
+  values[column::is_mask] = is_mask ? 1.0 : 0.0;
   publish(batch.target, batch.row[tensor], values, kNanwatchRowValues);
 }
 

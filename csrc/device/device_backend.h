@@ -27,9 +27,9 @@ typedef struct NanwatchBackend {
   int (*observe)(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, int device, void* stream);
   // As nanwatch_cuda_step.
   int (*step)(uint64_t* step, uint64_t* done, int device, void* stream);
-  // A mark behind all that was enqueued on the stream so far.
+  // An event behind all that was enqueued on the stream so far.
   int (*record)(int device, void* stream, void** event);
-  // kNanwatchNotReady until the device has come to the mark.
+  // kNanwatchNotReady until the device has come to the event.
   int (*query)(void* event);
   int (*wait)(void* event);
   void (*release)(void* event);

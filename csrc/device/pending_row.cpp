@@ -4,8 +4,8 @@
 
 namespace nanwatch {
 
-LatePtr LateFrame::collect(const at::Tensor& x, Format format, int device) {
-  const auto row = std::make_shared<LateRow>();
+PendingRowPtr PendingRows::collect(const at::Tensor& x, Format format, int device) {
+  const auto row = std::make_shared<PendingRow>();
   row->device = device;
   row->collector = this;
   row->graph = graph();
@@ -17,13 +17,13 @@ LatePtr LateFrame::collect(const at::Tensor& x, Format format, int device) {
 }
 
 // The stream on which the frame reads tensors of the device.
-const LateFrame::Lane& LateFrame::lane_of(int device, const NanwatchBackend& backend) {
-  for (const Lane& lane : lanes)
-    if (lane.device == device) return lane;
-  Lane lane{device, nullptr, 0, 0};
-  lane.error = backend.stream(device, &lane.stream, &lane.capture);
-  lanes.push_back(lane);
-  return lanes.back();
+const PendingRows::StreamSlot& PendingRows::stream_slot_of(int device, const NanwatchBackend& backend) {
+  for (const StreamSlot& stream_slot : stream_slots)
+    if (stream_slot.device == device) return stream_slot;
+  StreamSlot stream_slot{device, nullptr, 0, 0};
+  stream_slot.error = backend.stream(device, &stream_slot.stream, &stream_slot.capture);
+  stream_slots.push_back(stream_slot);
+  return stream_slots.back();
 }
 
 }  // namespace nanwatch

@@ -1,4 +1,4 @@
-// A row that a device was asked for, and that is not here yet: from the walk over a call's tensors to the row's arrival
+// A row that a device was asked for, and that is not here yet: from the walk over a call's tensors until the row is
 // in memory of the host.
 #pragma once
 
@@ -18,13 +18,13 @@
 namespace nanwatch {
 
 // One tensor's row. Frames and caches that need it share it: a tensor whose row is on the way is not read again.
-struct LateRow {
+struct PendingRow {
   enum class State : uint8_t {
     unsent,   // only collected, for the frame that is being made
     pending,  // enqueued
-    arrived,
+    completed,
     captured,  // into a graph: each of its replays has a row
-    lost,      // it will never come
+    failed,    // it will never come
   };
 
   State state = State::unsent;
@@ -37,22 +37,22 @@ struct LateRow {
   uint64_t stamp = 0;
   RangeRow range{};
   double values[kNanwatchRowValues] = {};
-  std::shared_ptr<LateRow> verifies;  // a row that should be the same; see Options
+  std::shared_ptr<PendingRow> verifies;  // a row that should be the same; see Options
 
   // Whether it has come; takes it out of its slot then, which may be used anew.
-  bool arrive() {
-    if (state != State::pending) return state == State::arrived || state == State::lost;
+  bool poll() {
+    if (state != State::pending) return state == State::completed || state == State::failed;
     if (__atomic_load_n(&slot->stamp, __ATOMIC_ACQUIRE) != stamp) return false;
     std::copy(slot->values, slot->values + kNanwatchRowValues, values);
     examined = slot->examined != 0;
-    range = {values[0], values[1], values[2] != 0};
-    state = State::arrived;
+    range = range_of_row(values);
+    state = State::completed;
     return true;
   }
 
-  void lose(int its_error) {
-    if (arrive() && state == State::arrived) return;
-    state = State::lost;
+  void fail(int its_error) {
+    if (poll() && state == State::completed) return;
+    state = State::failed;
     error = its_error;
   }
 
@@ -64,28 +64,28 @@ struct LateRow {
       case State::unsent: return collector == frame;
       case State::pending:
       case State::captured: return true;
-      case State::arrived: return range.isfinite;
-      case State::lost: break;
+      case State::completed: return range.isfinite;
+      case State::failed: break;
     }
     return false;
   }
 };
 
-using LatePtr = std::shared_ptr<LateRow>;
+using PendingRowPtr = std::shared_ptr<PendingRow>;
 
 struct GraphRows;
 
-// The late rows of one frame, and until they are sent all that is needed to read their tensors.
-struct LateFrame {
+// The pending rows of one frame, and until they are sent all that is needed to read their tensors.
+struct PendingRows {
   // A device and the stream that was current there when the frame's first tensor of it was met.
-  struct Lane {
+  struct StreamSlot {
     int device;
     void* stream;
     int error;
     uint64_t capture;  // that the stream was in then
   };
   struct Read {
-    LatePtr row;
+    PendingRowPtr row;
     c10::Storage storage;  // the walk may run Python code that drops the tensor
     const void* data;
     Format format;
@@ -93,23 +93,23 @@ struct LateFrame {
     size_t geometry;  // where its sizes begin, and behind them its strides
   };
 
-  std::vector<LatePtr> rows;
+  std::vector<PendingRowPtr> rows;
   std::vector<Read> reads;
   std::vector<int64_t> geometry;
-  std::vector<Lane> lanes;
+  std::vector<StreamSlot> stream_slots;
   // Where the graph of the batch is, or will be once a stream turns out to be captured; null: there can be none.
   std::shared_ptr<GraphRows>* graph_of_batch = nullptr;
 
   const GraphRows* graph() const { return graph_of_batch == nullptr ? nullptr : graph_of_batch->get(); }
   bool empty() const { return rows.empty(); }
-  const Lane& lane_of(int device, const NanwatchBackend& backend);
+  const StreamSlot& stream_slot_of(int device, const NanwatchBackend& backend);
   // A row for the tensor, to be sent with the rest.
-  LatePtr collect(const at::Tensor& x, Format format, int device);
+  PendingRowPtr collect(const at::Tensor& x, Format format, int device);
 
   void clear() {
-    if (rows.empty() && lanes.empty()) return;
+    if (rows.empty() && stream_slots.empty()) return;
     for (const Read& read : reads)
-      if (read.row->state == LateRow::State::unsent) read.row->lose(0);
+      if (read.row->state == PendingRow::State::unsent) read.row->fail(0);
     rows.clear();
     sent();
   }
@@ -117,14 +117,14 @@ struct LateFrame {
   void sent() {
     reads.clear();
     geometry.clear();
-    lanes.clear();
+    stream_slots.clear();
   }
 
-  void swap(LateFrame& other) noexcept {
+  void swap(PendingRows& other) noexcept {
     rows.swap(other.rows);
     reads.swap(other.reads);
     geometry.swap(other.geometry);
-    lanes.swap(other.lanes);
+    stream_slots.swap(other.stream_slots);
   }
 };
 

@@ -18,27 +18,27 @@ const NanwatchBackend* installed = cuda_backend();
 
 }  // namespace
 
-// ---- Mark -----------------------------------------------------------------------------------------------------------
+// ---- StreamEvent ----------------------------------------------------------------------------------------------------
 
-Mark::Mark(const NanwatchBackend* backend, int device, void* stream)
+StreamEvent::StreamEvent(const NanwatchBackend* backend, int device, void* stream)
     : backend_(backend), device_(device), stream_(stream), error_(backend->record(device, stream, &event_)) {}
 
-Mark::Mark(Mark&& other) noexcept
+StreamEvent::StreamEvent(StreamEvent&& other) noexcept
     : backend_(other.backend_),
       device_(other.device_),
       stream_(other.stream_),
       event_(std::exchange(other.event_, nullptr)),
       error_(other.error_) {}
 
-Mark::~Mark() {
+StreamEvent::~StreamEvent() {
   if (event_ != nullptr) backend_->release(event_);
 }
 
-int Mark::query() const {
+int StreamEvent::query() const {
   return event_ == nullptr ? error_ : backend_->query(event_);
 }
 
-int Mark::wait() const {
+int StreamEvent::wait() const {
   if (event_ == nullptr) return error_;
   const pybind11::gil_scoped_release release;
   return backend_->wait(event_);
@@ -63,7 +63,7 @@ RowTable* RowTable::instance() {
   if (installed == nullptr) return table;
   if (table == nullptr) table = new RowTable;
   if (table->backend_ != installed) {
-    for (const LatePtr& row : table->in_flight_) row->lose(0);
+    for (const PendingRowPtr& row : table->in_flight_) row->fail(0);
     table->in_flight_.clear();
     table->slots_ = table->address_ = nullptr;
     table->backend_ = installed;
@@ -92,25 +92,25 @@ int RowTable::allocate(int device) {
 // A slot is free again when its row has come.
 int RowTable::make_room(size_t count) {
   while (!in_flight_.empty()) {
-    const LatePtr oldest = in_flight_.front();
-    if (oldest->arrive()) {
+    const PendingRowPtr oldest = in_flight_.front();
+    if (oldest->poll()) {
       in_flight_.pop_front();
       continue;
     }
     if (next_ + count - oldest->stamp <= kSlots) return 0;
-    const std::vector<LatePtr> rows{oldest};
-    wait(rows, mark(rows));  // without the lock: others may come in, and the oldest be another
-    if (oldest->state == LateRow::State::pending) return kNanwatchNotReady;
+    const std::vector<PendingRowPtr> rows{oldest};
+    wait(rows, record_events(rows));  // without the lock: others may come in, and the oldest be another
+    if (oldest->state == PendingRow::State::pending) return kNanwatchNotReady;
   }
   return 0;
 }
 
-int RowTable::send_lane(const LateFrame& frame, const LateFrame::Lane& lane, size_t* next) {
+int RowTable::send_on_stream(const PendingRows& frame, const PendingRows::StreamSlot& stream_slot, size_t* next) {
   std::vector<NanwatchTensor> tensors;
-  std::vector<LatePtr> rows;
+  std::vector<PendingRowPtr> rows;
   for (; *next < frame.reads.size() && tensors.size() < kMostAtOnce; ++*next) {
-    const LateFrame::Read& read = frame.reads[*next];
-    if (read.row->device != lane.device) continue;
+    const PendingRows::Read& read = frame.reads[*next];
+    if (read.row->device != stream_slot.device) continue;
     const int64_t* const sizes = frame.geometry.data() + read.geometry;
     tensors.push_back({read.data, sizes, sizes + read.dims, read.dims, int32_t(read.format)});
     rows.push_back(read.row);
@@ -121,14 +121,15 @@ int RowTable::send_lane(const LateFrame& frame, const LateFrame::Lane& lane, siz
     const size_t count = std::min(tensors.size() - done, kSlots - slot);
     const NanwatchTarget target = {address_ + slot, 1, next_, nullptr};
     next_ += count;
-    if (const int error = backend_->observe(tensors.data() + done, int64_t(count), &target, lane.device, lane.stream))
+    if (const int error =
+            backend_->observe(tensors.data() + done, int64_t(count), &target, stream_slot.device, stream_slot.stream))
       return error;
     for (size_t i = 0; i < count; ++i) {
-      LateRow& row = *rows[done + i];
+      PendingRow& row = *rows[done + i];
       row.slot = slots_ + slot + i;
       row.stamp = target.first + i;
-      row.stream = lane.stream;
-      row.state = LateRow::State::pending;
+      row.stream = stream_slot.stream;
+      row.state = PendingRow::State::pending;
       in_flight_.push_back(rows[done + i]);
     }
     done += count;
@@ -136,18 +137,18 @@ int RowTable::send_lane(const LateFrame& frame, const LateFrame::Lane& lane, siz
   return 0;
 }
 
-int RowTable::send(LateFrame* frame) {
+int RowTable::send(PendingRows* frame) {
   int error = 0;
-  for (const LateFrame::Lane& lane : frame->lanes) {
+  for (const PendingRows::StreamSlot& stream_slot : frame->stream_slots) {
     if (error == 0 && frame->graph() != nullptr) {
-      error = send_to_graph(frame, lane);
+      error = send_to_graph(frame, stream_slot);
       continue;
     }
-    if (error == 0) error = allocate(lane.device);
-    for (size_t next = 0; error == 0 && next < frame->reads.size();) error = send_lane(*frame, lane, &next);
+    if (error == 0) error = allocate(stream_slot.device);
+    for (size_t next = 0; error == 0 && next < frame->reads.size();) error = send_on_stream(*frame, stream_slot, &next);
   }
-  for (const LateFrame::Read& read : frame->reads)
-    if (read.row->state == LateRow::State::unsent) read.row->lose(error);
+  for (const PendingRows::Read& read : frame->reads)
+    if (read.row->state == PendingRow::State::unsent) read.row->fail(error);
   frame->sent();
   return error;
 }
@@ -179,20 +180,20 @@ int RowTable::end_graph(const GraphRows& graph) const {
   return backend_->step(graph.step_address, graph.done_address, graph.device, stream);
 }
 
-Mark RowTable::mark_now(int device) const {
+StreamEvent RowTable::record_event(int device) const {
   void* stream = nullptr;
   uint64_t capture = 0;
   (void)backend_->stream(device, &stream, &capture);
-  return Mark(backend_, device, stream);
+  return StreamEvent(backend_, device, stream);
 }
 
-int RowTable::send_to_graph(LateFrame* frame, const LateFrame::Lane& lane) {
+int RowTable::send_to_graph(PendingRows* frame, const PendingRows::StreamSlot& stream_slot) {
   GraphRows& graph = **frame->graph_of_batch;
   const size_t replays = GraphRows::kReplays;
   std::vector<NanwatchTensor> tensors;
-  std::vector<LatePtr> rows;
-  for (const LateFrame::Read& read : frame->reads) {
-    if (read.row->device != lane.device) continue;
+  std::vector<PendingRowPtr> rows;
+  for (const PendingRows::Read& read : frame->reads) {
+    if (read.row->device != stream_slot.device) continue;
     const int64_t* const sizes = frame->geometry.data() + read.geometry;
     tensors.push_back({read.data, sizes, sizes + read.dims, read.dims, int32_t(read.format)});
     rows.push_back(read.row);
@@ -200,14 +201,16 @@ int RowTable::send_to_graph(LateFrame* frame, const LateFrame::Lane& lane) {
   if (tensors.empty()) return 0;
   if (graph_next_ + rows.size() * replays > kSlots + kGraphSlots) return kNanwatchNoWorkspace;
   if (graph.rows.empty())
-    if (const int error = backend_->step(graph.step_address, nullptr, lane.device, lane.stream)) return error;
+    if (const int error = backend_->step(graph.step_address, nullptr, stream_slot.device, stream_slot.stream))
+      return error;
   const NanwatchTarget target = {address_ + graph_next_, int64_t(replays), 0, graph.step_address};
-  if (const int error = backend_->observe(tensors.data(), int64_t(tensors.size()), &target, lane.device, lane.stream))
+  if (const int error =
+          backend_->observe(tensors.data(), int64_t(tensors.size()), &target, stream_slot.device, stream_slot.stream))
     return error;
-  for (const LatePtr& row : rows) {
+  for (const PendingRowPtr& row : rows) {
     row->slot = slots_ + graph_next_;
-    row->stream = lane.stream;
-    row->state = LateRow::State::captured;
+    row->stream = stream_slot.stream;
+    row->state = PendingRow::State::captured;
     graph_next_ += replays;
     graph.rows.push_back(row);
   }
@@ -216,50 +219,51 @@ int RowTable::send_to_graph(LateFrame* frame, const LateFrame::Lane& lane) {
 
 // ---- waiting --------------------------------------------------------------------------------------------------------
 
-std::vector<Mark> RowTable::mark(const std::vector<LatePtr>& rows) const {
-  std::vector<Mark> marks;
-  for (const LatePtr& row : rows) {
-    if (row->arrive()) continue;
-    const bool known = std::any_of(marks.begin(), marks.end(), [&](const Mark& mark) { return mark.is_behind(*row); });
-    if (!known) marks.emplace_back(backend_, row->device, row->stream);
+std::vector<StreamEvent> RowTable::record_events(const std::vector<PendingRowPtr>& rows) const {
+  std::vector<StreamEvent> events;
+  for (const PendingRowPtr& row : rows) {
+    if (row->poll()) continue;
+    const bool known =
+        std::any_of(events.begin(), events.end(), [&](const StreamEvent& event) { return event.is_behind(*row); });
+    if (!known) events.emplace_back(backend_, row->device, row->stream);
   }
-  return marks;
+  return events;
 }
 
-bool RowTable::have_come(const std::vector<LatePtr>& rows, const std::vector<Mark>& marks) const {
+bool RowTable::poll(const std::vector<PendingRowPtr>& rows, const std::vector<StreamEvent>& events) const {
   const auto missing = [&] {
-    return std::any_of(rows.begin(), rows.end(), [](const LatePtr& row) { return !row->arrive(); });
+    return std::any_of(rows.begin(), rows.end(), [](const PendingRowPtr& row) { return !row->poll(); });
   };
   if (!missing()) return true;
-  for (const Mark& mark : marks) {
-    const int error = mark.query();
+  for (const StreamEvent& event : events) {
+    const int error = event.query();
     if (error == kNanwatchNotReady || error == kNanwatchCapturing) continue;
-    for (const LatePtr& row : rows)
-      if (mark.is_behind(*row)) row->lose(error);
+    for (const PendingRowPtr& row : rows)
+      if (event.is_behind(*row)) row->fail(error);
   }
   return !missing();
 }
 
-bool RowTable::is_capturing(const std::vector<Mark>& marks) const {
-  return std::any_of(marks.begin(), marks.end(), [this](const Mark& mark) {
+bool RowTable::is_capturing(const std::vector<StreamEvent>& events) const {
+  return std::any_of(events.begin(), events.end(), [this](const StreamEvent& event) {
     void* stream = nullptr;
     uint64_t capture = 0;
-    (void)backend_->stream(mark.device(), &stream, &capture);
+    (void)backend_->stream(event.device(), &stream, &capture);
     return capture != 0;
   });
 }
 
-void RowTable::wait(const std::vector<LatePtr>& rows, const std::vector<Mark>& marks) const {
-  for (const Mark& mark : marks) {
-    const int error = mark.wait();
-    for (const LatePtr& row : rows)
-      if (mark.is_behind(*row) && error != kNanwatchCapturing) row->lose(error);
+void RowTable::wait(const std::vector<PendingRowPtr>& rows, const std::vector<StreamEvent>& events) const {
+  for (const StreamEvent& event : events) {
+    const int error = event.wait();
+    for (const PendingRowPtr& row : rows)
+      if (event.is_behind(*row) && error != kNanwatchCapturing) row->fail(error);
   }
 }
 
 void RowTable::drain() const {
-  const std::vector<LatePtr> rows(in_flight_.begin(), in_flight_.end());
-  wait(rows, mark(rows));
+  const std::vector<PendingRowPtr> rows(in_flight_.begin(), in_flight_.end());
+  wait(rows, record_events(rows));
 }
 
 }  // namespace nanwatch

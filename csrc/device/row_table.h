@@ -17,15 +17,15 @@
 namespace nanwatch {
 
 // A place in a stream, behind all that was enqueued on it before.
-class Mark {
+class StreamEvent {
  public:
-  Mark(const NanwatchBackend* backend, int device, void* stream);
-  Mark(Mark&& other) noexcept;
-  Mark(const Mark&) = delete;
-  Mark& operator=(const Mark&) = delete;
-  ~Mark();
+  StreamEvent(const NanwatchBackend* backend, int device, void* stream);
+  StreamEvent(StreamEvent&& other) noexcept;
+  StreamEvent(const StreamEvent&) = delete;
+  StreamEvent& operator=(const StreamEvent&) = delete;
+  ~StreamEvent();
 
-  bool is_behind(const LateRow& row) const { return row.device == device_ && row.stream == stream_; }
+  bool is_behind(const PendingRow& row) const { return row.device == device_ && row.stream == stream_; }
   int device() const { return device_; }
   int query() const;
   int wait() const;  // without the interpreter lock
@@ -52,25 +52,25 @@ class RowTable {
   // Whether torch may have a tensor for it. Asks no driver.
   static bool has_devices();
 
-  // Enqueues the reads of the frame on the streams of their lanes, one launch for each device; 0 or an error, and then
-  // the rows that were not sent are lost. Waits where all slots hold rows that are still to come.
-  int send(LateFrame* frame);
+  // Enqueues the reads of the frame on their streams, one launch for each device; 0 or an error,
+  // and then the rows that were not sent have failed. Waits where all slots hold rows that are still to come.
+  int send(PendingRows* frame);
 
   // A place for the rows of a graph; null if there is no room left. It is for good: nobody says when a graph is gone.
   std::shared_ptr<GraphRows> new_graph(int device, uint64_t capture);
   // The captured batch has ended.
   int end_graph(const GraphRows& graph) const;
   // Behind all that is enqueued on the stream that is current on this device.
-  Mark mark_now(int device) const;
+  StreamEvent record_event(int device) const;
 
   // Marks behind all of these rows that are still to come.
-  std::vector<Mark> mark(const std::vector<LatePtr>& rows) const;
-  // Whether each row has come or is lost; asks the marks where rows are missing.
-  bool have_come(const std::vector<LatePtr>& rows, const std::vector<Mark>& marks) const;
+  std::vector<StreamEvent> record_events(const std::vector<PendingRowPtr>& rows) const;
+  // Whether each row has completed or failed. Queries the events where rows are missing.
+  bool poll(const std::vector<PendingRowPtr>& rows, const std::vector<StreamEvent>& events) const;
   // Whether the current stream of one of their devices is being captured.
-  bool is_capturing(const std::vector<Mark>& marks) const;
+  bool is_capturing(const std::vector<StreamEvent>& events) const;
   // Waits until they have.
-  void wait(const std::vector<LatePtr>& rows, const std::vector<Mark>& marks) const;
+  void wait(const std::vector<PendingRowPtr>& rows, const std::vector<StreamEvent>& events) const;
 
   // Waits for all rows that any recorder has asked for.
   void drain() const;
@@ -80,14 +80,14 @@ class RowTable {
  private:
   int allocate(int device);
   int make_room(size_t count);
-  int send_lane(const LateFrame& frame, const LateFrame::Lane& lane, size_t* next);
-  int send_to_graph(LateFrame* frame, const LateFrame::Lane& lane);
+  int send_on_stream(const PendingRows& frame, const PendingRows::StreamSlot& stream_slot, size_t* next);
+  int send_to_graph(PendingRows* frame, const PendingRows::StreamSlot& stream_slot);
 
   const NanwatchBackend* backend_ = nullptr;
   NanwatchRow *slots_ = nullptr, *address_ = nullptr;  // as the host and as a device sees them
   uint64_t next_ = 1;                                  // the number of the next row, which is its stamp
   size_t graph_next_ = 0;                              // the next slot for a graph, behind all these
-  std::deque<LatePtr> in_flight_;                      // sent and perhaps not come, by their numbers
+  std::deque<PendingRowPtr> in_flight_;                // sent and perhaps not come, by their numbers
 };
 
 }  // namespace nanwatch

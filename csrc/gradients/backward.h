@@ -31,9 +31,9 @@ struct GradientUser {
 struct GradientEvent {
   GradientUser user;
   int64_t arrival;  // the same for all users of one gradient
-  bool is_bad;
-  RowData row;   // as it was read, perhaps under the label of another user; its python is owned by the Backward
-  LatePtr late;  // where a device makes the range
+  bool has_nonfinite;
+  RowData row;  // as it was read, perhaps under the label of another user; its python is owned by the Backward
+  PendingRowPtr pending;  // where a device makes the range
 };
 
 // A node of the graph and which of its results, or the hook of a leaf.
@@ -62,9 +62,9 @@ struct LeafSum {
 // Destroy it under the interpreter lock.
 struct Backward {
   int64_t task = -1;
-  bool is_bad = false;    // something in it is not finite
-  bool is_over = false;   // it ended by an exception, which tells nobody
-  bool is_alone = false;  // in a process without others, whose collectives would write past the version counter
+  bool has_nonfinite = false;  // something in it is not finite
+  bool is_over = false;        // it ended by an exception, which tells nobody
+  bool is_alone = false;       // in a process without others, whose collectives would write past the version counter
   std::vector<GradientEvent> events;
   std::vector<int64_t> shapes;
   std::vector<PyObject*> python_rows;  // owned
@@ -73,13 +73,13 @@ struct Backward {
   RecentGradients recent;   // by the number of the event
 
   // Of gradients whose rows are still on a device: what they add to their leaves, and rows that should be as others.
-  struct LateTerm {
+  struct PendingTerm {
     std::shared_ptr<LeafSum> sum;
-    LatePtr late;
+    PendingRowPtr pending;
     LeafSum::Term term;
   };
-  std::vector<LateTerm> late_terms;
-  std::vector<std::pair<LatePtr, LatePtr>> late_checks;  // (read again, what it should be)
+  std::vector<PendingTerm> pending_terms;
+  std::vector<std::pair<PendingRowPtr, PendingRowPtr>> pending_checks;  // (read again, what it should be)
 
   explicit Backward(int64_t its_task) : task(its_task) {}
   Backward(const Backward&) = delete;
@@ -93,11 +93,11 @@ struct Backward {
            const GradientEvent& known);
   // The same of what was read, and takes the row's python, or was sent to be read.
   void add_read(const std::vector<GradientUser>& users, const at::Tensor& gradient, const GradientState& state,
-                const Place& place, RowData row, Finite finite, LatePtr late);
+                const Place& place, RowData row, Finite finite, PendingRowPtr pending);
 
-  // Under the interpreter lock: the late rows that are still to come, and what those that have come say.
-  std::vector<LatePtr> awaited() const;
-  void take_late();
+  // Under the interpreter lock: the pending rows that are still to come, and what those that have come say.
+  std::vector<PendingRowPtr> pending_rows() const;
+  void take_completed();
 
  private:
   // Whether it came to this very place: the users there come one directly after the other.

@@ -33,14 +33,14 @@ class GradientHook : public torch::autograd::FunctionPreHook {
   bool is_alive() const { return !log_.expired(); }
 
  protected:
-  template <typename Look>
-  void look(const Look& with_log) {
+  template <typename Action>
+  void with_log(const Action& action) {
     const std::shared_ptr<GradientLog> log = log_.lock();
     if (!log) return;
     int64_t nanoseconds = 0;
     try {
       const Stopwatch stopwatch(log->measures_time, &nanoseconds);
-      with_log(*log);
+      action(*log);
     } catch (python_error&) {
       throw;  // Ctrl-C
     } catch (const std::exception& error) {
@@ -61,7 +61,7 @@ class TensorHook final : public GradientHook {
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     if (place_.nr < gradients.size() && gradients[place_.nr].defined())
-      look([&](GradientLog& log) { log.arrived(gradients[place_.nr], place_, users_); });
+      with_log([&](GradientLog& log) { log.on_gradient(gradients[place_.nr], place_, users_); });
     return gradients;
   }
 
@@ -78,9 +78,9 @@ class LeafHook final : public GradientHook {
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     if (!gradients.empty() && gradients[0].defined())
-      look([&](GradientLog& log) {
+      with_log([&](GradientLog& log) {
         const std::vector<GradientUser> users = log.users_now(calls_, places_);
-        if (!users.empty()) add_up(gradients[0], log.arrived(gradients[0], {this, 0, true}, users), log);
+        if (!users.empty()) add_up(gradients[0], log.on_gradient(gradients[0], {this, 0, true}, users), log);
       });
     return gradients;
   }

@@ -43,26 +43,27 @@ using NodePointer = std::decay_t<decltype(std::declval<const at::Tensor&>().grad
 
 // A tensor of a call, and the node that made it; none for a leaf.
 struct Followed {
-  const Tap* tap;
+  const GradientCandidate* candidate;
   NodePointer node;
 
-  bool is_output() const { return tap->role == Role::output; }
+  bool is_output() const { return candidate->role == Role::output; }
   bool is_same(const Followed& other) const {
-    if (tap->tensor.unsafeGetTensorImpl() == other.tap->tensor.unsafeGetTensorImpl()) return true;
-    return node && node == other.node && tap->tensor.output_nr() == other.tap->tensor.output_nr();
+    if (candidate->tensor.unsafeGetTensorImpl() == other.candidate->tensor.unsafeGetTensorImpl()) return true;
+    return node && node == other.node && candidate->tensor.output_nr() == other.candidate->tensor.output_nr();
   }
 };
 
 // Those on which hooks would ever see a gradient of numbers.
-std::vector<Followed> with_gradient(const std::vector<Tap>& taps) {
+std::vector<Followed> with_gradient(const std::vector<GradientCandidate>& candidates) {
   static const c10::DispatchKeySet unreal(
       {c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
   std::vector<Followed> found;
-  for (const Tap& tap : taps) {
-    const at::Tensor& x = tap.tensor;
-    if (tap.role == Role::buffer || !x.requires_grad() || x.is_meta() || !(x.key_set() & unreal).empty()) continue;
+  for (const GradientCandidate& candidate : candidates) {
+    const at::Tensor& x = candidate.tensor;
+    if (candidate.role == Role::buffer || !x.requires_grad() || x.is_meta() || !(x.key_set() & unreal).empty())
+      continue;
     try {
-      found.push_back({&tap, x.grad_fn()});
+      found.push_back({&candidate, x.grad_fn()});
     } catch (const c10::Error&) {
       // One of several views, as unbind gives them, after their base was written into: it has no graph any more, and
       // autograd refuses each use of it.
@@ -112,9 +113,9 @@ GradientLog::~GradientLog() {
   observe_ = py::object();
 }
 
-void GradientLog::follow(const std::vector<Tap>& taps, const CallOrigin& call, Labels& labels,
+void GradientLog::follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call, Labels& labels,
                          std::shared_ptr<const void>* keep) {
-  const std::vector<Followed> followed = with_gradient(taps);
+  const std::vector<Followed> followed = with_gradient(candidates);
   const bool has_graph =
       std::any_of(followed.begin(), followed.end(), [](const Followed& one) { return one.is_output() && one.node; });
   if ((!has_graph && keep == nullptr) || at::tracer::impl::is_dispatch_enabled()) return;
@@ -126,24 +127,27 @@ void GradientLog::follow(const std::vector<Tap>& taps, const CallOrigin& call, L
     *keep = made;
   }
   for (const Followed& one : followed) {
-    const Tap& tap = *one.tap;
-    const Part part = tap.role == Role::output ? Part::output : tap.role == Role::input ? Part::input : Part::weight;
+    const GradientCandidate& candidate = *one.candidate;
+    const Part part = candidate.role == Role::output  ? Part::output
+                      : candidate.role == Role::input ? Part::input
+                                                      : Part::weight;
     if (!has_graph && (part != Part::weight || one.node)) continue;
     // What a module writes into is, after the call, its output: the gradient of what it was given is no longer to be
     // had.
     const auto is_output_too = [&](const Followed& other) { return other.is_output() && other.is_same(one); };
     if (part == Part::input && one.node && std::any_of(followed.begin(), followed.end(), is_output_too)) continue;
     if (part == Part::output && !one.node) continue;  // handed through
-    if (size_t(tap.label) >= labels_.size()) labels_.resize(size_t(tap.label) + 1, -1);
-    if (labels_[size_t(tap.label)] < 0) labels_[size_t(tap.label)] = labels.of_text(labels.text(tap.label) + ".grad");
-    const Labels::Id label = labels_[size_t(tap.label)];
+    if (size_t(candidate.label) >= labels_.size()) labels_.resize(size_t(candidate.label) + 1, -1);
+    if (labels_[size_t(candidate.label)] < 0)
+      labels_[size_t(candidate.label)] = labels.of_text(labels.text(candidate.label) + ".grad");
+    const Labels::Id label = labels_[size_t(candidate.label)];
     if (one.node) {
-      const auto nr = uint32_t(tap.tensor.output_nr());
+      const auto nr = uint32_t(candidate.tensor.output_nr());
       one.node->add_tensor_pre_hook(std::make_unique<TensorHook>(self, static_cast<const void*>(&*one.node), nr,
                                                                  GradientUser{made, part, label}));
     } else {
       const std::lock_guard<std::mutex> lock(mutex);
-      leaf_hook(tap.tensor, self)->add(made, part, label);
+      leaf_hook(candidate.tensor, self)->add(made, part, label);
     }
   }
 }
@@ -232,22 +236,22 @@ Finite GradientLog::read(const at::Tensor& gradient, RowData* row, int64_t* byte
   if (row->python == nullptr) return Finite::unknown;
   const py::gil_scoped_acquire lock;
   // Of a sparse gradient, or one on a device, it is all that a sum in its leaf is judged by.
-  PyObject* const abs_max = PyTuple_GET_ITEM(row->python, 5);
+  PyObject* const abs_max = PyTuple_GET_ITEM(row->python, row_item::abs_max);
   if (PyFloat_Check(abs_max)) row->range.abs_max = PyFloat_AS_DOUBLE(abs_max);
-  const PyObject* const isfinite = PyTuple_GET_ITEM(row->python, 6);
+  const PyObject* const isfinite = PyTuple_GET_ITEM(row->python, row_item::isfinite);
   return isfinite == Py_True ? Finite::yes : isfinite == Py_False ? Finite::no : Finite::unknown;
 }
 
-LatePtr GradientLog::ask(const at::Tensor& gradient) {
+PendingRowPtr GradientLog::enqueue_read(const at::Tensor& gradient) {
   const NanwatchBackend* const backend = RowTable::backend();
-  if (!may_be_late_ || backend == nullptr || (backend->takes_host_memory == 0 && gradient.is_cpu())) return nullptr;
+  if (!may_be_pending_ || backend == nullptr || (backend->takes_host_memory == 0 && gradient.is_cpu())) return nullptr;
   const py::gil_scoped_acquire lock;
   const py::object keep = owner();
-  return keep ? sink_->ask(gradient) : nullptr;
+  return keep ? sink_->enqueue_read(gradient) : nullptr;
 }
 
-GradientLog::Known GradientLog::arrived(const at::Tensor& gradient, const Place& place,
-                                        const std::vector<GradientUser>& users) {
+GradientLog::Known GradientLog::on_gradient(const at::Tensor& gradient, const Place& place,
+                                            const std::vector<GradientUser>& users) {
   const int64_t task = autograd::get_current_graph_task_id();
   if (task < 0) return {};
   if (open(task) && tells_start) {
@@ -256,7 +260,7 @@ GradientLog::Known GradientLog::arrived(const at::Tensor& gradient, const Place&
     if (keep && !sink_->backward_started()) throw_error();
   }
   const GradientState state(gradient);
-  LatePtr known_late;
+  PendingRowPtr known_pending;
   {
     const std::lock_guard<std::mutex> lock(mutex);
     Backward* const backward = find(task);
@@ -265,24 +269,24 @@ GradientLog::Known GradientLog::arrived(const at::Tensor& gradient, const Place&
     if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return {};
     if (const GradientEvent* const found = backward->find(gradient, state, place)) {
       const GradientEvent known = *found;  // which moves when events are added
-      if (verify_hits_ && known.late == nullptr && is_stale(gradient, known.row)) ++backward->stale_hits;
+      if (verify_hits_ && known.pending == nullptr && is_stale(gradient, known.row)) ++backward->stale_hits;
       backward->add(users, state, place, known);
-      if (known.late == nullptr) return known_of(known.row);
-      if (!verify_hits_) return {0, known.late};
-      known_late = known.late;
+      if (known.pending == nullptr) return known_of(known.row);
+      if (!verify_hits_) return {0, known.pending};
+      known_pending = known.pending;
     }
   }
-  const LatePtr late = ask(gradient);
-  if (known_late != nullptr) {
+  const PendingRowPtr pending = enqueue_read(gradient);
+  if (known_pending != nullptr) {
     const std::lock_guard<std::mutex> lock(mutex);
     Backward* const backward = find(task);
-    if (late != nullptr && backward != nullptr) backward->late_checks.emplace_back(late, known_late);
-    return {0, known_late};
+    if (pending != nullptr && backward != nullptr) backward->pending_checks.emplace_back(pending, known_pending);
+    return {0, known_pending};
   }
-  RowData row{users[0].label, Role::gradient, Note::none, -1, 0, 0, kNotLate, {}, nullptr};
+  RowData row{users[0].label, Role::gradient, Note::none, -1, 0, 0, kNotPending, {}, nullptr};
   int64_t bytes = 0;
   Finite finite = Finite::unknown;
-  if (late != nullptr) {
+  if (pending != nullptr) {
     bytes = gradient.numel() * int64_t(word_size(*format_of(gradient.scalar_type())));
     row.dtype = int8_t(gradient.scalar_type());
     row.dims = uint8_t(gradient.dim());
@@ -294,8 +298,8 @@ GradientLog::Known GradientLog::arrived(const at::Tensor& gradient, const Place&
     const std::lock_guard<std::mutex> lock(mutex);
     if (Backward* const backward = find(task)) {
       backward->bytes_read += bytes;
-      backward->add_read(users, gradient, state, place, row, finite, late);
-      return late != nullptr ? Known{0, late} : known_of(row);
+      backward->add_read(users, gradient, state, place, row, finite, pending);
+      return pending != nullptr ? Known{0, pending} : known_of(row);
     }
   }
   // Another thread of this backward has closed it.
@@ -308,11 +312,11 @@ GradientLog::Known GradientLog::arrived(const at::Tensor& gradient, const Place&
 
 void GradientLog::add_up(const std::shared_ptr<LeafSum>& sum, const Known& known, LeafSum::Term term) {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (known.late == nullptr) {
+  if (known.pending == nullptr) {
     term.largest = known.largest;
     add_up(sum.get(), term);
   } else if (Backward* const backward = find(autograd::get_current_graph_task_id())) {
-    backward->late_terms.push_back({sum, known.late, term});
+    backward->pending_terms.push_back({sum, known.pending, term});
   }
 }
 
@@ -350,24 +354,24 @@ std::unique_ptr<Backward> GradientLog::take_broken() {
   return task < 0 ? nullptr : take(task);
 }
 
-std::unique_ptr<Backward> GradientLog::take_bad() {
+std::unique_ptr<Backward> GradientLog::take_nonfinite() {
   const int64_t task = autograd::get_current_graph_task_id();
   {
     const std::lock_guard<std::mutex> lock(mutex);
     Backward* const backward = find(task);
     if (backward == nullptr) return nullptr;
-    backward->take_late();
+    backward->take_completed();
     // What they add up to the step would take, too.
-    for (const Backward::LateTerm& one : std::exchange(backward->late_terms, {})) add_up(one.sum.get(), one.term);
-    if (!backward->is_bad) return nullptr;
+    for (const Backward::PendingTerm& one : std::exchange(backward->pending_terms, {})) add_up(one.sum.get(), one.term);
+    if (!backward->has_nonfinite) return nullptr;
   }
   return take(task);
 }
 
-std::vector<LatePtr> GradientLog::awaited() {
+std::vector<PendingRowPtr> GradientLog::pending_rows() {
   const std::lock_guard<std::mutex> lock(mutex);
   const Backward* const backward = find(autograd::get_current_graph_task_id());
-  return backward == nullptr ? std::vector<LatePtr>() : backward->awaited();
+  return backward == nullptr ? std::vector<PendingRowPtr>() : backward->pending_rows();
 }
 
 void GradientLog::over(int64_t task, bool completed) {

@@ -57,17 +57,18 @@ std::vector<const GradientCall*> calls_of(const Backward& backward) {
   return calls;
 }
 
-void await(const std::vector<LatePtr>& rows) {
+void await(const std::vector<PendingRowPtr>& rows) {
   if (rows.empty()) return;
   const RowTable& table = *RowTable::instance();
-  table.wait(rows, table.mark(rows));
+  table.wait(rows, table.record_events(rows));
 }
 
 // A row that Python made, under the label of another user.
 PyObject* relabelled(PyObject* row, const std::string& label) {
-  py::tuple changed(9);
-  changed[0] = py::str(label);
-  for (size_t item = 1; item < 9; ++item) changed[item] = py::handle(PyTuple_GET_ITEM(row, item));
+  py::tuple changed(kRowItems);
+  changed[row_item::label] = py::str(label);
+  for (size_t item = row_item::label + 1; item < kRowItems; ++item)
+    changed[item] = py::handle(PyTuple_GET_ITEM(row, item));
   return changed.release().ptr();
 }
 
@@ -95,7 +96,7 @@ GradientRecorder::~GradientRecorder() {
   if (log_) log_->leave();
 }
 
-void GradientRecorder::follow(const std::vector<Tap>& candidates, const CallOrigin& call,
+void GradientRecorder::follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call,
                               std::shared_ptr<const void>* keep) {
   if (log_ != nullptr) log_->follow(candidates, call, recorder_.observer().labels(), keep);
 }
@@ -110,7 +111,7 @@ bool GradientRecorder::backward_started() {
 
 bool GradientRecorder::backward_ended(std::unique_ptr<Backward> backward) {
   if (!backward || recorder_.paused) return true;
-  std::vector<LatePtr> rows = backward->awaited();
+  std::vector<PendingRowPtr> rows = backward->pending_rows();
   if (backward->events.empty()) return tell_of(*backward, py::none());
   const GradientCall& call = *backward->events.front().user.call;
   const void* const thread = call.thread;
@@ -123,10 +124,10 @@ bool GradientRecorder::tell_of(Backward& backward, const py::object& left) {
   FrameRing& ring = recorder_.ring();
   const Stopwatch stopwatch(recorder_.measures_time(), &observer.counters.nanoseconds);
   observer.counters.nanoseconds += std::exchange(backward.nanoseconds, 0);
-  backward.take_late();
+  backward.take_completed();
   if (log_ != nullptr) {
     const std::lock_guard<std::mutex> lock(log_->mutex);
-    for (const Backward::LateTerm& one : backward.late_terms) log_->add_up(one.sum.get(), one.term);
+    for (const Backward::PendingTerm& one : backward.pending_terms) log_->add_up(one.sum.get(), one.term);
   }
   observer.counters.tensors += int64_t(backward.events.size());
   observer.counters.tensors_read += backward.tensors_read;
@@ -135,7 +136,7 @@ bool GradientRecorder::tell_of(Backward& backward, const py::object& left) {
   observer.counters.stale_hits += backward.stale_hits;
   std::vector<const GradientCall*> calls = calls_of(backward);
   observer.counters.frames += int64_t(calls.size());
-  if (!backward.is_bad && !recorder_.traces() && calls.size() > ring.capacity()) {
+  if (!backward.has_nonfinite && !recorder_.traces() && calls.size() > ring.capacity()) {
     const auto seen = calls.end() - int64_t(ring.capacity());
     std::for_each(calls.begin(), seen, [&ring](const GradientCall* call) { ring.skip(call->batch); });
     calls.erase(calls.begin(), seen);  // they would be overwritten at once
@@ -161,23 +162,23 @@ bool GradientRecorder::tell_of(Backward& backward, const py::object& left) {
       row.python = relabelled(row.python, observer.label_text(event.user.label));
     }
     row.label = event.user.label;
-    if (event.late != nullptr) {
-      row.late = int32_t(frame.late.rows.size());
-      frame.late.rows.push_back(event.late);
+    if (event.pending != nullptr) {
+      row.pending = int32_t(frame.pending.rows.size());
+      frame.pending.rows.push_back(event.pending);
     }
     row.shape_at = uint32_t(frame.shapes.size());
     if (row.python == nullptr) {
       const auto shape = backward.shapes.begin() + event.row.shape_at;
       frame.shapes.insert(frame.shapes.end(), shape, shape + row.dims);
     }
-    frame.has_fault |= event.is_bad;
-    if (backward.is_bad)
+    frame.has_nonfinite |= event.has_nonfinite;
+    if (backward.has_nonfinite)
       events.append(py::make_tuple(found->second, frame.rows.size(), part_name(event.user.part), event.arrival));
     frame.rows.push_back(row);
   }
-  for (const auto& [again, known] : backward.late_checks) {
+  for (const auto& [again, known] : backward.pending_checks) {
     again->verifies = known;
-    if (!frames.empty()) frames.front().late.rows.push_back(again);
+    if (!frames.empty()) frames.front().pending.rows.push_back(again);
   }
   const Node nobody;
   for (FrameData& frame : frames)
@@ -187,12 +188,12 @@ bool GradientRecorder::tell_of(Backward& backward, const py::object& left) {
   bool done = true;
   for (size_t i = 0; i < frames.size() && done; ++i) {
     const bool traced = recorder_.is_traced(frames[i].batch);
-    if (!backward.is_bad && !traced) continue;
+    if (!backward.has_nonfinite && !traced) continue;
     const py::object seen = recorder_.to_python(frames[i]);
     told.append(py::make_tuple(seen, recorder_.name_of(calls[i]->caller), calls[i]->number));
     done = !traced || recorder_.tell("frame_recorded", py::make_tuple(seen));
   }
-  if (done && backward.is_bad) done = recorder_.tell("backward_ended", py::make_tuple(told, events, left));
+  if (done && backward.has_nonfinite) done = recorder_.tell("backward_ended", py::make_tuple(told, events, left));
   for (FrameData& frame : frames) ring.push(frame);
   return done;
 }
@@ -215,11 +216,11 @@ bool GradientRecorder::finish_broken_backwards() {
   return true;
 }
 
-bool GradientRecorder::finish_bad_backward() {
+bool GradientRecorder::finish_nonfinite_backward() {
   const std::shared_ptr<GradientLog> log = log_;
   if (log == nullptr) return true;
-  await(log->awaited());
-  const std::unique_ptr<Backward> backward = log->take_bad();
+  await(log->pending_rows());
+  const std::unique_ptr<Backward> backward = log->take_nonfinite();
   return !backward || recorder_.paused || tell_of(*backward, py::none());
 }
 
@@ -230,13 +231,13 @@ void GradientRecorder::excuse(const std::vector<int64_t>& batches, const std::st
     FrameData& frame = recorder_.ring().oldest(i);
     if (frame.phase != Phase::backward || std::find(batches.begin(), batches.end(), frame.batch) == batches.end())
       continue;
-    frame.has_fault = false;
+    frame.has_nonfinite = false;
     for (RowData& row : frame.rows) {
-      if (row.python == nullptr || PyTuple_GET_ITEM(row.python, 6) != Py_False) continue;
+      if (row.python == nullptr || PyTuple_GET_ITEM(row.python, row_item::isfinite) != Py_False) continue;
       const auto old = py::reinterpret_borrow<py::tuple>(row.python);
-      py::tuple changed(9);
-      for (size_t item = 0; item < 8; ++item) changed[item] = old[item];
-      changed[8] = text;
+      py::tuple changed(kRowItems);
+      for (size_t item = 0; item < row_item::note; ++item) changed[item] = old[item];
+      changed[row_item::note] = text;
       Py_SETREF(row.python, changed.release().ptr());
     }
   }

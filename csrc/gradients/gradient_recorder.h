@@ -22,11 +22,12 @@ class GradientRecorder final : public GradientTracker, private GradientSink {
   ~GradientRecorder() override;
 
   bool is_active() const override { return log_ != nullptr; }
-  void follow(const std::vector<Tap>& candidates, const CallOrigin& call, std::shared_ptr<const void>* keep) override;
+  void follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call,
+              std::shared_ptr<const void>* keep) override;
   bool finish_broken_backwards() override;
 
-  // Finishes the backward under way on this thread, as far as it has come, if something in it is bad.
-  bool finish_bad_backward();
+  // Finishes the backward under way on this thread, as far as it has come, if something in it is not finite.
+  bool finish_nonfinite_backward();
   // Makes the frames of a backward and tells the listener.
   bool tell_of(Backward& backward, const pybind11::object& left);
 
@@ -42,7 +43,9 @@ class GradientRecorder final : public GradientTracker, private GradientSink {
  private:
   pybind11::object owner() override;
   std::string label_text(Labels::Id label) override { return recorder_.observer().label_text(label); }
-  LatePtr ask(const at::Tensor& gradient) override { return recorder_.observer().ask(gradient); }
+  PendingRowPtr enqueue_read(const at::Tensor& gradient) override {
+    return recorder_.observer().enqueue_read(gradient);
+  }
   bool backward_started() override;
   bool backward_ended(std::unique_ptr<Backward> backward) override;
 

@@ -18,7 +18,7 @@ class GradientSink {
   virtual pybind11::object owner() = 0;
   virtual std::string label_text(Labels::Id label) = 0;
   // Sends a gradient on a device to be read; null where that cannot be.
-  virtual LatePtr ask(const at::Tensor& gradient) = 0;
+  virtual PendingRowPtr enqueue_read(const at::Tensor& gradient) = 0;
   // These return false with a Python exception set.
   virtual bool backward_started() = 0;
   virtual bool backward_ended(std::unique_ptr<Backward> backward) = 0;

@@ -10,7 +10,7 @@ struct Dim {
   int64_t size, stride, order;
 };
 
-struct Collapsed {
+struct CoalescedDims {
   int64_t dims;     // entries written, at least one
   int64_t numel;    // elements to visit: the product of the entries' sizes
   int64_t repeats;  // how many elements of the tensor each of them stands for
@@ -22,8 +22,9 @@ struct Collapsed {
 // 0 repeats what is there and is left out: its first index, 0, is where an element stands first in C order. Dimensions
 // that continue each other are merged, so that a transposed dense tensor becomes one run; with `keep_positions` only
 // where the merged dimension still has one `order`. Strides are not negative.
-inline Collapsed collapse(int64_t dims, const int64_t* sizes, const int64_t* strides, bool keep_positions, Dim* out) {
-  Collapsed result{0, 1, 1, false};
+inline CoalescedDims coalesce_dims(int64_t dims, const int64_t* sizes, const int64_t* strides, bool keep_positions,
+                                   Dim* out) {
+  CoalescedDims result{0, 1, 1, false};
   int64_t order = 1, kept = 0;
   for (int64_t d = dims - 1; d >= 0; --d) {
     if (sizes[d] == 0) {

@@ -3,6 +3,7 @@
 // commutative, with the default-constructed value as identity. Host and device, no torch.
 #pragma once
 
+#include "numerics/columns.h"
 #include "numerics/formats.h"
 
 namespace nanwatch {
@@ -13,8 +14,10 @@ struct RangeRow {
   bool isfinite;
 };
 
-constexpr int kRangeColumns = 3;
-constexpr int kHealthColumns = 11;
+// The range in the first columns of a row.
+inline RangeRow range_of_row(const volatile double* row) {
+  return {row[column::abs_min], row[column::abs_max], row[column::isfinite] != 0};
+}
 
 template <Format F>
 struct Range {
@@ -42,12 +45,12 @@ struct Range {
     return {decode<F>(lo), decode<F>(hi), is_finite<F>(hi)};
   }
 
-  // Columns of a row of the operator's result: abs_min, abs_max, isfinite.
+  // Writes kRangeColumns.
   NANWATCH_HD void write(double* out) const {
     const RangeRow r = row();
-    out[0] = r.abs_min;
-    out[1] = r.abs_max;
-    out[2] = r.isfinite ? 1.0 : 0.0;
+    out[column::abs_min] = r.abs_min;
+    out[column::abs_max] = r.abs_max;
+    out[column::isfinite] = r.isfinite ? 1.0 : 0.0;
   }
 };
 
@@ -90,19 +93,18 @@ struct Health {
     if (other.first_nonfinite < first_nonfinite) first_nonfinite = other.first_nonfinite;
   }
 
-  // Columns: abs_min, abs_max, isfinite, finite_abs_min, finite_abs_max, num_nan, num_posinf, num_neginf, num_zero,
-  // num_subnormal, first_nonfinite (-1 if none). Counts are exact in a double up to 2^53.
+  // Writes kHealthColumns; first_nonfinite is -1 if there is none. Counts are exact in a double up to 2^53.
   NANWATCH_HD void write(double* out) const {
     range.write(out);
     const RangeRow f = finite.row();
-    out[3] = f.abs_min;
-    out[4] = f.abs_max;
-    out[5] = double(num_nan);
-    out[6] = double(num_posinf);
-    out[7] = double(num_neginf);
-    out[8] = double(num_zero);
-    out[9] = double(num_subnormal);
-    out[10] = first_nonfinite == kNone ? -1.0 : double(first_nonfinite);
+    out[column::finite_abs_min] = f.abs_min;
+    out[column::finite_abs_max] = f.abs_max;
+    out[column::num_nan] = double(num_nan);
+    out[column::num_posinf] = double(num_posinf);
+    out[column::num_neginf] = double(num_neginf);
+    out[column::num_zero] = double(num_zero);
+    out[column::num_subnormal] = double(num_subnormal);
+    out[column::first_nonfinite] = first_nonfinite == kNone ? -1.0 : double(first_nonfinite);
   }
 };
 

@@ -56,7 +56,7 @@ class Slots {
 
 }  // namespace
 
-bool range_now(PyObject* object, RangeRow* row) {
+bool range_sync(PyObject* object, RangeRow* row) {
   if (!is_plain_cuda(object)) return false;
   const at::Tensor& x = THPVariable_Unpack(object);
   const std::optional<Format> format = format_of(x.scalar_type());
@@ -85,7 +85,7 @@ bool range_now(PyObject* object, RangeRow* row) {
   TORCH_CHECK(error == 0, "nanwatch.abs_range: CUDA error ", error, " (", nanwatch_cuda_error(error),
               ") while waiting for the device. An earlier operation may have caused it: run again with "
               "CUDA_LAUNCH_BLOCKING=1.");
-  *row = {slot.row[0], slot.row[1], slot.row[2] != 0};
+  *row = range_of_row(slot.row);
   Slots::instance().give_back(slot);
   return true;
 }

@@ -10,9 +10,9 @@ namespace nanwatch {
 // Fills `row` for a plain strided CUDA tensor; false for all else, which goes through the dispatcher. Raises while the
 // current stream is being captured.
 #ifdef NANWATCH_CUDA
-bool range_now(PyObject* object, RangeRow* row);
+bool range_sync(PyObject* object, RangeRow* row);
 #else
-inline bool range_now(PyObject*, RangeRow*) {
+inline bool range_sync(PyObject*, RangeRow*) {
   return false;
 }
 #endif

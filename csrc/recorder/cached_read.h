@@ -1,10 +1,10 @@
 // The templates of CallObserver: how often a call is looked at, and whether a tensor of it has to be read or is as it
 // was when it was last read. The latter for what reads on the host and for what asks a device, which differ in what a
-// row is (RangeRow, LatePtr) and are each a reader:
+// row is (RangeRow, PendingRowPtr) and are each a reader:
 //
 //   Row read()                             reads the tensor
-//   bool knows(const Reading& reading)     whether the reading has a row for it
-//   Row hit(const Reading& reading)        that row
+//   bool knows(const CacheEntry& entry)     whether the entry has a row for it
+//   Row hit(const CacheEntry& entry)        that row
 //   bool keeps(const Row& row)             whether to remember it
 #pragma once
 
@@ -16,19 +16,19 @@ template <typename Row, typename Reader>
 Row CallObserver::weight_range(const at::Tensor& x, int64_t batch, int64_t lifetime, Node::Slot* slot, Reader& reader) {
   const Content content(x, epoch_);
   find_entry(content.key, slot);
-  const Reading& known = slot->seen->reading;
+  const CacheEntry& known = slot->cached->entry;
   const bool unchanged = known.content.has_same_version(content);
   if (unchanged && known.content.epoch == epoch_ && batch - known.batch < lifetime && reader.knows(known))
     return reader.hit(known);
   // While the lock is released for the read, another thread may drop the slot's entry, or the slot.
-  const std::shared_ptr<WeightReading> seen = slot->seen;
+  const std::shared_ptr<WeightEntry> cached = slot->cached;
   const Row row = reader.read();
   if (reader.keeps(row)) {
     // Each weight starts at another age, so that no batch comes in which all are read again.
-    const int64_t age = unchanged ? 0 : first_readings_++ % lifetime;
-    seen->take(x, content, row, batch - age);
+    const int64_t age = unchanged ? 0 : first_entries_++ % lifetime;
+    cached->take(x, content, row, batch - age);
   } else {
-    seen->reading.forget();  // what is not finite is looked at closely each time
+    cached->entry.forget();  // what is not finite is looked at closely each time
   }
   return row;
 }
@@ -45,9 +45,9 @@ Row CallObserver::range_of(PyObject* object, int64_t batch, Memory memory, Node:
     return weight_range<Row>(x, batch, 1, &passing, reader);
   }
   const Content content(x, epoch_);
-  const Reading* reading = activations_.find(content);
-  if (reading != nullptr && reading->content.epoch == epoch_ && reading->batch == batch && reader.knows(*reading))
-    return reader.hit(*reading);
+  const CacheEntry* entry = activations_.find(content);
+  if (entry != nullptr && entry->content.epoch == epoch_ && entry->batch == batch && reader.knows(*entry))
+    return reader.hit(*entry);
   const Row row = reader.read();
   if (reader.keeps(row)) activations_.remember(object, content, row, batch);
   return row;
@@ -55,10 +55,10 @@ Row CallObserver::range_of(PyObject* object, int64_t batch, Memory memory, Node:
 
 // Fills the frame by make(). Where no device takes what the frame asks for, it is made anew without them.
 template <typename Make>
-bool CallObserver::look_once(const Node& node, FrameData* frame, const Make& make) {
+bool CallObserver::fill_once(const Node& node, FrameData* frame, const Make& make) {
   if (!make()) return false;
-  if (frame->late.empty()) return true;
-  if (const int error = table_->send(&frame->late)) {
+  if (frame->pending.empty()) return true;
+  if (const int error = table_->send(&frame->pending)) {
     const bool for_good = RowTable::backend()->cannot_run(error) != 0;
     frame->start_over();
     devices_off_ = true;
@@ -70,13 +70,13 @@ bool CallObserver::look_once(const Node& node, FrameData* frame, const Make& mak
 }
 
 template <typename Make>
-bool CallObserver::look(const Node& node, FrameData* frame, const Make& make) {
-  bool done = look_once(node, frame, make);
-  if (done && frame->has_fault) {
-    // Of a faulty call nothing is taken on trust: what was remembered may have been overwritten unseen.
+bool CallObserver::fill_frame(const Node& node, FrameData* frame, const Make& make) {
+  bool done = fill_once(node, frame, make);
+  if (done && frame->has_nonfinite) {
+    // Of a non-finite call nothing is taken on trust: what was remembered may have been overwritten unseen.
     frame->start_over();
     frame->reads_all = true;
-    done = look_once(node, frame, make);
+    done = fill_once(node, frame, make);
     frame->reads_all = false;
   }
   return done;

@@ -52,13 +52,13 @@ RangeRow CallObserver::read(const at::Tensor& x, const View& view) {
   return read_released(x, view, bytes, [](const View& held) { return range_cpu(held); });
 }
 
-RangeRow CallObserver::hit(const Reading& reading, const View& view) {
+RangeRow CallObserver::hit(const CacheEntry& entry, const View& view) {
   ++counters.cache_hits;
   if (options_.verify_hits) {
     const RangeRow again = range_cpu(view);
-    counters.stale_hits += again.abs_min != reading.range.abs_min || again.abs_max != reading.range.abs_max;
+    counters.stale_hits += again.abs_min != entry.range.abs_min || again.abs_max != entry.range.abs_max;
   }
-  return reading.range;
+  return entry.range;
 }
 
 struct CallObserver::HostReader {
@@ -67,14 +67,14 @@ struct CallObserver::HostReader {
   const View& view;
 
   RangeRow read() { return self.read(x, view); }
-  bool knows(const Reading& reading) const { return reading.late == nullptr; }
-  RangeRow hit(const Reading& reading) { return self.hit(reading, view); }
+  bool knows(const CacheEntry& entry) const { return entry.pending == nullptr; }
+  RangeRow hit(const CacheEntry& entry) { return self.hit(entry, view); }
   bool keeps(const RangeRow& row) const { return row.isfinite; }
 };
 
 void CallObserver::unread(Labels::Id label, Role role, const std::string& reason, FrameData* frame) {
   if (PyObject* const row = unread_row(labels_.text(label), role, reason))
-    frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotLate, {}, row});
+    frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotPending, {}, row});
 }
 
 // Turns an error of looking at a value into the value's row. False for one that must end the call; it stays set.
@@ -90,23 +90,23 @@ bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role,
   PyObject* row = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
                                                node.allow_inf.ptr(), nullptr);
   if (row == nullptr) return excuse(label, role, frame);
-  frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotLate, {}, row});
-  frame->has_fault |= is_fault(frame->rows.back());
+  frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotPending, {}, row});
+  frame->has_nonfinite |= is_nonfinite(frame->rows.back());
   return true;
 }
 
 bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const Node& node, Memory memory,
                           Node::Slot* slot, FrameData* frame) {
-  if (frame->taps != nullptr && THPVariable_Unpack(object).requires_grad())
-    frame->taps->push_back({THPVariable_Unpack(object), label, role});
+  if (frame->candidates != nullptr && THPVariable_Unpack(object).requires_grad())
+    frame->candidates->push_back({THPVariable_Unpack(object), label, role});
   if (frame->reads_all) memory = Memory::none;
   View view;
-  const bool may_be_late = !options_.counts;
-  if (may_be_late && table_ != nullptr && late_tensor(object, label, role, memory, slot, frame)) return true;
+  const bool may_be_pending = !options_.counts;
+  if (may_be_pending && table_ != nullptr && device_tensor(object, label, role, memory, slot, frame)) return true;
   if (options_.counts || !plain_view(object, &view) || view.dims > 255) {
     // The first tensor of a device: until then the devices cost nothing.
-    if (may_be_late && table_ == nullptr && meets_device(object) &&
-        late_tensor(object, label, role, memory, slot, frame))
+    if (may_be_pending && table_ == nullptr && meets_device(object) &&
+        device_tensor(object, label, role, memory, slot, frame))
       return true;
     ++counters.tensors;
     ++counters.tensors_read;
@@ -114,8 +114,9 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
   }
   const at::Tensor& x = THPVariable_Unpack(object);
   // Taken before the read: another thread may give the tensor other sizes while the lock is released.
-  RowData row{label,    role, Note::none, int8_t(x.scalar_type()), uint8_t(view.dims), uint32_t(frame->shapes.size()),
-              kNotLate, {},   nullptr};
+  RowData row{
+      label,       role, Note::none, int8_t(x.scalar_type()), uint8_t(view.dims), uint32_t(frame->shapes.size()),
+      kNotPending, {},   nullptr};
   frame->shapes.insert(frame->shapes.end(), view.sizes, view.sizes + view.dims);
   row.range = range_of<RangeRow>(object, frame->batch, memory, slot, HostReader{*this, x, view});
   // Zeros and the largest number there is: perhaps an additive attention mask, which Python knows to tell.
@@ -189,8 +190,8 @@ void CallObserver::prepare(Node& node, PyObject* module) {
 }
 
 void CallObserver::find_entry(uint64_t key, Node::Slot* slot) {
-  if (slot->seen && slot->key == key) return;
-  slot->seen = weight_cache_.entry(key);
+  if (slot->cached && slot->key == key) return;
+  slot->cached = weight_cache_.entry(key);
   slot->key = key;
 }
 
@@ -208,7 +209,7 @@ struct CallObserver::Walk {
 
   bool note(Labels::Id label, Note what) {
     ++leaves;
-    frame->rows.push_back({label, role, what, -1, 0, 0, kNotLate, {}, nullptr});
+    frame->rows.push_back({label, role, what, -1, 0, 0, kNotPending, {}, nullptr});
     return true;
   }
 
@@ -360,7 +361,7 @@ std::optional<CallObserver::Kind> CallObserver::kind_of(PyTypeObject* type) {
 
 bool CallObserver::observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
                            bool outermost, FrameData* frame) {
-  return look(node, frame, [&] { return rows(node, module, args, kwargs, output, outermost, frame); });
+  return fill_frame(node, frame, [&] { return rows(node, module, args, kwargs, output, outermost, frame); });
 }
 
 bool CallObserver::input_rows(const Node& node, PyObject* args, PyObject* kwargs, FrameData* frame) {

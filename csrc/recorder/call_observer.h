@@ -48,7 +48,7 @@ struct Helpers {
   pybind11::object leaves;        // (value, label) -> [(label, leaf)]
   pybind11::object is_container;  // (type) -> bool: may `leaves` find anything inside
   pybind11::object spell_key;     // (key) -> str
-  pybind11::object arrived;       // (label, role, shape, dtype, values, allow_inf) -> Row
+  pybind11::object completed;     // (label, role, shape, dtype, values, allow_inf) -> Row
 };
 
 // A few objects, compared by identity; borrowed. Reused, so that a steady run allocates nothing.
@@ -80,8 +80,8 @@ struct Node {
   struct Slot {
     pybind11::object name;  // the parameter's, as an object
     Labels::Id label = 0;
-    std::shared_ptr<WeightReading> seen;
-    uint64_t key = 0;  // under which `seen` was found
+    std::shared_ptr<WeightEntry> cached;
+    uint64_t key = 0;  // under which `cached` was found
   };
   // One way this module is called in compiled code; see call_observer_compiled.cpp.
   struct Plan {
@@ -125,10 +125,10 @@ class CallObserver {
   std::shared_ptr<Node::Plan> plan_of(Node& node, std::string_view text);
 
   // Sends a tensor of a device to be read, in stream order; null where there is nothing to be had so.
-  LatePtr ask(const at::Tensor& x);
-  // The rows of what a batch was called with; they may be late.
+  PendingRowPtr enqueue_read(const at::Tensor& x);
+  // The rows of what a batch was called with; they may be pending.
   bool observe_given(PyObject* args, PyObject* kwargs, FrameData* frame);
-  // Gives the late rows of a frame, all of which have come or are lost, their place in it.
+  // Gives the pending rows of a frame, all of which have completed or failed, their place in it.
   bool resolve(const Node& node, FrameData* frame);
 
   void forget_weights() { ++epoch_; }
@@ -150,7 +150,7 @@ class CallObserver {
  private:
   struct Walk;  // one walk over one value or one call
   struct HostReader;
-  struct LateReader;
+  struct DeviceReader;
   enum class Kind : uint8_t { opaque, mapping, container };
   // Where a range may come from: for a batch, for many batches, or nowhere.
   enum class Memory : uint8_t { activation, weight, none };
@@ -166,13 +166,13 @@ class CallObserver {
   bool input_rows(const Node& node, PyObject* args, PyObject* kwargs, FrameData* frame);
   bool compiled_rows(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame);
   template <typename Make>
-  bool look(const Node& node, FrameData* frame, const Make& make);
+  bool fill_frame(const Node& node, FrameData* frame, const Make& make);
   template <typename Make>
-  bool look_once(const Node& node, FrameData* frame, const Make& make);
+  bool fill_once(const Node& node, FrameData* frame, const Make& make);
   bool complete(const Node& node, FrameData* frame);
   bool meets_device(PyObject* object);
-  bool late_tensor(PyObject* object, Labels::Id label, Role role, Memory memory, Node::Slot* slot, FrameData* frame);
-  bool resolve_row(const Node& node, const LateRow& late, const FrameData& frame, RowData* row);
+  bool device_tensor(PyObject* object, Labels::Id label, Role role, Memory memory, Node::Slot* slot, FrameData* frame);
+  bool resolve_row(const Node& node, const PendingRow& pending, const FrameData& frame, RowData* row);
   void unread(Labels::Id label, Role role, const std::string& reason, FrameData* frame);
   bool excuse(Labels::Id label, Role role, FrameData* frame);
   bool row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame);
@@ -181,7 +181,7 @@ class CallObserver {
   Row range_of(PyObject* object, int64_t batch, Memory memory, Node::Slot* slot, Reader reader);
   template <typename Row, typename Reader>
   Row weight_range(const at::Tensor& x, int64_t batch, int64_t lifetime, Node::Slot* slot, Reader& reader);
-  RangeRow hit(const Reading& reading, const View& view);
+  RangeRow hit(const CacheEntry& entry, const View& view);
   std::optional<Kind> kind_of(PyTypeObject* type);
 
   Options options_;
@@ -191,9 +191,9 @@ class CallObserver {
   WeightCache weight_cache_;
   std::unordered_map<PyTypeObject*, Kind> kinds_;  // keys owned
   int64_t epoch_ = 0;
-  int64_t first_readings_ = 0;  // of weights
-  RowTable* table_ = nullptr;   // once a tensor of a device was met
-  bool devices_off_ = false;    // their tensors are read like any that is not plain
+  int64_t first_entries_ = 0;  // of weights
+  RowTable* table_ = nullptr;  // once a tensor of a device was met
+  bool devices_off_ = false;   // their tensors are read like any that is not plain
 };
 
 }  // namespace nanwatch

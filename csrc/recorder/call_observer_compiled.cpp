@@ -57,7 +57,7 @@ bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList te
         unread(label, value.role, value.reason, frame);
       } else {
         const Note note = value.kind == 'n' ? Note::is_none : Note::not_a_tensor;
-        frame->rows.push_back({label, value.role, note, -1, 0, 0, kNotLate, {}, nullptr});
+        frame->rows.push_back({label, value.role, note, -1, 0, 0, kNotPending, {}, nullptr});
       }
       continue;
     }
@@ -85,7 +85,7 @@ bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList te
 }
 
 bool CallObserver::observe_compiled(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame) {
-  return look(node, frame, [&] { return compiled_rows(node, plan, tensors, frame); });
+  return fill_frame(node, frame, [&] { return compiled_rows(node, plan, tensors, frame); });
 }
 
 }  // namespace nanwatch

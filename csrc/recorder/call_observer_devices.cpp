@@ -17,8 +17,8 @@ bool may_be_mask(const RowData& row, const RangeRow& range) {
   return format.has_value() && range.abs_max == largest_finite(*format);
 }
 
-bool has_come(LateRow& row) {
-  return row.arrive() && row.state == LateRow::State::arrived;
+bool is_completed(PendingRow& row) {
+  return row.poll() && row.state == PendingRow::State::completed;
 }
 
 // -1 for what no device is asked for, as a tensor of a subclass.
@@ -27,7 +27,7 @@ int device_of(PyObject* object, const NanwatchBackend& backend) {
 }
 
 // How a device is asked for it; nothing where it cannot be.
-std::optional<Format> late_format(const at::Tensor& x) {
+std::optional<Format> device_format(const at::Tensor& x) {
   const std::optional<Format> format = format_of(x.scalar_type());
   if (!format.has_value() || x.dim() > kNanwatchMaxDims || negation_changes_magnitude(x, *format) || !storage_covers(x))
     return std::nullopt;
@@ -55,59 +55,60 @@ bool CallObserver::meets_device(PyObject* object) {
 // ---- asking for a row -----------------------------------------------------------------------------------------------
 
 // The reader of cached_read.h for a tensor of a device.
-struct CallObserver::LateReader {
+struct CallObserver::DeviceReader {
   CallObserver& self;
   const at::Tensor& x;
   Format format;
   int device;
   FrameData* frame;
 
-  LatePtr read() {
+  PendingRowPtr read() {
     ++self.counters.tensors_read;
     self.counters.bytes_read += x.numel() * int64_t(word_size(format));
     return collect();
   }
 
-  bool knows(const Reading& reading) const {
-    return reading.late != nullptr && reading.late->serves(&frame->late, frame->late.graph());
+  bool knows(const CacheEntry& entry) const {
+    return entry.pending != nullptr && entry.pending->serves(&frame->pending, frame->pending.graph());
   }
 
-  LatePtr hit(const Reading& reading) {
+  PendingRowPtr hit(const CacheEntry& entry) {
     ++self.counters.cache_hits;
-    if (self.options_.verify_hits && reading.late->graph == nullptr) {
-      const LatePtr again = collect();
-      again->verifies = reading.late;
-      frame->late.rows.push_back(again);
+    if (self.options_.verify_hits && entry.pending->graph == nullptr) {
+      const PendingRowPtr again = collect();
+      again->verifies = entry.pending;
+      frame->pending.rows.push_back(again);
     }
-    return reading.late;
+    return entry.pending;
   }
 
-  bool keeps(const LatePtr&) const { return true; }
+  bool keeps(const PendingRowPtr&) const { return true; }
 
  private:
-  LatePtr collect() const { return frame->late.collect(x, format, device); }
+  PendingRowPtr collect() const { return frame->pending.collect(x, format, device); }
 };
 
 // False for what is no plain tensor of a device, and where none can be read: then nothing was done.
-bool CallObserver::late_tensor(PyObject* object, Labels::Id label, Role role, Memory memory, Node::Slot* slot,
-                               FrameData* frame) {
+bool CallObserver::device_tensor(PyObject* object, Labels::Id label, Role role, Memory memory, Node::Slot* slot,
+                                 FrameData* frame) {
   const NanwatchBackend* backend = RowTable::backend();
   if (devices_off_ || backend == nullptr) return false;
   const int device = device_of(object, *backend);
   if (device < 0) return false;
   const at::Tensor& x = THPVariable_Unpack(object);
-  const std::optional<Format> format = late_format(x);
+  const std::optional<Format> format = device_format(x);
   if (!format.has_value()) return false;
-  const LateFrame::Lane& lane = frame->late.lane_of(device, *backend);
-  if (lane.error != 0) return false;
-  if (lane.capture != 0) {
-    if (frame->late.graph_of_batch == nullptr) return false;  // a part of a batch alone is captured
-    if (frame->late.graph() == nullptr) *frame->late.graph_of_batch = table_->new_graph(device, lane.capture);
+  const PendingRows::StreamSlot& stream_slot = frame->pending.stream_slot_of(device, *backend);
+  if (stream_slot.error != 0) return false;
+  if (stream_slot.capture != 0) {
+    if (frame->pending.graph_of_batch == nullptr) return false;  // a part of a batch alone is captured
+    if (frame->pending.graph() == nullptr)
+      *frame->pending.graph_of_batch = table_->new_graph(device, stream_slot.capture);
   }
-  const GraphRows* const graph = frame->late.graph();
-  if (lane.capture != (graph != nullptr ? graph->capture : 0)) return false;
-  const LatePtr row =
-      range_of<LatePtr>(object, frame->batch, memory, slot, LateReader{*this, x, *format, device, frame});
+  const GraphRows* const graph = frame->pending.graph();
+  if (stream_slot.capture != (graph != nullptr ? graph->capture : 0)) return false;
+  const PendingRowPtr row =
+      range_of<PendingRowPtr>(object, frame->batch, memory, slot, DeviceReader{*this, x, *format, device, frame});
   const auto at = uint32_t(frame->shapes.size());
   frame->shapes.insert(frame->shapes.end(), x.sizes().begin(), x.sizes().end());
   frame->rows.push_back({label,
@@ -116,25 +117,25 @@ bool CallObserver::late_tensor(PyObject* object, Labels::Id label, Role role, Me
                          int8_t(x.scalar_type()),
                          uint8_t(x.dim()),
                          at,
-                         int32_t(frame->late.rows.size()),
+                         int32_t(frame->pending.rows.size()),
                          {},
                          nullptr});
-  frame->late.rows.push_back(row);
+  frame->pending.rows.push_back(row);
   return true;
 }
 
 // A row of its own for a tensor that belongs to no frame yet, sent at once; null where that cannot be, as in a capture.
-LatePtr CallObserver::ask(const at::Tensor& x) {
+PendingRowPtr CallObserver::enqueue_read(const at::Tensor& x) {
   const NanwatchBackend* const backend = RowTable::backend();
   if (devices_off_ || backend == nullptr) return nullptr;
-  const std::optional<Format> format = late_format(x);
+  const std::optional<Format> format = device_format(x);
   const int device = format.has_value() ? backend->device_of(&x) : -1;
   if (device < 0) return nullptr;
-  LateFrame late;
-  const LateFrame::Lane& lane = late.lane_of(device, *backend);
-  if (lane.error != 0 || lane.capture != 0) return nullptr;
-  const LatePtr row = late.collect(x, *format, device);
-  if (const int error = RowTable::instance()->send(&late)) {
+  PendingRows pending;
+  const PendingRows::StreamSlot& stream_slot = pending.stream_slot_of(device, *backend);
+  if (stream_slot.error != 0 || stream_slot.capture != 0) return nullptr;
+  const PendingRowPtr row = pending.collect(x, *format, device);
+  if (const int error = RowTable::instance()->send(&pending)) {
     devices_off_ = backend->cannot_run(error) != 0;
     return nullptr;
   }
@@ -143,53 +144,53 @@ LatePtr CallObserver::ask(const at::Tensor& x) {
 
 // The frame's rows were sent; where each call is looked at by itself, waits for them.
 bool CallObserver::complete(const Node& node, FrameData* frame) {
-  if (options_.check != Check::module || frame->late.graph() != nullptr) return true;
-  table_->wait(frame->late.rows, table_->mark(frame->late.rows));
+  if (options_.check != Check::module || frame->pending.graph() != nullptr) return true;
+  table_->wait(frame->pending.rows, table_->record_events(frame->pending.rows));
   return resolve(node, frame);
 }
 
 bool CallObserver::observe_given(PyObject* args, PyObject* kwargs, FrameData* frame) {
   const Node nobody;
   if (!input_rows(nobody, args, kwargs, frame)) return false;
-  if (!frame->late.empty()) table_->send(&frame->late);  // a row that is not sent is lost, and says so
+  if (!frame->pending.empty()) table_->send(&frame->pending);  // a row that is not sent fails, and says so
   return true;
 }
 
 // ---- when it has come -----------------------------------------------------------------------------------------------
 
 bool CallObserver::resolve(const Node& node, FrameData* frame) {
-  if (frame->late.empty()) return true;
+  if (frame->pending.empty()) return true;
   for (size_t i = 0; i < frame->rows.size(); ++i) {
-    const int32_t late = std::exchange(frame->rows[i].late, kNotLate);
-    if (late != kNotLate && !resolve_row(node, *frame->late.rows[size_t(late)], *frame, &frame->rows[i])) {
+    const int32_t pending = std::exchange(frame->rows[i].pending, kNotPending);
+    if (pending != kNotPending && !resolve_row(node, *frame->pending.rows[size_t(pending)], *frame, &frame->rows[i])) {
       frame->clear();
       return false;
     }
-    frame->has_fault |= is_fault(frame->rows[i]);
+    frame->has_nonfinite |= is_nonfinite(frame->rows[i]);
   }
-  for (const LatePtr& row : frame->late.rows)
-    if (row->verifies != nullptr && has_come(*row) && has_come(*row->verifies))
+  for (const PendingRowPtr& row : frame->pending.rows)
+    if (row->verifies != nullptr && is_completed(*row) && is_completed(*row->verifies))
       counters.stale_hits += !same(row->range, row->verifies->range);
-  frame->late.clear();
+  frame->pending.clear();
   return true;
 }
 
-bool CallObserver::resolve_row(const Node& node, const LateRow& late, const FrameData& frame, RowData* row) {
-  row->range = late.range;
-  const bool is_here = late.state == LateRow::State::arrived;
-  if (is_here && late.range.isfinite && !may_be_mask(*row, late.range)) return true;
+bool CallObserver::resolve_row(const Node& node, const PendingRow& pending, const FrameData& frame, RowData* row) {
+  row->range = pending.range;
+  const bool is_here = pending.state == PendingRow::State::completed;
+  if (is_here && pending.range.isfinite && !may_be_mask(*row, pending.range)) return true;
   const OutsideCompiler outside;
   const py::tuple shape = shape_of(frame, *row);
   py::object values = py::none();
   if (is_here) {
     values = py::list();
-    for (int i = 0; i < (late.examined ? int(kNanwatchRowValues) : kRangeColumns); ++i)
-      py::cast<py::list>(values).append(late.values[i]);
+    for (int i = 0; i < (pending.examined ? kDeviceColumns : kRangeColumns); ++i)
+      py::cast<py::list>(values).append(pending.values[i]);
   } else {
-    values = py::str("its row did not come from the device (" + table_->words(late.error) + ")");
+    values = py::str("its row did not come from the device (" + table_->words(pending.error) + ")");
   }
   row->python =
-      PyObject_CallFunction(helpers_.arrived.ptr(), "ssOsOO", labels_.text(row->label).c_str(), role_name(row->role),
+      PyObject_CallFunction(helpers_.completed.ptr(), "ssOsOO", labels_.text(row->label).c_str(), role_name(row->role),
                             shape.ptr(), dtype_name(*row).c_str(), values.ptr(), node.allow_inf.ptr());
   if (row->python != nullptr) return true;
   const std::optional<std::string> reason = excuse_error();

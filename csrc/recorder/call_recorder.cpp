@@ -121,7 +121,7 @@ int32_t CallRecorder::add_node(const std::string& name, py::handle module, bool 
   meet(*node, module.ptr());
   if (observed) observer_.prepare(*node, module.ptr());
   nodes_.push_back(std::move(node));
-  largest_.reserve_node();
+  peaks_.reserve_node();
   return int32_t(nodes_.size() - 1);
 }
 
@@ -191,7 +191,7 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
   if (!abandon_of_ended_threads() || !finish_broken_backwards()) return false;
   if (!pending_.empty() || !graphs_.empty()) {
     const Recording recording(&thread);
-    if (!look(thread, false, false)) return false;
+    if (!poll(thread, false, false)) return false;
   }
   // Called from a backward: activation checkpointing runs the forward again. That is no new batch.
   thread.recomputed = torch::autograd::get_current_graph_task_id() != -1;
@@ -237,24 +237,24 @@ bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObj
                           PyObject* output) {
   Node& node = *nodes_[size_t(index)];
   FrameData& frame = thread.frame;
-  std::vector<Tap> taps;  // of this call: while it is looked at, other threads may make calls
+  std::vector<GradientCandidate> candidates;  // of this call: while it is looked at, other threads may make calls
   const Recording recording(&thread);
   frame.batch = thread.batch;
   frame.node = index;
   frame.recomputed = thread.recomputed;
-  frame.late.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
-  if (tracks_gradients()) frame.taps = &taps;
+  frame.pending.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
+  if (tracks_gradients()) frame.candidates = &candidates;
   const bool done = observer_.observe(node, module, args, kwargs, output, thread.nodes.empty(), &frame);
   if (!done) return false;
   const int32_t caller = thread.nodes.empty() ? int32_t(kNoCaller) : thread.nodes.back();
-  follow_gradients(thread, std::move(taps), index, caller, nullptr);
+  follow_gradients(thread, std::move(candidates), index, caller, nullptr);
   return finish(thread, caller);
 }
 
-void CallRecorder::follow_gradients(const Thread& thread, std::vector<Tap> taps, int32_t index, int32_t caller,
-                                    std::shared_ptr<const void>* keep) {
-  if (gradients_ == nullptr || taps.empty()) return;
-  gradients_->follow(taps, {thread.batch, index, caller, thread.recomputed, &thread, thread.held}, keep);
+void CallRecorder::follow_gradients(const Thread& thread, std::vector<GradientCandidate> candidates, int32_t index,
+                                    int32_t caller, std::shared_ptr<const void>* keep) {
+  if (gradients_ == nullptr || candidates.empty()) return;
+  gradients_->follow(candidates, {thread.batch, index, caller, thread.recomputed, &thread, thread.held}, keep);
 }
 
 // The arguments of the outermost call; of a compiled one those tensors that still live.
@@ -282,18 +282,18 @@ bool CallRecorder::finish(Thread& thread, int32_t caller) {
     thread.captured.back().caller = caller;
     return true;
   }
-  if (!frame.late.empty() || (!pending_.empty() && has_pending(thread))) {
+  if (!frame.pending.empty() || (!pending_.empty() && has_pending(thread))) {
     defer(thread, caller);
     return true;
   }
-  const bool has_fault = frame.has_fault;
+  const bool has_nonfinite = frame.has_nonfinite;
   keep(frame);
-  if (!has_fault && !is_told(thread.batch)) return true;
+  if (!has_nonfinite && !is_told(thread.batch)) return true;
   FrameData copy;
   copy.copy(ring_.latest());
   const py::object seen = to_python(copy);
   if (is_told(thread.batch) && !tell("frame_recorded", py::make_tuple(seen))) return false;
-  if (!has_fault) return true;
+  if (!has_nonfinite) return true;
   const py::handle none = Py_None;
   return tell("fault", py::make_tuple(seen, name_of(caller), given_to(thread),
                                       thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
@@ -305,26 +305,26 @@ void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) 
   frame.node = node;
   frame.phase = Phase::step;
   for (const py::handle row : rows)
-    frame.rows.push_back({0, Role::weight, Note::none, -1, 0, 0, kNotLate, {}, row.inc_ref().ptr()});
+    frame.rows.push_back({0, Role::weight, Note::none, -1, 0, 0, kNotPending, {}, row.inc_ref().ptr()});
   ++observer_.counters.frames;
   ring_.push(frame);
 }
 
 // A frame of a forward whose ranges are known goes into the ring.
 void CallRecorder::keep(FrameData& frame) {
-  if (gathers_largest) largest_.add(frame, observer_.labels());
+  if (gathers_peaks) peaks_.add(frame, observer_.labels());
   ring_.push(frame);
 }
 
-py::tuple CallRecorder::take_largest() {
+py::tuple CallRecorder::take_peaks() {
   // All taken before any Python object is made that the garbage collector knows: that may run code which calls a model.
-  const std::vector<Largest::Key> keys = largest_.take_new();
-  const std::vector<double>& values = largest_.values();
+  const std::vector<PeakMagnitudes::Key> keys = peaks_.take_new();
+  const std::vector<double>& values = peaks_.values();
   const py::bytes found(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double));
-  const int64_t batch = largest_.batch();
-  largest_.clear();
+  const int64_t batch = peaks_.batch();
+  peaks_.clear();
   py::list names;
-  for (const Largest::Key& key : keys)
+  for (const PeakMagnitudes::Key& key : keys)
     names.append(py::make_tuple(nodes_[size_t(key.node)]->name, observer_.label_text(key.label),
                                 dtype_name(static_cast<at::ScalarType>(key.dtype))));
   return py::make_tuple(batch, names, found);

@@ -47,7 +47,7 @@ class CallRecorder {
   GradientTracker* gradients() const { return gradients_.get(); }
   bool finish_broken_backwards() { return gradients_ == nullptr || gradients_->finish_broken_backwards(); }
   // Has an ended backward tell its frames once `rows` have come and what came before it on that thread was told.
-  bool tell_backward(const void* thread, int64_t batch, std::vector<LatePtr> rows,
+  bool tell_backward(const void* thread, int64_t batch, std::vector<PendingRowPtr> rows,
                      std::unique_ptr<EndedBackward> backward);
   // Calls a method of the listener.
   bool tell(const char* method, pybind11::args arguments, pybind11::object* answer = nullptr);
@@ -64,13 +64,13 @@ class CallRecorder {
   std::pair<int64_t, pybind11::list> frames_since(int64_t kept) const;
 
   // (batch, names of places that are new, values by place as float64); see peak_magnitudes.h. What was taken is gone.
-  pybind11::tuple take_largest();
+  pybind11::tuple take_peaks();
 
   // Looks at the batches that wait for a device, as far as their rows have come, or with `wait` at all that have ended.
   // Throws what the listener raises.
-  void look_from_python(bool wait);
+  void poll_from_python(bool wait);
   // Whether there may be batches that are still to be told of, replays among them.
-  bool may_be_late() const;
+  bool may_be_pending() const;
   // Before an optimizer's step: waits for the rows of the forwards and backwards that it may take, and looks. Throws as
   // that does.
   void await_before_step();
@@ -90,8 +90,8 @@ class CallRecorder {
   bool tells_batch_start = false;
   bool tells_batch_end = false;
   bool tells_frames = false;
-  bool gathers_largest = false;
-  bool awaits_backwards = false;  // else one whose rows are late is told of later
+  bool gathers_peaks = false;
+  bool awaits_backwards = false;  // else one whose rows are pending is told of later
   // Whether weights are gathered from shards, as FSDP does: into the same storage each time, past the version counter,
   // so that writes to the shards are not seen. Then no weight is known from the batch before.
   bool gathers_weights = false;
@@ -124,19 +124,19 @@ class CallRecorder {
   bool begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs);
   bool end_batch(Thread& thread, bool completed);
   bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
-  void follow_gradients(const Thread& thread, std::vector<Tap> taps, int32_t index, int32_t caller,
+  void follow_gradients(const Thread& thread, std::vector<GradientCandidate> candidates, int32_t index, int32_t caller,
                         std::shared_ptr<const void>* keep);
   bool finish(Thread& thread, int32_t caller);
   pybind11::object given_to(const Thread& thread) const;
   bool has_pending(const Thread& thread) const;
   void defer(Thread& thread, int32_t caller);
   bool close(Thread& thread, bool completed, bool* waits);
-  bool look(Thread& thread, bool wait, bool all);
+  bool poll(Thread& thread, bool wait, bool all);
   bool tell_of(PendingBatch& batch);
   bool captured(Thread& thread, bool completed);
   Pending::iterator find_ended(const Thread& thread, bool all);
-  bool look_at_batches(Thread& thread, bool wait, bool all);
-  bool look_at_replays(bool wait);
+  bool poll_batches(Thread& thread, bool wait, bool all);
+  bool poll_replays(bool wait);
   bool abandon(Thread& thread);
   bool abandon_of_ended_threads();
   bool end_compiled(Thread& thread, bool completed);
@@ -147,7 +147,7 @@ class CallRecorder {
   CallObserver observer_;
   pybind11::object listener_, frame_type_;
   FrameRing ring_;
-  Largest largest_;
+  PeakMagnitudes peaks_;
   std::unique_ptr<GradientTracker> gradients_;          // null when nobody asked for gradients
   Pending pending_;                                     // in the order of their beginnings
   std::vector<std::shared_ptr<CapturedBatch>> graphs_;  // what was captured

@@ -1,6 +1,6 @@
 // The part of CallRecorder for batches whose rows are on a device: putting their frames aside, and looking at them when
 // the rows have come. What is then told is what is told on the host, in the same order: of each frame after it was put
-// into the ring and before the next one is, so that a report ends at the first faulty frame.
+// into the ring and before the next one is, so that a report ends at the first non-finite frame.
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -51,8 +51,8 @@ bool CallRecorder::close(Thread& thread, bool completed, bool* waits) {
 
 // Looks at the batches of this thread, or of all, that have ended and whose rows have come, and at the replays, which
 // have their numbers only now; with `wait`, at all that have ended. False with an exception set if the listener raised.
-bool CallRecorder::look(Thread& thread, bool wait, bool all) {
-  return look_at_batches(thread, wait, all) && (graphs_.empty() || look_at_replays(wait));
+bool CallRecorder::poll(Thread& thread, bool wait, bool all) {
+  return poll_batches(thread, wait, all) && (graphs_.empty() || poll_replays(wait));
 }
 
 // The first that may be told of. Of other threads, unless `all` are meant, those are the recomputations and backwards
@@ -70,13 +70,13 @@ CallRecorder::Pending::iterator CallRecorder::find_ended(const Thread& thread, b
   });
 }
 
-bool CallRecorder::look_at_batches(Thread& thread, bool wait, bool all) {
+bool CallRecorder::poll_batches(Thread& thread, bool wait, bool all) {
   const RowTable& table = *RowTable::instance();
   while (true) {
     const auto found = find_ended(thread, all);
     if (found == pending_.end()) return true;
-    std::shared_ptr<const Awaited> awaited = (*found)->awaited;
-    if (!wait && !table.have_come(awaited->rows, awaited->marks)) return true;
+    std::shared_ptr<const PendingEvents> awaited = (*found)->awaited;
+    if (!wait && !table.poll(awaited->rows, awaited->events)) return true;
     // While the device was asked, another thread may have taken it.
     const auto still = std::find_if(pending_.begin(), pending_.end(), [&](const std::unique_ptr<PendingBatch>& batch) {
       return batch->awaited == awaited;
@@ -84,9 +84,9 @@ bool CallRecorder::look_at_batches(Thread& thread, bool wait, bool all) {
     if (still == pending_.end()) continue;
     const std::unique_ptr<PendingBatch> batch = std::move(*still);
     pending_.erase(still);
-    if (wait) table.wait(awaited->rows, awaited->marks);
-    if (!table.have_come(awaited->rows, awaited->marks))
-      for (const LatePtr& row : awaited->rows) row->lose(0);  // the stream is being captured: no telling when
+    if (wait) table.wait(awaited->rows, awaited->events);
+    if (!table.poll(awaited->rows, awaited->events))
+      for (const PendingRowPtr& row : awaited->rows) row->fail(0);  // the stream is being captured: no telling when
     awaited = batch->awaited = nullptr;
     if (!survived([&] { return tell_of(*batch); })) return false;
   }
@@ -99,10 +99,10 @@ bool CallRecorder::captured(Thread& thread, bool completed) {
   batch->graph = std::move(thread.graph);
   batch->entries = std::exchange(thread.captured, {});
   if (!completed || batch->graph->rows.empty()) return true;
-  batch->given.late.graph_of_batch = &batch->graph;
+  batch->given.pending.graph_of_batch = &batch->graph;
   const bool done =
       survived([&] { return observer_.observe_given(given_to(thread).ptr(), thread.kwargs, &batch->given); });
-  batch->given.late.graph_of_batch = nullptr;
+  batch->given.pending.graph_of_batch = nullptr;
   if (!done) return false;
   if (RowTable::instance()->end_graph(*batch->graph) == 0) {
     graphs_.push_back(batch);
@@ -113,11 +113,11 @@ bool CallRecorder::captured(Thread& thread, bool completed) {
   return true;
 }
 
-// Tells of the replays that have ended since the last look, each a batch of its own.
-bool CallRecorder::look_at_replays(bool wait) {
+// Tells of the replays that have ended since the last poll, each a batch of its own.
+bool CallRecorder::poll_replays(bool wait) {
   for (size_t i = 0; i < graphs_.size(); ++i) {
     const std::shared_ptr<CapturedBatch> captured = graphs_[i];  // while it is told of, others may be captured
-    if (wait) RowTable::instance()->mark_now(captured->graph->device).wait();
+    if (wait) RowTable::instance()->record_event(captured->graph->device).wait();
     const uint64_t replays = captured->graph->replays();
     if (paused) {
       captured->seen = replays;
@@ -164,29 +164,29 @@ bool CallRecorder::tell_of(PendingBatch& batch) {
       first.emplace();
     }
   };
-  bool has_fault = false;
+  bool has_nonfinite = false;
   const Node nobody;
   check(observer_.resolve(nobody, &batch.given));
   for (CallFrame& entry : batch.entries) {
     FrameData& frame = entry.frame;
     check(observer_.resolve(*nodes_[size_t(frame.node)], &frame));
-    const bool is_fault = frame.has_fault;
-    has_fault |= is_fault;
+    const bool is_nonfinite = frame.has_nonfinite;
+    has_nonfinite |= is_nonfinite;
     keep(frame);
-    if (first || (!is_fault && !is_told(batch.number))) continue;
+    if (first || (!is_nonfinite && !is_told(batch.number))) continue;
     FrameData copy;
     copy.copy(ring_.latest());
     const py::object seen = to_python(copy);
     if (is_told(batch.number)) check(tell("frame_recorded", py::make_tuple(seen)));
-    if (is_fault && !first)
+    if (is_nonfinite && !first)
       check(tell("late_fault", py::make_tuple(seen, name_of(entry.caller), to_python(batch.given), batch.is_left)));
   }
-  if (batch.is_left && (has_fault || (tells_batch_end && !batch.recomputed)))
+  if (batch.is_left && (has_nonfinite || (tells_batch_end && !batch.recomputed)))
     check(tell("batch_looked_at", py::make_tuple(batch.number, !first && (batch.completed || batch.recomputed))));
   return !first;
 }
 
-bool CallRecorder::tell_backward(const void* thread, int64_t batch_number, std::vector<LatePtr> rows,
+bool CallRecorder::tell_backward(const void* thread, int64_t batch_number, std::vector<PendingRowPtr> rows,
                                  std::unique_ptr<EndedBackward> backward) {
   const bool has_to_wait = !rows.empty() || std::any_of(pending_.begin(), pending_.end(), [thread](const auto& batch) {
     return batch->thread == thread;
@@ -203,7 +203,7 @@ bool CallRecorder::tell_backward(const void* thread, int64_t batch_number, std::
   Thread& own = this_thread();
   if (own.recording) return true;
   const Recording recording(&own);
-  return look_at_batches(own, true, true);
+  return poll_batches(own, true, true);
 }
 
 // False with an exception set, the call's own if it has one: that matters more than what the listener raises, unless
@@ -224,7 +224,7 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   // The listener is told of every batch that ends by an exception. A look may change `tells_batch_end`.
   const auto tells_end = [&] { return !thread.recomputed && (tells_batch_end || !completed); };
   if (done && pending_.empty() && !tells_end()) return completed;
-  done = done && (pending_.empty() || look(thread, waits, false));
+  done = done && (pending_.empty() || poll(thread, waits, false));
   HeldError raised;
   const bool is_pending = std::any_of(pending_.begin(), pending_.end(),
                                       [&](const std::unique_ptr<PendingBatch>& one) { return one.get() == pending; });
@@ -238,20 +238,20 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   return completed && done;
 }
 
-void CallRecorder::look_from_python(bool wait) {
+void CallRecorder::poll_from_python(bool wait) {
   if (!abandon_of_ended_threads() || !finish_broken_backwards()) throw py::error_already_set();
   if (pending_.empty() && graphs_.empty()) return;
   Thread& thread = this_thread();
   if (thread.recording) return;
   const Recording recording(&thread);
-  if (!look(thread, wait, true)) throw py::error_already_set();
+  if (!poll(thread, wait, true)) throw py::error_already_set();
 }
 
-bool CallRecorder::may_be_late() const {
+bool CallRecorder::may_be_pending() const {
   return !pending_.empty() || !graphs_.empty();
 }
 
-// Up to the newest forward or backward that a step may take, newest first: behind its marks there is nothing left to
+// Up to the newest forward or backward that a step may take, newest first: behind its events there is nothing left to
 // wait for of those before it that ran on the same streams. A recomputation by itself is not waited for: the first
 // layers' comes at the end of the backward. It says that a batch without a graph may have been checkpointed as a whole.
 void CallRecorder::await_before_step() {
@@ -259,7 +259,7 @@ void CallRecorder::await_before_step() {
   if (thread.recording || pending_.empty()) return;
   const bool recomputes = std::any_of(pending_.begin(), pending_.end(),
                                       [](const std::unique_ptr<PendingBatch>& batch) { return batch->recomputed; });
-  std::vector<std::shared_ptr<const Awaited>> taken;  // while this waits, others may tell of the batches
+  std::vector<std::shared_ptr<const PendingEvents>> taken;  // while this waits, others may tell of the batches
   for (auto one = pending_.rbegin(); one != pending_.rend(); ++one) {
     const PendingBatch& batch = **one;
     const bool is_taken = !batch.recomputed && (batch.has_graph || recomputes);
@@ -267,10 +267,10 @@ void CallRecorder::await_before_step() {
   }
   const RowTable& table = *RowTable::instance();
   for (const auto& awaited : taken) {
-    if (table.have_come(awaited->rows, awaited->marks) || table.is_capturing(awaited->marks)) continue;
-    table.wait(awaited->rows, awaited->marks);
+    if (table.poll(awaited->rows, awaited->events) || table.is_capturing(awaited->events)) continue;
+    table.wait(awaited->rows, awaited->events);
   }
-  look_from_python(false);
+  poll_from_python(false);
 }
 
 // The frames whose rows have come, of those that wait.
@@ -280,8 +280,8 @@ py::list CallRecorder::pending_frames() {
   const auto copy = [&copies](const PendingBatch& batch) {
     if (batch.backward != nullptr) return false;
     for (const CallFrame& entry : batch.entries) {
-      const std::vector<LatePtr>& rows = entry.frame.late.rows;
-      if (!std::all_of(rows.begin(), rows.end(), [](const LatePtr& row) { return row->arrive(); })) return false;
+      const std::vector<PendingRowPtr>& rows = entry.frame.pending.rows;
+      if (!std::all_of(rows.begin(), rows.end(), [](const PendingRowPtr& row) { return row->poll(); })) return false;
       copies.emplace_back().copy(entry.frame);
     }
     return true;

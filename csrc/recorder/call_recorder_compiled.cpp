@@ -30,7 +30,7 @@ std::unordered_map<int64_t, CallRecorder*>& numbered() {
 // Calls look(recorder) for the recorder of that number. False where there is none here: the watch has stopped, or its
 // recorder is the Python one.
 template <typename Look>
-bool looked(const at::Tensor& sequence, int64_t watch, const Look& look) {
+bool with_recorder(const at::Tensor& sequence, int64_t watch, const Look& look) {
   const py::gil_scoped_acquire lock;
   const auto found = numbered().find(watch);
   if (found == numbered().end()) return false;
@@ -42,7 +42,7 @@ bool looked(const at::Tensor& sequence, int64_t watch, const Look& look) {
 }
 
 void begin_(const at::Tensor& sequence, int64_t watch, int64_t callee, at::TensorList tensors) {
-  if (!looked(sequence, watch, [&](CallRecorder* recorder) { recorder->begin_compiled(callee, tensors); }))
+  if (!with_recorder(sequence, watch, [&](CallRecorder* recorder) { recorder->begin_compiled(callee, tensors); }))
     call_reference<void(const at::Tensor&, int64_t, int64_t, at::TensorList)>("nanwatch::begin_", sequence, watch,
                                                                               callee, tensors);
 }
@@ -50,13 +50,13 @@ void begin_(const at::Tensor& sequence, int64_t watch, int64_t callee, at::Tenso
 void record_(const at::Tensor& sequence, int64_t watch, int64_t callee, int64_t caller, c10::string_view plan,
              at::TensorList tensors) {
   const auto look = [&](CallRecorder* recorder) { recorder->record_compiled(callee, caller, plan, tensors); };
-  if (!looked(sequence, watch, look))
+  if (!with_recorder(sequence, watch, look))
     call_reference<void(const at::Tensor&, int64_t, int64_t, int64_t, c10::string_view, at::TensorList)>(
         "nanwatch::record_", sequence, watch, callee, caller, plan, tensors);
 }
 
 void look_(const at::Tensor& sequence, int64_t watch) {
-  if (!looked(sequence, watch, [](CallRecorder* recorder) { recorder->look_from_python(false); }))
+  if (!with_recorder(sequence, watch, [](CallRecorder* recorder) { recorder->poll_from_python(false); }))
     call_reference<void(const at::Tensor&, int64_t)>("nanwatch::look_", sequence, watch);
 }
 
@@ -119,7 +119,7 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
   ++observer_.counters.calls;
   Node& node = *nodes_[size_t(index)];
   const auto look = [&] {
-    std::vector<Tap> taps;
+    std::vector<GradientCandidate> candidates;
     const Recording recording(&thread);
     FrameData& frame = thread.frame;
     frame.batch = thread.batch;
@@ -130,10 +130,10 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
       node.class_name = plan->class_name;
       node.type = nullptr;
     }
-    frame.late.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
-    if (tracks_gradients()) frame.taps = &taps;
+    frame.pending.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
+    if (tracks_gradients()) frame.candidates = &candidates;
     if (!observer_.observe_compiled(node, *plan, tensors, &frame)) return false;
-    follow_gradients(thread, std::move(taps), int32_t(index), int32_t(caller), &node.compiled_call);
+    follow_gradients(thread, std::move(candidates), int32_t(index), int32_t(caller), &node.compiled_call);
     return finish(thread, int32_t(caller));
   };
   bool done = !thread.active || paused || !node.observed || survived(look);

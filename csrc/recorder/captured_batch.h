@@ -17,7 +17,7 @@ struct CapturedBatch {
 
   // Gives a frame the rows of a replay.
   void fill(FrameData* frame, uint64_t replay) const {
-    for (LatePtr& row : frame->late.rows)
+    for (PendingRowPtr& row : frame->pending.rows)
       if (row->graph != nullptr) row = graph->row_of(*row, replay);
   }
 };

@@ -20,7 +20,7 @@ enum class Role : uint8_t { weight, buffer, input, output, gradient };
 enum class Phase : uint8_t { forward, backward, step };
 enum class Note : uint8_t { none, is_none, not_a_tensor };
 
-constexpr int32_t kNotLate = -1;
+constexpr int32_t kNotPending = -1;
 
 struct RowData {
   Labels::Id label;
@@ -29,13 +29,13 @@ struct RowData {
   int8_t dtype;  // c10::ScalarType, -1 where there is no tensor
   uint8_t dims;
   uint32_t shape_at;  // into FrameData::shapes
-  int32_t late;       // into FrameData::late.rows while the range is still to come, else kNotLate
+  int32_t pending;    // into FrameData::pending.rows while the range is still to come, else kNotPending
   RangeRow range;
   PyObject* python;  // owned; where the Python side made the row, it replaces all else
 };
 
 // A tensor of a call that may get a gradient.
-struct Tap {
+struct GradientCandidate {
   at::Tensor tensor;
   Labels::Id label;
   Role role;
@@ -47,12 +47,12 @@ struct FrameData {
   int32_t node = 0;
   bool recomputed = false;
   Phase phase = Phase::forward;
-  bool has_fault = false;
+  bool has_nonfinite = false;
   bool reads_all = false;  // while it is made: nothing is taken on trust
   std::vector<RowData> rows;
   std::vector<int64_t> shapes;
-  LateFrame late;
-  std::vector<Tap>* taps = nullptr;  // while it is made, if gradients are asked for
+  PendingRows pending;
+  std::vector<GradientCandidate>* candidates = nullptr;  // while it is made, if gradients are asked for
 
   FrameData() = default;
   FrameData(const FrameData&) = delete;
@@ -67,18 +67,18 @@ struct FrameData {
 
   void clear() {
     start_over();
-    taps = nullptr;
+    candidates = nullptr;
     reads_all = false;
   }
 
   // Drops what there is of a frame that is being made.
   void start_over() {
     for (const RowData& row : rows) Py_XDECREF(row.python);
-    if (taps != nullptr) taps->clear();
+    if (candidates != nullptr) candidates->clear();
     rows.clear();
     shapes.clear();
-    late.clear();
-    has_fault = false;
+    pending.clear();
+    has_nonfinite = false;
     phase = Phase::forward;
   }
 
@@ -88,10 +88,10 @@ struct FrameData {
     node = other.node;
     recomputed = other.recomputed;
     phase = other.phase;
-    has_fault = other.has_fault;
+    has_nonfinite = other.has_nonfinite;
     rows = other.rows;
     shapes = other.shapes;
-    late.rows = other.late.rows;
+    pending.rows = other.pending.rows;
     for (const RowData& row : rows) Py_XINCREF(row.python);
   }
 
@@ -100,10 +100,10 @@ struct FrameData {
     std::swap(node, other.node);
     std::swap(recomputed, other.recomputed);
     std::swap(phase, other.phase);
-    std::swap(has_fault, other.has_fault);
+    std::swap(has_nonfinite, other.has_nonfinite);
     rows.swap(other.rows);
     shapes.swap(other.shapes);
-    late.swap(other.late);
+    pending.swap(other.pending);
   }
 };
 

@@ -29,7 +29,7 @@ class GradientTracker {
   // False once gradients are no longer followed.
   virtual bool is_active() const = 0;
   // Leaves hooks for the gradients of the tensors of a call. `keep`: for a call in compiled code, holds that call.
-  virtual void follow(const std::vector<Tap>& candidates, const CallOrigin& call,
+  virtual void follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call,
                       std::shared_ptr<const void>* keep) = 0;
   // Finishes the backwards that ended by an exception. False with a Python exception set.
   virtual bool finish_broken_backwards() = 0;

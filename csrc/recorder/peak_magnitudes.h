@@ -16,7 +16,7 @@
 
 namespace nanwatch {
 
-class Largest {
+class PeakMagnitudes {
  public:
   struct Key {
     int32_t node;
@@ -106,12 +106,12 @@ class Largest {
   // What Python has read: complex numbers, shards, other layouts.
   void add_python(int32_t node, PyObject* row, Labels& labels) {
     if (!is_row(row)) return;
-    const char* const label = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, 0));
-    const char* const role = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, 1));
-    const char* const dtype = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, 3));
-    PyObject* const largest = PyTuple_GET_ITEM(row, 5);
+    const char* const label = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::label));
+    const char* const role = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::role));
+    const char* const dtype = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::dtype));
+    PyObject* const largest = PyTuple_GET_ITEM(row, row_item::abs_max);
     if (label == nullptr || role == nullptr || dtype == nullptr) return PyErr_Clear();
-    if (std::string_view(role) == "input" || PyTuple_GET_ITEM(row, 6) != Py_True || is_meant(row) ||
+    if (std::string_view(role) == "input" || PyTuple_GET_ITEM(row, row_item::isfinite) != Py_True || is_meant(row) ||
         !PyFloat_Check(largest) || !(PyFloat_AS_DOUBLE(largest) > 0))
       return;
     const int8_t type = floating_dtype(dtype);

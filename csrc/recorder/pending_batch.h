@@ -16,10 +16,10 @@
 
 namespace nanwatch {
 
-// What an ended batch was still waiting for, and the marks behind it. Never changed: several threads may wait at once.
-struct Awaited {
-  std::vector<LatePtr> rows;
-  std::vector<Mark> marks;
+// What an ended batch was still waiting for, and the events behind it. Never changed: several threads may wait at once.
+struct PendingEvents {
+  std::vector<PendingRowPtr> rows;
+  std::vector<StreamEvent> events;
 };
 
 struct PendingBatch {
@@ -30,17 +30,18 @@ struct PendingBatch {
   bool ended = false, completed = false;
   bool has_graph = false;  // gradients may flow from it
   std::deque<CallFrame> entries = {};
-  FrameData given = {};                          // what it was called with, as it was at the end
-  std::shared_ptr<const Awaited> awaited = {};   // once it has ended
-  std::unique_ptr<EndedBackward> backward = {};  // then there are no frames yet, and it has ended
-  pybind11::object left = {};                    // what the listener said when it had
+  FrameData given = {};                               // what it was called with, as it was at the end
+  std::shared_ptr<const PendingEvents> awaited = {};  // once it has ended
+  std::unique_ptr<EndedBackward> backward = {};       // then there are no frames yet, and it has ended
+  pybind11::object left = {};                         // what the listener said when it had
 
-  // As an outermost call ends: marks what is awaited. Only then is it ended, as other threads may look meanwhile.
+  // Called as an outermost call ends: records events behind what is awaited. Only then is it ended, as other threads
+  // may look meanwhile.
   void end(const RowTable& table, bool is_completed) {
-    std::vector<LatePtr> rows;
+    std::vector<PendingRowPtr> rows;
     const auto await = [&rows](const FrameData& frame) {
-      for (const LatePtr& row : frame.late.rows)
-        if (!row->arrive()) rows.push_back(row);
+      for (const PendingRowPtr& row : frame.pending.rows)
+        if (!row->poll()) rows.push_back(row);
     };
     for (const CallFrame& entry : entries) await(entry.frame);
     await(given);
@@ -48,9 +49,9 @@ struct PendingBatch {
     completed = is_completed;
     ended = true;
   }
-  void await_rows(const RowTable& table, std::vector<LatePtr> rows) {
-    std::vector<Mark> marks = table.mark(rows);
-    awaited = std::make_shared<const Awaited>(Awaited{std::move(rows), std::move(marks)});
+  void await_rows(const RowTable& table, std::vector<PendingRowPtr> rows) {
+    std::vector<StreamEvent> events = table.record_events(rows);
+    awaited = std::make_shared<const PendingEvents>(PendingEvents{std::move(rows), std::move(events)});
   }
 };
 

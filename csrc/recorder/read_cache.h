@@ -88,23 +88,23 @@ struct Content {
   }
 };
 
-// A reading and the content it was of. The caches know whether the addresses in it still mean what they meant.
-struct Reading {
+// What was read, and the content it was of. The caches know whether the addresses in it still mean what they meant.
+struct CacheEntry {
   Content content;
   int64_t batch = -1;  // when it was read
   RangeRow range{};
-  LatePtr late;  // in place of the range where a device was asked for it
+  PendingRowPtr pending;  // in place of the range where a device was asked for it
 
-  // `row`: a RangeRow or a LatePtr.
+  // `row`: a RangeRow or a PendingRowPtr.
   template <typename Row>
   void take(const Content& its_content, const Row& row, int64_t at_batch) {
     content = its_content;
     batch = at_batch;
-    if constexpr (std::is_same_v<Row, LatePtr>) {
-      late = row;
+    if constexpr (std::is_same_v<Row, PendingRowPtr>) {
+      pending = row;
     } else {
       range = row;
-      if (late) late.reset();
+      if (pending) pending.reset();
     }
   }
 
@@ -121,13 +121,13 @@ class ActivationCache {
   ~ActivationCache() { clear(); }
 
   // Null if it was not read, or not as it is now.
-  const Reading* find(const Content& content) const {
+  const CacheEntry* find(const Content& content) const {
     const size_t first = first_of(content.key);
     for (size_t index = first; index < first + kWays; ++index) {
       const Slot& slot = slots_[index];
       if (slot.weak == nullptr) return nullptr;
-      if (slot.reading.content.key == content.key)
-        return slot.reading.content.has_same_version(content) && slot.is_alive() ? &slot.reading : nullptr;
+      if (slot.entry.content.key == content.key)
+        return slot.entry.content.has_same_version(content) && slot.is_alive() ? &slot.entry : nullptr;
     }
     return nullptr;
   }
@@ -142,13 +142,13 @@ class ActivationCache {
     }
     const size_t first = first_of(content.key);
     size_t index = first;
-    while (index < first + kWays && slots_[index].weak != nullptr && slots_[index].reading.content.key != content.key)
+    while (index < first + kWays && slots_[index].weak != nullptr && slots_[index].entry.content.key != content.key)
       ++index;
     if (index == first + kWays) index = first;
     Slot& slot = slots_[index];
     if (slot.weak == nullptr) used_.push_back(uint32_t(index));
     Py_XSETREF(slot.weak, weak);
-    slot.reading.take(content, row, batch);
+    slot.entry.take(content, row, batch);
   }
 
   void clear() {
@@ -161,14 +161,14 @@ class ActivationCache {
   static constexpr size_t kWays = 4;
 
   struct Slot {
-    Reading reading;
+    CacheEntry entry;
     PyObject* weak = nullptr;  // owned; to the tensor object that was read
 
     // Whether that tensor lives and is still over that storage with that counter: then neither address has a new owner.
     bool is_alive() const {
       PyObject* read = PyWeakref_CheckRef(weak) ? PyWeakref_GetObject(weak) : Py_None;
       if (read == nullptr || read == Py_None) return false;
-      return reading.content.is_over(THPVariable_Unpack(read));
+      return entry.content.is_over(THPVariable_Unpack(read));
     }
   };
   static size_t first_of(uint64_t key) { return size_t(key >> (64 - kBits)); }
@@ -178,31 +178,31 @@ class ActivationCache {
 };
 
 // What is remembered of a weight.
-struct WeightReading {
-  Reading reading;
+struct WeightEntry {
+  CacheEntry entry;
   c10::weak_intrusive_ptr<c10::StorageImpl> hold_storage{c10::intrusive_ptr<c10::StorageImpl>()};
   c10::VariableVersion hold_counter;
 
   template <typename Row>
   void take(const at::Tensor& x, const Content& content, const Row& row, int64_t batch) {
     // Another thread may have given the tensor another storage while it was read.
-    if (!content.is_over(x)) return reading.forget();
-    if (reading.content.storage != content.storage || !hold_counter.enabled())
+    if (!content.is_over(x)) return entry.forget();
+    if (entry.content.storage != content.storage || !hold_counter.enabled())
       hold_storage = x.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
     hold_counter = x.unsafeGetTensorImpl()->version_counter();
-    reading.take(content, row, batch);
+    entry.take(content, row, batch);
   }
-  bool is_expired() const { return reading.content.storage != nullptr && hold_storage.expired(); }
+  bool is_expired() const { return entry.content.storage != nullptr && hold_storage.expired(); }
 };
 
 // Weights: one entry per tensor, shared by the modules that share the tensor. Entries of freed storages are swept out
 // whenever the table has doubled.
 class WeightCache {
  public:
-  std::shared_ptr<WeightReading> entry(uint64_t key) {
+  std::shared_ptr<WeightEntry> entry(uint64_t key) {
     if (entries_.size() > sweep_at_) sweep();
-    std::shared_ptr<WeightReading>& found = entries_[key];
-    if (!found) found = std::make_shared<WeightReading>();
+    std::shared_ptr<WeightEntry>& found = entries_[key];
+    if (!found) found = std::make_shared<WeightEntry>();
     return found;
   }
   size_t size() const { return entries_.size(); }
@@ -215,7 +215,7 @@ class WeightCache {
     sweep_at_ = std::max<size_t>(1024, 2 * entries_.size());
   }
 
-  std::unordered_map<uint64_t, std::shared_ptr<WeightReading>> entries_;
+  std::unordered_map<uint64_t, std::shared_ptr<WeightEntry>> entries_;
   size_t sweep_at_ = 1024;
 };
 

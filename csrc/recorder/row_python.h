@@ -1,4 +1,4 @@
-// The rows of a frame as Python sees them: (label, role, shape, dtype, abs_min, abs_max, isfinite, health, note).
+// The rows of a frame as Python sees them, with the items of row_item.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -59,20 +59,20 @@ inline int8_t floating_dtype(std::string_view name) {
 }
 
 inline bool is_row(PyObject* row) {
-  return PyTuple_Check(row) && PyTuple_GET_SIZE(row) == 9;
+  return PyTuple_Check(row) && PyTuple_GET_SIZE(row) == kRowItems;
 }
 
 // Two notes of python/nanwatch/record.py say that the extremes of a value are meant.
 inline bool is_meant(PyObject* row) {
-  PyObject* const note = PyTuple_GET_ITEM(row, 8);
+  PyObject* const note = PyTuple_GET_ITEM(row, row_item::note);
   return PyUnicode_Check(note) && (PyUnicode_CompareWithASCIIString(note, "mask") == 0 ||
                                    PyUnicode_CompareWithASCIIString(note, "allowed inf") == 0);
 }
 
 // record.is_fault of a row whose range is known.
-inline bool is_fault(const RowData& row) {
+inline bool is_nonfinite(const RowData& row) {
   if (row.python == nullptr) return row.dtype >= 0 && !row.range.isfinite;
-  return is_row(row.python) && PyTuple_GET_ITEM(row.python, 6) == Py_False && !is_meant(row.python);
+  return is_row(row.python) && PyTuple_GET_ITEM(row.python, row_item::isfinite) == Py_False && !is_meant(row.python);
 }
 
 // The Python object of a tensor; empty with a Python error set.

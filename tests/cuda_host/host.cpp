@@ -12,7 +12,7 @@ extern "C" {
 int cuda_host_walk(const NanwatchTensor* tensor, int64_t element, int64_t* offset, int64_t* position) {
   using namespace nanwatch;
   Dim dim[kNanwatchMaxDims];
-  const Collapsed shape = collapse(tensor->dims, tensor->sizes, tensor->strides, true, dim);
+  const CoalescedDims shape = coalesce_dims(tensor->dims, tensor->sizes, tensor->strides, true, dim);
   Walk<kNanwatchMaxWalkDims> walk = {};
   const bool fast = fill(walk, *tensor, shape, dim);
   *offset = walk.offset(element);

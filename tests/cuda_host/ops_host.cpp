@@ -29,11 +29,11 @@
 
 extern "C" {
 
-// Whether range_now served the tensor, and the row; -1 if it raised, with the error's words printed.
+// Whether range_sync served the tensor, and the row; -1 if it raised, with the error's words printed.
 int ops_host_range_now(PyObject* object, double* row) {
   try {
     nanwatch::RangeRow found;
-    if (!nanwatch::range_now(object, &found)) return 0;
+    if (!nanwatch::range_sync(object, &found)) return 0;
     row[0] = found.abs_min, row[1] = found.abs_max, row[2] = found.isfinite;
     return 1;
   } catch (const c10::Error& error) {
