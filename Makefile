@@ -18,7 +18,7 @@ ARGS ?=
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 JOBS ?= $(if $(filter 1,$(CORES)),2,$(if $(filter 2,$(CORES)),3,4))
 
-CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
+CXX_SOURCES := $(wildcard $(foreach suffix,cpp h cu,csrc/*.$(suffix) csrc/*/*.$(suffix)))
 FORMATTED := $(CXX_SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*.cu tests/native/*/*.cpp tests/native/*/*.h tests/native/*/*.cu)
 MARKS := not cuda$(if $(filter 1,$(SLOW)),, and not slow)
 

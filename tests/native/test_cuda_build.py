@@ -42,7 +42,8 @@ def test_the_kernels_compile_cleanly_and_report_a_missing_gpu(tmp_path: Path) ->
         pytest.skip("nvcc was not found")
     library = tmp_path / "range_cuda.so"
     command = [nvcc, "-shared", "-O1", "-std=c++17", "-arch=sm_75", "-cudart=static"]
-    command += ["-Xcompiler=-fPIC,-Wall,-Wextra", str(ROOT / "csrc/range_cuda.cu"), "-o", str(library)]
+    command += [f"-I{ROOT / 'csrc'}", "-Xcompiler=-fPIC,-Wall,-Wextra"]
+    command += [str(ROOT / "csrc/cuda/range_cuda.cu"), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stdout + done.stderr

@@ -189,7 +189,8 @@ def test_nvcc_has_no_complaint(architecture: str, tmp_path: Path) -> None:
     if nvcc is None:
         pytest.skip("nvcc was not found")
     command = [nvcc, "-cubin", "-O3", "-std=c++17", f"-arch=sm_{architecture}", "-Xptxas=-v"]
-    command += ["-Xcompiler=-Wall,-Wextra", str(cuda_emulation.ROOT / "csrc/exponents_cuda.cu")]
+    command += ["-Xcompiler=-Wall,-Wextra", f"-I{cuda_emulation.ROOT / 'csrc'}"]
+    command += [str(cuda_emulation.ROOT / "csrc/cuda/exponents_cuda.cu")]
     done = subprocess.run([*command, "-o", str(tmp_path / "kernels.cubin")], capture_output=True, text=True)
     report = done.stdout + done.stderr
     assert done.returncode == 0, report

@@ -88,8 +88,8 @@ def _compiled(source: str, architecture: str) -> tuple[str, str]:
     disassembler = _disassembler()
     with tempfile.TemporaryDirectory() as folder:
         binary = str(Path(folder, "kernels.cubin"))
-        command = [_nvcc(), "-cubin", "-O3", "-std=c++17", f"-arch=sm_{architecture}", "-Xptxas=-v"]
-        done = subprocess.run([*command, str(ROOT / source), "-o", binary], capture_output=True, text=True)
+        command = [_nvcc(), "-cubin", "-O3", "-std=c++17", f"-arch=sm_{architecture}", "-Xptxas=-v", "-Icsrc"]
+        done = subprocess.run([*command, source, "-o", binary], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         text = subprocess.run([disassembler, "-c", binary], capture_output=True, text=True, check=True).stdout
     return done.stdout + done.stderr, text
@@ -179,11 +179,11 @@ def test_the_library_spills_nothing(architecture: str) -> None:
     But for the recorder's: after its loops it calls what looks closer, and hands that its arguments there. Its plain
     kernel, for memory that is misaligned, does so all along.
     """
-    report, _ = _compiled("csrc/range_cuda.cu", architecture)
+    report, _ = _compiled("csrc/cuda/range_cuda.cu", architecture)
     registers = dict(re.findall(r"Compiling entry function '(\w+)'(?:.*\n)+?.*Used (\d+) registers", report))
     assert len(registers) == 8
     assert max(map(int, registers.values())) <= 64
-    found = functions("csrc/range_cuda.cu", architecture)
+    found = functions("csrc/cuda/range_cuda.cu", architecture)
     assert [name for name in found if "fast_kernel" in name and "Sighting" in name]
     for name, lines in found.items():
         if "fast_kernel" in name and "Sighting" in name:
@@ -199,7 +199,7 @@ def test_every_format_of_the_library_has_its_loop(architecture: str) -> None:
     """The kernels that are shipped have the loops of four loads that the tests above see alone, one for each layout."""
     fast = {
         name: lines
-        for name, lines in functions("csrc/range_cuda.cu", architecture).items()
+        for name, lines in functions("csrc/cuda/range_cuda.cu", architecture).items()
         if "fast_kernel" in name
     }
     assert len(fast) == 4

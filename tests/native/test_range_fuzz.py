@@ -16,7 +16,7 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 def test_no_kernel_reads_outside_the_tensor_or_differs_from_the_scalar_reduction(tmp_path: Path) -> None:
     """Ragged, strided and misaligned memory of the exact size, every format and instruction set."""
     program = tmp_path / "fuzz"
-    kernels = sorted((ROOT / "csrc").glob("range_kernels_*.cpp"))
+    kernels = sorted((ROOT / "csrc/cpu").glob("range_kernels_*.cpp"))
     sources = [str(path) for path in (ROOT / "tests/native/range_fuzz/fuzz.cpp", *kernels)]
     flags = ["-std=c++20", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     build = subprocess.run(

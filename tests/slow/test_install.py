@@ -52,7 +52,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def tiny(source: Path) -> Path:
     """The copy with a C++ source that compiles in a second, and without the CUDA source."""
-    for path in (source / "csrc").glob("*.c*"):
+    for path in (source / "csrc").rglob("*.c*"):
         path.unlink()
     (source / "csrc" / "bindings.cpp").write_text(TINY_MODULE)
     return source
@@ -134,7 +134,7 @@ def without_compiler(source: Path, folder: Path) -> dict[str, str]:
 
 
 def with_broken_source(source: Path, folder: Path) -> dict[str, str]:
-    for path in (source / "csrc").glob("*.cpp"):
+    for path in (source / "csrc").rglob("*.cpp"):
         path.unlink()
     (source / "csrc" / "broken.cpp").write_text("int broken = ;\n")
     return {"FORCE_CPU": "1"}
@@ -250,7 +250,7 @@ def make_toolkit(home: Path, compile_command: str) -> Path:
 )
 def test_the_cuda_part_is_built_for_the_architectures_asked_for(tiny, toolkit, listed, archs):
     """TORCH_CUDA_ARCH_LIST decides; without it, every generation this nvcc knows, and PTX for those to come."""
-    (tiny / "csrc" / "range_cuda.cu").touch()
+    (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
     done = build_in_place(tiny, CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST=listed, FORCE_CUDA="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert facts(tiny)["cuda_archs"] == archs
@@ -260,7 +260,7 @@ def test_the_cuda_part_is_built_for_the_architectures_asked_for(tiny, toolkit, l
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")
 def test_a_wrong_number_of_jobs_costs_nothing(tiny, toolkit):
     """MAX_JOBS=many is named and not used; both parts are built."""
-    (tiny / "csrc" / "range_cuda.cu").touch()
+    (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
     done = build_in_place(tiny, CUDA_HOME=str(toolkit), MAX_JOBS="many", FORCE_CUDA="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "MAX_JOBS='many' is not a number" in done.stderr
@@ -299,7 +299,7 @@ def test_the_openmp_of_torch_is_found_wherever_it_lies(monkeypatch, tmp_path, pa
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")
 def test_an_nvcc_that_fails_costs_the_cuda_part_and_nothing_else(tiny, tmp_path):
     """The CPU part is built, the loss is loud and recorded, and FORCE_CUDA=1 makes it an error."""
-    (tiny / "csrc" / "range_cuda.cu").touch()
+    (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
     home = str(make_toolkit(tmp_path / "cuda", "exit 1"))
     done = build_in_place(tiny, CUDA_HOME=home)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -313,7 +313,7 @@ def test_an_nvcc_that_fails_costs_the_cuda_part_and_nothing_else(tiny, tmp_path)
 
 def test_a_wrong_architecture_list_is_answered_with_what_is_accepted(tiny, toolkit):
     """The error names the entry and shows the forms that are understood."""
-    (tiny / "csrc" / "range_cuda.cu").touch()
+    (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
     done = build_in_place(tiny, CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST="sm_90", FORCE_CUDA="1")
     assert done.returncode != 0
     assert "'sm_90'" in done.stderr

@@ -22,7 +22,7 @@ BUILT = ROOT / "build" / "cuda_host"
 # One for each path through the sources: with minima of 16-bit halves and reductions over a warp, and without.
 ARCHITECTURES = (750, 900)
 
-# The numbers of csrc/formats.h.
+# The numbers of csrc/numerics/formats.h.
 FORMATS = {
     torch.float64: 0,
     torch.float32: 1,
@@ -90,11 +90,11 @@ def version(compiler: str) -> str:
 def sources() -> list[str]:
     """All that may be included."""
     folders = ROOT / "csrc", CUDA_HOST
-    return [path.read_text() for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
+    return [path.read_text() for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 class DescribedTensor(ctypes.Structure):
-    """NanwatchTensor of csrc/range_cuda.h."""
+    """NanwatchTensor of csrc/cuda/range_cuda.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

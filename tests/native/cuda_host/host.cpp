@@ -1,8 +1,8 @@
 // The CUDA sources as a library of host code, with what a test may ask of the stand-in.
 // clang-format off
 #include "cuda_runtime.h"
-#include "../../csrc/range_cuda.cu"
-#include "../../csrc/exponents_cuda.cu"
+#include "cuda/range_cuda.cu"
+#include "cuda/exponents_cuda.cu"
 // clang-format on
 
 extern "C" {
@@ -12,7 +12,7 @@ extern "C" {
 int cuda_host_walk(const NanwatchTensor* tensor, int64_t element, int64_t* offset, int64_t* position) {
   using namespace nanwatch;
   Dim dim[kNanwatchMaxDims];
-  const Collapsed shape = collapse(tensor->dims, tensor->sizes, tensor->strides, true, dim);
+  const CoalescedDims shape = coalesce_dims(tensor->dims, tensor->sizes, tensor->strides, true, dim);
   Walk<kNanwatchMaxWalkDims> walk = {};
   const bool fast = fill(walk, *tensor, shape, dim);
   *offset = walk.offset(element);

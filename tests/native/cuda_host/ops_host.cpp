@@ -1,4 +1,4 @@
-// ops_cuda.cpp, range_now.cpp and cuda_backend.cpp over the stand-in for CUDA, serving the CPU: which tensors go to the
+// ops_cuda.cpp, range_sync.cpp and cuda_backend.cpp over the stand-in for CUDA, serving the CPU: which tensors go to the
 // kernels, which to the reference, and what the errors say. Their headers come first, so that the renaming below meets
 // their text alone.
 #define NANWATCH_CUDA 1
@@ -13,8 +13,8 @@
 #include <mutex>
 #include <vector>
 
-#include "../../csrc/fallback.h"
-#include "../../csrc/tensor_view.h"
+#include "ops/fallback.h"
+#include "ops/tensor_view.h"
 #include "host.cpp"
 
 #define CUDA CPU
@@ -22,18 +22,18 @@
 #define AutogradCUDA AutogradCPU
 #define AutocastCUDA AutocastCPU
 #define is_cuda is_cpu
-#include "../../csrc/ops_cuda.cpp"
-#include "../../csrc/range_now.cpp"
-#include "../../csrc/cuda_backend.cpp"
+#include "ops/ops_cuda.cpp"
+#include "ops/range_sync.cpp"
+#include "device/cuda_backend.cpp"
 #undef is_cuda
 
 extern "C" {
 
-// Whether range_now served the tensor, and the row; -1 if it raised, with the error's words printed.
+// Whether range_sync served the tensor, and the row; -1 if it raised, with the error's words printed.
 int ops_host_range_now(PyObject* object, double* row) {
   try {
     nanwatch::RangeRow found;
-    if (!nanwatch::range_now(object, &found)) return 0;
+    if (!nanwatch::range_sync(object, &found)) return 0;
     row[0] = found.abs_min, row[1] = found.abs_max, row[2] = found.isfinite;
     return 1;
   } catch (const c10::Error& error) {

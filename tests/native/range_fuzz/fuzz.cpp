@@ -1,7 +1,7 @@
 // The CPU kernels against the scalar Range and Health, on memory that ends where the tensor ends: built with the
 // address and undefined-behaviour sanitizers, a read past an element that is not the tensor's own stops it.
 //
-//   g++ -O1 -g -fsanitize=address,undefined -Icsrc tests/native/range_fuzz/fuzz.cpp csrc/range_kernels_*.cpp && ./a.out 1
+//   g++ -O1 -g -fsanitize=address,undefined -Icsrc tests/native/range_fuzz/fuzz.cpp csrc/cpu/range_kernels_*.cpp && ./a.out 1
 //   100000
 #include <cinttypes>
 #include <cstdio>
@@ -10,8 +10,8 @@
 #include <random>
 #include <vector>
 
-#include "range_dispatch.h"
-#include "range_kernels.h"
+#include "cpu/range_dispatch.h"
+#include "cpu/range_kernels.h"
 
 using namespace nanwatch;
 

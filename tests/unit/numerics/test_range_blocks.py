@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.implementations import Implementation
 from support.oracle import DTYPES, FORMATS, expected, from_patterns, same
 
-BLOCK = 16 << 10  # bytes; kBlockBytes of csrc/range_loop_impl.h
+BLOCK = 16 << 10  # bytes; kBlockBytes of csrc/cpu/range_loop_impl.h
 BYTES = 4 * BLOCK + 200
 PLACES = st.sampled_from(
     [block * BLOCK + place for block in range(4) for place in (0, 63, 64, BLOCK - 1)]
