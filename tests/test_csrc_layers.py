@@ -1,4 +1,4 @@
-"""The folders of csrc/: includes point down only, and the kernels do not know PyTorch. Text only, nothing is compiled."""
+"""The folders of csrc/: includes point down only, and the kernels do not know PyTorch. Nothing is compiled."""
 
 from __future__ import annotations
 
