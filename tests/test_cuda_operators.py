@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OPERATORS_SCRIPT = """
 import ctypes, sys, warnings
 import torch
-from nanwatch import _ops, _reference
+from nanwatch.numerics import _ops, _reference
 
 torch.ops.load_library(sys.argv[1])
 library = ctypes.CDLL(sys.argv[1])
