@@ -6,15 +6,20 @@ use of the fallback and `python -m nanwatch` read it back (see python/nanwatch/n
 
 Environment
     NANWATCH_REQUIRE_EXT=1   a build without the compiled part, or with its CUDA part broken, is an error
-    FORCE_CUDA=1             a build without the CUDA part is an error
-    FORCE_CPU=1              leave the CUDA part out even where nvcc is present
+    FORCE_CUDA=1             build the CUDA part even where torch has no CUDA; a build without it is an error
+    FORCE_CPU=1              leave the CUDA part out even where torch has CUDA
     TORCH_CUDA_ARCH_LIST     GPU architectures, as PyTorch reads it: "8.0;9.0+PTX" or "Hopper"; what this nvcc
-                             cannot compile for is left out
+                             cannot compile for is left out. Default: those of the GPUs of this machine, or where
+                             there is none every generation from Turing on
     CUDA_HOME, CXX, MAX_JOBS as PyTorch's own extension builder reads them
+
+Each step prints one line with its time. The compilers' output goes to build/compile.log. PyTorch's builder uses ccache
+where it is installed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -24,6 +29,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +50,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"  # where includes begin
+LOG = ROOT / "build" / "compile.log"
 # From Turing to Blackwell: one binary for every generation PyTorch still builds for, and PTX for what comes after.
 DEFAULT_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 # PyTorch's names, those with a suffix before those without: the first that fits is taken.
@@ -75,6 +83,37 @@ def switched_on(name: str) -> bool:
     if value not in ("", "0", "1"):
         raise SystemExit(f"nanwatch: {name}={value!r} is not understood; set it to 1 (on) or 0 (off).")
     return value == "1"
+
+
+@contextlib.contextmanager
+def step(name: str) -> Iterator[None]:
+    """Run a step with all of its output in LOG, also that of its processes; print its name and time, or its errors."""
+    LOG.parent.mkdir(parents=True, exist_ok=True)
+    begin, started, failed = LOG.stat().st_size if LOG.exists() else 0, time.monotonic(), True
+    sys.stdout.flush()
+    sys.stderr.flush()
+    outside = os.dup(1), os.dup(2)
+    try:
+        with LOG.open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        yield
+        failed = False
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for saved, stream in zip(outside, (1, 2), strict=True):
+            os.dup2(saved, stream)
+            os.close(saved)
+        print(
+            f"nanwatch: {name} {'failed after' if failed else 'took'} {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+        if failed:
+            with LOG.open(errors="replace") as log:
+                log.seek(begin)
+                errors = [line for line in log if re.search(r"\berror\b", line, re.IGNORECASE)]
+            print("".join(errors[:10]) + f"nanwatch: all of it is in {LOG}", file=sys.stderr, flush=True)
 
 
 def sources_with(suffix: str) -> list[Path]:
@@ -137,10 +176,21 @@ def read_toolkit(nvcc: str) -> Toolkit:
     return Toolkit(nvcc, version.group(1), runtime, archs)
 
 
+def present_archs() -> set[str]:
+    """Return the architectures of the GPUs of this machine, by the driver; empty where there is none."""
+    with contextlib.suppress(BuildError):
+        text = output_of(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"])
+        return {major + minor for major, minor in re.findall(r"^(\d+)\.(\d)\s*$", text, re.MULTILINE)}
+    return set()
+
+
 def wanted_archs(available: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """(architectures to compile, architectures to add PTX for), from TORCH_CUDA_ARCH_LIST or the default list."""
+    """(architectures to compile, architectures to add PTX for), from TORCH_CUDA_ARCH_LIST, the GPUs, or the default."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
     if not listed:
+        present = sorted(present_archs(), key=int)
+        if present and all(arch in available for arch in present):
+            return present, present[-1:]
         binaries = [arch for arch in DEFAULT_ARCHS if arch in available]
         return (binaries, binaries[-1:]) if binaries else ([available[-1]], [available[-1]])
     for name, value in NAMED_ARCHS.items():
@@ -196,9 +246,12 @@ def compile_cuda(source: Path, folder: Path, toolkit: Toolkit, targets: list[str
         and max(path.stat().st_mtime for path in inputs) < out.stat().st_mtime
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        print(shlex.join(command), flush=True)
-        if subprocess.run(command, cwd=ROOT).returncode != 0:
-            raise BuildError(f"nvcc {toolkit.version} could not compile {source}; its message is above")
+        with step(f"{source} ({len(targets)} targets)"):
+            print(shlex.join(command), flush=True)
+            if subprocess.run(command, cwd=ROOT).returncode != 0:
+                raise BuildError(
+                    f"nvcc {toolkit.version} could not compile {source}; its message is in {LOG}"
+                )
         recipe.write_text(shlex.join(command))
     return str(out)
 
@@ -277,6 +330,7 @@ class BuildNativePart(build_ext):
     """Builds nanwatch._C with PyTorch's own builder, or leaves the reason why it could not."""
 
     failed = ""
+    cuda_broken = False
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -298,7 +352,7 @@ class BuildNativePart(build_ext):
             facts["failure"] = (
                 text
                 if isinstance(error, BuildError)
-                else f"{text[:400]} (pip -v shows the compiler's own message)"
+                else f"{text[:400]} (the compiler's own message is in {LOG})"
             )
             if switched_on("NANWATCH_REQUIRE_EXT") or switched_on("FORCE_CUDA"):
                 raise SystemExit(
@@ -324,7 +378,8 @@ class BuildNativePart(build_ext):
             ) from error
         facts["torch"] = str(torch.__version__)
         facts["compiler"] = check_compiler()
-        cuda = self.cuda_part(facts)
+        LOG.unlink(missing_ok=True)
+        cuda = self.cuda_part(facts, torch.version.cuda is not None)
         # torch's headers as system headers: -Wextra speaks of our code alone.
         flags = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
         flags += [f"-isystem{path}" for path in include_paths()]
@@ -343,11 +398,17 @@ class BuildNativePart(build_ext):
         for option in ("build_lib", "build_temp", "inplace", "editable_mode", "debug"):
             setattr(command, option, getattr(self, option))
         command.ensure_finalized()
-        command.run()
+        with step(f"{len(extension.sources)} C++ sources"):
+            command.run()
 
-    def cuda_part(self, facts: dict[str, str]) -> CudaPart | None:
+    def cuda_part(self, facts: dict[str, str], torch_has_cuda: bool) -> CudaPart | None:
         if switched_on("FORCE_CPU"):
             facts["cuda_reason"] = "built with FORCE_CPU=1"
+            return None
+        if not torch_has_cuda and not switched_on("FORCE_CUDA"):
+            facts["cuda_reason"] = (
+                "built for a torch without CUDA (FORCE_CUDA=1 builds the CUDA part all the same)"
+            )
             return None
         try:
             cuda = build_cuda(Path(self.build_temp).resolve(), parallel_jobs())
@@ -356,6 +417,7 @@ class BuildNativePart(build_ext):
             if switched_on("FORCE_CUDA") or (broken and switched_on("NANWATCH_REQUIRE_EXT")):
                 raise
             facts["cuda_reason"] = str(problem)
+            self.cuda_broken = broken
             return None
         facts["cuda"], facts["cuda_archs"] = cuda.version, cuda.archs
         return cuda
@@ -369,7 +431,7 @@ class BuildNativePart(build_ext):
                 f"To get it: cure the reason, then run  {RETRY}",
                 "`python -m nanwatch` shows this again; NANWATCH_REQUIRE_EXT=1 makes it an error.",
             ]
-        elif "cuda_reason" in facts and find_nvcc() is not None and not switched_on("FORCE_CPU"):
+        elif self.cuda_broken:
             lines = [
                 "nanwatch is built without its CUDA part: tensors on a GPU go through PyTorch's own operations.",
                 f"Reason: {facts['cuda_reason']}",

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.paths import ROOT
 
@@ -117,7 +118,7 @@ def python(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 USE = """
 import warnings, torch, nanwatch
-from nanwatch import _extension
+from nanwatch.numerics import _extension
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     for _ in range(3):
@@ -200,8 +201,6 @@ def test_a_failed_build_leaves_no_older_module_behind(tiny):
 
 def test_a_good_build_records_what_it_was_built_with_and_drops_an_older_failure(tiny):
     """The recorded torch is what decides later whether the module may be loaded."""
-    import torch
-
     assert build_in_place(tiny, CXX="/bin/false").returncode == 0
     assert build_in_place(tiny, FORCE_CPU="1").returncode == 0
     assert facts(tiny)["torch"] == torch.__version__
@@ -254,7 +253,7 @@ def test_the_cuda_part_is_built_for_the_architectures_asked_for(tiny, toolkit, l
     done = build_in_place(tiny, CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST=listed, FORCE_CUDA="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert facts(tiny)["cuda_archs"] == archs
-    assert "-DNANWATCH_CUDA=1" in done.stdout
+    assert "-DNANWATCH_CUDA=1" in (tiny / "build" / "compile.log").read_text()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")
@@ -266,6 +265,52 @@ def test_a_wrong_number_of_jobs_costs_nothing(tiny, toolkit):
     assert "MAX_JOBS='many' is not a number" in done.stderr
     assert "Traceback" not in done.stderr
     assert "cuda_archs" in facts(tiny)
+
+
+def with_cuda_torch(folder: Path) -> Path:
+    """Return a folder for PYTHONPATH where torch says that it has CUDA."""
+    stub = folder / "stub"
+    stub.mkdir()
+    (stub / "sitecustomize.py").write_text('import torch.version\n\ntorch.version.cuda = "12.9"\n')
+    return stub
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA")
+def test_a_torch_without_cuda_gets_no_cuda_part_unless_it_is_asked_for(tiny, toolkit):
+    """Nvcc is not called: nothing is lost, so nothing is said but the reason that the doctor shows."""
+    (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
+    done = build_in_place(tiny, CUDA_HOME=str(toolkit))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch without CUDA" in facts(tiny)["cuda_reason"]
+    assert "without its CUDA part" not in done.stderr
+    assert "nvcc" not in (tiny / "build" / "compile.log").read_text()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")
+def test_the_gpus_of_the_machine_decide_where_no_list_does(tiny, toolkit, tmp_path):
+    """Only their architectures are compiled, and PTX of the newest."""
+    (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
+    smi = toolkit / "bin" / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nprintf '9.0\\n8.0\\n9.0\\n'\n")
+    smi.chmod(smi.stat().st_mode | stat.S_IXUSR)
+    path = f"{smi.parent}{os.pathsep}{environment()['PATH']}"
+    done = build_in_place(tiny, CUDA_HOME=str(toolkit), FORCE_CUDA="1", PATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert facts(tiny)["cuda_archs"] == "sm_80 sm_90 compute_90"
+
+
+def test_each_step_prints_one_line_and_a_failure_names_the_log(tiny):
+    """The compilers' output is in the log alone."""
+    done = build_in_place(tiny, FORCE_CPU="1")
+    assert "nanwatch: 1 C++ sources took" in done.stdout
+    assert "bindings.cpp" not in done.stdout
+    (tiny / "csrc" / "bindings.cpp").write_text("int broken = ;\n")
+    done = build_in_place(tiny, FORCE_CPU="1")
+    log = tiny / "build" / "compile.log"
+    assert str(log) in facts(tiny)["failure"]
+    assert "error: expected" in log.read_text()
+    assert "error: expected" in done.stderr
 
 
 LOADED = """
@@ -301,7 +346,7 @@ def test_an_nvcc_that_fails_costs_the_cuda_part_and_nothing_else(tiny, tmp_path)
     """The CPU part is built, the loss is loud and recorded, and FORCE_CUDA=1 makes it an error."""
     (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
     home = str(make_toolkit(tmp_path / "cuda", "exit 1"))
-    done = build_in_place(tiny, CUDA_HOME=home)
+    done = build_in_place(tiny, CUDA_HOME=home, PYTHONPATH=str(with_cuda_torch(tmp_path)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "without its CUDA part" in done.stderr
     assert "could not compile" in facts(tiny)["cuda_reason"]

@@ -1,6 +1,6 @@
-// ops_cuda.cpp, range_sync.cpp and cuda_backend.cpp over the stand-in for CUDA, serving the CPU: which tensors go to the
-// kernels, which to the reference, and what the errors say. Their headers come first, so that the renaming below meets
-// their text alone.
+// ops_cuda.cpp, range_sync.cpp and cuda_backend.cpp over the stand-in for CUDA, serving the CPU: which tensors go to
+// the kernels, which to the reference, and what the errors say. Their headers come first, so that the renaming below
+// meets their text alone.
 #define NANWATCH_CUDA 1
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
