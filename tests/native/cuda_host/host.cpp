@@ -1,8 +1,8 @@
 // The CUDA sources as a library of host code, with what a test may ask of the stand-in.
 // clang-format off
 #include "cuda_runtime.h"
-#include "../../csrc/range_cuda.cu"
-#include "../../csrc/exponents_cuda.cu"
+#include "../../../csrc/range_cuda.cu"
+#include "../../../csrc/exponents_cuda.cu"
 // clang-format on
 
 extern "C" {

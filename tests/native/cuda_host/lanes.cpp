@@ -1,7 +1,7 @@
 // csrc/cuda_lanes.h and csrc/cuda_walk.h alone, for tests over every pattern.
 #define CUDART_VERSION 13000
-#include "../../csrc/cuda_lanes.h"
-#include "../../csrc/cuda_walk.h"
+#include "../../../csrc/cuda_lanes.h"
+#include "../../../csrc/cuda_walk.h"
 
 namespace {
 

@@ -1,7 +1,7 @@
 // The loop of each format in a kernel of its own, so that a disassembly says which is which.
 #include <cuda_runtime.h>
 
-#include "../../csrc/cuda_scan.h"
+#include "../../../csrc/cuda_scan.h"
 
 namespace nanwatch {
 namespace {

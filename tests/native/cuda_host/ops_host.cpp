@@ -13,8 +13,8 @@
 #include <mutex>
 #include <vector>
 
-#include "../../csrc/fallback.h"
-#include "../../csrc/tensor_view.h"
+#include "../../../csrc/fallback.h"
+#include "../../../csrc/tensor_view.h"
 #include "host.cpp"
 
 #define CUDA CPU
@@ -22,9 +22,9 @@
 #define AutogradCUDA AutogradCPU
 #define AutocastCUDA AutocastCPU
 #define is_cuda is_cpu
-#include "../../csrc/ops_cuda.cpp"
-#include "../../csrc/range_now.cpp"
-#include "../../csrc/cuda_backend.cpp"
+#include "../../../csrc/ops_cuda.cpp"
+#include "../../../csrc/range_now.cpp"
+#include "../../../csrc/cuda_backend.cpp"
 #undef is_cuda
 
 extern "C" {
