@@ -53,7 +53,9 @@ def test_nothing_imports_a_test_file() -> None:
 def test_every_test_file_has_a_room() -> None:
     """A unit's test is in a folder of its package; no test but this one lies beside the folders."""
     rooms = {path.parent.name for path in (ROOT / "python" / "nanwatch").glob("*/__init__.py")}
-    places = {path.relative_to(TESTS).parts[:-1] for path in FILES if path.stem.startswith("test_")} - {()}
+    files = {path for path in FILES if path.stem.startswith("test_")} - {Path(__file__)}
+    places = {path.relative_to(TESTS).parts[:-1] for path in files}
+    assert () not in places
     assert {place[0] for place in places} == FOLDERS
     assert {place[1] for place in places if place[0] == "unit"} <= rooms
 
