@@ -105,8 +105,9 @@ bool CallRecorder::captured(Thread& thread, bool completed) {
   if (!done) return false;
   if (RowTable::instance()->end_graph(*graph) == 0) {
     graphs_.push_back(graph);
-  } else if (!tell("warn", py::make_tuple("nanwatch: this batch was not captured into one CUDA graph as a whole: its "
-                                          "replays are not seen"))) {
+  } else if (!tell("on_warning",
+                   py::make_tuple("nanwatch: this batch was not captured into one CUDA graph as a whole: its "
+                                  "replays are not seen"))) {
     PyErr_WriteUnraisable(nullptr);
   }
   return true;
@@ -126,9 +127,10 @@ bool CallRecorder::look_at_replays(bool wait) {
       const uint64_t lost = replays - GraphRows::kReplays - graph->seen;
       graph->seen += lost;
       next_batch_ += int64_t(lost);
-      if (!tell("warn", py::make_tuple("nanwatch: " + std::to_string(lost) +
-                                       " replays of a CUDA graph were not seen, as each look finds the latest " +
-                                       std::to_string(GraphRows::kReplays) + "; call Watch.look() at least as often")))
+      if (!tell("on_warning",
+                py::make_tuple("nanwatch: " + std::to_string(lost) +
+                               " replays of a CUDA graph were not seen, as each look finds the latest " +
+                               std::to_string(GraphRows::kReplays) + "; call Watch.look() at least as often")))
         return false;
     }
     while (graph->seen < replays) {
@@ -176,12 +178,13 @@ bool CallRecorder::tell_of(PendingBatch& batch) {
     FrameData copy;
     copy.copy(ring_.latest());
     const py::object seen = to_python(copy);
-    if (is_told(batch.number)) check(tell("frame_recorded", py::make_tuple(seen)));
+    if (is_told(batch.number)) check(tell("on_frame", py::make_tuple(seen)));
     if (is_fault && !first)
-      check(tell("late_fault", py::make_tuple(seen, name_of(entry.caller), to_python(batch.given), batch.is_left)));
+      check(tell("on_pending_nonfinite",
+                 py::make_tuple(seen, name_of(entry.caller), to_python(batch.given), batch.is_left)));
   }
-  if (batch.is_left && (has_fault || (tells_batch_end && !batch.recomputed)))
-    check(tell("batch_looked_at", py::make_tuple(batch.number, !first && (batch.completed || batch.recomputed))));
+  if (batch.is_left && (has_fault || (subscriptions->has(kBatchEnd) && !batch.recomputed)))
+    check(tell("on_pending_batch_end", py::make_tuple(batch.number, !first && (batch.completed || batch.recomputed))));
   return !first;
 }
 
@@ -200,8 +203,8 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   }
   thread.args = thread.kwargs = nullptr;
   observer_.end_batch();
-  // The listener is told of every batch that ends by an exception. A look may change `tells_batch_end`.
-  const auto tells_end = [&] { return !thread.recomputed && (tells_batch_end || !completed); };
+  // The listener is told of every batch that ends by an exception. A look may change the subscriptions.
+  const auto tells_end = [&] { return !thread.recomputed && (subscriptions->has(kBatchEnd) || !completed); };
   if (done && pending_.empty() && !tells_end()) return completed;
   done = done && (pending_.empty() || look(thread, waits, false));
   HeldError raised;
@@ -210,14 +213,14 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   if (is_pending) pending->is_left = true;
   if (tells_end()) {
     const HeldError::Shown shown(completed ? &raised : &own);
-    const char* const method = is_pending ? "batch_left" : "batch_ended";
+    const char* const method = is_pending ? "on_batch_pending" : "on_batch_end";
     const bool fine = completed && done;
     done &= survived([&] { return tell(method, py::make_tuple(thread.batch, fine)); });
   }
   return completed && done;
 }
 
-void CallRecorder::look_from_python(bool wait) {
+void CallRecorder::poll(bool wait) {
   if (!abandon_of_ended_threads() || !finish_broken_backwards()) throw py::error_already_set();
   if (pending_.empty() && graphs_.empty()) return;
   Thread& thread = this_thread();
@@ -249,7 +252,7 @@ void CallRecorder::await_before_step() {
     if (table.have_come(awaited->rows, awaited->marks) || table.is_capturing(awaited->marks)) continue;
     table.wait(awaited->rows, awaited->marks);
   }
-  look_from_python(false);
+  poll(false);
 }
 
 // The frames whose rows have come, of those that wait.

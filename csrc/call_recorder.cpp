@@ -97,7 +97,8 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object l
       id_(next_id++) {
   std::sort(traced_.begin(), traced_.end());
   living().insert(id_);
-  if (options.gradients) gradient_log_ = std::make_shared<GradientLog>(this, observer_.observe_helper(), options);
+  if (options.gradients)
+    gradient_log_ = std::make_shared<GradientLog>(this, subscriptions, observer_.observe_helper(), options);
 }
 
 CallRecorder::~CallRecorder() {
@@ -202,11 +203,11 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
   thread.batch = latest_batch_;
   thread.active = thread.batch % every_ == 0;
   // Also of a batch that is not recorded: its thread is inside the model.
-  if (!thread.recomputed && (tells_batch_start || (thread.active && is_traced(thread.batch)))) {
+  if (!thread.recomputed && (subscriptions->has(kBatchStart) || (thread.active && is_traced(thread.batch)))) {
     const auto or_none = [](PyObject* object) { return py::handle(object != nullptr ? object : Py_None); };
     const py::object given = args != nullptr ? py::reinterpret_borrow<py::object>(args) : py::object(py::tuple());
     py::object answer;
-    if (!tell("batch_started",
+    if (!tell("on_batch_start",
               py::make_tuple(thread.batch, is_traced(thread.batch), or_none(module), given, or_none(kwargs)), &answer))
       return false;
     if (!answer.is_none()) thread.held = shared(std::move(answer));
@@ -289,20 +290,20 @@ bool CallRecorder::finish(Thread& thread, int32_t caller) {
   FrameData copy;
   copy.copy(ring_.latest());
   const py::object seen = to_python(copy);
-  if (is_told(thread.batch) && !tell("frame_recorded", py::make_tuple(seen))) return false;
+  if (is_told(thread.batch) && !tell("on_frame", py::make_tuple(seen))) return false;
   if (!has_fault) return true;
   const py::handle none = Py_None;
-  return tell("fault", py::make_tuple(seen, name_of(caller), given_to(thread),
-                                      thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
+  return tell("on_nonfinite", py::make_tuple(seen, name_of(caller), given_to(thread),
+                                             thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
 }
 
 // A frame of a forward whose ranges are known goes into the ring.
 void CallRecorder::keep(FrameData& frame) {
-  if (gathers_largest) largest_.add(frame, observer_.labels());
+  if (gathers_peaks) largest_.add(frame, observer_.labels());
   ring_.push(frame);
 }
 
-py::tuple CallRecorder::take_largest() {
+py::tuple CallRecorder::take_peaks() {
   // All taken before any Python object is made that the garbage collector knows: that may run code which calls a model.
   const std::vector<Largest::Key> keys = largest_.take_new();
   const std::vector<double>& values = largest_.values();
@@ -329,12 +330,13 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
     const std::string label = observer_.label_text(row.label);  // a copy: new objects may run code that adds labels
     const char* role = role_name(row.role);
     if (row.note != Note::none) {
-      rows.append(py::make_tuple(label, role, py::none(), "", py::none(), py::none(), py::none(), py::none(),
-                                 notes[int(row.note)]));
+      rows.append(make_row({py::str(label), py::str(role), py::none(), py::str(""), py::none(), py::none(), py::none(),
+                            py::none(), py::str(notes[int(row.note)])}));
       continue;
     }
-    rows.append(py::make_tuple(label, role, shape_of(frame, row), dtype_name(row), row.range.abs_min, row.range.abs_max,
-                               row.range.isfinite, py::none(), ""));
+    rows.append(make_row({py::str(label), py::str(role), shape_of(frame, row), py::str(dtype_name(row)),
+                          py::float_(row.range.abs_min), py::float_(row.range.abs_max), py::bool_(row.range.isfinite),
+                          py::none(), py::str("")}));
   }
   return frame_type_(frame.batch, node.name, node.class_name, rows, frame.recomputed, phases[int(frame.phase)]);
 }

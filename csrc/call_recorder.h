@@ -1,6 +1,8 @@
 // Which batch a call belongs to, the ring of the latest frames, and when Python has to be told.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +18,46 @@
 namespace nanwatch {
 
 class GradientLog;
+
+// Events that the recorder reports only while somebody subscribes to them, numbered as in recording/events.py.
+enum Event : uint32_t { kBatchStart = 1, kBatchEnd = 2, kFrame = 4, kBackwardStart = 8 };
+
+// Counts the subscriptions to each event. Changed under the interpreter lock, asked on any thread.
+class Subscriptions {
+ public:
+  bool has(Event event) const { return (mask_.load(std::memory_order_relaxed) & event) != 0; }
+  void add(uint32_t events, int by) {
+    uint32_t mask = 0;
+    for (size_t i = 0; i < counts_.size(); ++i) {
+      if ((events >> i & 1u) != 0) counts_[i] += by;
+      if (counts_[i] > 0) mask |= 1u << i;
+    }
+    mask_.store(mask, std::memory_order_relaxed);
+  }
+
+ private:
+  std::array<int, 4> counts_{};
+  std::atomic<uint32_t> mask_{0};
+};
+
+// One subscription to some events. It does not keep the recorder alive.
+class Subscription {
+ public:
+  Subscription(std::shared_ptr<Subscriptions> all, uint32_t events) : all_(std::move(all)), events_(events) {
+    set_active(true);
+  }
+  bool active() const { return active_; }
+  void set_active(bool active) {
+    if (active == active_) return;
+    active_ = active;
+    all_->add(events_, active ? 1 : -1);
+  }
+
+ private:
+  std::shared_ptr<Subscriptions> all_;
+  uint32_t events_;
+  bool active_ = false;
+};
 
 class CallRecorder {
  public:
@@ -50,8 +92,6 @@ class CallRecorder {
   bool tell_backward_started();
   bool gradient_sums_may_overflow() const;
   void forget_gradient_sums();  // they were looked at
-  void set_tells_backward_start(bool tells);
-  bool tells_backward_start() const;
   void excuse_gradients(const std::vector<int64_t>& batches, const std::string& note);
   void forget_gradients(const std::vector<at::Tensor>& leaves);  // and see no more
 
@@ -60,11 +100,11 @@ class CallRecorder {
   std::pair<int64_t, pybind11::list> frames_since(int64_t kept) const;
 
   // (batch, names of places that are new, values by place as float64); see largest.h. What was taken is gone.
-  pybind11::tuple take_largest();
+  pybind11::tuple take_peaks();
 
   // Looks at the batches that wait for a device, as far as their rows have come, or with `wait` at all that have ended.
   // Throws what the listener raises.
-  void look_from_python(bool wait);
+  void poll(bool wait);
   // Whether there may be batches that are still to be told of, replays among them.
   bool may_be_late() const;
   // Before an optimizer's step: waits for the rows of the forwards and backwards that it may take, and looks. Throws as
@@ -83,10 +123,8 @@ class CallRecorder {
   void drop_references();
 
   int paused = 0;  // nothing is recorded while it is not 0: 1 after pause() or stop(), and 2 for each re-run under way
-  bool tells_batch_start = false;
-  bool tells_batch_end = false;
-  bool tells_frames = false;
-  bool gathers_largest = false;
+  const std::shared_ptr<Subscriptions> subscriptions = std::make_shared<Subscriptions>();
+  bool gathers_peaks = false;     // for take_peaks
   bool awaits_backwards = false;  // else one whose rows are late is told of later
   // Whether weights are gathered from shards, as FSDP does: into the same storage each time, past the version counter,
   // so that writes to the shards are not seen. Then no weight is known from the batch before.
@@ -139,7 +177,7 @@ class CallRecorder {
   bool end_compiled(Thread& thread, bool completed);
   bool tell(const char* method, pybind11::args arguments, pybind11::object* answer = nullptr);
   bool is_traced(int64_t batch) const;
-  bool is_told(int64_t batch) const { return tells_frames || is_traced(batch); }
+  bool is_told(int64_t batch) const { return subscriptions->has(kFrame) || is_traced(batch); }
   void keep(FrameData& frame);
   pybind11::object to_python(const FrameData& frame) const;
 
@@ -181,7 +219,7 @@ class CallRecorder::Recording {
 // Adds CallRecorder and WatchedCall to the module.
 void bind_recorder(pybind11::module_& m);
 
-// Adds Place to the module.
+// Adds CallSlot to the module.
 void bind_place(pybind11::module_& m);
 
 }  // namespace nanwatch

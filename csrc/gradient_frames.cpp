@@ -66,10 +66,7 @@ void await(const std::vector<LatePtr>& rows) {
 
 // A row that Python made, under the label of another user.
 PyObject* relabelled(PyObject* row, const std::string& label) {
-  py::tuple changed(9);
-  changed[0] = py::str(label);
-  for (size_t item = 1; item < 9; ++item) changed[item] = py::handle(PyTuple_GET_ITEM(row, item));
-  return changed.release().ptr();
+  return with_item(row, 0, py::str(label)).release().ptr();
 }
 
 }  // namespace
@@ -98,7 +95,7 @@ bool CallRecorder::finish_backward(std::unique_ptr<Backward> backward) {
                         }));
   if (!has_to_wait) return tell_of(*backward, py::none());
   py::object left;
-  if (!tell("backward_left", py::make_tuple(), &left)) return false;
+  if (!tell("on_backward_pending", py::make_tuple(), &left)) return false;
   auto batch = std::make_unique<PendingBatch>(PendingBatch{call->thread, call->batch, false, true, true, true, true});
   batch->await_rows(*RowTable::instance(), std::move(rows));
   batch->backward = std::move(backward);
@@ -183,9 +180,9 @@ bool CallRecorder::tell_of(Backward& backward, const py::object& left) {
     const py::object caller =
         calls[i]->caller < 0 ? py::object(py::none()) : py::object(py::str(nodes_[size_t(calls[i]->caller)]->name));
     told.append(py::make_tuple(seen, caller, calls[i]->number));
-    done = !traced || tell("frame_recorded", py::make_tuple(seen));
+    done = !traced || tell("on_frame", py::make_tuple(seen));
   }
-  if (done && backward.is_bad) done = tell("backward_ended", py::make_tuple(told, events, left));
+  if (done && backward.is_bad) done = tell("on_backward_end", py::make_tuple(told, events, left));
   for (FrameData& frame : frames) ring_.push(frame);
   return done;
 }
@@ -200,16 +197,8 @@ void CallRecorder::forget_gradient_sums() {
   ++gradient_log_->sums_looked_at;
 }
 
-void CallRecorder::set_tells_backward_start(bool tells) {
-  if (gradient_log_ != nullptr) gradient_log_->tells_start = tells;
-}
-
-bool CallRecorder::tells_backward_start() const {
-  return gradient_log_ != nullptr && gradient_log_->tells_start;
-}
-
 bool CallRecorder::tell_backward_started() {
-  return tell("backward_started", py::make_tuple());
+  return tell("on_backward_start", py::make_tuple());
 }
 
 // Backwards that ended by an exception: what came until then.
@@ -250,11 +239,7 @@ void CallRecorder::excuse_gradients(const std::vector<int64_t>& batches, const s
     frame.has_fault = false;
     for (RowData& row : frame.rows) {
       if (row.python == nullptr || PyTuple_GET_ITEM(row.python, 6) != Py_False) continue;
-      const auto old = py::reinterpret_borrow<py::tuple>(row.python);
-      py::tuple changed(9);
-      for (size_t item = 0; item < 8; ++item) changed[item] = old[item];
-      changed[8] = text;
-      Py_SETREF(row.python, changed.release().ptr());
+      Py_SETREF(row.python, with_item(row.python, 8, text).release().ptr());
     }
   }
 }

@@ -87,7 +87,8 @@ bool is_alone() {
   const OutsideCompiler outside;
   bool is_one = false;
   const bool done = survived([&is_one] {
-    is_one = py::module_::import("nanwatch.recording.job").attr("place")().cast<std::pair<int64_t, int64_t>>().second == 1;
+    is_one =
+        py::module_::import("nanwatch.recording.job").attr("place")().cast<std::pair<int64_t, int64_t>>().second == 1;
     return true;
   });
   if (!done) throw_error();
@@ -250,7 +251,7 @@ GradientLog::Known GradientLog::arrived(const at::Tensor& gradient, const Place&
                                         const std::vector<GradientUser>& users) {
   const int64_t task = autograd::get_current_graph_task_id();
   if (task < 0) return {};
-  if (open(task) && tells_start) {
+  if (open(task) && subscriptions->has(kBackwardStart)) {
     const py::gil_scoped_acquire lock;
     const py::object keep = recorder();
     if (keep && !recorder_->tell_backward_started()) throw_error();

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import config
 
-from nanwatch.instrumentation.compile import cuda_graphs
+from nanwatch.instrumentation.compile import dynamo
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.session.watch import Watch, watch
@@ -132,8 +132,8 @@ class Compiled:
 def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a GPU, with mode="reduce-overhead"."""
     torch._dynamo.reset()
-    monkeypatch.setattr(cuda_graphs, "DEVICE_TYPE", "cpu")
-    monkeypatch.setattr(cuda_graphs, "_setting", lambda *_: True)  # which is Inductor's
+    monkeypatch.setattr(dynamo, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(dynamo, "_setting", lambda *_: True)  # which is Inductor's
     with torch.no_grad():
         yield
     torch._dynamo.reset()
@@ -266,9 +266,9 @@ def test_what_torch_compile_was_told_decides(
     found = []
 
     def captured_on(tx: Any, recorder: Any, devices: Any) -> None:
-        found.append(all(cuda_graphs._setting(tx, name) for name in cuda_graphs._NEEDED))
+        found.append(all(dynamo._setting(tx, name) for name in dynamo._NEEDED))
 
-    monkeypatch.setattr("nanwatch.instrumentation.compile.compiled.captured_on", captured_on)
+    monkeypatch.setattr("nanwatch.instrumentation.compile.dynamo._captured_on", captured_on)
     torch._dynamo.reset()
     model = nn.Sequential(Times(2.0))
     # What is set for all is none of the business of another backend.
@@ -289,7 +289,7 @@ def test_without_a_gpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     torch._dynamo.reset()
     model = nn.Sequential(Times(2.0))
-    monkeypatch.setattr(cuda_graphs, "_setting", lambda *_: True)
+    monkeypatch.setattr(dynamo, "_setting", lambda *_: True)
     with watch(model), torch.no_grad():
         torch.compile(model, backend=backend)(torch.ones(4))
     assert [name.partition(".")[2] for name in graphs[0] if name.startswith("nanwatch")] == [

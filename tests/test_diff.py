@@ -48,7 +48,7 @@ def row(label: str = "output", low: float | None = 0.5, high: float | None = 1.0
         "note": "" if read else "None",
     }
     made |= changes
-    return label, made["role"], made["shape"], made["dtype"], low, high, finite, None, made["note"]
+    return Row(label, made["role"], made["shape"], made["dtype"], low, high, finite, None, made["note"])
 
 
 def written(path: Path, *frames: FrameRows) -> Trace:
@@ -411,7 +411,9 @@ def test_hostile_names_stay_names(tmp_path: Path) -> None:
 
     def frames(factor: float) -> Sequence[FrameRows]:
         return [
-            FrameRows(batch, name, name, [row(high=factor), ("x" + name, *row("weight", high=factor)[1:])])
+            FrameRows(
+                batch, name, name, [row(high=factor), row("weight", high=factor)._replace(label="x" + name)]
+            )
             for batch in range(2)
             for name in HOSTILE
         ]

@@ -355,7 +355,7 @@ def test_the_page_depends_on_the_report_alone() -> None:
 def test_without_the_extra_the_error_names_it(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an optional package the error names it and the extra that brings both."""
     from nanwatch.report import html
-    from nanwatch.util import extras
+    from nanwatch.util import imports
 
     html._packed_plotly.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == missing]:
@@ -366,7 +366,7 @@ def test_without_the_extra_the_error_names_it(missing: str, monkeypatch: pytest.
             raise ImportError(name)
         return importlib.import_module(name, package)
 
-    monkeypatch.setattr(extras, "import_module", without)
+    monkeypatch.setattr(imports, "import_module", without)
     with pytest.raises(ImportError, match=rf"`{missing}`.*\.\[report\]"):
         growing().to_html()
 

@@ -33,7 +33,7 @@ from nanwatch.report import text
 from nanwatch.report.errors import CapsuleError, NonFiniteError, TraceError, spell
 from nanwatch.report.finding import Cure
 from nanwatch.report.frame import Frame, FrameRows
-from nanwatch.report.record import Record
+from nanwatch.report.record import Record, Row
 from nanwatch.report.report import Report
 from nanwatch.report.sighting import Origin, Sighting
 from nanwatch.util.visible import visible
@@ -118,7 +118,9 @@ def forms(report: Report) -> list[str]:
     error = NonFiniteError(report, Origin(first, 1, 1, 2, 2))
     log = BatchLog(3)
     name = report.frames[0].name
-    log.add(FrameRows(3, name, "M", [(f"output{name}", "output", (2,), "float16", 0.0, 1.0, True, None, "")]))
+    log.add(
+        FrameRows(3, name, "M", [Row(f"output{name}", "output", (2,), "float16", 0.0, 1.0, True, None, "")])
+    )
     entry = log.entry([name])
     digests = [Digest(rank, replace(report.finding, rank=rank), {name: 2.0}, {}) for rank in (0, 1)]
     return [

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..report.frame import FrameRows, Phase
 from ..report.record import Role, Row
 from .backward import Arrival, BackwardCall
+from .events import Event, RecorderEvents, Subscriptions
 from .frame_ring import FrameRing
 from .gradients import PythonGradients
 from .observe import past_torch_function
@@ -25,7 +26,8 @@ class RecordsBackwards(ABC):
     lock: AbstractContextManager[object]
     _frames: FrameRing
     _traced: frozenset[int]
-    _listener: Any
+    _events: RecorderEvents
+    _subscriptions: Subscriptions
     _nodes: list[Any]
 
     def __init__(self, gradients: bool, counts: bool) -> None:
@@ -33,7 +35,7 @@ class RecordsBackwards(ABC):
         self._gradients: PythonGradients | None = None
         if gradients:
             self._gradients = PythonGradients(
-                lambda: None if (own := this()) is None else own._listener.backward_started(),
+                lambda: None if (own := this()) is None else own._report_backward_start(),
                 lambda *found: None if (own := this()) is None else own._keep_backward(*found),
                 counts,
                 self.lock,
@@ -51,25 +53,19 @@ class RecordsBackwards(ABC):
     def paused(self) -> bool:
         """See Recorder."""
 
-    @property
-    def tells_backward_start(self) -> bool:
-        """See Recorder."""
-        return self._gradients is not None and self._gradients.tells_start
-
-    @tells_backward_start.setter
-    def tells_backward_start(self, tells: bool) -> None:
-        if self._gradients is not None:
-            self._gradients.tells_start = tells
+    def _report_backward_start(self) -> None:
+        if self._subscriptions.has(Event.BACKWARD_START):
+            self._events.on_backward_start()
 
     def finish_broken_backwards(self) -> None:
         """See Recorder."""
         if self._gradients is not None:
             self._gradients.finish_broken()
 
-    def finish_bad_backward(self) -> None:
+    def finish_nonfinite_backward(self) -> None:
         """See Recorder."""
         if self._gradients is not None:
-            self._gradients.finish_bad()
+            self._gradients.finish_nonfinite()
 
     @property
     def gradient_sums_may_overflow(self) -> bool:
@@ -94,7 +90,7 @@ class RecordsBackwards(ABC):
         with self.lock:
             for i, frame in enumerate(list(self._frames)):
                 if frame.phase == "backward" and frame.batch in batches:
-                    rows = [(*row[:8], note) if row[6] is False else row for row in frame.rows]
+                    rows = [row._replace(note=note) if row.isfinite is False else row for row in frame.rows]
                     self._frames[i] = frame._replace(rows=rows)
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
@@ -104,7 +100,7 @@ class RecordsBackwards(ABC):
             self._gradients = None
 
     def _keep_backward(
-        self, calls: list[Any], rows: list[list[Row]], arrivals: list[Arrival], is_bad: bool
+        self, calls: list[Any], rows: list[list[Row]], arrivals: list[Arrival], is_nonfinite: bool
     ) -> None:
         gradients = self._gradients
         if self.paused or gradients is None:
@@ -120,13 +116,13 @@ class RecordsBackwards(ABC):
         try:
             for frame in frames:
                 if frame.batch in self._traced:
-                    self._listener.frame_recorded(frame)
-            if is_bad:
+                    self._events.on_frame(frame)
+            if is_nonfinite:
                 told = [
                     BackwardCall(frame, one.caller, one.number)
                     for frame, one in zip(frames, calls, strict=True)
                 ]
-                self._listener.backward_ended(told, arrivals)
+                self._events.on_backward_end(told, arrivals)
         finally:
             with self.lock:
                 self._frames.extend(frames)

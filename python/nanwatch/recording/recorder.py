@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from ..numerics import _extension
 from ..report.frame import FrameRows
 from ..report.record import NOT_CHECKED, Role, Row, is_fault
-from .call_values import call_values
-from .frame_ring import FrameRing
+from .events import Event, RecorderEvents, Settings, Subscription, Subscriptions
+from .frame_ring import FrameRing, PeakMagnitudes, PeakName
 from .gradient_frames import RecordsBackwards
-from .largest import Largest, Name
-from .listener import Listener, Settings
 from .masked_scores import MaskedScores
-from .observe import arrived, observe
+from .observe import call_values, completed_row, observe
 from .walk import Unwalked, is_container, leaves, spell_key
 
 # A call may be watched from inside torch.compile, which follows every Python frame, so also those of the recorder. With
@@ -44,7 +42,7 @@ class _Thread(threading.local):
         self.recomputed = False
         self.recording = False  # what is told of a call may make others: they are not recorded
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
-        self.held: object = None  # what the listener answered to the start of the batch under way
+        self.held: object = None  # the answer of `on_batch_start` for the batch under way
         # Of an outermost call in compiled code, whose end an exception leaves out: what it was given.
         self.compiled: list[weakref.ref[Tensor]] | None = None
 
@@ -76,13 +74,10 @@ class _Entered(NamedTuple):
 class PythonRecorder(RecordsBackwards):
     """The recorder without the compiled part."""
 
-    def __init__(self, settings: Settings, listener: Listener) -> None:
+    def __init__(self, settings: Settings, events: RecorderEvents) -> None:
         self._is_paused = False
         self._num_suspended = 0
-        self.tells_batch_start = False
-        self.tells_batch_end = False
-        self.tells_frames = False
-        self.gathers_largest = False
+        self.gathers_peaks = False
         self.awaits_backwards = False  # nothing is late here
         self.gathers_weights = False  # nor is anything remembered here
         self.watch = -1
@@ -91,13 +86,14 @@ class PythonRecorder(RecordsBackwards):
             ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits"), 0
         )
         self._settings = settings
-        self._listener = listener
+        self._events = events
+        self._subscriptions = Subscriptions()
         self._traced = frozenset(settings.traced)
         self._nodes: list[_Node] = []
         self._frames = FrameRing(settings.max_frames)
-        self._largest = Largest()
+        self._peaks = PeakMagnitudes()
         self._thread = _Thread()
-        # Guards the counters, the ring, the nodes and what is known of backwards. Nobody calls the listener or reads a
+        # Guards the counters, the ring, the nodes and what is known of backwards. Nobody calls back or reads a
         # tensor while holding it. Reentrant, as a signal's handler may ask for a report at any moment.
         self.lock = threading.RLock()
         super().__init__(settings.gradients, settings.counts)
@@ -143,16 +139,20 @@ class PythonRecorder(RecordsBackwards):
         with self.lock:
             return self._frames.of_batch(batch)
 
-    def take_largest(self) -> tuple[int, list[Name], bytes]:
+    def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
         """See Recorder."""
         with self.lock:
-            return self._largest.take()
+            return self._peaks.take()
+
+    def subscribe(self, events: int) -> Subscription:
+        """See Recorder."""
+        return self._subscriptions.add(events)
 
     def pending_frames(self) -> list[FrameRows]:
         """None: each row is waited for."""
         return []
 
-    def look(self, wait: bool) -> None:
+    def poll(self, wait: bool) -> None:
         """Nothing is ever late here."""
 
     @property
@@ -287,13 +287,13 @@ class PythonRecorder(RecordsBackwards):
         self._end_batch(thread, completed)
 
     def _end_batch(self, thread: _Thread, completed: bool) -> None:
-        if thread.recomputed or (completed and not self.tells_batch_end):
+        if thread.recomputed or (completed and not self._subscriptions.has(Event.BATCH_END)):
             thread.held = None
             return
         own = None if completed else sys.exc_info()[1]
         try:
             with thread.is_recording():
-                self._listener.batch_ended(thread.batch, completed)
+                self._events.on_batch_end(thread.batch, completed)
         except BaseException as error:
             if own is None or error.__cause__ is own:
                 raise
@@ -310,8 +310,8 @@ class PythonRecorder(RecordsBackwards):
             thread.batch = self.latest_batch
         traced = thread.batch in self._traced
         # Also of a batch that is not recorded: its thread is inside the model.
-        if not thread.recomputed and (traced or self.tells_batch_start):
-            thread.held = self._listener.batch_started(thread.batch, traced, module, args, kwargs or None)
+        if not thread.recomputed and (traced or self._subscriptions.has(Event.BATCH_START)):
+            thread.held = self._events.on_batch_start(thread.batch, traced, module, args, kwargs or None)
         thread.given = (args, kwargs or None)
 
     def _keep(self, thread: _Thread, name: str, class_name: str, rows: list[Row], caller: str | None) -> None:
@@ -319,12 +319,12 @@ class PythonRecorder(RecordsBackwards):
         with self.lock:
             self._frames.append(frame)
             self._add(frames=1)
-            if self.gathers_largest:
-                self._largest.add(frame)
-        if self.tells_frames or thread.batch in self._traced:
-            self._listener.frame_recorded(frame)
+            if self.gathers_peaks:
+                self._peaks.add(frame)
+        if self._subscriptions.has(Event.FRAME) or thread.batch in self._traced:
+            self._events.on_frame(frame)
         if any(map(is_fault, rows)):
-            self._listener.fault(frame, caller, *thread.given)
+            self._events.on_nonfinite(frame, caller, *thread.given)
 
     def _rows(
         self, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -337,12 +337,12 @@ class PythonRecorder(RecordsBackwards):
         return found, [one for one in values if isinstance(one[2], Tensor)]
 
     def _count(self, rows: list[Row]) -> None:
-        read = sum(row[6] is not None for row in rows)
+        read = sum(row.isfinite is not None for row in rows)
         self._add(tensors=read, tensors_read=read)
 
 
 # The row of a call near the end of its thread's stack.
-_NO_STACK: Row = (
+_NO_STACK = Row(
     "output",
     "output",
     None,
@@ -353,6 +353,9 @@ _NO_STACK: Row = (
     None,
     f"{NOT_CHECKED}: the stack is nearly full (sys.getrecursionlimit)",
 )
+
+if _extension.C is not None:
+    _extension.C.bind_row(Row)
 
 _ROLES: dict[str, Role] = {"w": "weight", "b": "buffer", "i": "input", "o": "output"}
 _VALUES: dict[str, Any] = {"n": None, "x": 0}
@@ -380,17 +383,15 @@ def planned_rows(
     return class_name, rows, read
 
 
-def make_recorder(settings: Settings, listener: Listener) -> Any:
+def make_recorder(settings: Settings, events: RecorderEvents) -> Any:
     """The compiled recorder, or the Python one where there is none."""
     if _extension.C is None:
-        return PythonRecorder(settings, listener)
+        return PythonRecorder(settings, events)
     helpers = {
         "observe": partial(observe, counts=True) if settings.counts else observe,
         "leaves": leaves,
         "is_container": is_container,
         "spell_key": spell_key,
-        "arrived": arrived,
+        "completed_row": completed_row,
     }
-    return _extension.C.CallRecorder(
-        listener=listener, frame_type=FrameRows, helpers=helpers, **asdict(settings)
-    )
+    return _extension.C.CallRecorder(events=events, frame_type=FrameRows, helpers=helpers, **asdict(settings))
