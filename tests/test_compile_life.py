@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 import nanwatch
 from nanwatch.cli.outermost import Outermost
-from nanwatch.instrumentation.compile import ops
+from nanwatch.instrumentation.compile import dynamo, ops
 from nanwatch.session.watch import watch
 from toys import Scale, mlp, names
 

@@ -203,7 +203,7 @@ def test_what_the_listener_raises_of_late_rows(method: str) -> None:
         raised = [stand.outcome(x)]
         assert not Held.alive
         try:
-            stand.recorder.look(True)
+            stand.recorder.poll(True)
         except KeyboardInterrupt as error:
             raised.append(error)
         assert [one for one in raised if one is not None] == [stand.listener.raises[method]]
@@ -217,7 +217,7 @@ def test_what_the_listener_raises_of_late_rows(method: str) -> None:
         gc.collect()
         assert gone() is None
         stand.outcome(torch.ones(2))
-        stand.recorder.look(True)
+        stand.recorder.poll(True)
         assert stand.listener.told[-1] == ("on_pending_batch_end", 1, True)
 
 
@@ -346,7 +346,7 @@ def test_a_batch_that_its_thread_left_unended_is_ended() -> None:
     in_threads(3, lambda: stand.recorder.begin_compiled(stand.model_node, [torch.ones(2)]))
 
     def ended() -> list[int]:
-        stand.recorder.look(False)
+        stand.recorder.poll(False)
         return [batch for method, batch, *_ in stand.listener.told if method == "on_batch_end"]
 
     until = time.monotonic() + 60
