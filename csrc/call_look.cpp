@@ -229,7 +229,7 @@ void CallRecorder::poll(bool wait) {
   if (!look(thread, wait, true)) throw py::error_already_set();
 }
 
-bool CallRecorder::may_be_late() const {
+bool CallRecorder::may_be_pending() const {
   return !pending_.empty() || !graphs_.empty();
 }
 

@@ -106,7 +106,7 @@ class CallRecorder {
   // Throws what the listener raises.
   void poll(bool wait);
   // Whether there may be batches that are still to be told of, replays among them.
-  bool may_be_late() const;
+  bool may_be_pending() const;
   // Before an optimizer's step: waits for the rows of the forwards and backwards that it may take, and looks. Throws as
   // that does.
   void await_before_step();

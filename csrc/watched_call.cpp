@@ -226,7 +226,7 @@ void bind_recorder(py::module_& m) {
       .def("pending_frames", &CallRecorder::pending_frames)
       .def("poll", &CallRecorder::poll, py::arg("wait"))
       .def_property_readonly("has_devices", [](const CallRecorder&) { return RowTable::has_devices(); })
-      .def_property_readonly("may_be_late", &CallRecorder::may_be_late)
+      .def_property_readonly("may_be_pending", &CallRecorder::may_be_pending)
       .def("await_before_step", &CallRecorder::await_before_step)
       .def("begin_compiled", [](CallRecorder& self, int64_t node,
                                 const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, tensors); })

@@ -518,7 +518,7 @@ def test_nothing_is_kept_after_the_end() -> None:
         finding = w.report().finding
         assert finding is not None
         assert finding.phase == "backward"
-        assert not w._recorder.may_be_late
+        assert not w._recorder.may_be_pending
 
 
 @pytest.mark.parametrize("place", [0, -1])

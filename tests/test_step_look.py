@@ -186,7 +186,7 @@ def test_no_step_takes_a_fault(moves: list[str]) -> None:
     with stand_in() as device:
         w = watch(model, check="async", microscope=False)
         for move in moves:
-            waits, may_wait = device.waits, move == "step" and w._recorder.may_be_late
+            waits, may_wait = device.waits, move == "step" and w._recorder.may_be_pending
             before, completed = copies(model), False
             try:
                 if move == "run":

@@ -208,7 +208,7 @@ def test_what_the_listener_raises_of_late_rows(method: str) -> None:
             raised.append(error)
         assert [one for one in raised if one is not None] == [stand.listener.raises[method]]
         assert stand.listener.told[-1][0] == "on_pending_batch_end"
-        assert not stand.recorder.may_be_late
+        assert not stand.recorder.may_be_pending
         assert not stand.recorder.is_under_way
         raised.clear()
         stand.listener.raises.pop(method).__traceback__ = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntFlag
+from enum import IntEnum
 from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class Settings:
     check: Check = "auto"
 
 
-class Event(IntFlag):
+class Event(IntEnum):  # not IntFlag, whose `&` takes 1 µs
     """Events that a recorder reports only while somebody subscribes to them, numbered as in csrc/call_recorder.h."""
 
     BATCH_START = 1
@@ -190,7 +190,7 @@ class Recorder(Protocol):
         """Look at no more gradients, and take the hooks off the leaves."""
 
     def pending_frames(self) -> list[FrameRows]:
-        """Frames that are complete, but wait to be told with the rest of their batch; oldest first."""
+        """Frames that are complete, but wait to be reported with the rest of their batch; oldest first."""
 
     def poll(self, wait: bool) -> None:
         """Report the batches that have ended and whose rows have completed; with `wait`, all that have ended."""
@@ -200,8 +200,8 @@ class Recorder(Protocol):
         """Whether there are devices whose rows are pending for a time."""
 
     @property
-    def may_be_late(self) -> bool:
-        """Whether there may be batches that are still to be told of, replays of a CUDA graph among them."""
+    def may_be_pending(self) -> bool:
+        """Whether there may be batches that are still to be reported, replays of a CUDA graph among them."""
 
     def await_before_step(self) -> None:
         """Wait for the rows of all that a step may take, unless it is captured; then `poll(False)`.

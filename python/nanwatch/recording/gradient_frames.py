@@ -58,35 +58,29 @@ class RecordsBackwards(ABC):
             self._events.on_backward_start()
 
     def finish_broken_backwards(self) -> None:
-        """See Recorder."""
         if self._gradients is not None:
             self._gradients.finish_broken()
 
     def finish_nonfinite_backward(self) -> None:
-        """See Recorder."""
         if self._gradients is not None:
             self._gradients.finish_nonfinite()
 
     @property
     def gradient_sums_may_overflow(self) -> bool:
-        """See Recorder."""
         return self._gradients is not None and self._gradients.sums_may_overflow
 
     def forget_gradient_sums(self) -> None:
-        """See Recorder."""
         if self._gradients is not None:
             self._gradients.sums_may_overflow = False
             self._gradients.sums_looked_at += 1
 
     def add_frame(self, batch: int, node: int, rows: list[Row]) -> None:
-        """See Recorder."""
         frame = FrameRows(batch, self._nodes[node].name, self._nodes[node].class_name, rows, False, "step")
         with self.lock:
             self._frames.append(frame)
             self._add(frames=1)
 
     def excuse_gradients(self, batches: Sequence[int], note: str) -> None:
-        """See Recorder."""
         with self.lock:
             for i, frame in enumerate(list(self._frames)):
                 if frame.phase == "backward" and frame.batch in batches:
@@ -94,7 +88,6 @@ class RecordsBackwards(ABC):
                     self._frames[i] = frame._replace(rows=rows)
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
-        """See Recorder."""
         if self._gradients is not None:
             self._gradients.release(leaves)
             self._gradients = None

@@ -91,7 +91,7 @@ class _Call:
     class_name: str
     caller: str | None
     recomputed: bool
-    held: object  # what the listener answered to the start of the batch
+    held: object  # the answer of `on_batch_start`
     backward: int = -1  # the one that last brought a gradient of its outputs
 
 

@@ -40,7 +40,7 @@ class _Thread(threading.local):
         self.names: list[str] = []
         self.batch = 0
         self.recomputed = False
-        self.recording = False  # what is told of a call may make others: they are not recorded
+        self.recording = False  # a callback may call other modules: they are not recorded
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
         self.held: object = None  # the answer of `on_batch_start` for the batch under way
         # Of an outermost call in compiled code, whose end an exception leaves out: what it was given.
@@ -78,7 +78,7 @@ class PythonRecorder(RecordsBackwards):
         self._is_paused = False
         self._num_suspended = 0
         self.gathers_peaks = False
-        self.awaits_backwards = False  # nothing is late here
+        self.awaits_backwards = False  # nothing is pending here
         self.gathers_weights = False  # nor is anything remembered here
         self.watch = -1
         self.latest_batch = -1
@@ -99,14 +99,12 @@ class PythonRecorder(RecordsBackwards):
         super().__init__(settings.gradients, settings.counts)
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
-        """See Recorder."""
         with self.lock:
             self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
             return len(self._nodes) - 1
 
     @property
     def paused(self) -> bool:
-        """See Recorder."""
         return self._is_paused or self._num_suspended > 0
 
     @paused.setter
@@ -114,38 +112,31 @@ class PythonRecorder(RecordsBackwards):
         self._is_paused = on
 
     def suspend(self, on: bool, /) -> None:
-        """See Recorder."""
         with self.lock:
             self._num_suspended += 1 if on else -1
 
     @property
     def frames_kept(self) -> int:
-        """See Recorder."""
         return self.counters["frames"]
 
     def frames(self) -> list[FrameRows]:
-        """See Recorder."""
         with self.lock:
             return list(self._frames)
 
     def frames_since(self, kept: int, /) -> tuple[int, list[FrameRows]]:
-        """See Recorder."""
         with self.lock:
             new = self.frames_kept - kept
             return self.frames_kept, list(self._frames)[-new:] if new > 0 else []
 
     def frames_of_batch(self, batch: int, /) -> int | None:
-        """See Recorder."""
         with self.lock:
             return self._frames.of_batch(batch)
 
     def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
-        """See Recorder."""
         with self.lock:
             return self._peaks.take()
 
     def subscribe(self, events: int) -> Subscription:
-        """See Recorder."""
         return self._subscriptions.add(events)
 
     def pending_frames(self) -> list[FrameRows]:
@@ -153,16 +144,15 @@ class PythonRecorder(RecordsBackwards):
         return []
 
     def poll(self, wait: bool) -> None:
-        """Nothing is ever late here."""
+        """Nothing is ever pending here."""
 
     @property
     def has_devices(self) -> bool:
-        """See Recorder: each row is waited for."""
+        """Each row is waited for."""
         return False
 
     @property
-    def may_be_late(self) -> bool:
-        """See Recorder: never."""
+    def may_be_pending(self) -> bool:
         return False
 
     def await_before_step(self) -> None:
@@ -238,7 +228,6 @@ class PythonRecorder(RecordsBackwards):
         self._end_batch(thread, completed)
 
     def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
-        """See Recorder."""
         thread = self._thread
         if thread.recording:
             return
@@ -251,7 +240,6 @@ class PythonRecorder(RecordsBackwards):
         thread.compiled = [weakref.ref(x) for x in tensors]
 
     def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
-        """See Recorder."""
         thread = self._thread
         if not thread.names or thread.recording or not 0 <= callee < len(self._nodes):
             return

@@ -56,7 +56,7 @@ class StepLook:
             if own is None:
                 return None
             # Where nothing can be late, as on a CPU, a few µs are saved.
-            if is_compiling() or own._waits or own._recorder.may_be_late:
+            if is_compiling() or own._waits or own._recorder.may_be_pending:
                 return own._before_step(optimizer, args, kwargs)
             return own._raise_postponed()
 
@@ -80,7 +80,7 @@ class StepLook:
 
     def _look(self, optimizer: Optimizer) -> None:
         self._recorder.poll(False)
-        if self._waits and self._recorder.may_be_late and self._is_own(optimizer):
+        if self._waits and self._recorder.may_be_pending and self._is_own(optimizer):
             self._recorder.await_before_step()
 
     def _is_own(self, optimizer: Optimizer) -> bool:
