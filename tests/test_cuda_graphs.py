@@ -57,7 +57,7 @@ class Trees:
         self.calls += 1
         given = dict(zip((n for n in self.graph.nodes if n.op == "placeholder"), inputs, strict=True))
         for node in self.graph.nodes:
-            if self.is_ours(node) and "look_" in str(node.target):
+            if self.is_ours(node) and "poll_" in str(node.target):
                 node.target(*self.filled(node, given))
         if self.calls == 1:
             return self.run(given, dict(given))
@@ -86,7 +86,7 @@ class Trees:
     def run(self, given: dict[Any, Any], values: dict[Any, Any]) -> Any:
         """All but what runs by itself."""
         for node in self.graph.nodes:
-            if node.op == "call_function" and "look_" not in str(node.target):
+            if node.op == "call_function" and "poll_" not in str(node.target):
                 values[node] = node.target(*self.filled(node, values))
         return self.filled(self.graph.output_node(), values)[0]
 
@@ -184,7 +184,7 @@ def test_in_the_capture_nothing_waits_and_no_row_is_the_hosts_choice() -> None:
 
 @pytest.mark.usefixtures("captures")
 def test_a_fault_in_a_replay_is_raised_by_the_next_call() -> None:
-    """`look_` stands outside of the graph: the next call of the compiled code tells, before it runs."""
+    """`poll_` stands outside of the graph: the next call of the compiled code tells, before it runs."""
     with stand_in() as device:
         compiled = Compiled(device).captured()
         compiled.model[1].weight.fill_(INF)
@@ -325,7 +325,7 @@ def test_inductor_captures_a_watched_batch_in_one_piece(tmp_path: Path) -> None:
     for plan in (whole, called):
         outside, inside = plan
         assert not outside["captured"]
-        assert outside["operators"] == ["nanwatch.look_.default"]
+        assert outside["operators"] == ["nanwatch.poll_.default"]
         assert inside["captured"]
         assert inside["devices"] == ["cuda:0"]
         assert (inside["written"], inside["written_and_moving"]) == (1, 0)
