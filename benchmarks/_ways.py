@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.instrumentation.links import attach, chain, detach
+from nanwatch.instrumentation.slot import attach, detach, wrappers
 
 Way = Callable[[], AbstractContextManager[Any]]
 
@@ -90,7 +90,7 @@ class Ways:
     def _watching(self, **options: Any) -> Way:
         watch = nanwatch.watch(self._model, **options)
         self._watches.append(watch)
-        calls = [(module, chain(module)[0]) for module in self._model.modules()]
+        calls = [(module, wrappers(module)[0]) for module in self._model.modules()]
         for module, call in calls:
             detach(module, call)
 

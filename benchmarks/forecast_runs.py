@@ -28,7 +28,7 @@ from _timing import table
 
 import nanwatch
 from nanwatch.monitoring.forecast import Forecast, Forecaster
-from nanwatch.recording.largest import Name
+from nanwatch.recording.frame_ring import PeakName
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Recording:
     """The magnitudes by batch and name, and where the training overflowed, if it did."""
 
     name: str
-    names: list[Name]
+    names: list[PeakName]
     values: np.ndarray
     end: int | None
     module: str
@@ -48,16 +48,16 @@ class Recording:
 
 def record(training: Training, path: Path) -> str:
     """Run one training, write its recording, and return what happened."""
-    names: list[Name] = []
+    names: list[PeakName] = []
     rows: list[np.ndarray] = []
     end, module = -1, ""
     batches = run(training)
     watch = nanwatch.watch(next(batches), forecast=False, microscope=False)
-    watch._recorder.gathers_largest = True
+    watch._recorder.gathers_peaks = True
     try:
         with watch:
             for _ in batches:
-                _, new, values = watch._recorder.take_largest()
+                _, new, values = watch._recorder.take_peaks()
                 names += new
                 rows.append(np.frombuffer(values).astype(np.float32))
     except nanwatch.NonFiniteError as failure:

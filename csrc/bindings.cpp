@@ -158,8 +158,8 @@ void bind_result(Result* result, const py::type& type, const py::function& fallb
   *result = {candidate, fallback.ptr(), nullptr};  // for good: Python binds once, at import
 }
 
-// In C++ no other thread comes in between: see living.py.
-py::list living(const py::type& kind) {
+// In C++ no other thread comes in between: see _extension.instances_of.
+py::list instances_of(const py::type& kind) {
   const py::object get_objects = py::module_::import("gc").attr("get_objects");
   py::list found;
   for (const py::handle object : py::list(get_objects()))
@@ -196,7 +196,8 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("name"), "Holds the reduction at an instruction set, for tests and measurements.");
   m.def("build_info", &build_info, "What the compiled part was built with.");
-  m.def("living", &living, py::arg("kind"), "The objects of that class, or of one derived from it, that gc knows.");
+  m.def("instances_of", &instances_of, py::arg("kind"),
+        "The objects of that class, or of one derived from it, that gc knows.");
   m.def("cuda_compiled", &cuda_compiled, "Whether CUDA kernels are linked in.");
   bind_watched_call(m);
   bind_recorder(m);

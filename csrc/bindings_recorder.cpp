@@ -52,9 +52,13 @@ void bind_recorder(py::module_& m) {
   m.def(
       "tensor_at", [](uintptr_t address) { return *reinterpret_cast<const at::Tensor*>(address); }, py::arg("address"),
       "The tensor that such a backend is asked about.");
+  m.def("bind_row", &bind_row, py::arg("type"), "Sets the named tuple that rows are made of.");
+  py::class_<Subscription>(m, "Subscription", "Some events that a CallRecorder reports until `remove()`.")
+      .def_property("active", &Subscription::active, &Subscription::set_active)
+      .def("remove", [](Subscription& self) { self.set_active(false); });
   py::class_<CallRecorder>(m, "CallRecorder", py::custom_type_setup(&collect_recorder),
                            "Records the calls of watched modules; see python/nanwatch/calls.py.")
-      .def(py::init([](py::object listener, py::object frame_type, const py::dict& helpers, size_t max_frames,
+      .def(py::init([](py::object events, py::object frame_type, const py::dict& helpers, size_t max_frames,
                        int64_t every, std::vector<int64_t> traced, bool weights, bool buffers, bool inputs,
                        bool outputs, int64_t reread_weights, bool verify_hits, bool measure_time, bool gradients,
                        bool counts, const std::string& check) {
@@ -63,12 +67,12 @@ void bind_recorder(py::module_& m) {
              auto recorder = std::make_unique<CallRecorder>(
                  options,
                  Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"], helpers["spell_key"],
-                         helpers["arrived"]},
-                 std::move(listener), std::move(frame_type), max_frames, every, std::move(traced));
+                         helpers["completed_row"]},
+                 std::move(events), std::move(frame_type), max_frames, every, std::move(traced));
              if (gradients) recorder->set_gradients(std::make_unique<GradientRecorder>(recorder.get(), options));
              return recorder;
            }),
-           py::kw_only(), py::arg("listener"), py::arg("frame_type"), py::arg("helpers"), py::arg("max_frames"),
+           py::kw_only(), py::arg("events"), py::arg("frame_type"), py::arg("helpers"), py::arg("max_frames"),
            py::arg("every"), py::arg("traced"), py::arg("weights"), py::arg("buffers"), py::arg("inputs"),
            py::arg("outputs"), py::arg("reread_weights"), py::arg("verify_hits"), py::arg("measure_time"),
            py::arg("gradients"), py::arg("counts"), py::arg("check"))
@@ -78,9 +82,9 @@ void bind_recorder(py::module_& m) {
       .def("frames_since", &CallRecorder::frames_since)
       .def("frames_of_batch", &CallRecorder::frames_of_batch)
       .def("pending_frames", &CallRecorder::pending_frames)
-      .def("look", &CallRecorder::poll_from_python, py::arg("wait"))
+      .def("poll", &CallRecorder::poll, py::arg("wait"))
       .def_property_readonly("has_devices", [](const CallRecorder&) { return RowTable::has_devices(); })
-      .def_property_readonly("may_be_late", &CallRecorder::may_be_pending)
+      .def_property_readonly("may_be_pending", &CallRecorder::may_be_pending)
       .def("await_before_step", &CallRecorder::await_before_step)
       .def("begin_compiled", [](CallRecorder& self, int64_t node,
                                 const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, tensors); })
@@ -93,7 +97,7 @@ void bind_recorder(py::module_& m) {
            [](CallRecorder& self) {
              if (!self.finish_broken_backwards()) throw py::error_already_set();
            })
-      .def("finish_bad_backward",
+      .def("finish_nonfinite_backward",
            [](CallRecorder& self) {
              GradientRecorder* const gradients = gradients_of(self);
              if (gradients != nullptr && !gradients->finish_nonfinite_backward()) throw py::error_already_set();
@@ -116,26 +120,16 @@ void bind_recorder(py::module_& m) {
            [](CallRecorder& self, const std::vector<at::Tensor>& leaves) {
              if (GradientRecorder* const gradients = gradients_of(self)) gradients->stop(leaves);
            })
-      .def_property(
-          "tells_backward_start",
-          [](const CallRecorder& self) {
-            const GradientRecorder* const gradients = gradients_of(self);
-            return gradients != nullptr && gradients->tells_start();
-          },
-          [](CallRecorder& self, bool tells) {
-            if (GradientRecorder* const gradients = gradients_of(self)) gradients->set_tells_start(tells);
-          })
       .def("forget_weights", [](CallRecorder& self) { self.observer().forget_weights(); })
       .def_property(
           "paused", [](const CallRecorder& self) { return self.paused != 0; },
           [](CallRecorder& self, bool on) { self.paused = (self.paused & ~1) | int(on); })
       .def("suspend", [](CallRecorder& self, bool on) { self.paused += on ? 2 : -2; })
-      .def_readwrite("tells_batch_start", &CallRecorder::tells_batch_start)
-      .def_readwrite("tells_batch_end", &CallRecorder::tells_batch_end)
-      .def_readwrite("tells_frames", &CallRecorder::tells_frames)
+      .def("subscribe",
+           [](const CallRecorder& self, uint32_t events) { return Subscription(self.subscriptions, events); })
       .def_readwrite("awaits_backwards", &CallRecorder::awaits_backwards)
-      .def_readwrite("gathers_largest", &CallRecorder::gathers_peaks)
-      .def("take_largest", &CallRecorder::take_peaks)
+      .def_readwrite("gathers_peaks", &CallRecorder::gathers_peaks)
+      .def("take_peaks", &CallRecorder::take_peaks)
       .def_readwrite("gathers_weights", &CallRecorder::gathers_weights)
       .def_property_readonly("latest_batch", &CallRecorder::latest_batch)
       .def_property_readonly("is_under_way", &CallRecorder::is_under_way)

@@ -254,7 +254,7 @@ GradientLog::Known GradientLog::on_gradient(const at::Tensor& gradient, const Pl
                                             const std::vector<GradientUser>& users) {
   const int64_t task = autograd::get_current_graph_task_id();
   if (task < 0) return {};
-  if (open(task) && tells_start) {
+  if (open(task) && subscriptions->has(kBackwardStart)) {
     const py::gil_scoped_acquire lock;
     const py::object keep = owner();
     if (keep && !sink_->backward_started()) throw_error();

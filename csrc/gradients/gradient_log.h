@@ -17,14 +17,17 @@
 #include "gradients/backward.h"
 #include "gradients/gradient_sink.h"
 #include "recorder/call_observer.h"
+#include "recorder/subscriptions.h"
 
 namespace nanwatch {
 
 class GradientLog : public std::enable_shared_from_this<GradientLog> {
  public:
   // `observe` as in Helpers; with `counts` it makes every row. The sink outlives its log, or says so with `leave`.
-  GradientLog(GradientSink* sink, pybind11::object observe, const Options& options)
+  GradientLog(GradientSink* sink, std::shared_ptr<const Subscriptions> events, pybind11::object observe,
+              const Options& options)
       : measures_time(options.measure_time),
+        subscriptions(std::move(events)),
         sink_(sink),
         observe_(std::move(observe)),
         counts_(options.counts),
@@ -69,7 +72,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   void release(const at::Tensor& leaf);
 
   const bool measures_time;
-  std::atomic<bool> tells_start{false};
+  const std::shared_ptr<const Subscriptions> subscriptions;
   // Whether gradients that were finite may have a sum in some leaf that is not; and how often that was looked at.
   std::atomic<bool> sums_may_overflow{false};
   std::atomic<int64_t> sums_looked_at{0};

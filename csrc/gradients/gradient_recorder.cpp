@@ -65,11 +65,7 @@ void await(const std::vector<PendingRowPtr>& rows) {
 
 // A row that Python made, under the label of another user.
 PyObject* relabelled(PyObject* row, const std::string& label) {
-  py::tuple changed(kRowItems);
-  changed[row_item::label] = py::str(label);
-  for (size_t item = row_item::label + 1; item < kRowItems; ++item)
-    changed[item] = py::handle(PyTuple_GET_ITEM(row, item));
-  return changed.release().ptr();
+  return with_item(row, row_item::label, py::str(label)).release().ptr();
 }
 
 // A backward until the recorder has it told.
@@ -89,8 +85,8 @@ class Ended final : public EndedBackward {
 
 GradientRecorder::GradientRecorder(CallRecorder* recorder, const Options& options)
     : recorder_(*recorder),
-      log_(std::make_shared<GradientLog>(static_cast<GradientSink*>(this), recorder->observer().observe_helper(),
-                                         options)) {}
+      log_(std::make_shared<GradientLog>(static_cast<GradientSink*>(this), recorder->subscriptions,
+                                         recorder->observer().observe_helper(), options)) {}
 
 GradientRecorder::~GradientRecorder() {
   if (log_) log_->leave();
@@ -106,7 +102,7 @@ py::object GradientRecorder::owner() {
 }
 
 bool GradientRecorder::backward_started() {
-  return recorder_.tell("backward_started", py::make_tuple());
+  return recorder_.tell("on_backward_start", py::make_tuple());
 }
 
 bool GradientRecorder::backward_ended(std::unique_ptr<Backward> backward) {
@@ -191,9 +187,9 @@ bool GradientRecorder::tell_of(Backward& backward, const py::object& left) {
     if (!backward.has_nonfinite && !traced) continue;
     const py::object seen = recorder_.to_python(frames[i]);
     told.append(py::make_tuple(seen, recorder_.name_of(calls[i]->caller), calls[i]->number));
-    done = !traced || recorder_.tell("frame_recorded", py::make_tuple(seen));
+    done = !traced || recorder_.tell("on_frame", py::make_tuple(seen));
   }
-  if (done && backward.has_nonfinite) done = recorder_.tell("backward_ended", py::make_tuple(told, events, left));
+  if (done && backward.has_nonfinite) done = recorder_.tell("on_backward_end", py::make_tuple(told, events, left));
   for (FrameData& frame : frames) ring.push(frame);
   return done;
 }
@@ -202,10 +198,6 @@ void GradientRecorder::forget_sums() {
   if (log_ == nullptr) return;
   log_->sums_may_overflow = false;
   ++log_->sums_looked_at;
-}
-
-void GradientRecorder::set_tells_start(bool tells) {
-  if (log_ != nullptr) log_->tells_start = tells;
 }
 
 bool GradientRecorder::finish_broken_backwards() {
@@ -234,11 +226,7 @@ void GradientRecorder::excuse(const std::vector<int64_t>& batches, const std::st
     frame.has_nonfinite = false;
     for (RowData& row : frame.rows) {
       if (row.python == nullptr || PyTuple_GET_ITEM(row.python, row_item::isfinite) != Py_False) continue;
-      const auto old = py::reinterpret_borrow<py::tuple>(row.python);
-      py::tuple changed(kRowItems);
-      for (size_t item = 0; item < row_item::note; ++item) changed[item] = old[item];
-      changed[row_item::note] = text;
-      Py_SETREF(row.python, changed.release().ptr());
+      Py_SETREF(row.python, with_item(row.python, row_item::note, text).release().ptr());
     }
   }
 }

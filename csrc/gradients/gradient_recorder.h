@@ -33,8 +33,6 @@ class GradientRecorder final : public GradientTracker, private GradientSink {
 
   bool sums_may_overflow() const { return log_ != nullptr && log_->sums_may_overflow; }
   void forget_sums();  // they were looked at
-  bool tells_start() const { return log_ != nullptr && log_->tells_start; }
-  void set_tells_start(bool tells);
   // Puts a note in place of the fault into the rows of the backwards of these batches.
   void excuse(const std::vector<int64_t>& batches, const std::string& note);
   // Takes the hooks from these leaves, and follows no more gradients.

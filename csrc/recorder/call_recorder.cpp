@@ -200,11 +200,11 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
   thread.batch = latest_batch_;
   thread.active = thread.batch % every_ == 0;
   // Also of a batch that is not recorded: its thread is inside the model.
-  if (!thread.recomputed && (tells_batch_start || (thread.active && is_traced(thread.batch)))) {
+  if (!thread.recomputed && (subscriptions->has(kBatchStart) || (thread.active && is_traced(thread.batch)))) {
     const auto or_none = [](PyObject* object) { return py::handle(object != nullptr ? object : Py_None); };
     const py::object given = args != nullptr ? py::reinterpret_borrow<py::object>(args) : py::object(py::tuple());
     py::object answer;
-    if (!tell("batch_started",
+    if (!tell("on_batch_start",
               py::make_tuple(thread.batch, is_traced(thread.batch), or_none(module), given, or_none(kwargs)), &answer))
       return false;
     if (!answer.is_none()) thread.held = shared(std::move(answer));
@@ -292,11 +292,11 @@ bool CallRecorder::finish(Thread& thread, int32_t caller) {
   FrameData copy;
   copy.copy(ring_.latest());
   const py::object seen = to_python(copy);
-  if (is_told(thread.batch) && !tell("frame_recorded", py::make_tuple(seen))) return false;
+  if (is_told(thread.batch) && !tell("on_frame", py::make_tuple(seen))) return false;
   if (!has_nonfinite) return true;
   const py::handle none = Py_None;
-  return tell("fault", py::make_tuple(seen, name_of(caller), given_to(thread),
-                                      thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
+  return tell("on_nonfinite", py::make_tuple(seen, name_of(caller), given_to(thread),
+                                             thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
 }
 
 void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) {
@@ -343,12 +343,13 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
     const std::string label = observer_.label_text(row.label);  // a copy: new objects may run code that adds labels
     const char* role = role_name(row.role);
     if (row.note != Note::none) {
-      rows.append(py::make_tuple(label, role, py::none(), "", py::none(), py::none(), py::none(), py::none(),
-                                 notes[int(row.note)]));
+      rows.append(make_row({py::str(label), py::str(role), py::none(), py::str(""), py::none(), py::none(), py::none(),
+                            py::none(), py::str(notes[int(row.note)])}));
       continue;
     }
-    rows.append(py::make_tuple(label, role, shape_of(frame, row), dtype_name(row), row.range.abs_min, row.range.abs_max,
-                               row.range.isfinite, py::none(), ""));
+    rows.append(make_row({py::str(label), py::str(role), shape_of(frame, row), py::str(dtype_name(row)),
+                          py::float_(row.range.abs_min), py::float_(row.range.abs_max), py::bool_(row.range.isfinite),
+                          py::none(), py::str("")}));
   }
   return frame_type_(frame.batch, node.name, node.class_name, rows, frame.recomputed, phases[int(frame.phase)]);
 }

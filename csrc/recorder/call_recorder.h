@@ -1,6 +1,8 @@
 // Which batch a call belongs to, the ring of the latest frames, and when Python has to be told.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,6 +15,7 @@
 #include "recorder/gradient_tracker.h"
 #include "recorder/peak_magnitudes.h"
 #include "recorder/pending_batch.h"
+#include "recorder/subscriptions.h"
 
 namespace nanwatch {
 
@@ -68,7 +71,7 @@ class CallRecorder {
 
   // Looks at the batches that wait for a device, as far as their rows have come, or with `wait` at all that have ended.
   // Throws what the listener raises.
-  void poll_from_python(bool wait);
+  void poll(bool wait);
   // Whether there may be batches that are still to be told of, replays among them.
   bool may_be_pending() const;
   // Before an optimizer's step: waits for the rows of the forwards and backwards that it may take, and looks. Throws as
@@ -87,10 +90,8 @@ class CallRecorder {
   void drop_references();
 
   int paused = 0;  // nothing is recorded while it is not 0: 1 after pause() or stop(), and 2 for each re-run under way
-  bool tells_batch_start = false;
-  bool tells_batch_end = false;
-  bool tells_frames = false;
-  bool gathers_peaks = false;
+  const std::shared_ptr<Subscriptions> subscriptions = std::make_shared<Subscriptions>();
+  bool gathers_peaks = false;     // for take_peaks
   bool awaits_backwards = false;  // else one whose rows are pending is told of later
   // Whether weights are gathered from shards, as FSDP does: into the same storage each time, past the version counter,
   // so that writes to the shards are not seen. Then no weight is known from the batch before.
@@ -140,7 +141,7 @@ class CallRecorder {
   bool abandon(Thread& thread);
   bool abandon_of_ended_threads();
   bool end_compiled(Thread& thread, bool completed);
-  bool is_told(int64_t batch) const { return tells_frames || is_traced(batch); }
+  bool is_told(int64_t batch) const { return subscriptions->has(kFrame) || is_traced(batch); }
   void keep(FrameData& frame);
   bool tracks_gradients() const { return gradients_ != nullptr && gradients_->is_active(); }
 

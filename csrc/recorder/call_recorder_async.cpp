@@ -106,8 +106,9 @@ bool CallRecorder::captured(Thread& thread, bool completed) {
   if (!done) return false;
   if (RowTable::instance()->end_graph(*batch->graph) == 0) {
     graphs_.push_back(batch);
-  } else if (!tell("warn", py::make_tuple("nanwatch: this batch was not captured into one CUDA graph as a whole: its "
-                                          "replays are not seen"))) {
+  } else if (!tell("on_warning",
+                   py::make_tuple("nanwatch: this batch was not captured into one CUDA graph as a whole: its "
+                                  "replays are not seen"))) {
     PyErr_WriteUnraisable(nullptr);
   }
   return true;
@@ -127,9 +128,10 @@ bool CallRecorder::poll_replays(bool wait) {
       const uint64_t lost = replays - GraphRows::kReplays - captured->seen;
       captured->seen += lost;
       next_batch_ += int64_t(lost);
-      if (!tell("warn", py::make_tuple("nanwatch: " + std::to_string(lost) +
-                                       " replays of a CUDA graph were not seen, as each look finds the latest " +
-                                       std::to_string(GraphRows::kReplays) + "; call Watch.look() at least as often")))
+      if (!tell("on_warning",
+                py::make_tuple("nanwatch: " + std::to_string(lost) +
+                               " replays of a CUDA graph were not seen, as each look finds the latest " +
+                               std::to_string(GraphRows::kReplays) + "; call Watch.look() at least as often")))
         return false;
     }
     while (captured->seen < replays) {
@@ -177,12 +179,13 @@ bool CallRecorder::tell_of(PendingBatch& batch) {
     FrameData copy;
     copy.copy(ring_.latest());
     const py::object seen = to_python(copy);
-    if (is_told(batch.number)) check(tell("frame_recorded", py::make_tuple(seen)));
+    if (is_told(batch.number)) check(tell("on_frame", py::make_tuple(seen)));
     if (is_nonfinite && !first)
-      check(tell("late_fault", py::make_tuple(seen, name_of(entry.caller), to_python(batch.given), batch.is_left)));
+      check(tell("on_pending_nonfinite",
+                 py::make_tuple(seen, name_of(entry.caller), to_python(batch.given), batch.is_left)));
   }
-  if (batch.is_left && (has_nonfinite || (tells_batch_end && !batch.recomputed)))
-    check(tell("batch_looked_at", py::make_tuple(batch.number, !first && (batch.completed || batch.recomputed))));
+  if (batch.is_left && (has_nonfinite || (subscriptions->has(kBatchEnd) && !batch.recomputed)))
+    check(tell("on_pending_batch_end", py::make_tuple(batch.number, !first && (batch.completed || batch.recomputed))));
   return !first;
 }
 
@@ -193,7 +196,7 @@ bool CallRecorder::tell_backward(const void* thread, int64_t batch_number, std::
   });
   if (!has_to_wait) return backward->tell(py::none());
   py::object left;
-  if (!tell("backward_left", py::make_tuple(), &left)) return false;
+  if (!tell("on_backward_pending", py::make_tuple(), &left)) return false;
   auto batch = std::make_unique<PendingBatch>(PendingBatch{thread, batch_number, false, true, true, true, true});
   batch->await_rows(*RowTable::instance(), std::move(rows));
   batch->backward = std::move(backward);
@@ -221,8 +224,8 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   }
   thread.args = thread.kwargs = nullptr;
   observer_.end_batch();
-  // The listener is told of every batch that ends by an exception. A look may change `tells_batch_end`.
-  const auto tells_end = [&] { return !thread.recomputed && (tells_batch_end || !completed); };
+  // The listener is told of every batch that ends by an exception. A look may change the subscriptions.
+  const auto tells_end = [&] { return !thread.recomputed && (subscriptions->has(kBatchEnd) || !completed); };
   if (done && pending_.empty() && !tells_end()) return completed;
   done = done && (pending_.empty() || poll(thread, waits, false));
   HeldError raised;
@@ -231,14 +234,14 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   if (is_pending) pending->is_left = true;
   if (tells_end()) {
     const HeldError::Shown shown(completed ? &raised : &own);
-    const char* const method = is_pending ? "batch_left" : "batch_ended";
+    const char* const method = is_pending ? "on_batch_pending" : "on_batch_end";
     const bool fine = completed && done;
     done &= survived([&] { return tell(method, py::make_tuple(thread.batch, fine)); });
   }
   return completed && done;
 }
 
-void CallRecorder::poll_from_python(bool wait) {
+void CallRecorder::poll(bool wait) {
   if (!abandon_of_ended_threads() || !finish_broken_backwards()) throw py::error_already_set();
   if (pending_.empty() && graphs_.empty()) return;
   Thread& thread = this_thread();
@@ -270,7 +273,7 @@ void CallRecorder::await_before_step() {
     if (table.poll(awaited->rows, awaited->events) || table.is_capturing(awaited->events)) continue;
     table.wait(awaited->rows, awaited->events);
   }
-  poll_from_python(false);
+  poll(false);
 }
 
 // The frames whose rows have come, of those that wait.

@@ -5,7 +5,7 @@
 //   record_(sequence, watch, callee, caller, plan, tensors)   after every call, with all the tensors of its frame
 //
 // and where those will be captured into a CUDA graph one that stays outside of it:
-//   look_(sequence, watch)                                    before the first call, at what the replays have left
+//   poll_(sequence, watch)                                    before the first call, at what the replays have left
 //
 // `sequence` is declared as written, so that a compiler keeps the operators and their order. call_observer_compiled.cpp
 // explains plans.
@@ -55,9 +55,9 @@ void record_(const at::Tensor& sequence, int64_t watch, int64_t callee, int64_t 
         "nanwatch::record_", sequence, watch, callee, caller, plan, tensors);
 }
 
-void look_(const at::Tensor& sequence, int64_t watch) {
-  if (!with_recorder(sequence, watch, [](CallRecorder* recorder) { recorder->poll_from_python(false); }))
-    call_reference<void(const at::Tensor&, int64_t)>("nanwatch::look_", sequence, watch);
+void poll_(const at::Tensor& sequence, int64_t watch) {
+  if (!with_recorder(sequence, watch, [](CallRecorder* recorder) { recorder->poll(false); }))
+    call_reference<void(const at::Tensor&, int64_t)>("nanwatch::poll_", sequence, watch);
 }
 
 }  // namespace
@@ -144,7 +144,7 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
 TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("begin_", begin_);
   m.impl("record_", record_);
-  m.impl("look_", look_);
+  m.impl("poll_", poll_);
 }
 
 TORCH_LIBRARY_IMPL(nanwatch, CUDA, m) {

@@ -42,7 +42,7 @@ class Place {
     Py_DECREF(before);
   }
 
-  PyObject* everyone = nullptr;  // owned; makes the calls of all other modules; see outermost.py
+  PyObject* default_call = nullptr;  // owned; makes the calls of all other modules; see outermost.py
 
  private:
   std::unordered_map<PyObject*, PyObject*> calls_;       // the modules are borrowed, the calls owned
@@ -64,7 +64,7 @@ PyObject* get(PyObject*, PyObject* module, PyObject*) {
   // Of `module.compile()`.
   if (PyObject* own = PyDict_GetItemWithError(attributes.ptr(), name)) return Py_NewRef(own);
   if (PyErr_Occurred() != nullptr) return nullptr;
-  if (place().everyone != nullptr) return PyMethod_New(place().everyone, module);
+  if (place().default_call != nullptr) return PyMethod_New(place().default_call, module);
   Py_RETURN_NONE;
 }
 
@@ -80,38 +80,39 @@ PyObject* find(PyObject*, PyObject* number) {
   return call != nullptr ? call : Py_NewRef(Py_None);
 }
 
-PyObject* put(PyObject*, PyObject* args) {
+PyObject* set(PyObject*, PyObject* args) {
   PyObject *number, *call;
-  if (!PyArg_ParseTuple(args, "OO:put", &number, &call)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OO:set", &number, &call)) return nullptr;
   PyObject* module = at(number);
   if (PyErr_Occurred() != nullptr) return nullptr;
   place().put(module, call);
   Py_RETURN_NONE;
 }
 
-PyObject* take(PyObject*, PyObject* number) {
+PyObject* clear(PyObject*, PyObject* number) {
   PyObject* module = at(number);
   if (PyErr_Occurred() != nullptr) return nullptr;
   place().take(module);
   Py_RETURN_NONE;
 }
 
-PyObject* everyone(PyObject*, void*) {
-  PyObject* function = place().everyone;
+PyObject* default_call(PyObject*, void*) {
+  PyObject* function = place().default_call;
   return Py_NewRef(function != nullptr ? function : Py_None);
 }
 
-int set_everyone(PyObject*, PyObject* function, void*) {
-  Py_XSETREF(place().everyone, function == nullptr || function == Py_None ? nullptr : Py_NewRef(function));
+int set_default_call(PyObject*, PyObject* function, void*) {
+  Py_XSETREF(place().default_call, function == nullptr || function == Py_None ? nullptr : Py_NewRef(function));
   return 0;
 }
 
-PyMethodDef methods[] = {{"find", find, METH_O, "The callable before the call of the module at an address, or None."},
-                         {"put", put, METH_VARARGS, "Puts a callable before the call of the module at an address."},
-                         {"take", take, METH_O, "Takes away what stands before the call of the module at an address."},
-                         {nullptr, nullptr, 0, nullptr}};
+PyMethodDef methods[] = {
+    {"find", find, METH_O, "The callable before the call of the module at an address, or None."},
+    {"set", set, METH_VARARGS, "Puts a callable before the call of the module at an address."},
+    {"clear", clear, METH_O, "Takes away what stands before the call of the module at an address."},
+    {nullptr, nullptr, 0, nullptr}};
 
-PyGetSetDef properties[] = {{"everyone", everyone, set_everyone,
+PyGetSetDef properties[] = {{"default_call", default_call, set_default_call,
                              "Makes the calls of all modules that nothing stands before; or None.", nullptr},
                             {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
@@ -121,12 +122,12 @@ PyType_Slot slots[] = {{Py_tp_descr_get, reinterpret_cast<void*>(get)},
                        {Py_tp_doc, const_cast<char*>("Descriptor for nn.Module._compiled_call_impl.")},
                        {0, nullptr}};
 
-PyType_Spec spec = {"nanwatch._C.Place", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+PyType_Spec spec = {"nanwatch._C.CallSlot", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
 
 }  // namespace
 
 void bind_place(py::module_& m) {
-  m.add_object("Place", py::reinterpret_steal<py::object>(PyType_FromSpec(&spec)));
+  m.add_object("CallSlot", py::reinterpret_steal<py::object>(PyType_FromSpec(&spec)));
 }
 
 }  // namespace nanwatch

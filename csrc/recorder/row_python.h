@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -56,6 +57,35 @@ inline int8_t floating_dtype(std::string_view name) {
   for (const auto& [text, type] : *known)
     if (text == name) return type;
   return -1;
+}
+
+// The named tuple of a row, report.record.Row, which Python sets once.
+inline PyTypeObject*& row_type() {
+  static PyTypeObject* type = nullptr;
+  return type;
+}
+
+inline void bind_row(const pybind11::type& type) {
+  auto* const candidate = reinterpret_cast<PyTypeObject*>(type.ptr());
+  if (!PyType_IsSubtype(candidate, &PyTuple_Type)) throw pybind11::type_error("bind_row: expected a named tuple type");
+  Py_INCREF(candidate);  // for good
+  row_type() = candidate;
+}
+
+inline pybind11::object make_row(std::array<pybind11::object, kRowItems> items) {
+  auto row = pybind11::reinterpret_steal<pybind11::object>(row_type()->tp_alloc(row_type(), Py_ssize_t(items.size())));
+  if (!row) throw pybind11::error_already_set();
+  for (size_t i = 0; i < items.size(); ++i) PyTuple_SET_ITEM(row.ptr(), Py_ssize_t(i), items[i].release().ptr());
+  return row;
+}
+
+// The row with another item.
+inline pybind11::object with_item(PyObject* row, size_t position, const pybind11::object& value) {
+  std::array<pybind11::object, kRowItems> items;
+  for (size_t i = 0; i < items.size(); ++i)
+    items[i] =
+        i == position ? value : pybind11::reinterpret_borrow<pybind11::object>(PyTuple_GET_ITEM(row, Py_ssize_t(i)));
+  return make_row(std::move(items));
 }
 
 inline bool is_row(PyObject* row) {
@@ -119,11 +149,11 @@ inline std::optional<std::string> excuse_error() {
 
 // The row of a value that was not read, owned.
 inline PyObject* unread_row(const std::string& label, Role role, const std::string& reason) {
-  PyObject* const row =
-      Py_BuildValue("(NszszzzzN)", from_utf8(label).release().ptr(), role_name(role), nullptr, "", nullptr, nullptr,
-                    nullptr, nullptr, from_utf8("not checked: " + reason).release().ptr());
-  if (row == nullptr) PyErr_Clear();
-  return row;
+  const pybind11::none none;
+  return make_row({from_utf8(label), pybind11::str(role_name(role)), none, pybind11::str(""), none, none, none, none,
+                   from_utf8("not checked: " + reason)})
+      .release()
+      .ptr();
 }
 
 }  // namespace nanwatch

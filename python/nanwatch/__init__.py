@@ -1,6 +1,6 @@
 """nanwatch: the flight recorder for numerics in PyTorch.
 
-A module call goes from `instrumentation` (links before the calls) to `recording` (tensors to frames, a ring of the
+A module call goes from `instrumentation` (wrappers before the calls) to `recording` (tensors to frames, a ring of the
 latest), at a failure to `session` (what to do about it), `diagnosis` (the batch again: operation, line, cures) and
 `report` (text, JSON, HTML). docs/architecture.md has the rooms and the way through them.
 

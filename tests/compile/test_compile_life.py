@@ -7,18 +7,24 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
+from torch import fx
+from torch import nn
 
 import nanwatch
 from nanwatch.cli.outermost import Outermost
-from nanwatch.instrumentation.compile import compile_ops, compiled
+from nanwatch.instrumentation.compile import dynamo
+from nanwatch.instrumentation.compile import ops
 from nanwatch.session.watch import watch
-from support.toys import Scale, mlp, names
+from support.toys import Scale
+from support.toys import mlp
+from support.toys import names
 
 
 class Model(nn.Module):
@@ -290,8 +296,8 @@ def test_an_unknown_dynamo_costs_the_frames_and_no_more(monkeypatch: pytest.Monk
     def broken(*_: Any) -> Any:
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr(compiled, "_sites", broken)
-    monkeypatch.setattr(compiled, "_warned", False)
+    monkeypatch.setattr(dynamo, "_sites", broken)
+    monkeypatch.setattr(dynamo, "_warned", False)
     model, x = Model(), torch.randn(2, 3)
     with watch(model) as w, pytest.warns(RuntimeWarning, match="inside torch.compile are not seen") as caught:
         output = torch.compile(model, backend="eager", fullgraph=True)(x)
@@ -341,8 +347,8 @@ def test_the_operators_keep_the_rules(device: str) -> None:
         pytest.skip("no CUDA device")
     x = torch.randn(3, 2, device=device, requires_grad=True)
     sequence = torch.zeros(1, dtype=torch.int64)
-    torch.library.opcheck(compile_ops.begin_, (sequence, 10**6, 0, [x]))
-    torch.library.opcheck(compile_ops.record_, (sequence, 10**6, 0, -1, "Linear\not output", [x]))
+    torch.library.opcheck(ops.begin_, (sequence, 10**6, 0, [x]))
+    torch.library.opcheck(ops.record_, (sequence, 10**6, 0, -1, "Linear\not output", [x]))
 
 
 def test_a_module_that_nobody_watches_is_none_of_its_business() -> None:

@@ -8,22 +8,27 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch._inductor import config
 
-from nanwatch.instrumentation.compile import cuda_graphs
+from nanwatch.instrumentation.compile import dynamo
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
-from nanwatch.session.watch import Watch, watch
-from support.paths import ROOT, SCRIPTS
+from nanwatch.session.watch import Watch
+from nanwatch.session.watch import watch
+from support.paths import ROOT
+from support.paths import SCRIPTS
 from support.processes import environment
-from support.stand_in_device import StandIn, stand_in
+from support.stand_in_device import StandIn
+from support.stand_in_device import stand_in
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder is never captured")
 INF = float("inf")
@@ -57,7 +62,7 @@ class Trees:
         self.calls += 1
         given = dict(zip((n for n in self.graph.nodes if n.op == "placeholder"), inputs, strict=True))
         for node in self.graph.nodes:
-            if self.is_ours(node) and "look_" in str(node.target):
+            if self.is_ours(node) and "poll_" in str(node.target):
                 node.target(*self.filled(node, given))
         if self.calls == 1:
             return self.run(given, dict(given))
@@ -86,7 +91,7 @@ class Trees:
     def run(self, given: dict[Any, Any], values: dict[Any, Any]) -> Any:
         """All but what runs by itself."""
         for node in self.graph.nodes:
-            if node.op == "call_function" and "look_" not in str(node.target):
+            if node.op == "call_function" and "poll_" not in str(node.target):
                 values[node] = node.target(*self.filled(node, values))
         return self.filled(self.graph.output_node(), values)[0]
 
@@ -132,8 +137,8 @@ class Compiled:
 def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a GPU, with mode="reduce-overhead"."""
     torch._dynamo.reset()
-    monkeypatch.setattr(cuda_graphs, "DEVICE_TYPE", "cpu")
-    monkeypatch.setattr(cuda_graphs, "_setting", lambda *_: True)  # which is Inductor's
+    monkeypatch.setattr(dynamo, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(dynamo, "_setting", lambda *_: True)  # which is Inductor's
     with torch.no_grad():
         yield
     torch._dynamo.reset()
@@ -184,7 +189,7 @@ def test_in_the_capture_nothing_waits_and_no_row_is_the_hosts_choice() -> None:
 
 @pytest.mark.usefixtures("captures")
 def test_a_fault_in_a_replay_is_raised_by_the_next_call() -> None:
-    """`look_` stands outside of the graph: the next call of the compiled code tells, before it runs."""
+    """`poll_` stands outside of the graph: the next call of the compiled code tells, before it runs."""
     with stand_in() as device:
         compiled = Compiled(device).captured()
         compiled.model[1].weight.fill_(INF)
@@ -266,9 +271,9 @@ def test_what_torch_compile_was_told_decides(
     found = []
 
     def captured_on(tx: Any, recorder: Any, devices: Any) -> None:
-        found.append(all(cuda_graphs._setting(tx, name) for name in cuda_graphs._NEEDED))
+        found.append(all(dynamo._setting(tx, name) for name in dynamo._NEEDED))
 
-    monkeypatch.setattr("nanwatch.instrumentation.compile.compiled.captured_on", captured_on)
+    monkeypatch.setattr("nanwatch.instrumentation.compile.dynamo._captured_on", captured_on)
     torch._dynamo.reset()
     model = nn.Sequential(Times(2.0))
     # What is set for all is none of the business of another backend.
@@ -289,7 +294,7 @@ def test_without_a_gpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     torch._dynamo.reset()
     model = nn.Sequential(Times(2.0))
-    monkeypatch.setattr(cuda_graphs, "_setting", lambda *_: True)
+    monkeypatch.setattr(dynamo, "_setting", lambda *_: True)
     with watch(model), torch.no_grad():
         torch.compile(model, backend=backend)(torch.ones(4))
     assert [name.partition(".")[2] for name in graphs[0] if name.startswith("nanwatch")] == [
@@ -324,7 +329,7 @@ def test_inductor_captures_a_watched_batch_in_one_piece(tmp_path: Path) -> None:
     for plan in (whole, called):
         outside, inside = plan
         assert not outside["captured"]
-        assert outside["operators"] == ["nanwatch.look_.default"]
+        assert outside["operators"] == ["nanwatch.poll_.default"]
         assert inside["captured"]
         assert inside["devices"] == ["cuda:0"]
         assert (inside["written"], inside["written_and_moving"]) == (1, 0)

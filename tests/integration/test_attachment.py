@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from nanwatch import watch
-from nanwatch.instrumentation import links
+from nanwatch.instrumentation import slot
 from nanwatch.numerics import _extension
-from support.toys import mlp, names
+from support.toys import mlp
+from support.toys import names
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 
@@ -85,7 +87,7 @@ def test_pickles_and_copies_are_those_of_the_unwatched_model(make: Callable[[], 
         assert list(model.state_dict()) == keys
         if not isinstance(model, ReducesToItsDict):
             for other in (copy.copy(model), copy.deepcopy(model)):
-                assert not links.chain(other)
+                assert not slot.wrappers(other)
                 assert [one.keys() for one in all_vars(other)] == [one.keys() for one in variables]
     assert saved(model) == expected
 
@@ -213,15 +215,15 @@ def test_scripts_and_exports_are_those_of_the_unwatched_model(
 def test_nothing_is_left_of_a_model_that_is_gone() -> None:
     """A freed model takes its entries with it, so that no other module at its address is taken for it."""
     gc.collect()
-    before = len(links._alive)
+    before = len(slot._alive)
     model = mlp()
     reference = weakref.ref(model)
     watch(model)
-    assert len(links._alive) == before + 4
+    assert len(slot._alive) == before + 4
     del model
     gc.collect()
     assert reference() is None
-    assert len(links._alive) == before
+    assert len(slot._alive) == before
 
 
 def test_compile_and_its_end_behind_a_watch() -> None:

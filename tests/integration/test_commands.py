@@ -14,9 +14,11 @@ from torch import nn
 
 import nanwatch
 from nanwatch.__main__ import main
-from nanwatch.cli._commands import COMMANDS, until_cut
-from nanwatch.util.extras import needed
-from support.processes import PYTHONPATH, environment
+from nanwatch.cli._commands import COMMANDS
+from nanwatch.cli._commands import until_cut
+from support.processes import PYTHONPATH
+from support.processes import environment
+from nanwatch.util.imports import needed
 
 CUT = 141  # 128 + SIGPIPE: what a shell says of a filter that was cut
 

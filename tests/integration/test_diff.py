@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Sequence
-from math import inf, nan
+from collections.abc import Callable
+from collections.abc import Sequence
+from math import inf
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,12 @@ from nanwatch.trace import trace
 from nanwatch.trace.comparison import diff
 from nanwatch.trace.difference import Difference
 from nanwatch.trace.trace_file import Trace
-from support.architectures import built, inputs_of
-from support.html_page import HOSTILE, Page
-from support.toys import Scale, mlp
+from support.architectures import built
+from support.architectures import inputs_of
+from support.html_page import HOSTILE
+from support.html_page import Page
+from support.toys import Scale
+from support.toys import mlp
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -48,7 +53,7 @@ def row(label: str = "output", low: float | None = 0.5, high: float | None = 1.0
         "note": "" if read else "None",
     }
     made |= changes
-    return label, made["role"], made["shape"], made["dtype"], low, high, finite, None, made["note"]
+    return Row(label, made["role"], made["shape"], made["dtype"], low, high, finite, None, made["note"])
 
 
 def written(path: Path, *frames: FrameRows) -> Trace:
@@ -411,7 +416,9 @@ def test_hostile_names_stay_names(tmp_path: Path) -> None:
 
     def frames(factor: float) -> Sequence[FrameRows]:
         return [
-            FrameRows(batch, name, name, [row(high=factor), ("x" + name, *row("weight", high=factor)[1:])])
+            FrameRows(
+                batch, name, name, [row(high=factor), row("weight", high=factor)._replace(label="x" + name)]
+            )
             for batch in range(2)
             for name in HOSTILE
         ]

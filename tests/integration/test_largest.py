@@ -8,18 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
 from nanwatch.numerics.formats import limits
-from nanwatch.recording import largest
-from nanwatch.recording.largest import Largest, Name
-from nanwatch.report.frame import Frame, FrameRows
+from nanwatch.recording import frame_ring
+from nanwatch.recording.frame_ring import PeakMagnitudes
+from nanwatch.recording.frame_ring import PeakName
+from nanwatch.report.frame import Frame
+from nanwatch.report.frame import FrameRows
 from nanwatch.report.record import MASK
+from nanwatch.report.record import Row
 from nanwatch.session.watch import watch
 from nanwatch.session.watching import Watch
-from support.architectures import built, inputs_of
+from support.architectures import built
+from support.architectures import inputs_of
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 
@@ -27,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("each_recorder")
 def watched(model: nn.Module, **options: Any) -> Watch:
     """A watch that gathers and whose own forecasts take nothing away."""
     w = watch(model, forecast=False, max_frames=10_000, on_nonfinite="record", microscope=False, **options)
-    w._recorder.gathers_largest = True
+    w._recorder.gathers_peaks = True
     return w
 
 
@@ -36,19 +41,19 @@ class Taker:
 
     def __init__(self, w: Watch) -> None:
         self.recorder = w._recorder
-        self.names: list[Name] = []
+        self.names: list[PeakName] = []
 
-    def take(self) -> tuple[int, dict[Name, float]]:
-        batch, new, values = self.recorder.take_largest()
+    def take(self) -> tuple[int, dict[PeakName, float]]:
+        batch, new, values = self.recorder.take_peaks()
         self.names += new
         found = np.frombuffer(values)
         assert len(found) == len(self.names) == len(set(self.names))
         return batch, {name: value for name, value in zip(self.names, found, strict=True) if value > 0}
 
 
-def of_frames(frames: tuple[Frame, ...], batch: int) -> dict[Name, float]:
+def of_frames(frames: tuple[Frame, ...], batch: int) -> dict[PeakName, float]:
     """The same from the frames of the batch."""
-    found: dict[Name, float] = {}
+    found: dict[PeakName, float] = {}
     for frame in frames:
         for r in frame.records:
             # Of what has a format, was made or is held here, and is neither a fault nor a mask.
@@ -127,7 +132,7 @@ def test_nothing_of_another_batch_is_left() -> None:
         loss.backward()
         assert any(frame.recomputed for frame in w.frames)
         assert taker.take() == (-1, {})
-        w._recorder.gathers_largest = False
+        w._recorder.gathers_peaks = False
         model(torch.ones(1, 2))
         assert taker.take() == (-1, {})
 
@@ -145,16 +150,16 @@ def test_names_without_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             return {f"{self.calls}.{i}": x for i in range(4000)}
 
     if _extension.C is None:
-        monkeypatch.setattr(largest, "MOST", 30_000)
+        monkeypatch.setattr(frame_ring, "MAX_PEAKS", 30_000)
     model = nn.ModuleList([Named() for _ in range(5)])
     model.forward = lambda x: [module(x) for module in model][:0]  # type: ignore[method-assign]
     with watch(model, forecast=False, inputs=False) as w:
-        w._recorder.gathers_largest = True
+        w._recorder.gathers_peaks = True
         taker = Taker(w)
-        for _ in range(largest.MOST // 20_000 + 1):
+        for _ in range(frame_ring.MAX_PEAKS // 20_000 + 1):
             model(torch.ones(1))
             taker.take()
-        assert len(taker.names) == largest.MOST
+        assert len(taker.names) == frame_ring.MAX_PEAKS
         for module in model:
             module.calls = 0
         model(torch.full((1,), 2.0))
@@ -163,8 +168,8 @@ def test_names_without_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_gathering_itself_skips_what_is_recomputed() -> None:
     """Rows as the Python recorder gives them."""
-    gathered = Largest()
-    row = ("output", "output", (1,), "float16", 0.0, 3.0, True, None, "")
+    gathered = PeakMagnitudes()
+    row = Row("output", "output", (1,), "float16", 0.0, 3.0, True, None, "")
     gathered.add(FrameRows(4, "m", "M", [row], recomputed=True))
     gathered.add(FrameRows(5, "m", "M", [row]))
     assert gathered.take() == (5, [("m", "output", "float16")], np.array([3.0]).tobytes())

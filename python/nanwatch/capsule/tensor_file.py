@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.ranges import only_our_dispatch, unreadable
-from ..util.extras import needed
+from ..util.imports import needed
 from ..util.reading import fail, shorten
 from .tree import DTYPES, Json, device, dtype, sizes
 

@@ -19,8 +19,7 @@ from ..report import text
 from ..report.errors import spell
 from ..session.replay import Replayed, dtype_of, rerun
 from ..util.progress import Tell, shown
-from ..util.terminal import wants_color
-from ..util.visible import visible
+from ..util.visible import visible, wants_color
 from ._commands import command_parser, failed
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")

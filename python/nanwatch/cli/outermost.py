@@ -19,8 +19,8 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from ..instrumentation.global_hooks import after_steps
-from ..instrumentation.links import calls_of_others, make_calls_of_others
-from ..instrumentation.living import living
+from ..instrumentation.slot import default_call, set_default_call
+from ..numerics._extension import instances_of
 from ..report.errors import spell
 from ..util.user_warning import warn_user
 
@@ -71,7 +71,7 @@ def topmost(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
 def made(kind: type[_T]) -> list[_T]:
     """All living objects of that class, or of one derived from it, that can be looked at."""
     # What has not gone through its __init__ yet, or is a copy under way, has no parts.
-    return [one for one in living(kind) if getattr(one, "__dict__", None)]
+    return [one for one in instances_of(kind) if getattr(one, "__dict__", None)]
 
 
 def is_inside_a_call(frame: FrameType | None) -> bool:
@@ -123,7 +123,7 @@ class Outermost:
         return self._left <= 0
 
     def __enter__(self) -> Outermost:
-        if calls_of_others() is not None:
+        if default_call() is not None:
             raise RuntimeError("another Outermost looks for models already; end that first")
 
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ class Outermost:
                 return module._call_impl(*args, **kwargs)
             return nn.Module.__call__(module, *args, **kwargs)
 
-        make_calls_of_others(call)
+        set_default_call(call)
         self._handle = after_steps.add(lambda optimizer, *_: self._optimizers.add(optimizer))
         return self
 
@@ -144,7 +144,7 @@ class Outermost:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-            make_calls_of_others(None)
+            set_default_call(None)
 
     def _try_to_look(self, module: nn.Module, caller: FrameType | None) -> bool:
         try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..instrumentation.stand_in import stand_in
+from ..instrumentation.temporary_wrappers import wrap_calls
 from ..instrumentation.wrapped_names import find_module, unwrapped
 from ..precision.precision import run_in_fp32
 from ..recording.observe import observe
@@ -157,7 +157,7 @@ class _Search:
         with torch.enable_grad():
             args, kwargs = tree_map_only(Tensor, fresh, (self._start.args, dict(self._start.kwargs)))
         start = replace(self._start, args=args, kwargs=kwargs)
-        with hold(), start.again() as call, torch.enable_grad(), stand_in({found.module}, seen):
+        with hold(), start.again() as call, torch.enable_grad(), wrap_calls({found.module}, seen):
             call()
             if not roots:
                 raise LookupError(f"its call {self._number} was not made again with a graph")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..instrumentation.stand_in import stand_in
+from ..instrumentation.temporary_wrappers import wrap_calls
 from ..instrumentation.wrapped_names import find_module
 from ..recording.walk import leaves
 from ..report.errors import spell
@@ -69,7 +69,7 @@ def examine_backward(
                 )
             )
         scene = _Scene(finding, magnitudes)
-        with start.again() as call, stand_in([guilty.module], scene.run), suppress(_Found):
+        with start.again() as call, wrap_calls([guilty.module], scene.run), suppress(_Found):
             call()
         if scene.gradients:
             cures, remarks = try_backward_cures(

@@ -195,20 +195,21 @@ class _Search:
         """A limit on what the guilty module is given, where that is near the end of the format."""
         rows = [row for call in self.seen.calls if call.name == self.guilty for row in call.rows]
         end = min(
-            (ends.largest for row in rows if _is_narrow(row[3]) and (ends := limits(row[3]))), default=0.0
+            (ends.largest for row in rows if _is_narrow(row.dtype) and (ends := limits(row.dtype))),
+            default=0.0,
         )
-        given = next((row for row in rows if row[1] == "input" and "float" in row[3]), None)
-        if not end or given is None or not given[6] or not given[5]:
+        given = next((row for row in rows if row.role == "input" and "float" in row.dtype), None)
+        if not end or given is None or not given.isfinite or not given.abs_max:
             return
-        largest = max(row[5] or 0.0 for row in rows if row[0] == given[0] and row[6])
+        largest = max(row.abs_max or 0.0 for row in rows if row.label == given.label and row.isfinite)
         if not is_near_end(largest, end):
             return
         made = [
-            row[5] or 0.0
+            row.abs_max or 0.0
             for call in wide.calls
             if call.name == self.guilty
             for row in call.rows
-            if row[1] == "output" and row[6]
+            if row.role == "output" and row.isfinite
         ]
         # In proportion, with one bit to spare, where it is known how large the result becomes; else by its root, which
         # leaves room for a square.
@@ -295,7 +296,7 @@ class _Search:
         """
         rows = self._records(trial)
         rows += [
-            row for call in trial.calls if call.name == changed for row in call.rows if row[1] == "output"
+            row for call in trial.calls if call.name == changed for row in call.rows if row.role == "output"
         ]
         return _headroom(rows)
 
@@ -305,7 +306,7 @@ class _Search:
         for call in self.seen.calls:
             if call.name == self.finding.module:
                 break
-            excused |= {(call.name, row[0]) for row in call.rows if is_fault(row)}
+            excused |= {(call.name, row.label) for row in call.rows if is_fault(row)}
         return excused
 
     def _records(self, trial: Trial) -> list[Row]:
@@ -330,7 +331,7 @@ class _Search:
         weights = self.modules[self.guilty].parameters() if self.guilty in self.modules else ()
         return (
             any(call.autocast is not None for call in guilty)
-            or any(_is_narrow(row[3]) for call in guilty for row in call.rows)
+            or any(_is_narrow(row.dtype) for call in guilty for row in call.rows)
             or any(_is_narrow(str(x.dtype)) for x in weights)
             or any(_is_narrow(record.dtype) for record in self.finding.operands)
         )
@@ -353,8 +354,8 @@ class _Search:
         if given not in NARROW:
             return True
         end = torch.finfo(given).max
-        made = [row for call in wide.calls if call.name == name for row in call.rows if row[1] == "output"]
-        return all(row[5] is None or row[5] * _MARGIN <= end for row in made)
+        made = [row for call in wide.calls if call.name == name for row in call.rows if row.role == "output"]
+        return all(row.abs_max is None or row.abs_max * _MARGIN <= end for row in made)
 
     def _in_float32(self, name: str, *, cast_output: bool = True) -> str:
         return in_float32(self.model, name, cast_output=cast_output)
@@ -362,7 +363,7 @@ class _Search:
 
 def _headroom(rows: list[Row]) -> float | None:
     """Bits between the largest of these values and the end of its format."""
-    finite = [row for row in rows if row[6]]
+    finite = [row for row in rows if row.isfinite]
     bits = [bits for row in finite if (bits := headroom_bits(to_record(row))) is not None and isfinite(bits)]
     return min(bits, default=None)
 

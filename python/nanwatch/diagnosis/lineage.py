@@ -131,9 +131,9 @@ class Lineage(TorchDispatchMode):
         bad, nan = [], False
         for x in targets:
             row = read(x, "", "output")
-            if row[6] is False:
+            if row.isfinite is False:
                 bad.append(x)
-                nan = nan or isnan(row[5] or 0.0)
+                nan = nan or isnan(row.abs_max or 0.0)
             else:
                 self._writes.put(x, None)
         if bad:
@@ -146,12 +146,12 @@ class Lineage(TorchDispatchMode):
 
     def _trace(self, step: Step, operation: Operation, given: Operands, bad: Sequence[Tensor]) -> bool:
         """Fill in where the step's bad values come from; True when it began them."""
-        suspects = [i for i, row in enumerate(given.rows) if row[6] is False]
+        suspects = [i for i, row in enumerate(given.rows) if row.isfinite is False]
         writers = {i: self._writes.find(given.tensors[i]) for i in suspects}
         is_live = any(not one.meant for i in suspects for one in writers[i])
         causes = suspects if is_live and operation.carries else _causes(operation, given, suspects, bad)
         sources = [one for i in causes for one in writers[i]]
-        strangers = [i for i in causes if not writers[i] and given.rows[i][8] != MASK]
+        strangers = [i for i in causes if not writers[i] and given.rows[i].note != MASK]
         is_live = any(not one.meant for one in sources)
         if not is_live and not strangers and not step.nan:
             step.posinf, step.neginf = _signs(bad)
@@ -244,7 +244,7 @@ def _is_meant(
     """Whether infinities from sources that meant them are meant: written as such, or handed on from where they were."""
     if operation.base == "lift_fresh" or any(isinf(value) for _, value in given.numbers):
         return True
-    masks = [i for i, row in enumerate(given.rows) if row[8] == MASK]
+    masks = [i for i, row in enumerate(given.rows) if row.note == MASK]
     if not causes:
         # The sum of two masks that hold the dtype's minimum; the logarithm of a mask of zeros and ones.
         return not step.posinf and (bool(masks) or given.zero_one)

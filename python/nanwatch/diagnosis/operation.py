@@ -149,7 +149,7 @@ class Operands(NamedTuple):
         """The spreads of the first tensors that have one and share no memory with what was `written` since."""
         gone = _memory(written)
         there = [
-            (x, row[0])
+            (x, row.label)
             for x, row in zip(self.tensors, self.rows, strict=True)
             if not (_is_plain(x) and x.untyped_storage()._cdata in gone)
         ]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
-from ..instrumentation.stand_in import stand_in
+from ..instrumentation.temporary_wrappers import wrap_calls
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..report.errors import spell
@@ -67,7 +67,7 @@ class Scene:
     def in_place(self) -> Iterator[None]:
         """Inside, the calls of both modules are looked at."""
         try:
-            with stand_in([self._suspect, self._examined], self._run):
+            with wrap_calls([self._suspect, self._examined], self._run):
                 yield
         finally:
             self._lineage.active = False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instrumentation.stand_in import stand_in
+from ..instrumentation.temporary_wrappers import wrap_calls
 from ..numerics._reference import _to_arithmetic
 from ..precision.casting import NARROW, autocast_kinds, first_float, replaced
 from ..recording.masked_scores import masked_scores
@@ -44,12 +44,12 @@ class Trial:
 
     def rows(self, name: str, label: str) -> list[Row]:
         """The rows of that label in all calls of that module."""
-        return [row for call in self.calls if call.name == name for row in call.rows if row[0] == label]
+        return [row for call in self.calls if call.name == name for row in call.rows if row.label == label]
 
     def faults(self) -> Iterator[tuple[str, str]]:
         """`(module, label)` of each row that is not finite and should be."""
         for call in self.calls:
-            yield from ((call.name, row[0]) for row in call.rows if is_fault(row))
+            yield from ((call.name, row.label) for row in call.rows if is_fault(row))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def run(
         return output
 
     try:
-        with start.again() as call, stand_in(start.module.modules(), seen):
+        with start.again() as call, wrap_calls(start.module.modules(), seen):
             call()
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.

@@ -1,6 +1,6 @@
-"""Watched calls: links that record the calls of modules, and how they are attached to the modules of a model.
+"""Watched calls: wrappers that record the calls of modules, and how they are attached to the modules of a model.
 
-A WatchedCall stands in the place before its module's call (links.py). It sees a call's arguments and its result, after
+A WatchedCall is in the slot before its module's call (slot.py). It sees a call's arguments and its result, after
 every hook of the user's. No hook is registered: any forward hook makes PyTorch itself 0.85 µs slower per call, and its
 hooks are not told when a forward ends by an exception.
 """
@@ -20,16 +20,15 @@ from ..recording.masked_scores import MaskedScores
 from ..recording.recorder import PythonRecorder
 from ..util.modules import WeakIdentityDict
 from ..util.visible import with_utf8
-from . import rehearsal
-from .compile import _live, compiled
-from .global_hooks import after_steps, children
-from .handles import Handles
-from .links import Link, attach, chain, detach
+from .compile import dynamo, ops
+from .global_hooks import Handles, after_steps, children
+from .slot import CallWrapper, attach, detach, wrappers
+from .temporary_wrappers import skip_shape_inference
 from .wrapped_names import child_name, is_recorded, named_modules
 
 
-class PythonWatchedCall(Link):
-    """The link before a module's call while a PythonRecorder watches it."""
+class PythonWatchedCall(CallWrapper):
+    """The wrapper of a module's call while a PythonRecorder watches it."""
 
     def __init__(self, recorder: PythonRecorder, module: nn.Module, inner: Any, node: int) -> None:
         self.recorder = recorder
@@ -43,7 +42,7 @@ class PythonWatchedCall(Link):
         return self._module()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Make the call that this stands before, and record it."""
+        """Make the module's call, and record it."""
         if is_compiling():
             return self.module._call_impl(*args, **kwargs)  # type: ignore[union-attr]
         module = self._module()  # not the property: torch.compile, which skips this frame, would follow it
@@ -78,7 +77,7 @@ if _extension.C is not None:
             return self.module._call_impl(*args, **kwargs)
 
     _extension.C.take_call(NativeWatchedCall)
-    Link.register(NativeWatchedCall)
+    CallWrapper.register(NativeWatchedCall)
 
 
 def _watched_call(recorder: Any, module: nn.Module, inner: Any, node: int) -> Any:
@@ -106,12 +105,12 @@ class Attachment:
         self.is_attached = True
         self._recorder = recorder
         self._parts = parts
-        self._watch = _live.enter(model, recorder)
-        # The tensor that the operators in compiled code declare as written; see compile_ops.record_.
+        self._watch = ops.register_recorder(model, recorder)
+        # The tensor that the operators in compiled code declare as written; see compile/ops.py.
         self._sequence = _new_sequence(torch.device("cpu"))
         self._device_sequences: dict[torch.device, torch.Tensor] = {}
-        compiled.install(PythonWatchedCall.__call__)
-        rehearsal.install()
+        dynamo.follow_watched_calls(PythonWatchedCall.__call__)
+        skip_shape_inference()
         self._observed = observed
         self._allow_inf = allow_inf
         self._names: WeakIdentityDict[str] = WeakIdentityDict()
@@ -140,10 +139,10 @@ class Attachment:
         records = is_recorded(module) and self._observed(name)
         node = self._recorder.add_node(with_utf8(name), module, records, self._allow_inf(name, module))
         call = _watched_call(self._recorder, module, None, node)
-        # For compiled code; `site` is the same as a word, by which Dynamo knows that the place is as it was.
+        # For compiled code. `site` is `target` as a word, by which Dynamo's guard knows that the slot is as it was.
         call.attachment = weakref.ref(self)
-        call.place = (self._watch, node, self._parts if records else "")
-        call.site = f"{self._watch}.{node}.{call.place[2]}"
+        call.target = (self._watch, node, self._parts if records else "")
+        call.site = f"{self._watch}.{node}.{call.target[2]}"
         call.sequence = self._sequence
         attach(module, call)
         self._names[module] = name
@@ -164,13 +163,13 @@ class Attachment:
         """Leave every module as it was found. A second time does nothing."""
         self.is_attached = False
         self._recorder.paused = True
-        _live.leave(self._recorder)
+        ops.unregister_recorder(self._recorder)
         self._recorder.forget_tensors()
         self._hooks.remove()
         for module in self._names.objects():
-            for link in chain(module):
-                if link.recorder is self._recorder:
-                    detach(module, link)
+            for wrapper in wrappers(module):
+                if wrapper.recorder is self._recorder:
+                    detach(module, wrapper)
         self._names.clear()
 
 

@@ -1,4 +1,4 @@
-"""Hooks on what PyTorch tells all of: optimizers that step, and modules that get a child.
+"""Hooks that PyTorch calls for all optimizers and modules: before and after steps, and when a module gets a child.
 
 PyTorch goes through its own hooks as they are: one that comes or goes meanwhile ends the user's step by an error. That
 may be a Watch that its own report has stopped, one of another thread, or one that the garbage collector finds just
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.compiler import is_compiling
@@ -66,6 +67,23 @@ class GlobalHook:
     def remove(self) -> None:
         """Call it no more. Does nothing the second time."""
         self._hooks.pop(self._number, None)
+
+
+class Handles:
+    """Handles of registered hooks, which are removed by `remove` or when `owner` is collected."""
+
+    def __init__(self, owner: object, handles: Iterable[Any]) -> None:
+        self._handles = list(handles)
+        weakref.finalize(owner, _remove, self._handles)
+
+    def remove(self) -> None:
+        """Remove the hooks. Do nothing the second time."""
+        _remove(self._handles)
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 # hook(optimizer, args, kwargs), which may return other (args, kwargs); and after the step.

@@ -13,8 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..numerics._reference import without_repeats
 from ..numerics.ranges import abs_range, tensor_health
-from ..recording.call_values import own_tensors
-from ..recording.observe import read
+from ..recording.observe import own_tensors, read
 from ..report import text
 from ..report.errors import BatchLimitError
 from ..report.record import Role, Row, to_record
@@ -128,7 +127,7 @@ class DebugUnderflowOverflow:
         overflowed = False
         for value, label, role in _values(module, args, output):
             rows.append(read(value, label, role))
-            if rows[-1][6] is False and _print_kinds(value, visible(label)):
+            if rows[-1].isfinite is False and _print_kinds(value, visible(label)):
                 overflowed = True
         frame = _SavedFrame(self._header, self.module_names[module], type(module).__name__, rows)
         self._header = []

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..util._when_imported import WhenImported, when_imported
+from ..util.imports import WhenImported, when_imported
 from ..util.user_warning import warn_user
 from .debug import DebugUnderflowOverflow
 

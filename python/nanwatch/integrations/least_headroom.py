@@ -45,10 +45,10 @@ class LeastHeadroom:
         # 2 µs a frame, as no Frame is built.
         for frame in fresh:
             for row in frame.rows:
-                dtype, abs_max = row[3], row[5]
+                dtype, abs_max = row.dtype, row.abs_max
                 faulty = is_fault(row)
                 if abs_max is None or not (
-                    faulty or (row[1] != "input" and abs_max > self._largest.get(dtype, 0.0))
+                    faulty or (row.role != "input" and abs_max > self._largest.get(dtype, 0.0))
                 ):
                     continue
                 bits = headroom_bits(to_record(row))
@@ -57,7 +57,7 @@ class LeastHeadroom:
                 if not faulty:
                     self._largest[dtype] = abs_max
                 if self._least is None or bits < self._least.bits:
-                    self._least = Least(bits, frame.name, row[0], dtype)
+                    self._least = Least(bits, frame.name, row.label, dtype)
 
     def take(self) -> Least | None:
         """The least since the last `take`, or None when there was none; then begin anew."""

@@ -8,7 +8,7 @@ from typing import Any
 from ..report.errors import NonFiniteError
 from ..session.deferred import DeferredWatch
 from ..session.watch import Watch
-from ..util.extras import needed
+from ..util.imports import needed
 from .least_headroom import Least, LeastHeadroom
 
 __all__ = ["NanWatchCallback"]

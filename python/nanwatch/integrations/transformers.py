@@ -13,7 +13,7 @@ from typing import Any
 
 from ..session.deferred import DeferredWatch
 from ..session.watch import Watch
-from ..util.extras import needed
+from ..util.imports import needed
 from .debug_option import patch_transformers, unpatch_transformers
 from .least_headroom import LeastHeadroom
 

@@ -13,7 +13,7 @@ from math import cosh, inf, log2, sinh
 import numpy as np
 
 from ..numerics.formats import limits
-from ..recording.largest import Name
+from ..recording.frame_ring import PeakName
 from ..report.text import module_name
 from ..util.visible import visible
 from .growth import ending
@@ -84,8 +84,8 @@ class Forecaster:
     """
 
     def __init__(self, room: int = 0) -> None:
-        self._names: list[Name] = []
-        self._track_of: dict[Name, int] = {}
+        self._names: list[PeakName] = []
+        self._track_of: dict[PeakName, int] = {}
         # By place among the values; -1 for what has no format.
         self._track_at: Numbers = np.empty(0, np.int64)
         self._ends: Floats = np.empty(0)  # by track: log2 of the largest number of the format
@@ -103,7 +103,7 @@ class Forecaster:
             since >= self._pause and self._spared + since * _SPARED_A_BATCH >= 1
         )
 
-    def meet(self, names: Sequence[Name]) -> None:
+    def meet(self, names: Sequence[PeakName]) -> None:
         """The names of the next values, which come after those that were met before."""
         if not names:
             return
@@ -122,7 +122,7 @@ class Forecaster:
     def end(self, batch: int, values: bytes) -> list[Forecast]:
         """The batch is done: return what is new to say, at most one forecast.
 
-        `values` are the largest magnitudes as Recorder.take_largest gives them.
+        `values` are the largest magnitudes as Recorder.take_peaks gives them.
         """
         since = max(1, batch - self._last)
         self._spared = max(0.0, min(_SPARED, self._spared + since * _SPARED_A_BATCH) - 1)

@@ -76,10 +76,10 @@ class BatchLog:
     def add(self, frame: FrameRows) -> None:
         """Take a frame of this batch."""
         for row in frame.rows:
-            abs_max = row[5]
+            abs_max = row.abs_max
             # Finite complex numbers may have a modulus that is too large for a float.
-            if abs_max and row[6] and row[1] != "input" and abs_max != inf:
-                key = (frame.name, row[0], row[3])
+            if abs_max and row.isfinite and row.role != "input" and abs_max != inf:
+                key = (frame.name, row.label, row.dtype)
                 largest = self._largest.get(key)
                 if largest is None or abs_max > largest[0]:
                     self._largest[key] = (abs_max, row)
@@ -101,7 +101,7 @@ class BatchLog:
         """By role, how many tensors have their largest magnitude in each power of two."""
         found: dict[str, list[float]] = {}
         for abs_max, row in self._largest.values():
-            found.setdefault(row[1], []).append(log2(abs_max))
+            found.setdefault(row.role, []).append(log2(abs_max))
         return {role: Histogram.of(values) for role, values in found.items()}
 
     def entry(self, shown: Iterable[str], forecasts: Sequence[Forecast] = ()) -> LogEntry:

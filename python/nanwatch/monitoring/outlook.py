@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..recording.listener import Recorder
+from ..recording.events import Event, Recorder
 from ..report.finding import Finding
 from ..report.frame import FrameRows
 from ..util.modules import each_module
@@ -44,8 +44,9 @@ class Outlook:
             from .sink import sink_of
 
             self._log = Log(sink_of(log_to), log_every)
-        recorder.tells_frames = self._log is not None
-        recorder.gathers_largest = forecasts
+        self._frames = recorder.subscribe(Event.FRAME)
+        self._frames.active = self._log is not None
+        recorder.gathers_peaks = forecasts
 
     @property
     def awaits_batches(self) -> bool:
@@ -54,7 +55,7 @@ class Outlook:
 
     def add(self, frame: FrameRows) -> None:
         """Take a frame, told by the recorder."""
-        if self._log is not None and self._recorder.tells_frames and self._log.is_due(frame.batch):
+        if self._log is not None and self._frames.active and self._log.is_due(frame.batch):
             self._log.add(frame)
 
     def end(self, batch: int) -> None:
@@ -62,7 +63,7 @@ class Outlook:
         forecasts = [] if self._forecaster is None else self._forecasts(self._forecaster, batch)
         if self._log is not None:
             self._log.end(batch, forecasts)
-            self._recorder.tells_frames = self._log.is_due(batch + self._every)
+            self._frames.active = self._log.is_due(batch + self._every)
         for forecast in forecasts:
             warn_user(str(forecast))
 
@@ -83,12 +84,12 @@ class Outlook:
             return []
         try:
             found = []
-            if self._recorder.gathers_largest:
-                gathered, names, values = self._recorder.take_largest()
+            if self._recorder.gathers_peaks:
+                gathered, names, values = self._recorder.take_peaks()
                 forecaster.meet(names)
                 if gathered == batch:
                     found = forecaster.end(batch, values)
-            self._recorder.gathers_largest = forecaster.is_due(batch + self._every)
+            self._recorder.gathers_peaks = forecaster.is_due(batch + self._every)
             return found
         finally:
             self._looking.release()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..recording.job import place
-from ..util.extras import needed
+from ..util.imports import needed
 from .log_entry import Histogram, LogEntry
 
 _WHO = "watch(log_to=<folder>)"

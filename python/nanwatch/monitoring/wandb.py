@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from ..util.extras import needed
+from ..util.imports import needed
 from .log_entry import GROUPS, TOTAL, LogEntry
 
 BATCH = f"{TOTAL}/batch"

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from . import _extension, _ops, _reference
 from .formats import floor_log2, limits
-from .ranges import _dtype_name, _is_plain, _readable, _through_public, only_our_dispatch
+from .ranges import (
+    TensorHealth,
+    _dtype_name,
+    _is_plain,
+    _readable,
+    _through_public,
+    only_our_dispatch,
+    tensor_health,
+)
 
 
 class _Counts(dict[int, int]):
@@ -126,3 +134,17 @@ def _from_row(dtype: torch.dtype, exponents: Iterable[int], row: list[int]) -> E
     nans, posinfs, neginfs, zeros = row[: _reference.EXPONENT_HEAD]
     counts = dict(zip(exponents, row[_reference.EXPONENT_HEAD :], strict=True))
     return ExponentHistogram(dtype, counts, zeros, nans, posinfs, neginfs)
+
+
+class HealthWithExponents(TensorHealth):
+    """A TensorHealth that also has `ExponentHistogram.counts` where the tensor is of floating point."""
+
+    exponents: Mapping[int, int] | None = None
+
+
+def health_with_exponents(x: Tensor) -> TensorHealth:
+    """Return the health of `x` with its elements by power of two, for `counts=True`. Raises as `tensor_health` does."""
+    health = HealthWithExponents(*tensor_health(x))
+    if x.is_floating_point():
+        health.exponents = exponent_histogram(x).counts
+    return health

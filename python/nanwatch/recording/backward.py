@@ -36,7 +36,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardFault:
+class NonFiniteBackward:
     """The finding of a backward and the frames that it had up to there."""
 
     finding: Finding
@@ -45,7 +45,7 @@ class BackwardFault:
 
 def find_in_backward(
     calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], *, rank: int = 0
-) -> BackwardFault | None:
+) -> NonFiniteBackward | None:
     """The first gradient that was not finite, or None. `calls` are in the order of their frames, `arrivals` as they
     came. The finding's sequence is the place among the calls of its batch.
     """
@@ -71,7 +71,7 @@ def find_in_backward(
         early = [one.row for one in arrivals if one.call == around and one.time < first.time]
         frame_around = calls[around].frame
         frames.insert(-1, frame_around._replace(rows=[frame_around.rows[row] for row in early]))
-    return BackwardFault(replace(finding, remarks=remarks), tuple(frames))
+    return NonFiniteBackward(replace(finding, remarks=remarks), tuple(frames))
 
 
 def _row(calls: Sequence[BackwardCall], arrival: Arrival) -> Row:

@@ -1,13 +1,21 @@
-"""The latest frames, and how many each of the latest batches has had."""
+"""Ring buffer of the latest frames, and the peak magnitudes of a batch."""
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable
+from typing import TypeAlias
 
+from ..numerics.formats import limits
 from ..report.frame import FrameRows
+from ..report.record import is_excused
+
+PeakName: TypeAlias = tuple[str, str, str]  # module, label, dtype
 
 _BATCHES = 16  # more than one is under way where several threads call the model
+# A model that names its outputs anew in every batch must not fill the memory: beyond this many, none is added.
+MAX_PEAKS = 1 << 16
 
 
 class FrameRing(deque[FrameRows]):
@@ -39,3 +47,49 @@ class FrameRing(deque[FrameRows]):
     def of_batch(self, batch: int) -> int | None:
         """How many frames of the batch were kept; None where so many batches came after it that it is forgotten."""
         return self._counts.get(batch, None if batch <= self._forgotten else 0)
+
+
+class PeakMagnitudes:
+    """The largest magnitude of each weight, buffer and output in a batch, for forecasts. See csrc/largest.h.
+
+    A name that came once keeps its position.
+    """
+
+    def __init__(self) -> None:
+        self._positions: dict[PeakName, int] = {}
+        self._new: list[PeakName] = []
+        self._values = array("d")
+        self._batch = -1
+
+    def add(self, frame: FrameRows) -> None:
+        """Take a frame of the batch under way; what there was of another batch is dropped.
+
+        Of an input its maker has the say, of a fault the report; what a backward computes again was seen.
+        """
+        if frame.recomputed:
+            return
+        if frame.batch != self._batch:
+            self._begin(frame.batch)
+        for row in frame.rows:
+            if not row.abs_max or not row.isfinite or row.role == "input" or is_excused(row.note):
+                continue
+            name = (frame.name, row.label, row.dtype)
+            position = self._positions.get(name)
+            if position is None:
+                if len(self._positions) >= MAX_PEAKS or limits(row.dtype) is None:
+                    continue
+                position = self._positions[name] = len(self._positions)
+                self._new.append(name)
+                self._values.append(0.0)
+            self._values[position] = max(self._values[position], row.abs_max)
+
+    def take(self) -> tuple[int, list[PeakName], bytes]:
+        """See Recorder.take_peaks."""
+        taken = self._batch, self._new, self._values.tobytes()
+        self._new = []
+        self._begin(-1)
+        return taken
+
+    def _begin(self, batch: int) -> None:
+        self._batch = batch
+        self._values = array("d", bytes(8 * len(self._values)))

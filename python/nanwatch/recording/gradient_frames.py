@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
+from abc import ABC
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
-from ..report.frame import FrameRows, Phase
-from ..report.record import Role, Row
-from .backward import Arrival, BackwardCall
+from ..report.frame import FrameRows
+from ..report.frame import Phase
+from ..report.record import Role
+from ..report.record import Row
+from .backward import Arrival
+from .backward import BackwardCall
+from .events import Event
+from .events import RecorderEvents
+from .events import Subscriptions
 from .frame_ring import FrameRing
 from .gradients import PythonGradients
 from .observe import past_torch_function
@@ -25,7 +32,8 @@ class RecordsBackwards(ABC):
     lock: AbstractContextManager[object]
     _frames: FrameRing
     _traced: frozenset[int]
-    _listener: Any
+    _events: RecorderEvents
+    _subscriptions: Subscriptions
     _nodes: list[Any]
 
     def __init__(self, gradients: bool, counts: bool) -> None:
@@ -33,7 +41,7 @@ class RecordsBackwards(ABC):
         self._gradients: PythonGradients | None = None
         if gradients:
             self._gradients = PythonGradients(
-                lambda: None if (own := this()) is None else own._listener.backward_started(),
+                lambda: None if (own := this()) is None else own._report_backward_start(),
                 lambda *found: None if (own := this()) is None else own._keep_backward(*found),
                 counts,
                 self.lock,
@@ -51,60 +59,47 @@ class RecordsBackwards(ABC):
     def paused(self) -> bool:
         """See Recorder."""
 
-    @property
-    def tells_backward_start(self) -> bool:
-        """See Recorder."""
-        return self._gradients is not None and self._gradients.tells_start
-
-    @tells_backward_start.setter
-    def tells_backward_start(self, tells: bool) -> None:
-        if self._gradients is not None:
-            self._gradients.tells_start = tells
+    def _report_backward_start(self) -> None:
+        if self._subscriptions.has(Event.BACKWARD_START):
+            self._events.on_backward_start()
 
     def finish_broken_backwards(self) -> None:
-        """See Recorder."""
         if self._gradients is not None:
             self._gradients.finish_broken()
 
-    def finish_bad_backward(self) -> None:
-        """See Recorder."""
+    def finish_nonfinite_backward(self) -> None:
         if self._gradients is not None:
-            self._gradients.finish_bad()
+            self._gradients.finish_nonfinite()
 
     @property
     def gradient_sums_may_overflow(self) -> bool:
-        """See Recorder."""
         return self._gradients is not None and self._gradients.sums_may_overflow
 
     def forget_gradient_sums(self) -> None:
-        """See Recorder."""
         if self._gradients is not None:
             self._gradients.sums_may_overflow = False
             self._gradients.sums_looked_at += 1
 
     def add_frame(self, batch: int, node: int, rows: list[Row]) -> None:
-        """See Recorder."""
         frame = FrameRows(batch, self._nodes[node].name, self._nodes[node].class_name, rows, False, "step")
         with self.lock:
             self._frames.append(frame)
             self._add(frames=1)
 
     def excuse_gradients(self, batches: Sequence[int], note: str) -> None:
-        """See Recorder."""
         with self.lock:
             for i, frame in enumerate(list(self._frames)):
                 if frame.phase == "backward" and frame.batch in batches:
-                    rows = [(*row[:8], note) if row[6] is False else row for row in frame.rows]
+                    rows = [row._replace(note=note) if row.isfinite is False else row for row in frame.rows]
                     self._frames[i] = frame._replace(rows=rows)
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
-        """See Recorder."""
         if self._gradients is not None:
             self._gradients.release(leaves)
             self._gradients = None
 
     def _keep_backward(
-        self, calls: list[Any], rows: list[list[Row]], arrivals: list[Arrival], is_bad: bool
+        self, calls: list[Any], rows: list[list[Row]], arrivals: list[Arrival], is_nonfinite: bool
     ) -> None:
         gradients = self._gradients
         if self.paused or gradients is None:
@@ -120,13 +115,13 @@ class RecordsBackwards(ABC):
         try:
             for frame in frames:
                 if frame.batch in self._traced:
-                    self._listener.frame_recorded(frame)
-            if is_bad:
+                    self._events.on_frame(frame)
+            if is_nonfinite:
                 told = [
                     BackwardCall(frame, one.caller, one.number)
                     for frame, one in zip(frames, calls, strict=True)
                 ]
-                self._listener.backward_ended(told, arrivals)
+                self._events.on_backward_end(told, arrivals)
         finally:
             with self.lock:
                 self._frames.extend(frames)

@@ -8,21 +8,86 @@ outlives graphs and has one hook for all calls.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from math import isfinite
 from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..report.record import Row, is_fault
-from .backward import Arrival, Part
+from ..report.record import Row
+from ..report.record import is_fault
+from .backward import Arrival
+from .backward import Part
 from .job import place
-from .observe import observe, past_torch_function
-from .recent_gradients import GradientState, RecentGradients, state_of
+from .observe import observe
+from .observe import past_torch_function
+
+_KEPT = 16  # the latest of one backward; see csrc/recent_gradients.h
+
+
+class _GradientState(NamedTuple):
+    """Which tensor, in which version, over which memory; None where nothing tells."""
+
+    tensor: int
+    version: int | None
+    memory: tuple[Any, ...] | None
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether an equal state means equal content while tensor and memory are still the same."""
+        return self.version is not None and self.memory is not None
+
+
+def _state_of(x: Tensor) -> _GradientState:
+    """Subclasses and what is not strided change in ways of their own, and may hold tensors."""
+    version = None if x.is_inference() else x._version
+    is_plain = (
+        type(x) is Tensor
+        and x.layout is torch.strided
+        and x.device.type in ("cpu", "cuda")
+        and not (x.is_nested or x.is_quantized or x._is_zerotensor())
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+    memory = None
+    if is_plain:
+        storage = x.untyped_storage()._cdata
+        memory = (storage, x.storage_offset(), x.dtype, tuple(x.shape), x.stride())
+    return _GradientState(x._cdata, version, memory)
+
+
+class _RecentGradients:
+    """The latest gradients of one backward, for those that come once more.
+
+    Weak references say that neither the tensor nor its storage has a new owner of its address.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[_GradientState, Row, object]] = deque(maxlen=_KEPT)
+
+    def find(self, state: _GradientState) -> Row | None:
+        """The row that a gradient was kept with, as it is now."""
+        if not state.is_lasting:
+            return None
+        return next((row for kept, row, _ in self._kept if kept == state), None)
+
+    def keep(self, x: Tensor, state: _GradientState, row: Row) -> None:
+        """For a state that is lasting."""
+        held = torch._C._WeakTensorRef(x), StorageWeakRef(x.untyped_storage())  # type: ignore[attr-defined]
+        self._kept.append((state, row, held))
+
+    def clear(self) -> None:
+        """Let go of what was freed."""
+        self._kept.clear()
 
 
 @dataclass(eq=False)
@@ -33,7 +98,7 @@ class _Call:
     class_name: str
     caller: str | None
     recomputed: bool
-    held: object  # what the listener answered to the start of the batch
+    held: object  # the answer of `on_batch_start`
     backward: int = -1  # the one that last brought a gradient of its outputs
 
 
@@ -44,18 +109,18 @@ class _Backward:
     arrivals: list[tuple[_Call, Part, int, Row]] = field(default_factory=list)
     times: int = 0
     # Where the latest came, and its row: its users come one directly after the other.
-    latest: tuple[tuple[Any, ...], GradientState, Row] | None = None
-    recent: RecentGradients = field(default_factory=RecentGradients)
-    is_bad: bool = False
+    latest: tuple[tuple[Any, ...], _GradientState, Row] | None = None
+    recent: _RecentGradients = field(default_factory=_RecentGradients)
+    is_nonfinite: bool = False
     is_over: bool = False
     # No other process in the job: collectives write past the version counter.
     is_alone: bool = field(default_factory=lambda: place()[1] == 1)
 
-    def came(self, place: tuple[Any, ...], state: GradientState) -> bool:
+    def came(self, place: tuple[Any, ...], state: _GradientState) -> bool:
         """Whether the latest gradient was this one, at this very place."""
         return self.latest is not None and self.latest[:2] == (place, state)
 
-    def find(self, place: tuple[Any, ...], state: GradientState) -> Row | None:
+    def find(self, place: tuple[Any, ...], state: _GradientState) -> Row | None:
         """Return the row of a gradient that comes now, None where it has to be read."""
         if state.version is None:
             return None
@@ -67,9 +132,9 @@ class _Backward:
 class PythonGradients:
     """Follows the tensors of recorded calls into their backward.
 
-    `started()` is called at the first gradient of a backward while `tells_start`; `keep(calls, rows, arrivals, is_bad)`
-    when it is over, with a list of rows for each call. What these raise, the backward raises. `lock` is the recorder's:
-    backwards of several threads, and of several devices, meet here.
+    `started()` is called at the first gradient of a backward; `keep(calls, rows, arrivals, is_nonfinite)` when it is
+    over, with a list of rows for each call. What these raise, the backward raises. `lock` is the recorder's: backwards
+    of several threads, and of several devices, meet here.
     """
 
     def __init__(
@@ -79,7 +144,6 @@ class PythonGradients:
         counts: bool,
         lock: AbstractContextManager[object],
     ) -> None:
-        self.tells_start = False
         self.tensors_read = 0
         self.sums_may_overflow = False
         self.sums_looked_at = 0
@@ -139,7 +203,7 @@ class PythonGradients:
         if task == -1:
             return 0.0
         backward = self._open(task)
-        state = state_of(gradient)
+        state = _state_of(gradient)
         with self._lock:
             backward.times += not backward.came(place, state)
             time = backward.times
@@ -148,15 +212,15 @@ class PythonGradients:
         row = observe(gradient, "", "gradient", counts=self._counts) if known is None else known
         with self._lock:
             backward.latest = (place, state, row)
-            backward.is_bad = backward.is_bad or is_fault(row)
+            backward.is_nonfinite = backward.is_nonfinite or is_fault(row)
             for call, part, label in users:
                 if part == "output":
                     call.backward = task
-                backward.arrivals.append((call, part, time, (label, *row[1:])))
+                backward.arrivals.append((call, part, time, row._replace(label=label)))
             # What came to a leaf comes to no other place but by chance.
-            if known is None and row[6] and state.is_lasting and place[0] != "leaf":
+            if known is None and row.isfinite and state.is_lasting and place[0] != "leaf":
                 backward.recent.keep(gradient, state, row)
-        return row[5] if row[5] is not None and isfinite(row[5]) else 0.0
+        return row.abs_max if row.abs_max is not None and isfinite(row.abs_max) else 0.0
 
     def finish_broken(self) -> None:
         """Make frames of the backwards that ended by an exception."""
@@ -165,11 +229,11 @@ class PythonGradients:
         for task in over:
             self._finish(task)
 
-    def finish_bad(self) -> None:
-        """Make frames of the backward under way, as far as it has come, if something in it is bad."""
+    def finish_nonfinite(self) -> None:
+        """Make frames of the backward under way, as far as it has come, if a gradient in it is not finite."""
         task = torch._C._current_graph_task_id()
         backward = self._backwards.get(task)
-        if backward is not None and backward.is_bad:
+        if backward is not None and backward.is_nonfinite:
             self._finish(task)
 
     @past_torch_function()
@@ -211,8 +275,7 @@ class PythonGradients:
         # The engine drops it with all else when an exception ends the run.
         weakref.finalize(over, gone).atexit = False
         torch.autograd.Variable._execution_engine.queue_callback(over)
-        if self.tells_start:
-            self._started()
+        self._started()
         return backward
 
     def _finish(self, task: int) -> None:
@@ -229,7 +292,7 @@ class PythonGradients:
             own = rows[position[id(call)]]
             arrivals.append(Arrival(position[id(call)], len(own), part, time))
             own.append(row)
-        self._keep(calls, rows, arrivals, backward.is_bad)
+        self._keep(calls, rows, arrivals, backward.is_nonfinite)
 
 
 @dataclass(slots=True, eq=False)

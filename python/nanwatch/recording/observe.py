@@ -1,34 +1,86 @@
-"""One value of a module call to one row."""
+"""The values that a frame of a module call shows, and one value to one row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch import nn
 
 from ..numerics._reference import without_repeats
-from ..numerics.counted import counted_health
-from ..numerics.ranges import (
-    TensorHealth,
-    abs_range,
-    health_of,
-    local_shard,
-    only_our_dispatch,
-    tensor_health,
-    unreadable,
-)
-from ..report.record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
+from ..numerics.exponents import health_with_exponents
+from ..numerics.ranges import TensorHealth
+from ..numerics.ranges import abs_range
+from ..numerics.ranges import health_of
+from ..numerics.ranges import local_shard
+from ..numerics.ranges import only_our_dispatch
+from ..numerics.ranges import tensor_health
+from ..numerics.ranges import unreadable
+from ..report.record import ALLOWED_INF
+from ..report.record import MASK
+from ..report.record import NONE
+from ..report.record import NOT_A_TENSOR
+from ..report.record import NOT_CHECKED
+from ..report.record import Role
+from ..report.record import Row
 from ..util.suppressed import suppressed
-from .masked_scores import MaskedScores, are_masked
+from .masked_scores import MaskedScores
+from .masked_scores import are_masked
 from .shard import shard_note
 from .walk import Unwalked
+from .walk import call_leaves
+from .walk import leaves
 
 # Any wait for the device ends the user's capture with an error.
 _CAPTURING = "in a CUDA graph capture"
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
+
+
+class Parts(Protocol):
+    """Which tensors of a call are read."""
+
+    @property
+    def weights(self) -> bool: ...  # noqa: D102
+    @property
+    def buffers(self) -> bool: ...  # noqa: D102
+    @property
+    def inputs(self) -> bool: ...  # noqa: D102
+    @property
+    def outputs(self) -> bool: ...  # noqa: D102
+
+
+def call_values(
+    wanted: Parts,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    output: Any,
+) -> list[tuple[Role, str, Any]]:
+    """Return what a frame of this call shows, each value with its role and its label, in the order of the records."""
+    values: list[tuple[Role, str, Any]] = []
+    if wanted.weights:
+        values += [("weight", name, x) for name, x in own_tensors(module._parameters)]
+    if wanted.buffers:
+        values += [("buffer", name, x) for name, x in own_tensors(module._buffers) if holds_fractions(x)]
+    if wanted.inputs:
+        values += [("input", label, x) for label, x in call_leaves(args, kwargs)]
+    if wanted.outputs:
+        values += [("output", label, x) for label, x in leaves(output, "output")]
+    return values
+
+
+def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a module's `_parameters` or `_buffers`, each once, without the empty ones."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, x in named.items():
+        if x is not None:
+            found.setdefault(id(x), (name, x))
+    return list(found.values())
 
 
 def observe(
@@ -45,7 +97,7 @@ def observe(
         return _no_tensor(value, label, role)
     with only_our_dispatch():
         row = _read(value, label, role)
-        return row if row[6] is None else _examine(value, row, allow_inf, counts)
+        return row if row.isfinite is None else _examine(value, row, allow_inf, counts)
 
 
 def read(value: Any, label: str, role: Role) -> Row:
@@ -60,7 +112,7 @@ def _no_tensor(value: Any, label: str, role: Role) -> Row:
     if isinstance(value, Unwalked):
         return _unchecked(label, role, None, "", value)
     note = NONE if value is None else NOT_A_TENSOR
-    return label, role, None, "", None, None, None, None, note
+    return Row(label, role, None, "", None, None, None, None, note)
 
 
 def _read(value: Tensor, label: str, role: Role) -> Row:
@@ -71,7 +123,7 @@ def _read(value: Tensor, label: str, role: Role) -> Row:
         abs_min, abs_max, isfinite = abs_range(value)
         # By name: importing DTensor where nobody uses it costs 0.3 s.
         note = shard_note(value) if type(value).__name__ == "DTensor" else ""
-        return label, role, _shape(value), dtype_name(value), abs_min, abs_max, isfinite, None, note
+        return Row(label, role, _shape(value), dtype_name(value), abs_min, abs_max, isfinite, None, note)
     except Exception as error:
         return _unread(value, label, role, error)
 
@@ -112,7 +164,7 @@ def _unread(x: Tensor, label: str, role: Role, error: Exception) -> Row:
 
 
 def _unchecked(label: str, role: Role, shape: tuple[int, ...] | None, dtype: str, reason: str) -> Row:
-    return label, role, shape, dtype, None, None, None, None, f"{NOT_CHECKED}: {reason}"
+    return Row(label, role, shape, dtype, None, None, None, None, f"{NOT_CHECKED}: {reason}")
 
 
 def _words(error: Exception) -> str:
@@ -136,7 +188,9 @@ def _shape(x: Tensor) -> tuple[int, ...] | None:
 
 def _may_be_finite_mask(x: Tensor, row: Row) -> bool:
     """Whether the range is that of an additive mask made with the dtype's minimum in place of -inf."""
-    return row[1] in ("input", "buffer") and _masks_with_lowest(x.dtype) and row[5] == _largest(x.dtype)
+    return (
+        row.role in ("input", "buffer") and _masks_with_lowest(x.dtype) and row.abs_max == _largest(x.dtype)
+    )
 
 
 def _masks_with_lowest(dtype: torch.dtype) -> bool:
@@ -150,15 +204,15 @@ def _largest(dtype: torch.dtype) -> float:
 
 def _examine(x: Tensor, row: Row, allow_inf: bool | MaskedScores, counts: bool) -> Row:
     try:
-        if row[6] is False or (row[4] == 0 and _may_be_finite_mask(x, row)):
+        if row.isfinite is False or (row.abs_min == 0 and _may_be_finite_mask(x, row)):
             health = tensor_health(x)
-            is_mask = row[1] in ("input", "buffer") and _is_mask(x, health)
-            if not is_mask and not row[6]:
+            is_mask = row.role in ("input", "buffer") and _is_mask(x, health)
+            if not is_mask and not row.isfinite:
                 scores = None if isinstance(allow_inf, bool) else allow_inf
-                is_mask = are_masked(x, row[1], health, scores)
+                is_mask = are_masked(x, row.role, health, scores)
             row = _with_health(row, health, is_mask, allow_inf is True)
-        if counts and row[6]:
-            row = (*row[:7], counted_health(x), row[8])
+        if counts and row.isfinite:
+            row = row._replace(health=health_with_exponents(x))
     except Exception:
         # The range already says what matters; the counts are an extra.
         suppressed("the elements of a tensor could not be counted")
@@ -166,18 +220,16 @@ def _examine(x: Tensor, row: Row, allow_inf: bool | MaskedScores, counts: bool) 
 
 
 def _with_health(row: Row, health: TensorHealth, is_mask: bool, allow_inf: bool) -> Row:
-    label, role, shape, dtype, abs_min, abs_max, isfinite, _, note = row
+    note = row.note
     if is_mask:
         note = MASK
-    elif allow_inf and health.num_nan == 0 and not isfinite:
+    elif allow_inf and health.num_nan == 0 and not row.isfinite:
         note = ALLOWED_INF
-    if isfinite:
-        # A finite mask: its range says nothing about the model, and its counts nothing that the note does not.
-        return label, role, shape, dtype, abs_min, abs_max, isfinite, None, note
-    return label, role, shape, dtype, abs_min, abs_max, isfinite, health, note
+    # A finite mask: its range says nothing about the model, and its counts nothing that the note does not.
+    return row._replace(health=None if row.isfinite else health, note=note)
 
 
-def arrived(
+def completed_row(
     label: str,
     role: Role,
     shape: tuple[int, ...],
@@ -185,19 +237,19 @@ def arrived(
     values: list[float] | str,
     allow_inf: bool | MaskedScores,
 ) -> Row:
-    """The row of a tensor that a device has looked at, as `observe` would have made it.
+    """Return the row of a tensor that a device has read, as `observe` would have made it.
 
     `values` are those of NanwatchRow (range_cuda.h): the range alone, or the health and what tells a mask; or,
     in words, why there are none.
     """
     if isinstance(values, str):
         return _unchecked(label, role, shape, dtype, values)
-    row: Row = label, role, shape, dtype, values[0], values[1], values[2] != 0, None, ""
+    row = Row(label, role, shape, dtype, values[0], values[1], values[2] != 0, None, "")
     if len(values) == 3:
         return row
     health = health_of(values[:11], shape)
     is_mask = role in ("input", "buffer") and len(shape) > 0 and values[11] != 0
-    if not is_mask and not row[6] and not isinstance(allow_inf, bool):
+    if not is_mask and not row.isfinite and not isinstance(allow_inf, bool):
         # The tensor is gone. A row that is masked everywhere shows as nan in the output.
         is_mask = allow_inf.may_excuse(role, health)
     return _with_health(row, health, is_mask, allow_inf is True)

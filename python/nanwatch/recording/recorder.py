@@ -9,26 +9,43 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from ..numerics import _extension
 from ..report.frame import FrameRows
-from ..report.record import NOT_CHECKED, Role, Row, is_fault
-from .call_values import call_values
+from ..report.record import NOT_CHECKED
+from ..report.record import Role
+from ..report.record import Row
+from ..report.record import is_fault
+from .events import Event
+from .events import RecorderEvents
+from .events import Settings
+from .events import Subscription
+from .events import Subscriptions
 from .frame_ring import FrameRing
+from .frame_ring import PeakMagnitudes
+from .frame_ring import PeakName
 from .gradient_frames import RecordsBackwards
-from .largest import Largest, Name
-from .listener import Listener, Settings
 from .masked_scores import MaskedScores
-from .observe import arrived, observe
-from .walk import Unwalked, is_container, leaves, spell_key
+from .observe import call_values
+from .observe import completed_row
+from .observe import observe
+from .walk import Unwalked
+from .walk import is_container
+from .walk import leaves
+from .walk import spell_key
 
 # A call may be watched from inside torch.compile, which follows every Python frame, so also those of the recorder. With
 # None it follows nothing; what it was comes back.
@@ -42,9 +59,9 @@ class _Thread(threading.local):
         self.names: list[str] = []
         self.batch = 0
         self.recomputed = False
-        self.recording = False  # what is told of a call may make others: they are not recorded
+        self.recording = False  # a callback may call other modules: they are not recorded
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
-        self.held: object = None  # what the listener answered to the start of the batch under way
+        self.held: object = None  # the answer of `on_batch_start` for the batch under way
         # Of an outermost call in compiled code, whose end an exception leaves out: what it was given.
         self.compiled: list[weakref.ref[Tensor]] | None = None
 
@@ -76,14 +93,11 @@ class _Entered(NamedTuple):
 class PythonRecorder(RecordsBackwards):
     """The recorder without the compiled part."""
 
-    def __init__(self, settings: Settings, listener: Listener) -> None:
+    def __init__(self, settings: Settings, events: RecorderEvents) -> None:
         self._is_paused = False
         self._num_suspended = 0
-        self.tells_batch_start = False
-        self.tells_batch_end = False
-        self.tells_frames = False
-        self.gathers_largest = False
-        self.awaits_backwards = False  # nothing is late here
+        self.gathers_peaks = False
+        self.awaits_backwards = False  # nothing is pending here
         self.gathers_weights = False  # nor is anything remembered here
         self.watch = -1
         self.latest_batch = -1
@@ -91,26 +105,25 @@ class PythonRecorder(RecordsBackwards):
             ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits"), 0
         )
         self._settings = settings
-        self._listener = listener
+        self._events = events
+        self._subscriptions = Subscriptions()
         self._traced = frozenset(settings.traced)
         self._nodes: list[_Node] = []
         self._frames = FrameRing(settings.max_frames)
-        self._largest = Largest()
+        self._peaks = PeakMagnitudes()
         self._thread = _Thread()
-        # Guards the counters, the ring, the nodes and what is known of backwards. Nobody calls the listener or reads a
+        # Guards the counters, the ring, the nodes and what is known of backwards. Nobody calls back or reads a
         # tensor while holding it. Reentrant, as a signal's handler may ask for a report at any moment.
         self.lock = threading.RLock()
         super().__init__(settings.gradients, settings.counts)
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
-        """See Recorder."""
         with self.lock:
             self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
             return len(self._nodes) - 1
 
     @property
     def paused(self) -> bool:
-        """See Recorder."""
         return self._is_paused or self._num_suspended > 0
 
     @paused.setter
@@ -118,51 +131,47 @@ class PythonRecorder(RecordsBackwards):
         self._is_paused = on
 
     def suspend(self, on: bool, /) -> None:
-        """See Recorder."""
         with self.lock:
             self._num_suspended += 1 if on else -1
 
     @property
     def frames_kept(self) -> int:
-        """See Recorder."""
         return self.counters["frames"]
 
     def frames(self) -> list[FrameRows]:
-        """See Recorder."""
         with self.lock:
             return list(self._frames)
 
     def frames_since(self, kept: int, /) -> tuple[int, list[FrameRows]]:
-        """See Recorder."""
         with self.lock:
             new = self.frames_kept - kept
             return self.frames_kept, list(self._frames)[-new:] if new > 0 else []
 
     def frames_of_batch(self, batch: int, /) -> int | None:
-        """See Recorder."""
         with self.lock:
             return self._frames.of_batch(batch)
 
-    def take_largest(self) -> tuple[int, list[Name], bytes]:
-        """See Recorder."""
+    def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
         with self.lock:
-            return self._largest.take()
+            return self._peaks.take()
+
+    def subscribe(self, events: int) -> Subscription:
+        return self._subscriptions.add(events)
 
     def pending_frames(self) -> list[FrameRows]:
         """None: each row is waited for."""
         return []
 
-    def look(self, wait: bool) -> None:
-        """Nothing is ever late here."""
+    def poll(self, wait: bool) -> None:
+        """Nothing is ever pending here."""
 
     @property
     def has_devices(self) -> bool:
-        """See Recorder: each row is waited for."""
+        """Each row is waited for."""
         return False
 
     @property
-    def may_be_late(self) -> bool:
-        """See Recorder: never."""
+    def may_be_pending(self) -> bool:
         return False
 
     def await_before_step(self) -> None:
@@ -238,7 +247,6 @@ class PythonRecorder(RecordsBackwards):
         self._end_batch(thread, completed)
 
     def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
-        """See Recorder."""
         thread = self._thread
         if thread.recording:
             return
@@ -251,7 +259,6 @@ class PythonRecorder(RecordsBackwards):
         thread.compiled = [weakref.ref(x) for x in tensors]
 
     def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
-        """See Recorder."""
         thread = self._thread
         if not thread.names or thread.recording or not 0 <= callee < len(self._nodes):
             return
@@ -287,13 +294,13 @@ class PythonRecorder(RecordsBackwards):
         self._end_batch(thread, completed)
 
     def _end_batch(self, thread: _Thread, completed: bool) -> None:
-        if thread.recomputed or (completed and not self.tells_batch_end):
+        if thread.recomputed or (completed and not self._subscriptions.has(Event.BATCH_END)):
             thread.held = None
             return
         own = None if completed else sys.exc_info()[1]
         try:
             with thread.is_recording():
-                self._listener.batch_ended(thread.batch, completed)
+                self._events.on_batch_end(thread.batch, completed)
         except BaseException as error:
             if own is None or error.__cause__ is own:
                 raise
@@ -310,8 +317,8 @@ class PythonRecorder(RecordsBackwards):
             thread.batch = self.latest_batch
         traced = thread.batch in self._traced
         # Also of a batch that is not recorded: its thread is inside the model.
-        if not thread.recomputed and (traced or self.tells_batch_start):
-            thread.held = self._listener.batch_started(thread.batch, traced, module, args, kwargs or None)
+        if not thread.recomputed and (traced or self._subscriptions.has(Event.BATCH_START)):
+            thread.held = self._events.on_batch_start(thread.batch, traced, module, args, kwargs or None)
         thread.given = (args, kwargs or None)
 
     def _keep(self, thread: _Thread, name: str, class_name: str, rows: list[Row], caller: str | None) -> None:
@@ -319,12 +326,12 @@ class PythonRecorder(RecordsBackwards):
         with self.lock:
             self._frames.append(frame)
             self._add(frames=1)
-            if self.gathers_largest:
-                self._largest.add(frame)
-        if self.tells_frames or thread.batch in self._traced:
-            self._listener.frame_recorded(frame)
+            if self.gathers_peaks:
+                self._peaks.add(frame)
+        if self._subscriptions.has(Event.FRAME) or thread.batch in self._traced:
+            self._events.on_frame(frame)
         if any(map(is_fault, rows)):
-            self._listener.fault(frame, caller, *thread.given)
+            self._events.on_nonfinite(frame, caller, *thread.given)
 
     def _rows(
         self, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -337,12 +344,12 @@ class PythonRecorder(RecordsBackwards):
         return found, [one for one in values if isinstance(one[2], Tensor)]
 
     def _count(self, rows: list[Row]) -> None:
-        read = sum(row[6] is not None for row in rows)
+        read = sum(row.isfinite is not None for row in rows)
         self._add(tensors=read, tensors_read=read)
 
 
 # The row of a call near the end of its thread's stack.
-_NO_STACK: Row = (
+_NO_STACK = Row(
     "output",
     "output",
     None,
@@ -353,6 +360,9 @@ _NO_STACK: Row = (
     None,
     f"{NOT_CHECKED}: the stack is nearly full (sys.getrecursionlimit)",
 )
+
+if _extension.C is not None:
+    _extension.C.bind_row(Row)
 
 _ROLES: dict[str, Role] = {"w": "weight", "b": "buffer", "i": "input", "o": "output"}
 _VALUES: dict[str, Any] = {"n": None, "x": 0}
@@ -380,17 +390,15 @@ def planned_rows(
     return class_name, rows, read
 
 
-def make_recorder(settings: Settings, listener: Listener) -> Any:
+def make_recorder(settings: Settings, events: RecorderEvents) -> Any:
     """The compiled recorder, or the Python one where there is none."""
     if _extension.C is None:
-        return PythonRecorder(settings, listener)
+        return PythonRecorder(settings, events)
     helpers = {
         "observe": partial(observe, counts=True) if settings.counts else observe,
         "leaves": leaves,
         "is_container": is_container,
         "spell_key": spell_key,
-        "arrived": arrived,
+        "completed_row": completed_row,
     }
-    return _extension.C.CallRecorder(
-        listener=listener, frame_type=FrameRows, helpers=helpers, **asdict(settings)
-    )
+    return _extension.C.CallRecorder(events=events, frame_type=FrameRows, helpers=helpers, **asdict(settings))

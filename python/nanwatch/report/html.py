@@ -20,7 +20,7 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from ..numerics.formats import limits
-from ..util.extras import needed
+from ..util.imports import needed
 from ..util.progress import Tell, silent
 from ..util.visible import visible
 from . import text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from ..util import reading
 from ..util.progress import Tell, silent
-from ..util.terminal import wants_color
+from ..util.visible import wants_color
 from . import text
 from .attempt import Attempt, read_attempt
 from .finding import ORIGINS, VALUES, Cure, Finding

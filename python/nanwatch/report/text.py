@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ..numerics.formats import limits
-from ..util.extras import needed
+from ..util.imports import needed
 from ..util.visible import visible
 from .backward_text import next_backward, why_backward
 from .forward_text import next_forward, why_forward

@@ -152,7 +152,7 @@ class BackwardWatch:
         model = self._model()
         found: set[Weight] = set()
         for frame, row in bad:
-            name = row[0].removesuffix(".grad")
+            name = row.label.removesuffix(".grad")
             owner = None if model is None else find_module(model, frame.name)
             if owner is not None and name in owner.module._parameters:
                 found.add((weakref.ref(owner.module), name))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..diagnosis.batch_start import BatchStart
-from ..instrumentation.turn import Turn
+from ..instrumentation.temporary_wrappers import ExclusiveRun
 from ..report.errors import spell
 from ..report.report import Report
 from ..util.suppressed import suppressed
@@ -71,7 +71,7 @@ class CloserLook:
         self._starts: dict[int, tuple[BatchStart | None, weakref.ref[_Graph]]] = {}
         # Held while a thread enters or leaves the model; notified when one has left.
         self._door = threading.Condition()
-        self._turn: Turn | None = None
+        self._turn: ExclusiveRun | None = None
         # The start of the latest batch and the batch's number, for its backward: as long as the batch has a graph, and
         # from a bad backward on until a step has been looked at. The graph itself must not hold it: a model that
         # keeps its output would then hold itself, in a cycle which the garbage collector does not see.
@@ -168,7 +168,7 @@ class CloserLook:
         with self._door:
             if self._turn is not None:  # another thread's
                 return False
-            self._turn = turn = Turn()
+            self._turn = turn = ExclusiveRun()
             if self._door.wait_for(lambda: self._starts.keys() <= {here}, _PATIENCE):
                 return True
         turn.end()

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..diagnosis.left_calls import left_calls
 from ..monitoring.outlook import Outlook
-from ..recording.listener import Recorder
+from ..recording.events import Event, Recorder
 from ..recording.observe import observe
 from ..recording.walk import call_leaves
 from ..report.errors import BatchLimitError, NonFiniteError
@@ -57,11 +57,12 @@ class Faults:
             speaks=options.on_nonfinite == "warn", patience=2 if options.gradients else 1
         )
         self._exception_batch: int | None = None
+        self._batch_ends = recorder.subscribe(Event.BATCH_END)
+        self.update_subscription()
 
-    @property
-    def awaits_batches(self) -> bool:
-        """Whether the ends of batches are to be told."""
-        return bool(self.batches) or self._warnings.awaits_batches
+    def update_subscription(self) -> None:
+        """Subscribe to the ends of batches while a fault or a warning waits for one."""
+        self._batch_ends.active = bool(self.batches) or self._warnings.awaits_batches
 
     @property
     def ended_by_exception(self) -> bool:
@@ -69,7 +70,7 @@ class Faults:
         return self._exception_batch is not None and self._exception_batch == self._recorder.latest_batch
 
     def fault(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
-        """See Listener."""
+        """See RecorderEvents."""
         number = frame.batch
         if frame.recomputed and not self.batches.has_ended(number):
             # A recomputation has the number of the latest batch, which may be another thread's.
@@ -90,7 +91,7 @@ class Faults:
                 self.batches.end(number)
 
     def late_fault(self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool) -> None:
-        """See Listener."""
+        """See RecorderEvents."""
         self._meet(
             frame.batch,
             frame.name,
@@ -102,7 +103,7 @@ class Faults:
         """A step is about to take what a backward did wrong, or has left its optimizer so: act."""
         self._outlook.fault(report.finding)
         self.batches.open_run(report)
-        self._recorder.tells_batch_end = True
+        self._batch_ends.active = True
         self._warnings.begin(report.finding)
         self._response.announce(report)
         self._response.act(report, self._look_closer)
@@ -159,7 +160,7 @@ class Faults:
             return self.batches.get(batch)
         # Weights that something else than an optimizer moved by what the backward did wrong: that came first.
         faulty = self.batches.add(batch, self._release() or report(), is_left=is_left)
-        self._recorder.tells_batch_end = True
+        self._batch_ends.active = True
         if announces:
             self._response.announce(faulty.report)
         self._outlook.fault(faulty.report.finding)

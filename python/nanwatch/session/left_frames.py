@@ -8,8 +8,7 @@ from torch import nn
 
 from ..diagnosis.left_calls import LeftCall
 from ..instrumentation.wrapped_names import is_recorded, named_modules
-from ..recording.call_values import call_values
-from ..recording.observe import observe
+from ..recording.observe import call_values, observe
 from ..recording.walk import call_leaves
 from ..report.frame import FrameRows
 from ..report.record import Row

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.global_hooks import before_steps
-from ..instrumentation.handles import Handles
-from ..instrumentation.living import living
+from ..instrumentation.global_hooks import Handles, before_steps
+from ..numerics._extension import instances_of
 from ..numerics.ranges import only_our_dispatch
+from ..recording.events import Event
 from ..recording.observe import read
 from ..report import text
 from ..report.finding import Finding
@@ -94,6 +94,8 @@ class OptimizerGuard:
         self.skipped: deque[SkippedStep] = deque(maxlen=_MAX_KEPT)
         self.num_skipped = 0
         self._recorder = recorder
+        self._backward_starts = recorder.subscribe(Event.BACKWARD_START)
+        self._backward_starts.active = False  # until something is held
         self._act = act
         self._let_go = let_go
         self._look_at_sums = look_at_sums
@@ -163,7 +165,7 @@ class OptimizerGuard:
             # New ones: another thread may be going through those that are there.
             pending.batches = pending.batches | batches
             pending.weights = pending.weights | weights
-        self._recorder.tells_backward_start = True
+        self._backward_starts.active = True
         if self._in_a_row >= self._max_skipped_steps:
             count = self._in_a_row
             self._count(0)
@@ -202,7 +204,7 @@ class OptimizerGuard:
             return
         if torch._C._current_graph_task_id() != -1:
             # An optimizer that steps inside the backward, as soon as a gradient is there.
-            self._recorder.finish_bad_backward()
+            self._recorder.finish_nonfinite_backward()
         # What FSDP reduces over the ranks it puts into .grad itself, past the hooks.
         may_be_bad = self._recorder.gradient_sums_may_overflow or self._recorder.gathers_weights
         if self._pending is None and may_be_bad:
@@ -252,7 +254,7 @@ class OptimizerGuard:
 
     def _drop(self) -> None:
         self._pending = None
-        self._recorder.tells_backward_start = False
+        self._backward_starts.active = False
 
     def _has_fallen(self, pending: _Pending) -> bool:
         scale = None if pending.scale is None else self._scale()
@@ -275,13 +277,13 @@ def _find_scaler() -> Callable[[], Any]:
     Nothing leads from a model to its scaler. This looks through all objects, 10 ms for a million, after the first bad
     gradient, or the first late one.
     """
-    scalers = living(torch.amp.GradScaler)
+    scalers = instances_of(torch.amp.GradScaler)
     found = [one for one in scalers if getattr(one, "_enabled", False) and one._scale is not None]
     return weakref.ref(found[0]) if len(found) == 1 else lambda: None
 
 
 def _is_bad(gradient: Tensor | None) -> bool:
-    return gradient is not None and read(gradient, "", "gradient")[6] is False
+    return gradient is not None and read(gradient, "", "gradient").isfinite is False
 
 
 def _tensor(weight: Weight) -> Tensor | None:

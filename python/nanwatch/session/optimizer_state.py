@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.global_hooks import after_steps, before_steps
-from ..instrumentation.handles import Handles
+from ..instrumentation.global_hooks import Handles, after_steps, before_steps
 from ..instrumentation.wrapped_names import parameter_names
 from ..recording.observe import observe
 from ..report.record import Row

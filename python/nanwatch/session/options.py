@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import for_names
 from ..monitoring.sink import ACCEPTED, is_target
-from ..recording.listener import Check, Settings
+from ..recording.events import Check, Settings
 from ..recording.masked_scores import masked_scores
 from ..report.text import close_names
 from ..util.reading import shorten

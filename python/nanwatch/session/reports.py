@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from ..recording.events import Recorder
 from ..recording.job import rank, report_of
-from ..recording.listener import Recorder
 from ..recording.shard import parameter_mesh
 from ..report.finding import Finding, find
 from ..report.frame import Frame, FrameRows

@@ -13,9 +13,8 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.global_hooks import before_steps
-from ..instrumentation.handles import Handles
-from ..recording.listener import Recorder
+from ..instrumentation.global_hooks import Handles, before_steps
+from ..recording.events import Recorder
 from ..util.modules import each_parameter
 from .optimizer_state import steps_for
 from .options import Options
@@ -57,7 +56,7 @@ class StepLook:
             if own is None:
                 return None
             # Where nothing can be late, as on a CPU, a few µs are saved.
-            if is_compiling() or own._waits or own._recorder.may_be_late:
+            if is_compiling() or own._waits or own._recorder.may_be_pending:
                 return own._before_step(optimizer, args, kwargs)
             return own._raise_postponed()
 
@@ -80,8 +79,8 @@ class StepLook:
         self._step_follows(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
-        self._recorder.look(False)
-        if self._waits and self._recorder.may_be_late and self._is_own(optimizer):
+        self._recorder.poll(False)
+        if self._waits and self._recorder.may_be_pending and self._is_own(optimizer):
             self._recorder.await_before_step()
 
     def _is_own(self, optimizer: Optimizer) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..instrumentation.wrapped_names import named_modules, original_module
-from ..recording.listener import Check
+from ..recording.events import Check
 from .options import (
     LOG_EVERY,
     MAX_SKIPPED_STEPS,

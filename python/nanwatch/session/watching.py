@@ -14,9 +14,9 @@ from torch import nn
 from ..instrumentation.calls import Attachment
 from ..monitoring.outlook import Outlook
 from ..recording.backward import Arrival, BackwardCall
+from ..recording.events import Event, Recorder
 from ..recording.job import rank as _rank
 from ..recording.job import report_of
-from ..recording.listener import Recorder
 from ..recording.recorder import make_recorder
 from ..report import text
 from ..report.errors import BatchLimitError, NonFiniteError
@@ -96,8 +96,10 @@ class Watch:
             self._reports,
             lambda: None if (own := this()) is None else own._backward.release(),
         )
-        self._recorder.tells_batch_start = self._response.awaits_batches
-        self._recorder.tells_batch_end = self._awaits_batch_end()
+        self._batch_starts = self._recorder.subscribe(Event.BATCH_START)
+        self._batch_starts.active = self._response.awaits_batches
+        self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
+        self._batch_ends.active = self._awaits_batch_end()
         self._attachment: Attachment | None = None
         # Before what looks at backwards: what a forward did wrong came first.
         self._step_look = StepLook(
@@ -173,7 +175,7 @@ class Watch:
         too. Does nothing on a CPU.
         """
         self._raise_postponed()
-        self._recorder.look(True)
+        self._recorder.poll(True)
 
     def _leave(self) -> None:
         self._reports.look_at_mesh()
@@ -196,7 +198,7 @@ class Watch:
 
     def resume(self) -> None:
         """Record again. Does nothing after `stop()`."""
-        self._recorder.look(False)  # replays of CUDA graphs meanwhile are no batches either
+        self._recorder.poll(False)  # replays of CUDA graphs meanwhile are no batches either
         self._recorder.paused = False
 
     @property
@@ -251,29 +253,29 @@ class Watch:
 
     def _take_in(self, *, wait: bool) -> None:
         try:
-            self._recorder.look(wait)
+            self._recorder.poll(wait)
         except NonFiniteError as error:
             self._postponed = error
-            self._recorder.tells_batch_start = True
+            self._batch_starts.active = True
 
     def _raise_postponed(self) -> None:
         error, self._postponed = self._postponed, None
         if error is not None:
-            self._recorder.tells_batch_start = self._response.awaits_batches
+            self._batch_starts.active = self._response.awaits_batches
             raise error
 
-    # What follows is called by the recorder; see Listener.
+    # What follows is called by the recorder; see RecorderEvents.
 
-    def batch_started(
+    def on_batch_start(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> object:
-        """Print the header of a traced batch; keep what a second run would need. See Listener."""
+        """Print the header of a traced batch; keep what a second run would need. See RecorderEvents."""
         self._raise_postponed()
         if traced and self._options.trace is None:
             _print_lines(text.batch_lines(batch))
         return self._response.batch_started(batch, module, args, kwargs)
 
-    def frame_recorded(self, frame: FrameRows) -> None:
+    def on_frame(self, frame: FrameRows) -> None:
         """Print a frame of a traced batch, or write it where `trace` says so; learn what is seen over the batches."""
         self._outlook.add(frame)
         if frame.batch not in self._options.trace_batches:
@@ -283,41 +285,45 @@ class Watch:
         elif self._tracer is not None:
             self._tracer.add(frame)
 
-    def fault(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
+    def on_nonfinite(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """Report the first fault of a batch; when acting on it is due here, act."""
         self._faults.fault(frame, caller, args, kwargs)
 
-    def late_fault(self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool) -> None:
+    def on_pending_nonfinite(
+        self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool
+    ) -> None:
         """Report the first fault of a batch; what is due follows with the batch's end."""
         self._faults.late_fault(frame, caller, given, is_left)
 
-    def batch_ended(self, batch: int, completed: bool) -> None:
+    def on_batch_end(self, batch: int, completed: bool) -> None:
         """Act on the batch's fault where that was put off; end the run when asked to."""
         try:
             self._faults.forward_left(batch, completed)
             self._conclude(batch, completed)
         finally:
             self._response.batch_ended(batch)
-            self._recorder.tells_batch_end = self._awaits_batch_end()
+            self._batch_ends.active = self._awaits_batch_end()
+            self._faults.update_subscription()
         self._check_limit(batch, completed)
 
-    def batch_left(self, batch: int, completed: bool) -> None:
-        """As `batch_ended`, but for the batch's fault, which is not known yet."""
+    def on_batch_pending(self, batch: int, completed: bool) -> None:
+        """As `on_batch_end`, but for the batch's fault, which is not known yet."""
         try:
             self._faults.forward_left(batch, completed)
         finally:
             self._response.batch_ended(batch)
         self._check_limit(batch, completed)
 
-    def batch_looked_at(self, batch: int, completed: bool) -> None:
+    def on_pending_batch_end(self, batch: int, completed: bool) -> None:
         """Act on the fault of a batch that was left."""
         try:
             self._conclude(batch, completed)
         finally:
-            self._recorder.tells_batch_end = self._awaits_batch_end()
+            self._batch_ends.active = self._awaits_batch_end()
+            self._faults.update_subscription()
 
-    def warn(self, message: str) -> None:
-        """See Listener."""
+    def on_warning(self, message: str) -> None:
+        """See RecorderEvents."""
         warn_user(message)
 
     def _conclude(self, batch: int, completed: bool) -> None:
@@ -329,15 +335,17 @@ class Watch:
         if completed and batch == self._options.abort_after_batch:
             raise BatchLimitError(batch, "abort_after_batch")
 
-    def backward_started(self) -> None:
-        """See Listener."""
+    def on_backward_start(self) -> None:
+        """See RecorderEvents."""
         self._backward.started()
 
-    def backward_left(self) -> object:
-        """See Listener."""
+    def on_backward_pending(self) -> object:
+        """See RecorderEvents."""
         return self._backward.left()
 
-    def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival], left: object = None) -> None:
+    def on_backward_end(
+        self, calls: list[BackwardCall], arrivals: list[Arrival], left: object = None
+    ) -> None:
         """Hold the failure until a step is about to take it, unless it is what came of the forward's."""
         self._take_in(wait=True)
         if is_inside_step():  # a closure's backward: the step changes the weights next
@@ -352,7 +360,6 @@ class Watch:
         return (
             self._response.awaits_batches
             or self._outlook.awaits_batches
-            or self._faults.awaits_batches
             or self._tracer is not None
             or self._options.abort_after_batch is not None
         )

@@ -19,7 +19,7 @@ from ..report.errors import TraceError
 from ..report.frame import PHASES, Frame
 from ..report.record import ROLES, Record
 from ..util import reading
-from ..util.extras import needed
+from ..util.imports import needed
 from ..util.progress import Tell, silent
 from ..util.visible import with_utf8
 from .weight_versions import WeightVersions

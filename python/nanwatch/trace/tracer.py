@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from .._version import __version__
+from ..recording.events import Recorder
 from ..recording.job import place
-from ..recording.listener import Recorder
 from ..util.modules import each_module
 from ..util.user_warning import warn_user
 from . import trace

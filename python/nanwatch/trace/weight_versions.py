@@ -47,7 +47,7 @@ class WeightVersions:
         if frame.phase != "forward":
             return [None] * len(frame.rows)
         return [
-            self._version(frame.name, row) if row[1] in ("weight", "buffer") else None for row in frame.rows
+            self._version(frame.name, row) if row.role in ("weight", "buffer") else None for row in frame.rows
         ]
 
     def _count(self) -> None:
@@ -55,10 +55,10 @@ class WeightVersions:
             self._counts[key] = self._counts.get(key, 0) + 1
 
     def _version(self, module: str, row: Row) -> int:
-        key = (module, row[0])
+        key = (module, row.label)
         # A nan differs from itself.
-        range_ = tuple(None if x is None or isnan(x) else x for x in row[4:6])
-        now = (row[2], row[3], *range_, row[6])
+        range_ = tuple(None if x is None or isnan(x) else x for x in (row.abs_min, row.abs_max))
+        now = (row.shape, row.dtype, *range_, row.isfinite)
         count = self._counts.get(key, 0)
         before = self._seen.get(key)
         if before is not None and before[1] == count and before[0] != now:

@@ -17,8 +17,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO, cast
 
 from .suppressed import suppressed, suppressing
-from .terminal import wants_color
-from .visible import visible
+from .visible import visible, wants_color
 
 if TYPE_CHECKING:
     from rich.live import Live

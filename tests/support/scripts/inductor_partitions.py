@@ -17,14 +17,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
-from torch._inductor import compile_fx, config, scheduler
-from torch._inductor.fx_passes import joint_graph, post_grad
+from torch import Tensor
+from torch import nn
+from torch._inductor import compile_fx
+from torch._inductor import config
+from torch._inductor import scheduler
+from torch._inductor.fx_passes import joint_graph
+from torch._inductor.fx_passes import post_grad
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nanwatch
-from nanwatch.instrumentation.compile import cuda_graphs
+from nanwatch.instrumentation.compile import dynamo
 
 
 class Enough(BaseException):
@@ -82,8 +86,8 @@ def dynamo_graph(call: Callable[..., Tensor], *given: Tensor) -> tuple[Any, list
         return graph.forward
 
     torch._dynamo.reset()
-    as_gpu = mock.patch.object(cuda_graphs, "DEVICE_TYPE", "cpu")
-    as_inductor = mock.patch.object(cuda_graphs, "_setting", return_value=True)
+    as_gpu = mock.patch.object(dynamo, "DEVICE_TYPE", "cpu")
+    as_inductor = mock.patch.object(dynamo, "_setting", return_value=True)
     with torch.no_grad(), as_gpu, as_inductor:
         torch.compile(call, backend=backend, fullgraph=True)(*given)
     ((graph, inputs),) = found

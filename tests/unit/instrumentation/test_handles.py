@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import nn
 
-from nanwatch.instrumentation.handles import Handles
+from nanwatch.instrumentation.global_hooks import Handles
 
 
 class Owner:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanwatch import watch
-from nanwatch.instrumentation import rehearsal
 from support.toys import mlp
+from nanwatch.instrumentation import temporary_wrappers
 
 
 def test_a_rehearsal_is_no_batch() -> None:
     """Its call is unrecorded, and its value comes back; one of what has no module is made all the same."""
     model = mlp()
-    rehearse = rehearsal._unrecorded(lambda stage, x: model(x))
+    rehearse = temporary_wrappers._unrecorded(lambda stage, x: model(x))
     with watch(model) as w:
         for stage in (SimpleNamespace(submod=model), SimpleNamespace()):
             assert rehearse(stage, torch.ones(2, 3)).isfinite().all()
@@ -28,6 +29,6 @@ def test_a_rehearsal_is_no_batch() -> None:
 def test_a_stage_that_is_not_as_expected_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The import, which is the user's, does not fail for it."""
     importlib.import_module("torch.distributed.pipelining")
-    monkeypatch.setitem(sys.modules, rehearsal._STAGE, ModuleType("stage"))
+    monkeypatch.setitem(sys.modules, temporary_wrappers._STAGE, ModuleType("stage"))
     with pytest.warns(RuntimeWarning, match=r"pipeline stage .* \(ImportError: "):
-        rehearsal._change_stage()
+        temporary_wrappers._change_stage()

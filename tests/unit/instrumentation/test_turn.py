@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, watch
 from nanwatch.diagnosis.batch_start import BatchStart
-from nanwatch.instrumentation import turn
-from nanwatch.instrumentation.links import chain
+from nanwatch.instrumentation import temporary_wrappers
+from nanwatch.instrumentation.slot import wrappers
 
 
 class Log(nn.Module):
@@ -87,12 +87,12 @@ def test_another_thread_waits_and_is_watched_then(part: bool) -> None:
     assert finding is not None
     assert (finding.module, finding.operation, finding.transient) == ("log", "aten.log.default", False)
     assert [frame.name for frame in frames if frame.batch == 1] == (["log"] if part else ["log", ""])
-    assert all(not chain(module) for module in model.modules())
+    assert all(not wrappers(module) for module in model.modules())
 
 
 def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that the second run waits for comes through after one wait for all its calls: nothing hangs."""
-    monkeypatch.setattr(turn, "PATIENCE", 0.1)
+    monkeypatch.setattr(temporary_wrappers, "PATIENCE", 0.1)
     model = Meeting()
     model.waits = 60.0
     outputs: list[Any] = []
@@ -139,13 +139,13 @@ def test_the_hooks_of_gradients_are_quiet_too() -> None:
         loss = model(torch.ones(1, 2)).sum()
         loss.backward()
         frames = w.frames
-        with turn.unwatched(model):
+        with temporary_wrappers.unwatched(model):
             torch.autograd.grad(model(torch.ones(1, 2)).sum(), list(model.parameters()))
         assert w.frames == frames
         model(torch.ones(1, 2)).sum().backward()
         assert len(w.frames) == 2 * len(frames)
         w.pause()
-        with turn.unwatched(model):
+        with temporary_wrappers.unwatched(model):
             pass
         model(torch.ones(1, 2))
         assert len(w.frames) == 2 * len(frames)  # still paused
@@ -156,7 +156,7 @@ def test_a_copy_of_the_model_made_meanwhile_is_a_plain_model() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with watch(model), BatchStart.capture(model, (torch.ones(1, 2),), {}).again():
         for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert all(not chain(module) for module in one.modules())
+            assert all(not wrappers(module) for module in one.modules())
 
 
 class Ends(nn.Module):
@@ -197,7 +197,7 @@ def test_what_ends_a_watch_during_a_second_run_holds(action: str, elsewhere: boo
     frames = w.counters["frames"]
     model(torch.zeros(2))
     assert w.counters["frames"] == frames
-    assert any(chain(module) for module in model.modules()) == (action == "pause")
+    assert any(wrappers(module) for module in model.modules()) == (action == "pause")
     if action == "pause":
         w.resume()
         with pytest.raises(NonFiniteError):
@@ -209,7 +209,7 @@ def test_resume_during_a_second_run_begins_after_it() -> None:
     """The second run stays unrecorded; the batch after it is recorded."""
     model = nn.Sequential(nn.Linear(2, 2))
     with watch(model) as w:
-        with turn.unwatched(model):
+        with temporary_wrappers.unwatched(model):
             w.pause()
             w.resume()
             model(torch.ones(1, 2))

@@ -9,18 +9,21 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+from typing import ClassVar
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from nanwatch import watch
 from nanwatch.instrumentation.calls import _watched_call
-from nanwatch.instrumentation.links import attach
+from nanwatch.instrumentation.slot import attach
 from nanwatch.numerics import _extension
-from nanwatch.recording.listener import Settings
+from nanwatch.recording.events import Event
+from nanwatch.recording.events import Settings
 from nanwatch.recording.recorder import make_recorder
 from support import heap
 from support.stand_in_device import stand_in
@@ -54,42 +57,42 @@ class Talker:
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
         self.raises: dict[str, BaseException] = {}
-        self.seen: BaseException | None = None  # in batch_ended, as being raised
+        self.seen: BaseException | None = None  # in on_batch_end, as being raised
 
     def _note(self, method: str, *told: Any) -> None:
         self.told.append((method, *told))
         if method in self.raises:
             raise self.raises[method]
 
-    def batch_started(self, batch: int, *_: Any) -> object:
-        """See Listener."""
-        self._note("batch_started", batch)
+    def on_batch_start(self, batch: int, *_: Any) -> object:
+        """See RecorderEvents."""
+        self._note("on_batch_start", batch)
         return Held()
 
-    def frame_recorded(self, frame: Any) -> None:
-        """See Listener."""
-        self._note("frame_recorded", frame.name)
+    def on_frame(self, frame: Any) -> None:
+        """See RecorderEvents."""
+        self._note("on_frame", frame.name)
 
-    def fault(self, frame: Any, *_: Any) -> None:
-        """See Listener."""
-        self._note("fault", frame.name)
+    def on_nonfinite(self, frame: Any, *_: Any) -> None:
+        """See RecorderEvents."""
+        self._note("on_nonfinite", frame.name)
 
-    def batch_ended(self, batch: int, completed: bool) -> None:
-        """See Listener."""
+    def on_batch_end(self, batch: int, completed: bool) -> None:
+        """See RecorderEvents."""
         self.seen = sys.exc_info()[1]
-        self._note("batch_ended", batch, completed)
+        self._note("on_batch_end", batch, completed)
 
-    def late_fault(self, frame: Any, *_: Any) -> None:
-        """See Listener."""
-        self._note("late_fault", frame.name)
+    def on_pending_nonfinite(self, frame: Any, *_: Any) -> None:
+        """See RecorderEvents."""
+        self._note("on_pending_nonfinite", frame.name)
 
-    def batch_left(self, batch: int, completed: bool) -> None:
-        """See Listener."""
-        self._note("batch_left", batch, completed)
+    def on_batch_pending(self, batch: int, completed: bool) -> None:
+        """See RecorderEvents."""
+        self._note("on_batch_pending", batch, completed)
 
-    def batch_looked_at(self, batch: int, completed: bool) -> None:
-        """See Listener."""
-        self._note("batch_looked_at", batch, completed)
+    def on_pending_batch_end(self, batch: int, completed: bool) -> None:
+        """See RecorderEvents."""
+        self._note("on_pending_batch_end", batch, completed)
 
 
 class Held:
@@ -118,7 +121,7 @@ class Stand:
     def __init__(self, **settings: Any) -> None:
         self.listener = Talker()
         self.recorder = make_recorder(Settings(**settings), self.listener)
-        self.recorder.tells_batch_start = self.recorder.tells_batch_end = self.recorder.tells_frames = True
+        self.recorder.subscribe(Event.BATCH_START | Event.BATCH_END | Event.FRAME)
         self.part = Part()
         self.model = nn.Sequential(self.part, nn.Identity())
         for name, module in (("", self.model), ("0", self.part)):
@@ -141,8 +144,8 @@ class Stand:
         batch = self.recorder.latest_batch + 1
         assert sys.exc_info() == (None, None, None)
         assert self.outcome(torch.ones(2)) is None
-        frames = [("frame_recorded", "0"), ("frame_recorded", "")]
-        assert self.listener.told == [("batch_started", batch), *frames, ("batch_ended", batch, True)]
+        frames = [("on_frame", "0"), ("on_frame", "")]
+        assert self.listener.told == [("on_batch_start", batch), *frames, ("on_batch_end", batch, True)]
         assert self.listener.seen is None
 
 
@@ -162,7 +165,7 @@ def test_a_forwards_exception_comes_out_as_it_is(error: BaseException) -> None:
     assert error.__cause__ is None
     assert isinstance(error.__context__, LookupError)  # as Python sets it where one is being handled
     assert stand.listener.seen is error
-    assert stand.listener.told == [("batch_started", 0), ("batch_ended", 0, False)]
+    assert stand.listener.told == [("on_batch_start", 0), ("on_batch_end", 0, False)]
     error.__traceback__ = error.__context__ = stand.listener.seen = None
     gone = weakref.ref(x)
     del x
@@ -171,7 +174,7 @@ def test_a_forwards_exception_comes_out_as_it_is(error: BaseException) -> None:
     stand.assert_as_ever()
 
 
-@pytest.mark.parametrize("method", ["batch_started", "frame_recorded", "fault", "batch_ended"])
+@pytest.mark.parametrize("method", ["on_batch_start", "on_frame", "on_nonfinite", "on_batch_end"])
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 @pytest.mark.usefixtures("each_recorder")
 def test_what_the_listener_raises_the_call_raises(method: str, kind: type[BaseException]) -> None:
@@ -191,7 +194,9 @@ def test_what_the_listener_raises_the_call_raises(method: str, kind: type[BaseEx
 
 
 @needs_native
-@pytest.mark.parametrize("method", ["batch_left", "frame_recorded", "late_fault", "batch_looked_at"])
+@pytest.mark.parametrize(
+    "method", ["on_batch_pending", "on_frame", "on_pending_nonfinite", "on_pending_batch_end"]
+)
 def test_what_the_listener_raises_of_late_rows(method: str) -> None:
     """By the call that leaves the batch, or by the look that finds its rows: once, and the batch is told to its end."""
     with stand_in(place=lambda _: 0):
@@ -201,12 +206,12 @@ def test_what_the_listener_raises_of_late_rows(method: str) -> None:
         raised = [stand.outcome(x)]
         assert not Held.alive
         try:
-            stand.recorder.look(True)
+            stand.recorder.poll(True)
         except KeyboardInterrupt as error:
             raised.append(error)
         assert [one for one in raised if one is not None] == [stand.listener.raises[method]]
-        assert stand.listener.told[-1][0] == "batch_looked_at"
-        assert not stand.recorder.may_be_late
+        assert stand.listener.told[-1][0] == "on_pending_batch_end"
+        assert not stand.recorder.may_be_pending
         assert not stand.recorder.is_under_way
         raised.clear()
         stand.listener.raises.pop(method).__traceback__ = None
@@ -215,8 +220,8 @@ def test_what_the_listener_raises_of_late_rows(method: str) -> None:
         gc.collect()
         assert gone() is None
         stand.outcome(torch.ones(2))
-        stand.recorder.look(True)
-        assert stand.listener.told[-1] == ("batch_looked_at", 1, True)
+        stand.recorder.poll(True)
+        assert stand.listener.told[-1] == ("on_pending_batch_end", 1, True)
 
 
 @pytest.mark.usefixtures("each_recorder")
@@ -225,7 +230,7 @@ def test_ctrl_c_while_a_call_is_looked_at() -> None:
     with mock.patch("nanwatch.recording.recorder.observe", side_effect=KeyboardInterrupt):
         stand = Stand(counts=True)
         assert isinstance(stand.outcome(torch.ones(2)), KeyboardInterrupt)
-        assert stand.listener.told == [("batch_started", 0), ("batch_ended", 0, False)]
+        assert stand.listener.told == [("on_batch_start", 0), ("on_batch_end", 0, False)]
         assert not Held.alive
 
 
@@ -235,11 +240,11 @@ def test_the_forwards_exception_comes_before_the_listeners(error: BaseException)
     """What a listener raises at the end of a batch that raised is dropped, unless it is raised from that."""
     stand = Stand()
     stand.part.error = error
-    stand.listener.raises["batch_ended"] = ValueError("listener's")
+    stand.listener.raises["on_batch_end"] = ValueError("listener's")
     assert stand.outcome(torch.ones(2)) is error
     explained = ValueError("why")
     explained.__cause__ = error
-    stand.listener.raises["batch_ended"] = explained
+    stand.listener.raises["on_batch_end"] = explained
     assert stand.outcome(torch.ones(2)) is explained
     stand.assert_as_ever()
 
@@ -297,14 +302,14 @@ def test_an_output_that_autograd_refuses_to_speak_of() -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["nanwatch.recording.job.place", "nanwatch.session.watching.Watch.backward_started"]
+    "place", ["nanwatch.recording.job.place", "nanwatch.session.watching.Watch.on_backward_start"]
 )
 @pytest.mark.usefixtures("each_recorder")
 def test_ctrl_c_in_a_backward_ends_it(place: str) -> None:
     """KeyboardInterrupt out of our own Python code reaches the user, whichever hook runs it."""
     model = nn.Linear(2, 2)
     with watch(model, gradients=True, microscope=False) as w:
-        w._recorder.tells_backward_start = True
+        starts = w._recorder.subscribe(Event.BACKWARD_START)
         other = "nanwatch.recording.gradients.place" if place.endswith("place") else place
         with (
             mock.patch(place, side_effect=KeyboardInterrupt),
@@ -313,7 +318,7 @@ def test_ctrl_c_in_a_backward_ends_it(place: str) -> None:
         ):
             model(torch.ones(2)).sum().backward()
         model(torch.ones(2)).sum().backward()
-        w._recorder.tells_backward_start = False
+        starts.remove()
         assert [frame.phase for frame in w.frames][-1] == "backward"
 
 
@@ -322,10 +327,10 @@ def test_an_unended_batch_of_compiled_code_ends_with_the_next() -> None:
     """What the listener raises then is raised by the call that comes next, and none of it is lost."""
     stand = Stand()
     stand.recorder.begin_compiled(stand.model_node, [torch.ones(2)])
-    stand.listener.raises["batch_ended"] = KeyboardInterrupt()
+    stand.listener.raises["on_batch_end"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         stand.model(torch.ones(2))
-    assert stand.listener.told == [("batch_started", 0), ("batch_ended", 0, False)]
+    assert stand.listener.told == [("on_batch_start", 0), ("on_batch_end", 0, False)]
     stand.assert_as_ever()
 
 
@@ -344,14 +349,14 @@ def test_a_batch_that_its_thread_left_unended_is_ended() -> None:
     in_threads(3, lambda: stand.recorder.begin_compiled(stand.model_node, [torch.ones(2)]))
 
     def ended() -> list[int]:
-        stand.recorder.look(False)
-        return [batch for method, batch, *_ in stand.listener.told if method == "batch_ended"]
+        stand.recorder.poll(False)
+        return [batch for method, batch, *_ in stand.listener.told if method == "on_batch_end"]
 
     until = time.monotonic() + 60
     while len(ended()) < 3 and time.monotonic() < until:  # join() does not wait for the last of a thread
         time.sleep(0.001)
     assert ended() == [0, 1, 2]
-    assert ("batch_ended", 2, False) in stand.listener.told
+    assert ("on_batch_end", 2, False) in stand.listener.told
     assert not Held.alive
     stand.assert_as_ever()
 

@@ -23,8 +23,9 @@ import nanwatch
 from nanwatch.monitoring.forecast import Forecast, Forecaster
 from nanwatch.monitoring.growth import Ending
 from nanwatch.monitoring.tracks import Tracks
-from nanwatch.recording.largest import Largest
+from nanwatch.recording.frame_ring import PeakMagnitudes
 from nanwatch.report.frame import FrameRows
+from nanwatch.report.record import Row
 
 END = 65504.0
 
@@ -33,7 +34,7 @@ class Told:
     """A forecaster that is told as by a recorder."""
 
     def __init__(self) -> None:
-        self.forecaster, self.largest = Forecaster(), Largest()
+        self.forecaster, self.largest = Forecaster(), PeakMagnitudes()
         self.is_due, self.add = self.forecaster.is_due, self.largest.add
 
     def end(self, batch: int) -> list[Forecast]:
@@ -43,7 +44,7 @@ class Told:
 
 
 def frame(batch: int, bits: float, name: str = "m") -> FrameRows:
-    row = ("output", "output", (2,), "float16", 0.0, END * 2.0**-bits, True, None, "")
+    row = Row("output", "output", (2,), "float16", 0.0, END * 2.0**-bits, True, None, "")
     return FrameRows(batch, name, "Linear", [row], False)
 
 
@@ -217,16 +218,16 @@ def test_a_slow_machine_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_has_no_headroom_is_passed_over() -> None:
     """Integers, zeros, inputs, masks and what is not finite leave no trace and no error."""
     rows = [
-        ("output", "output", (2,), "int64", 0.0, 3.0, True, None, ""),
-        ("output", "output", (2,), "float16", 0.0, 0.0, True, None, ""),
-        ("input[0]", "input", (2,), "float16", 0.0, 6e4, True, None, ""),
-        ("mask", "buffer", (2,), "float16", 0.0, END, True, None, "mask"),
-        ("output", "output", (2,), "float16", 0.0, float("inf"), False, None, ""),
-        ("output", "output", None, "", None, None, None, None, "None"),
+        Row("output", "output", (2,), "int64", 0.0, 3.0, True, None, ""),
+        Row("output", "output", (2,), "float16", 0.0, 0.0, True, None, ""),
+        Row("input[0]", "input", (2,), "float16", 0.0, 6e4, True, None, ""),
+        Row("mask", "buffer", (2,), "float16", 0.0, END, True, None, "mask"),
+        Row("output", "output", (2,), "float16", 0.0, float("inf"), False, None, ""),
+        Row("output", "output", None, "", None, None, None, None, "None"),
     ]
     forecaster = Told()
     for batch in range(50):
-        forecaster.add(FrameRows(batch, "m", "M", rows, False))  # type: ignore[arg-type]
+        forecaster.add(FrameRows(batch, "m", "M", rows, False))
         assert forecaster.end(batch) == []
 
 
@@ -295,7 +296,7 @@ def test_no_frame_is_built_for_a_forecast(implementation: str, monkeypatch: pyte
     if implementation == "python":
         monkeypatch.setattr("nanwatch.numerics._extension.C", None)
     told: list[FrameRows] = []
-    monkeypatch.setattr(nanwatch.Watch, "frame_recorded", lambda self, frame: told.append(frame))
+    monkeypatch.setattr(nanwatch.Watch, "on_frame", lambda self, frame: told.append(frame))
     model = nn.Sequential(Growing())
     with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model):
         warnings.simplefilter("always")

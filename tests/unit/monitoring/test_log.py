@@ -19,7 +19,9 @@ from nanwatch.monitoring.log_entry import LogEntry
 from nanwatch.monitoring.sink import CallableSink
 from nanwatch.report.frame import FrameRows
 from support.paths import ROOT
-from support.toys import Scale, mlp
+from support.toys import Scale
+from support.toys import mlp
+from nanwatch.report.record import Row
 
 
 class Clock:
@@ -66,8 +68,8 @@ class Entries(CallableSink):
 
 def frame(batch: int, name: str, high: float) -> FrameRows:
     """A call whose output ends there, in float16."""
-    row = ("output", "output", (1,), "float16", 0.0, high, True, None, "")
-    return FrameRows(batch, name, "M", [row])  # type: ignore[list-item]
+    row = Row("output", "output", (1,), "float16", 0.0, high, True, None, "")
+    return FrameRows(batch, name, "M", [row])
 
 
 def run(model: nn.Module, batches: int, x: torch.Tensor | None = None) -> None:

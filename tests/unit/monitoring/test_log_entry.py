@@ -29,8 +29,8 @@ def frames(draw: st.DrawFn) -> FrameRows:
     for role in draw(st.lists(st.sampled_from(["weight", "buffer", "input", "output"]), max_size=4)):
         dtype = draw(st.sampled_from(["float16", "bfloat16", "int64"]))
         high = draw(magnitudes)
-        rows.append((f"{role}{draw(st.integers(0, 1))}", role, (2,), dtype, 0.0, high, True, None, ""))  # type: ignore[arg-type]
-    rows.append(("input[1]", "input", None, "", None, None, None, None, "None"))
+        rows.append(Row(f"{role}{draw(st.integers(0, 1))}", role, (2,), dtype, 0.0, high, True, None, ""))  # type: ignore[arg-type]
+    rows.append(Row("input[1]", "input", None, "", None, None, None, None, "None"))
     return FrameRows(3, draw(st.sampled_from(["", "a", "a.b"])), "M", rows)
 
 
@@ -69,9 +69,9 @@ def test_the_ranges_are_the_largest_of_each_tensor(made: list[FrameRows]) -> Non
     largest: dict[Any, float] = {}
     for frame in made:
         for row in frame.rows:
-            if row[5] is not None and row[1] != "input":
-                key = (row[1], frame.name, row[0], row[3])
-                largest[key] = max(row[5], largest.get(key, 0.0))
+            if row.abs_max is not None and row.role != "input":
+                key = (row.role, frame.name, row.label, row.dtype)
+                largest[key] = max(row.abs_max, largest.get(key, 0.0))
     expected: dict[str, list[float]] = {}
     for (role, *_), value in largest.items():
         if value:
@@ -116,7 +116,7 @@ def test_a_fault_is_a_flag_and_the_summary() -> None:
     import torch
 
     health = tensor_health(torch.tensor([1.0, inf]))
-    row: Row = ("output", "output", (2,), "float32", 1.0, inf, False, health, "")
+    row = Row("output", "output", (2,), "float32", 1.0, inf, False, health, "")
     finding = find([FrameRows(4, "wo", "Linear", [row]).to_frame()])
     assert finding is not None
     entry = fault_entry(finding)

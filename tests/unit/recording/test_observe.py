@@ -137,7 +137,7 @@ def test_the_mask_of_a_dtensor_is_that_of_its_shard(one_process_mesh: Any) -> No
     mask = distribute_tensor(mask_of(-INF), one_process_mesh, [Replicate()])
     with CommDebugMode() as communication:
         row = observe(mask, "input[0]", "input")
-    assert row[8] == "mask"
+    assert row.note == "mask"
     assert communication.get_total_counts() == 0
 
 
@@ -150,7 +150,7 @@ def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.Monk
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
         row = observe(x, "input", "input")
         assert row[2:8] == ((2, 3), "float32", None, None, None, None)
-        assert note in row[8]
+        assert note in row.note
         assert observe(torch.tensor([2.0]), "input", "input")[4:7] == (2.0, 2.0, True)
 
 

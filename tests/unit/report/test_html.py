@@ -7,20 +7,30 @@ import hashlib
 import importlib
 import json
 import sys
-from dataclasses import dataclass, fields, replace
-from math import inf, isfinite, log2
+from dataclasses import dataclass
+from dataclasses import fields
+from dataclasses import replace
+from math import inf
+from math import isfinite
+from math import log2
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 
-from nanwatch.report.finding import Cure, Finding
+from nanwatch.report.finding import Cure
+from nanwatch.report.finding import Finding
 from nanwatch.report.frame import Frame
 from nanwatch.report.record import Record
 from nanwatch.report.report import Report
 from nanwatch.util.visible import visible
-from support.html_page import HOSTILE, Page, growing, many, record
+from support.html_page import HOSTILE
+from support.html_page import Page
+from support.html_page import growing
+from support.html_page import many
+from support.html_page import record
 
 plotly_offline = pytest.importorskip("plotly.offline", reason="the page needs plotly: pip install plotly")
 pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
@@ -343,7 +353,7 @@ def test_the_page_depends_on_the_report_alone() -> None:
 def test_without_the_extra_the_error_names_it(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an optional package the error names it and the extra that brings both."""
     from nanwatch.report import html
-    from nanwatch.util import extras
+    from nanwatch.util import imports
 
     html._packed_plotly.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == missing]:
@@ -354,6 +364,6 @@ def test_without_the_extra_the_error_names_it(missing: str, monkeypatch: pytest.
             raise ImportError(name)
         return importlib.import_module(name, package)
 
-    monkeypatch.setattr(extras, "import_module", without)
+    monkeypatch.setattr(imports, "import_module", without)
     with pytest.raises(ImportError, match=rf"`{missing}`.*\.\[report\]"):
         growing().to_html()

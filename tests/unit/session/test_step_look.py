@@ -10,18 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.instrumentation.global_hooks import after_steps, before_steps
+from nanwatch.instrumentation.global_hooks import after_steps
+from nanwatch.instrumentation.global_hooks import before_steps
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
-from nanwatch.session.watch import Watch, watch
-from support.stand_in_device import ReadsFoundInf, StandIn, stand_in
-from support.toys import Plant, Scale, chain, in_threads, mlp
-from support.training import are_unchanged, copies, stopped
+from nanwatch.session.watch import Watch
+from nanwatch.session.watch import watch
+from support.stand_in_device import ReadsFoundInf
+from support.stand_in_device import StandIn
+from support.stand_in_device import stand_in
+from support.toys import Plant
+from support.toys import Scale
+from support.toys import chain
+from support.toys import in_threads
+from support.toys import mlp
+from support.training import are_unchanged
+from support.training import copies
+from support.training import stopped
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 INF = float("inf")
@@ -164,7 +176,7 @@ def test_no_step_takes_a_fault(moves: list[str]) -> None:
     with stand_in() as device:
         w = watch(model, check="async", microscope=False)
         for move in moves:
-            waits, may_wait = device.waits, move == "step" and w._recorder.may_be_late
+            waits, may_wait = device.waits, move == "step" and w._recorder.may_be_pending
             before, completed = copies(model), False
             try:
                 if move == "run":

@@ -14,8 +14,10 @@ from hypothesis import given
 
 from nanwatch.numerics.ranges import TensorHealth
 from nanwatch.report.errors import TraceError
-from nanwatch.report.frame import Frame, FrameRows
-from nanwatch.report.record import ROLES, Row
+from nanwatch.report.frame import Frame
+from nanwatch.report.frame import FrameRows
+from nanwatch.report.record import ROLES
+from nanwatch.report.record import Row
 from nanwatch.trace import trace
 from support.paths import ROOT
 
@@ -78,7 +80,7 @@ def test_frames_come_back_as_they_were(made: list[FrameRows]) -> None:
 
 def test_a_name_that_has_no_utf_8_is_kept_with_an_escape() -> None:
     """A lone surrogate in a label is spelt out, as in every text."""
-    row: Row = ("a\ud800b", "input", None, "", None, None, None, None, "None")
+    row = Row("a\ud800b", "input", None, "", None, None, None, None, "None")
     table = trace.Tabulator(0).table([FrameRows(0, "m", "M", [row])])
     assert table["label"].to_pylist() == ["a\\ud800b"]
 
@@ -126,7 +128,7 @@ def test_a_column_of_another_type_or_none_is_refused() -> None:
 )
 def test_a_value_that_no_watch_writes_is_refused(column: str, value: str) -> None:
     """Rows are anybody's: what is not of the format is a TraceError."""
-    row: Row = ("x", "input", (2,), "float32", 0.0, 1.0, True, None, "")
+    row = Row("x", "input", (2,), "float32", 0.0, 1.0, True, None, "")
     table = trace.Tabulator(0).table([FrameRows(0, "m", "M", [row])])
     at = table.schema.get_field_index(column)
     with pytest.raises(TraceError, match="not a row of a trace"):

@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 
 from nanwatch.report.frame import FrameRows
+from nanwatch.report.record import Row
 from nanwatch.trace import trace_writer
 from nanwatch.trace.trace_file import Trace
-from nanwatch.trace.trace_writer import TraceWriter, claim
-from support.traces import batches, until
+from nanwatch.trace.trace_writer import TraceWriter
+from nanwatch.trace.trace_writer import claim
+from support.traces import batches
+from support.traces import until
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -30,7 +33,7 @@ def frame(batch: int, rows: int = 1) -> FrameRows:
         batch,
         "layer",
         "Linear",
-        [(f"input[{i}]", "input", (2, 3), "float32", 0.5, 1.5, True, None, "") for i in range(rows)],
+        [Row(f"input[{i}]", "input", (2, 3), "float32", 0.5, 1.5, True, None, "") for i in range(rows)],
     )
 
 

@@ -16,7 +16,9 @@ from torch import nn
 import nanwatch
 from nanwatch.instrumentation.global_hooks import after_steps
 from nanwatch.report.frame import FrameRows
-from nanwatch.trace import trace, weight_versions
+from nanwatch.report.record import Row
+from nanwatch.trace import trace
+from nanwatch.trace import weight_versions
 from nanwatch.trace.trace_file import Trace
 from nanwatch.trace.weight_versions import WeightVersions
 from support.toys import mlp
@@ -28,7 +30,7 @@ ONE = torch.ones(2, 3)
 
 
 def weight_row(value: float, role: Any = "weight", label: str = "w") -> Any:
-    return label, role, (2,), "float32", value, value, value == value, None, ""
+    return Row(label, role, (2,), "float32", value, value, value == value, None, "")
 
 
 @given(

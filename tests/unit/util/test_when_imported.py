@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nanwatch.util._when_imported import when_imported
+from nanwatch.util.imports import when_imported
 
 
 @pytest.fixture

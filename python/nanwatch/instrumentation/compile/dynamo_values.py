@@ -1,21 +1,32 @@
 """The values of a watched call as Dynamo knows them while it traces, and the operators that it puts into the graph.
 
 Dynamo's variables stand for values. Those of tensors, None, numbers and plain containers are read here, in one step.
-What else there is (dataclasses, a ModelOutput) Dynamo must read itself, from the code of `traced.add`; doing so for
+What else there is (dataclasses, a ModelOutput) Dynamo must read itself, from the code of `_add_leaves`; doing so for
 all values took as long again as to trace GPT-2.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from dataclasses import is_dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
+from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
-from ...recording.walk import MAX_DEPTH, MAX_LEAVES, spell_key
-from . import compile_ops, traced
-from ._live import NOBODY
+from ...recording.walk import MAX_DEPTH
+from ...recording.walk import MAX_LEAVES
+from ...recording.walk import MAX_SCALARS
+from ...recording.walk import spell_key
+from . import ops
+
+_NOT_READ = "in compiled code only plain tensors are read"
+_NOT_CAPTURED = "a CUDA graph reads what is on its own device"
+_SCALARS = (int, float, complex, str, bytes)
+_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class Site(NamedTuple):
@@ -42,21 +53,21 @@ Leaf: TypeAlias = tuple[str, str, Any]
 
 def put_begin(tx: Any, site: Site, found: list[Leaf]) -> None:
     """Put `begin_` into the graph where nothing in the graph has made the call."""
-    if site.caller == NOBODY:
+    if site.caller == ops.NOBODY:
         if site.outside is not None:
-            _call(tx, compile_ops.look_, site.outside, _constant(site.watch))
+            _call(tx, ops.poll_, site.outside, _constant(site.watch))
         _, tensors = _plan(tx, "", found, site.device)
-        _call(tx, compile_ops.begin_, site.sequence, _constant(site.watch), _constant(site.callee), tensors)
+        _call(tx, ops.begin_, site.sequence, _constant(site.watch), _constant(site.callee), tensors)
 
 
 def put_record(tx: Any, site: Site, found: list[Leaf]) -> None:
     """Put `record_` into the graph."""
-    if site.parts or site.caller == NOBODY:
+    if site.parts or site.caller == ops.NOBODY:
         lines, tensors = _plan(
             tx, site.class_name, [leaf for leaf in found if leaf[0] in site.parts], site.device
         )
         numbers = map(_constant, (site.watch, site.callee, site.caller))
-        _call(tx, compile_ops.record_, site.sequence, *numbers, lines, tensors)
+        _call(tx, ops.record_, site.sequence, *numbers, lines, tensors)
 
 
 def own_leaves(tx: Any, module: Any) -> list[Leaf]:
@@ -68,7 +79,7 @@ def own_leaves(tx: Any, module: Any) -> list[Leaf]:
         if buffer is not None and (buffer.is_floating_point() or buffer.is_complex()):
             found.append(("b", name, buffer))
     return [
-        (role, name, module.var_getattr(tx, name) if traced.is_plain(x) else _unread(role, name))
+        (role, name, module.var_getattr(tx, name) if _is_plain(x) else _unread(role, name))
         for role, name, x in found
     ]
 
@@ -105,7 +116,10 @@ def _add(variable: Any, role: str, label: str, depth: int, found: list[Leaf]) ->
     """What Dynamo looks at it guards on, and of some values (sparse tensors) it can make nothing: of what the user's
     own code has not touched so far only plain tensors are touched here.
     """
-    from torch._dynamo.variables import ConstantVariable, ConstDictVariable, ListVariable, TupleVariable
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables import ConstDictVariable
+    from torch._dynamo.variables import ListVariable
+    from torch._dynamo.variables import TupleVariable
     from torch._dynamo.variables.lazy import LazyVariableTracker
 
     if issubclass(type(variable), LazyVariableTracker):
@@ -142,7 +156,7 @@ def _untouched(variable: Any, role: str, label: str) -> Any:
 
 def _is_harmless(value: Any, depth: int) -> bool:
     if isinstance(value, Tensor):
-        return traced.is_plain(value)
+        return _is_plain(value)
     if isinstance(value, list | tuple | dict) and depth > 0 and len(value) <= MAX_LEAVES:
         values = value.values() if isinstance(value, dict) else value
         return all(_is_harmless(item, depth - 1) for item in values)
@@ -150,12 +164,13 @@ def _is_harmless(value: Any, depth: int) -> bool:
 
 
 def _unread(role: str, label: str) -> str:
-    return f"{role}u {label}\t{traced.NOT_READ}"
+    return f"{role}u {label}\t{_NOT_READ}"
 
 
 def _plan(tx: Any, class_name: str, found: list[Leaf], device: torch.device | None) -> tuple[Any, Any]:
     """The text and the list of tensors for an operator, as variables; with a device of tensors on it alone."""
-    from torch._dynamo.variables import ListVariable, TensorVariable
+    from torch._dynamo.variables import ListVariable
+    from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.base import VariableTracker
 
     lines = [class_name]
@@ -165,11 +180,11 @@ def _plan(tx: Any, class_name: str, found: list[Leaf], device: torch.device | No
             lines.append(value)
             continue
         variable = value.realize()
-        if type(variable) is TensorVariable and traced.is_plain_variable(variable):
+        if type(variable) is TensorVariable and _is_plain_variable(variable):
             lines.append(f"{role}t {label}")
             tensors.append(variable)
             continue
-        text, inside = _call(tx, traced.add, variable, _constant(role), _constant(label)).items
+        text, inside = _call(tx, _add_leaves, variable, _constant(role), _constant(label)).items
         if text.as_python_constant():
             lines.append(text.as_python_constant())
         tensors += inside.items
@@ -190,7 +205,7 @@ def _only_on(device: torch.device, text: str, tensors: list[Any]) -> tuple[str, 
         if tensor.device == device:
             kept.append(tensor)
         else:
-            lines[i] = f"{line[0]}u{line[2:]}\t{traced.NOT_CAPTURED}"
+            lines[i] = f"{line[0]}u{line[2:]}\t{_NOT_CAPTURED}"
     return "\n".join(lines), kept
 
 
@@ -204,3 +219,69 @@ def _constant(value: Any) -> Any:
     from torch._dynamo.variables import ConstantVariable
 
     return ConstantVariable.create(value)
+
+
+# Dynamo follows the functions below to find tensors inside a value that it does not know itself. They keep to plain
+# Python: a construct that Dynamo does not know would break the user's graph.
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether the operators read it: no subclass, whose own code would be given the operator, and strided."""
+    return type(x) in _PLAIN_TENSORS and x.layout is torch.strided
+
+
+def _is_plain_variable(variable: Any) -> bool:
+    """The same of Dynamo's variable for a tensor."""
+    return variable.python_type() in _PLAIN_TENSORS and variable.layout is torch.strided
+
+
+def _add_leaves(value: Any, role: str, label: str) -> tuple[str, list[Tensor]]:
+    """The lines for every leaf of `value`, with the labels of walk.leaves, and its tensors."""
+    lines: list[str] = []
+    tensors: list[Tensor] = []
+    _add_leaf(value, role, label, 0, lines, tensors)
+    return "\n".join(lines), tensors
+
+
+def _add_leaf(value: Any, role: str, label: str, depth: int, lines: list[str], tensors: list[Tensor]) -> None:
+    """One line and, where it is a tensor, the tensor itself for every leaf of `value`; the labels are walk.leaves'."""
+    if isinstance(value, Tensor):
+        if _is_plain(value):
+            lines.append(f"{role}t {label}")
+            tensors.append(value)
+        else:
+            lines.append(f"{role}u {label}\t{_NOT_READ}")
+    elif value is None:
+        lines.append(f"{role}n {label}")
+    elif isinstance(value, _SCALARS):
+        lines.append(f"{role}x {label}")
+    elif len(lines) > MAX_LEAVES or depth > MAX_DEPTH:
+        lines.append(f"{role}u {label}\ttoo many values in compiled code")
+    elif isinstance(value, (tuple, list)):
+        if len(value) > MAX_SCALARS and all(item is None or isinstance(item, _SCALARS) for item in value):
+            lines.append(f"{role}x {label}")
+            return
+        for position, item in enumerate(value):
+            _add_leaf(item, role, f"{label}[{position}]", depth + 1, lines, tensors)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _add_leaf(item, role, f"{label}[{_spell_traced(key)}]", depth + 1, lines, tensors)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            _add_leaf(getattr(value, field.name), role, f"{label}[{field.name}]", depth + 1, lines, tensors)
+    else:
+        lines.append(f"{role}x {label}")
+
+
+def _spell_traced(key: Any) -> str:
+    """walk.spell_key in what Dynamo knows."""
+    if isinstance(key, str):
+        plain = 0 < len(key) <= 80
+        for letter in key:
+            plain = plain and (letter.isalnum() or letter in "_.-/")
+        if plain:
+            return key
+    elif key is not None and not isinstance(key, _SCALARS):
+        return type(key).__name__
+    shown = repr(key)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."

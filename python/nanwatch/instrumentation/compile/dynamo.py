@@ -1,28 +1,58 @@
-"""How torch.compile is made to see that a module is watched.
+"""Watched calls inside torch.compile.
 
 Dynamo, the part of torch.compile that reads Python code, goes from a module straight to its `forward`: to watch a
-module does not change what it reads. `install` makes it put operators into the graph where watched modules are called
-(dynamo_values.py). They run in the order of the calls; each finds its recorder by number (_live.py), looks, makes its
-frame and raises as a call in the interpreter does (csrc/recorder/call_recorder_compiled.cpp).
+module does not change what it reads. `follow_watched_calls` makes it put operators into the graph where watched modules
+are called (dynamo_values.py). They run in the order of the calls; each finds its recorder by number (ops.py), reads,
+makes its frame and raises as a call in the interpreter does (csrc/recorder/call_recorder_compiled.cpp).
+
+Inductor cuts a graph where it meets an operator on the host, and captures the parts between the cuts into CUDA graphs,
+as `mode="reduce-overhead"` asks it to. The operators of watched calls would cut the graph at every call, as they are
+said to write to `sequence`, a number in host memory. Where a whole batch is traced for one device they are given a
+number on that device instead, and are captured with the rest (csrc/graph_rows.h); one operator stays outside, before
+all of them, and polls what replays have left.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...util._when_imported import when_imported
+from ...numerics import _extension
+from ...recording.recorder import PythonRecorder
+from ...util.imports import when_imported
 from ...util.user_warning import warn_user
-from ._live import NOBODY
-from .cuda_graphs import captured_on
-from .dynamo_values import Site, device_of, given_leaves, output_leaves, own_leaves, put_begin, put_record
+from .. import slot
+from ..slot import ATTRIBUTE
+from ..slot import HOLDS_METHODS
+from ..slot import wrappers
+from .dynamo_values import Site
+from .dynamo_values import device_of
+from .dynamo_values import given_leaves
+from .dynamo_values import output_leaves
+from .dynamo_values import own_leaves
+from .dynamo_values import put_begin
+from .dynamo_values import put_record
+from .ops import NOBODY
 
+DEVICE_TYPE = "cuda"
+_INDUCTOR = "torch._inductor.config"
+# What has to be on in Inductor, by its name for it: `triton.cudagraph_trees` allow what is captured to write to
+# memory that stays, and without `graph_partition` one operator on the host is enough for no capture at all.
+_NEEDED = (
+    "triton.cudagraphs",
+    "triton.cudagraph_trees",
+    "triton.cudagraph_support_input_mutation",
+    "graph_partition",
+)
 _DYNAMO = "torch._dynamo"
 
 _installed = False
@@ -31,7 +61,7 @@ _warned = False
 _unexpecting: weakref.WeakSet[CodeType] = weakref.WeakSet()
 
 
-def install(interpreted: Callable[..., Any]) -> None:
+def follow_watched_calls(interpreted: Callable[..., Any]) -> None:
     """Make Dynamo see watched modules: at once, or when it is imported, which takes a second and may never happen.
 
     `interpreted` makes watched calls where there is no compiled part; Dynamo is not to compile it.
@@ -47,7 +77,7 @@ def install(interpreted: Callable[..., Any]) -> None:
 
 def _change_dynamo(interpreted: Callable[..., Any]) -> None:
     try:
-        _follow_watched_calls(interpreted)
+        _change_call_function(interpreted)
     except Exception as error:
         _warn(f"nothing inside torch.compile is seen with torch {torch.__version__}", error)
 
@@ -59,19 +89,22 @@ def _warn(what: str, error: Exception) -> None:
         warn_user(f"nanwatch: {what} ({type(error).__name__}: {error})")
 
 
-def _follow_watched_calls(interpreted: Callable[..., Any]) -> None:
+def _change_call_function(interpreted: Callable[..., Any]) -> None:
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-    from ...recording.recorder import PythonRecorder as Recorder
-    from .. import links
-
     _unexpecting.update(code for reference in input_codes.seen if (code := reference()) is not None)
     # The interpreter's own way through a watched module, where there is no compiled part, is not to be compiled itself.
-    paused: Any = vars(Recorder)["paused"]
-    called = Recorder.enter, Recorder.leave, Recorder.left_by, Recorder._add, paused.fget
-    for function in (links._PythonPlace._get, interpreted, *called):
+    paused: Any = vars(PythonRecorder)["paused"]
+    called = (
+        PythonRecorder.enter,
+        PythonRecorder.leave,
+        PythonRecorder.left_by,
+        PythonRecorder._add,
+        paused.fget,
+    )
+    for function in (slot._PythonCallSlot._get, interpreted, *called):
         skip_code(function.__code__)
     original: Any = UnspecializedNNModuleVariable.call_function
 
@@ -125,10 +158,9 @@ def _under_way(tx: Any) -> list[nn.Module]:
 
 def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
     """A Site for every recorder that watches the module, the innermost first."""
-    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.guards import install_guard
     from torch._dynamo.source import AttrSource
-
-    from ..links import ATTRIBUTE, HOLDS_METHODS
 
     module: nn.Module = variable.value
     if tx.output.export or torch.compiler.is_exporting():
@@ -147,34 +179,32 @@ def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
         return []  # values inside vmap and grad cannot be looked at
     sites: list[Site] = []
     devices = _devices(tx)
-    place = variable.var_getattr(tx, ATTRIBUTE)
+    wrapper = variable.var_getattr(tx, ATTRIBUTE)
     if HOLDS_METHODS:
-        place = place.var_getattr(tx, "__self__")
+        wrapper = wrapper.var_getattr(tx, "__self__")
     for call in calls:
         # `site` says which recorder, module and options this is. It is guarded on; what is in it are constants.
-        place.var_getattr(tx, "site").as_python_constant()
-        watch, node, parts = call.place
+        wrapper.var_getattr(tx, "site").as_python_constant()
+        watch, node, parts = call.target
         caller = _caller(_under_way(tx), call)
-        sequence, outside = place.var_getattr(tx, "sequence"), None
+        sequence, outside = wrapper.var_getattr(tx, "sequence"), None
         is_first = watch not in devices
         device = (
-            captured_on(tx, call.recorder, _devices_of(module, args, kwargs)) if is_first else devices[watch]
+            _captured_on(tx, call.recorder, _devices_of(module, args, kwargs)) if is_first else devices[watch]
         )
         if device is not None:
             call.attachment().put_sequence(call, device)
             outside = sequence if is_first else None
-            sequence = place.var_getattr(tx, "device_sequence")
+            sequence = wrapper.var_getattr(tx, "device_sequence")
         devices[watch] = device
         sites.append(Site(sequence, outside, device, watch, node, caller, type(module).__name__, parts))
-        place = place.var_getattr(tx, "inner")
+        wrapper = wrapper.var_getattr(tx, "inner")
     return sites[::-1]
 
 
 def _calls(module: nn.Module) -> list[Any]:
-    """The watched calls before the module's call, the outermost first."""
-    from ..links import chain
-
-    return [link for link in chain(module) if link.recorder is not None]
+    """Return the watched calls of a module, the outermost first."""
+    return [one for one in wrappers(module) if one.recorder is not None]
 
 
 def _devices(tx: Any) -> dict[int, torch.device | None]:
@@ -195,7 +225,7 @@ def _caller(under_way: list[nn.Module], call: Any) -> int:
     for module in reversed(under_way):
         for other in _calls(module):
             if other.recorder is call.recorder:
-                return int(other.place[1])
+                return int(other.target[1])
     return NOBODY
 
 
@@ -209,3 +239,38 @@ def _forget_traces() -> None:
     for code in list(_unexpecting):
         _unexpecting.discard(code)
         remove_from_cache(code)
+
+
+def _captured_on(tx: Any, recorder: Any, devices: Iterable[torch.device]) -> torch.device | None:
+    """The device of the CUDA graph that the batch of an outermost call will be captured into; None for none.
+
+    `devices` are those of the call's tensors. With two of them Inductor captures nothing.
+    """
+    if not _can_be_captured(recorder) or not all(_setting(tx, name) for name in _NEEDED):
+        return None
+    found = {device for device in devices if device.type == DEVICE_TYPE}
+    return found.pop() if len(found) == 1 else None
+
+
+def _can_be_captured(recorder: Any) -> bool:
+    """Not a part of a batch that is under way, and not by the Python recorder, which waits for each row."""
+    native = _extension.C
+    if native is None or not isinstance(recorder, native.CallRecorder) or native.device_backend() == 0:
+        return False
+    return not recorder.is_under_way
+
+
+def _setting(tx: Any, name: str) -> bool:
+    """As torch.compile was told; else as it is everywhere."""
+    backend = tx.output.compiler_fn
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    own = getattr(backend, "config", None)
+    if not isinstance(own, dict):  # as Inductor's has
+        return False
+    if name in own:
+        return bool(own[name])
+    value: Any = sys.modules.get(_INDUCTOR)
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return bool(value)

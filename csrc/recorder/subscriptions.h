@@ -1,0 +1,53 @@
+// Which events somebody wants a recorder to report.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+namespace nanwatch {
+
+// Events that the recorder reports only while somebody subscribes to them, numbered as in recording/events.py.
+enum Event : uint32_t { kBatchStart = 1, kBatchEnd = 2, kFrame = 4, kBackwardStart = 8 };
+
+// Counts the subscriptions to each event. Changed under the interpreter lock, asked on any thread.
+class Subscriptions {
+ public:
+  bool has(Event event) const { return (mask_.load(std::memory_order_relaxed) & event) != 0; }
+  void add(uint32_t events, int by) {
+    uint32_t mask = 0;
+    for (size_t i = 0; i < counts_.size(); ++i) {
+      if ((events >> i & 1u) != 0) counts_[i] += by;
+      if (counts_[i] > 0) mask |= 1u << i;
+    }
+    mask_.store(mask, std::memory_order_relaxed);
+  }
+
+ private:
+  std::array<int, 4> counts_{};
+  std::atomic<uint32_t> mask_{0};
+};
+
+// One subscription to some events. It does not keep the recorder alive.
+class Subscription {
+ public:
+  Subscription(std::shared_ptr<Subscriptions> all, uint32_t events) : all_(std::move(all)), events_(events) {
+    set_active(true);
+  }
+  bool active() const { return active_; }
+  void set_active(bool active) {
+    if (active == active_) return;
+    active_ = active;
+    all_->add(events_, active ? 1 : -1);
+  }
+
+ private:
+  std::shared_ptr<Subscriptions> all_;
+  uint32_t events_;
+  bool active_ = false;
+};
+
+}  // namespace nanwatch

@@ -1,0 +1,269 @@
+"""Recorder settings, the callbacks that a recorder invokes, and the recorder interface.
+
+Two recorders do the same work; see recorder.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal, Protocol, TypeAlias
+
+from torch import Tensor, nn
+
+from ..report.frame import FrameRows
+from ..report.record import Row
+from .backward import Arrival, BackwardCall
+from .frame_ring import PeakName
+from .masked_scores import MaskedScores
+
+Check: TypeAlias = Literal["auto", "module", "batch", "async"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a recorder looks at and keeps; see `watch`."""
+
+    max_frames: int = 21
+    every: int = 1
+    traced: tuple[int, ...] = ()
+    weights: bool = True
+    buffers: bool = True
+    inputs: bool = True
+    outputs: bool = True
+    reread_weights: int = 64
+    verify_hits: bool = False
+    measure_time: bool = False
+    gradients: bool = False
+    counts: bool = False
+    check: Check = "auto"
+
+
+class Event(IntEnum):  # not IntFlag, whose `&` takes 1 µs
+    """Events that a recorder reports only while somebody subscribes to them, numbered as in csrc/call_recorder.h."""
+
+    BATCH_START = 1
+    BATCH_END = 2
+    FRAME = 4
+    BACKWARD_START = 8
+
+
+class Subscription(Protocol):
+    """One subscriber's wish for some events. `active` may be switched off and on again."""
+
+    active: bool
+
+    def remove(self) -> None:
+        """Switch it off."""
+
+
+class RecorderEvents(Protocol):
+    """The callbacks of a recorder, all of one object. What these raise, the module call raises.
+
+    Some are called only while there is a subscription to their event; see `Recorder.subscribe`.
+    """
+
+    def on_batch_start(
+        self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
+    ) -> object:
+        """The call `module(*args, **kwargs)` begins a batch (kwargs may be None; all are unknown in compiled code).
+
+        Called for traced batches, and for all with a subscription to BATCH_START. The recorder holds the answer while
+        the batch is under way, and after that until no gradient of it can come any more, as far as it follows
+        gradients. It lets go of the answer in any thread.
+        """
+
+    def on_frame(self, frame: FrameRows) -> None:
+        """A call was recorded. Called for traced batches, and for all with a subscription to FRAME."""
+
+    def on_nonfinite(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
+        """A call held a non-finite value.
+
+        `caller` is the watched module that made it; `args` and `kwargs` (or None) are the outermost call's.
+        """
+
+    def on_batch_end(self, batch: int, completed: bool) -> None:
+        """An outermost call raised; or, with a subscription to BATCH_END, returned (`completed`).
+
+        What it raised is then `sys.exc_info()[1]`, and only what is raised from that takes its place. Calls of watched
+        modules made from here, or from `on_nonfinite`, are not recorded.
+        """
+
+    def on_backward_start(self) -> None:
+        """The first gradient of a backward came, and none has been accumulated. Needs a subscription."""
+
+    def on_backward_end(
+        self, calls: list[BackwardCall], arrivals: list[Arrival], left: object = None
+    ) -> None:
+        """A backward ended in which a gradient was not finite; its frames are not yet among `frames()`.
+
+        `left`: what `on_backward_pending` answered at its end, where this is called later.
+        """
+
+    # The rows that a device makes are known only after a poll. CallRecorder alone calls these.
+
+    def on_backward_pending(self) -> object:
+        """A backward ended whose rows are pending, or those of its forward. The answer is kept with it."""
+
+    def on_pending_nonfinite(
+        self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool
+    ) -> None:
+        """As `on_nonfinite`, when the rows of the batch have completed. `given`: its arguments, as at its end.
+
+        `is_left`: its end is behind this thread, and `on_pending_batch_end` follows; else `on_batch_end` does.
+        """
+
+    def on_batch_pending(self, batch: int, completed: bool) -> None:
+        """As `on_batch_end`, of a batch whose rows are pending."""
+
+    def on_warning(self, message: str) -> None:
+        """Warn of something in the user's run."""
+
+    def on_pending_batch_end(self, batch: int, completed: bool) -> None:
+        """All frames of a pending batch were reported. Called if one was non-finite, or as `on_batch_end` is."""
+
+
+class Recorder(Protocol):
+    """What the two recorders have in common."""
+
+    paused: bool  # read: whether nothing is recorded; set by pause(), resume() and stop()
+    gathers_peaks: bool  # for `take_peaks`
+    awaits_backwards: bool  # at their ends; else those whose rows are pending are reported later
+    gathers_weights: bool  # from shards, anew in each batch: none is known from the batch before
+    watch: int  # by which compiled code finds it; see compile/ops.py
+
+    def subscribe(self, events: int) -> Subscription:
+        """Report these events from now on. Several subscriptions to one event are counted."""
+
+    @property
+    def latest_batch(self) -> int:
+        """The number of the latest batch, -1 before the first."""
+
+    @property
+    def frames_kept(self) -> int:
+        """How many frames there have been among `frames()`; one whose rows are still to come is not yet."""
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """How many calls, frames, tensors, reads, bytes and cache hits there were."""
+
+    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
+        """A number for a module, for its WatchedCall; or for an optimizer."""
+
+    def frames(self) -> list[FrameRows]:
+        """The latest frames, oldest first."""
+
+    def frames_since(self, kept: int, /) -> tuple[int, list[FrameRows]]:
+        """How many frames there have been, and the latest of those after the first `kept`, both at one moment."""
+
+    def frames_of_batch(self, batch: int, /) -> int | None:
+        """How many frames of a batch there have been among `frames()`; None where 16 later batches have had some."""
+
+    def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
+        """`(batch, new, values)`: the peak magnitudes of a batch, and the names of those that were never taken.
+
+        `values` are float64, by name in the order in which the names came, 0 for what the batch had not.
+        """
+
+    def finish_broken_backwards(self) -> None:
+        """Make frames of the backwards that ended by an exception."""
+
+    def finish_nonfinite_backward(self) -> None:
+        """Make frames of the backward under way in this thread, as far as it has come, if it has a fault."""
+
+    @property
+    def gradient_sums_may_overflow(self) -> bool:
+        """Whether gradients that were finite may have added up in some weight to what is not."""
+
+    def forget_gradient_sums(self) -> None:
+        """They were looked at."""
+
+    def add_frame(self, batch: int, node: int, rows: list[Row]) -> None:
+        """Keep a frame of an optimizer's step."""
+
+    def excuse_gradients(self, batches: Sequence[int], note: str) -> None:
+        """Note on every gradient of these batches that is not finite why it is no fault."""
+
+    def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
+        """Look at no more gradients, and take the hooks off the leaves."""
+
+    def pending_frames(self) -> list[FrameRows]:
+        """Frames that are complete, but wait to be reported with the rest of their batch; oldest first."""
+
+    def poll(self, wait: bool) -> None:
+        """Report the batches that have ended and whose rows have completed; with `wait`, all that have ended."""
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether there are devices whose rows are pending for a time."""
+
+    @property
+    def may_be_pending(self) -> bool:
+        """Whether there may be batches that are still to be reported, replays of a CUDA graph among them."""
+
+    def await_before_step(self) -> None:
+        """Wait for the rows of all that a step may take, unless it is captured; then `poll(False)`.
+
+        Left out are forwards without grad mode, unless one was run again in the backward since.
+        """
+
+    def suspend(self, on: bool, /) -> None:
+        """Record nothing until it is called with False as often as with True: for re-runs."""
+
+    def forget_weights(self) -> None:
+        """Weights may have changed without a sign: read them again."""
+
+    def forget_tensors(self) -> None:
+        """Let go of all that is remembered of tensors."""
+
+    def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
+        """A call in compiled code begins that no watched call of the same graph made; see compile/ops.py."""
+
+    def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
+        """A call in compiled code has ended; see compile/ops.py."""
+
+
+class Subscriptions:
+    """Counts the subscriptions to each event; the pure-Python twin of csrc/call_recorder.h."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # reentrant: a signal's handler may subscribe at any moment
+        self._active: list[_Subscription] = []
+        self._mask = 0
+
+    def has(self, event: Event) -> bool:
+        """Whether somebody subscribes to the event."""
+        return bool(self._mask & event)
+
+    def add(self, events: int) -> Subscription:
+        """Add a subscription, active from now on."""
+        added = _Subscription(self, events)
+        added.active = True
+        return added
+
+    def _switch(self, one: _Subscription, active: bool) -> None:
+        with self._lock:
+            self._active = [other for other in self._active if other is not one] + [one] * active
+            mask = 0
+            for other in self._active:
+                mask |= other.events
+            self._mask = mask
+
+
+class _Subscription:
+    def __init__(self, owner: Subscriptions, events: int) -> None:
+        self._owner = owner
+        self.events = events
+
+    @property
+    def active(self) -> bool:
+        return self in self._owner._active
+
+    @active.setter
+    def active(self, active: bool) -> None:
+        self._owner._switch(self, active)
+
+    def remove(self) -> None:
+        self.active = False
