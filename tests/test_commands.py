@@ -14,7 +14,7 @@ from torch import nn
 
 import nanwatch
 from nanwatch.__main__ import main
-from nanwatch.cli._commands import COMMANDS, until_cut
+from nanwatch.cli.commands import COMMANDS, until_cut
 from nanwatch.util.extras import needed
 
 CUT = 141  # 128 + SIGPIPE: what a shell says of a filter that was cut

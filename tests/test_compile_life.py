@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import nanwatch
-from nanwatch.cli.outermost import Outermost
+from nanwatch.cli.model_finder import ModelFinder
 from nanwatch.instrumentation.compile import compile_ops, compiled
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from toys import Scale, mlp, names
 
 
@@ -117,7 +117,7 @@ def test_a_watch_after_a_graph_that_was_made_while_models_are_looked_for() -> No
     model, x = Model(), torch.randn(2, 3)
     call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
     watch(Scale()).stop()
-    with Outermost(lambda _: None, class_name="no model"):
+    with ModelFinder(lambda _: None, class_name="no model"):
         call(x)
     with watch(model) as w:
         call(x)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from . import __version__
-from .cli import _command_doctor
-from .cli._commands import COMMANDS, help_text, until_cut
+from .cli import doctor
+from .cli.commands import COMMANDS, help_text, until_cut
 
 _EXAMPLES = """\
 examples:
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _without_command(arguments: list[str]) -> int:
-    parser = _command_doctor.parser("", f"{help_text()}\n\n{_EXAMPLES}")
+    parser = doctor.parser("", f"{help_text()}\n\n{_EXAMPLES}")
     parser.add_argument(
         "command", nargs="?", choices=COMMANDS, help="without one: what is installed, as `doctor` says"
     )
@@ -37,7 +37,7 @@ def _without_command(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.command:
         parser.error(f"the command goes first: {parser.prog} {options.command} ...")
-    return _command_doctor.main(arguments)
+    return doctor.main(arguments)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import inspect
 
+from ..session.api import watch
 from ..session.options import ACTIONS, CHECKS, LOG_EVERY, MAX_SKIPPED_STEPS, REREAD_WEIGHTS
-from ..session.watch import watch
-from .outermost import MAX_MODELS
+from .model_finder import MAX_MODELS
 
 # Exit statuses.
 NONFINITE, BAD_USE, FAILED = 3, 2, 1

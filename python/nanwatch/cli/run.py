@@ -20,12 +20,11 @@ from torch import nn
 from ..report import text
 from ..report.errors import BatchLimitError, NonFiniteError, spell
 from ..report.report import Report
-from ..session.deferred import DeferredWatch
-from ..session.watch import Watch, watch
+from ..session.api import DeferredWatch, Watch, watch
 from ..util.suppressed import suppressed
 from ..util.visible import visible
-from ._run_options import BAD_USE, FAILED, NONFINITE, run_parser
-from .outermost import MAX_MODELS, Outermost
+from .model_finder import MAX_MODELS, ModelFinder
+from .run_options import BAD_USE, FAILED, NONFINITE, run_parser
 
 _NAME = "nanwatch run"
 
@@ -72,13 +71,13 @@ class _Run:
         self._is_told = False
         self._notes = ""
         self._not_watched: list[str] = []
-        self._outermost = Outermost(self._found, class_name, self._unmatched)
+        self._finder = ModelFinder(self._found, class_name, self._unmatched)
         self._process = os.getpid()
 
     def run(self, target: str, arguments: list[str], *, is_module: bool) -> int:
         """Run it. Return the exit status, or raise as `main` says."""
         try:
-            with self._outermost, self._threads(), _as_main(target, arguments, is_module=is_module):
+            with self._finder, self._threads(), _as_main(target, arguments, is_module=is_module):
                 if is_module:
                     runpy.run_module(target, run_name="__main__", alter_sys=True)
                 elif os.path.isfile(target) and target.endswith((".py", ".pyw")):
@@ -167,7 +166,7 @@ class _Run:
             if has_failed and _ended_in(one) and report.finding is not None and report.batch == one.batch:
                 # The script's own check may have met the value before nanwatch did.
                 self._status = self._status or NONFINITE
-        if self._outermost.is_full:
+        if self._finder.is_full:
             _tell(f"{MAX_MODELS} models were found; those that were called later were not looked for")
         failed = [report for report in reports if report.finding is not None]
         first = failed[0].finding if failed else None
@@ -196,11 +195,11 @@ class _Run:
         return one.report()
 
     def _why_nothing(self) -> str:
-        if self._outermost.trouble:
-            return f"the search for models ended by {self._outermost.trouble}"
+        if self._finder.trouble:
+            return f"the search for models ended by {self._finder.trouble}"
         if self._not_watched:
             return f"{', '.join(self._not_watched)} cannot be, as said above"
-        seen = ", ".join(self._outermost.passed_over)
+        seen = ", ".join(self._finder.passed_over)
         if not seen:
             return "no call of a module was seen; those in a compiled function or in another process are not"
         wanted = f"of class {self._class_name!r}" if self._class_name else "with parameters to train"

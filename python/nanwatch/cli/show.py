@@ -10,7 +10,7 @@ from ..trace.trace_file import Trace, batch_words
 from ..util import reading
 from ..util.progress import Tell, shown
 from ..util.visible import visible
-from ._commands import command_parser, failed
+from .commands import command_parser, failed
 
 _EXAMPLES = """\
 exit status: 0, or 2 when there is nothing to show

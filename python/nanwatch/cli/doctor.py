@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..numerics import _extension
-from . import _selfcheck
-from ._commands import command_parser
+from . import selfcheck
+from .commands import command_parser
 
 _EXAMPLES = """\
 exit status: 0, or 1 when the self-check found a difference
@@ -58,7 +58,7 @@ def _device_facts(device: torch.device) -> dict[str, str]:
         facts["name"] = _cpu_name()
     elif device.type == "cuda":
         facts["name"] = torch.cuda.get_device_name(device)
-    if _selfcheck.has_kernel(device):
+    if selfcheck.has_kernel(device):
         level = (
             f" ({_extension.C.cpu_capability()})" if device.type == "cpu" and _extension.C is not None else ""
         )
@@ -94,7 +94,7 @@ def facts() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "openmp": _openmp_libraries(),
         },
-        "devices": [_device_facts(device) for device in _selfcheck.devices()],
+        "devices": [_device_facts(device) for device in selfcheck.devices()],
     }
 
 
@@ -144,7 +144,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     return [f"{label:<16}{value}" for label, value in rows]
 
 
-def _outcome_line(outcome: _selfcheck.Outcome) -> str:
+def _outcome_line(outcome: selfcheck.Outcome) -> str:
     if outcome.skipped:
         verdict = f"skipped: {outcome.skipped}"
     else:
@@ -175,7 +175,7 @@ def main(arguments: list[str]) -> int:
         return 0
 
     outcomes = []
-    for outcome in _selfcheck.selfcheck():
+    for outcome in selfcheck.selfcheck():
         outcomes.append(outcome)
         if not options.json:
             print(_outcome_line(outcome), flush=True)

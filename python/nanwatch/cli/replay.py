@@ -21,7 +21,7 @@ from ..session.replay import Replayed, dtype_of, rerun
 from ..util.progress import Tell, shown
 from ..util.terminal import wants_color
 from ..util.visible import visible
-from ._commands import command_parser, failed
+from .commands import command_parser, failed
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE, _FAILED = 1, 2

@@ -79,20 +79,18 @@ def _flush() -> None:
 
 
 COMMANDS = {
-    "diff": Command("where two traces, or two batches of one, part", "._command_diff"),
-    "doctor": Command("what is installed, what serves which device, and what is missing", "._command_doctor"),
-    "formats": Command(
-        "the narrowest format that holds what each module makes, by a trace", "_command_formats"
-    ),
-    "merge": Command("the reports of all ranks of a job as one", "._command_merge"),
+    "diff": Command("where two traces, or two batches of one, part", ".diff"),
+    "doctor": Command("what is installed, what serves which device, and what is missing", ".doctor"),
+    "formats": Command("the narrowest format that holds what each module makes, by a trace", "formats"),
+    "merge": Command("the reports of all ranks of a job as one", ".merge"),
     "netcheck": Command(
         "can the ranks of a job reach each other? Start it with torchrun", "..netcheck", only_prints=False
     ),
     "replay": Command(
-        "make the call in a capsule again, in one dtype or several", "._command_replay", runs_user_code=True
+        "make the call in a capsule again, in one dtype or several", ".replay", runs_user_code=True
     ),
-    "run": Command("watch the model of an unchanged training script", "._command_run", only_prints=False),
-    "show": Command("the frames of a trace, or a saved report", "._command_show"),
+    "run": Command("watch the model of an unchanged training script", ".run", only_prints=False),
+    "show": Command("the frames of a trace, or a saved report", ".show"),
 }
 
 

@@ -9,7 +9,7 @@ from ..trace.comparison import RTOL, diff
 from ..trace.difference import KINDS
 from ..trace.trace_file import Trace
 from ..util.progress import shown
-from ._commands import command_parser, failed
+from .commands import command_parser, failed
 
 _DIFFER = 1
 _EXAMPLES = """\

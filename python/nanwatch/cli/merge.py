@@ -9,7 +9,7 @@ from ..distributed.merge import merge
 from ..distributed.merge_document import document
 from ..distributed.merge_text import merged_text
 from ..util.progress import shown
-from ._commands import command_parser, failed
+from .commands import command_parser, failed
 
 _EXAMPLES = """\
 exit status: 0 when all is finite, 1 when a rank has a finding, 2 when there is nothing to read

@@ -85,7 +85,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-class Outermost:
+class ModelFinder:
     """Within the block, `found(model)` is called for each model that is called, before the call is made.
 
     It makes the calls of all modules that no link stands before; see links.py. The calls of the modules that `found`
@@ -122,9 +122,9 @@ class Outermost:
         """Whether MAX_MODELS were found, and no more are looked for."""
         return self._left <= 0
 
-    def __enter__(self) -> Outermost:
+    def __enter__(self) -> ModelFinder:
         if calls_of_others() is not None:
-            raise RuntimeError("another Outermost looks for models already; end that first")
+            raise RuntimeError("another ModelFinder looks for models already; end that first")
 
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # A compiler reads this function too; to it the module is itself.
