@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.report import Report
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from test_noninterference import assert_same_bits
 from test_recorder import WITH_DEVICE, watched
 

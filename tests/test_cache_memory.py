@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import heap
 from nanwatch.numerics import _extension
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from toys import Own
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")

@@ -17,7 +17,7 @@ from architectures import built, inputs_of
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.frame import Frame
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 from toys import Scale, mlp, names
 
 INF = float("inf")

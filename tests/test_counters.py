@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from architectures import built, inputs_of
 from nanwatch.numerics import _extension
 from nanwatch.recording.walk import call_leaves, leaves
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder reads everything")
 NAMES = ["gpt2", "mt5", "llama", "vit", "resnet"]

@@ -21,7 +21,7 @@ from torch._inductor import config
 from nanwatch.instrumentation.compile import cuda_graphs
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 from stand_in_device import StandIn, stand_in
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder is never captured")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from toys import Scale
 
 pytestmark = [

@@ -18,7 +18,7 @@ from architectures import built, inputs_of
 from html_page import HOSTILE, Page
 from nanwatch.report.frame import FrameRows
 from nanwatch.report.record import Row
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from nanwatch.trace import trace
 from nanwatch.trace.comparison import diff
 from nanwatch.trace.difference import Difference

@@ -19,7 +19,7 @@ from failures import CASES, Case, Setup, table
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.finding import Finding
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from overflows import is_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:(var|std)\\(\\):UserWarning")

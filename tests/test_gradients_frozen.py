@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from heap import assert_no_growth
 from hooked_gradients import HookedGradients, Seen, gradients_of, largest_of_weights, new_frames, train
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from test_noninterference import assert_same_bits
 from test_recorder import RECORDERS, WITH_DEVICE, watched
 

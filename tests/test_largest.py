@@ -18,8 +18,8 @@ from nanwatch.recording import largest
 from nanwatch.recording.largest import Largest, Name
 from nanwatch.report.frame import Frame, FrameRows
 from nanwatch.report.record import MASK
-from nanwatch.session.watch import watch
-from nanwatch.session.watching import Watch
+from nanwatch.session.api import watch
+from nanwatch.session.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 

@@ -22,7 +22,7 @@ from forks import SIDE, Fork, fork_backward, range_of, ranges
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.report import Report
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 from stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
 from test_gradients import Net, Spoil, Spoiling, backward_frames, loss_of
 from test_late_rows import Plant, text_of

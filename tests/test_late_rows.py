@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import BatchLimitError, NonFiniteError
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 from stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
 from test_recorder import run, tree
 from toys import Scale, in_threads, mlp, names

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from allocated import allocated
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 
 ROOM = 16 * 1024  # for copies of the state of the random numbers, 5,056 bytes each
 

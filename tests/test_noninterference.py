@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from architectures import ARCHITECTURES, built, inputs_of
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 
 STEPS = 20
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.report import Report
-from nanwatch.session.deferred import DeferredWatch
-from nanwatch.session.watch import watch
+from nanwatch.session.api import DeferredWatch, watch
 from toys import Scale, fault_of, latest, mlp, names
 
 INF = float("inf")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import NonFiniteError, Report, watch
-from nanwatch.session import closer_look
+from nanwatch.session import rerun_policy
 
 
 class Log(nn.Module):
@@ -179,20 +179,20 @@ class Waits(nn.Module):
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
 def test_a_thread_inside_the_model(monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
     """The second run waits a little for it to leave; while it is inside there is none, and a remark says so."""
-    monkeypatch.setattr(closer_look, "_PATIENCE", 60.0 if leaves else 0.01)
+    monkeypatch.setattr(rerun_policy, "_PATIENCE", 60.0 if leaves else 0.01)
     model = Waits()
     with watch(model):
         thread = threading.Thread(target=lambda: model(torch.ones(1)))
         thread.start()
         assert model.is_inside.wait(60)
-        real = closer_look.CloserLook._make_room
+        real = rerun_policy.RerunPolicy._make_room
 
-        def make_room(self: closer_look.CloserLook) -> bool:
+        def make_room(self: rerun_policy.RerunPolicy) -> bool:
             if leaves:
                 model.may_leave.set()
             return real(self)
 
-        monkeypatch.setattr(closer_look.CloserLook, "_make_room", make_room)
+        monkeypatch.setattr(rerun_policy.RerunPolicy, "_make_room", make_room)
         with pytest.raises(NonFiniteError) as error:
             model(torch.zeros(2))
         model.may_leave.set()
@@ -207,7 +207,7 @@ def test_after_many_failures_looks_get_rarer_and_say_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One warning; each report that is passed over says why; those at numbers that double are looked at."""
-    monkeypatch.setattr(closer_look, "MANY", 2)
+    monkeypatch.setattr(rerun_policy, "MANY", 2)
     model = Log()
     looked, told = [], []
     with watch(model, output_dir=tmp_path), warnings.catch_warnings(record=True) as caught:

@@ -28,7 +28,7 @@ from nanwatch import __main__ as command
 from nanwatch.distributed.merge import merge
 from nanwatch.report.html import report_html
 from nanwatch.report.report import Report
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from nanwatch.trace.trace_file import Trace
 from nanwatch.util import progress
 from terminal import VARIABLES, Screen, Terminal, on_terminal

@@ -22,7 +22,7 @@ from nanwatch.numerics import _extension
 from nanwatch.recording.recorder import PythonRecorder
 from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, call_leaves, leaves
 from nanwatch.report.frame import Frame
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 from oracle import values_of
 
 needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
@@ -65,7 +65,7 @@ def watched(model: nn.Module, recorder: str, **options: Any) -> Watch:
     """A watch with that recorder."""
     if recorder != "python":
         return watch(model, _verify_hits=True, **options)
-    with mock.patch("nanwatch.session.watching.make_recorder", PythonRecorder):
+    with mock.patch("nanwatch.session.watch.make_recorder", PythonRecorder):
         return watch(model, **options)
 
 

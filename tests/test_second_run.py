@@ -14,7 +14,7 @@ from examined import Does, culprit, exponential, look
 from nanwatch.diagnosis.batch_start import BatchStart
 from nanwatch.diagnosis.examination import Examination
 from nanwatch.diagnosis.microscope import examine
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 
 INF, NAN = math.inf, math.nan
 

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 from architectures import built, inputs_of
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from toys import Scale, fault_of, in_threads, mlp, names
 
 INF = float("inf")

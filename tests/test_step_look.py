@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from nanwatch.instrumentation.global_hooks import after_steps, before_steps
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 from stand_in_device import StandIn, stand_in
 from test_late_rows import Plant, chain
 from toys import Scale, in_threads, mlp

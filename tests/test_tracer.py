@@ -22,8 +22,8 @@ from architectures import built, inputs_of
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import BatchLimitError, NonFiniteError
 from nanwatch.report.frame import Frame
+from nanwatch.session.api import watch
 from nanwatch.session.options import Check
-from nanwatch.session.watch import watch
 from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
 from stand_in_device import stand_in

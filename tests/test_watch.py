@@ -22,7 +22,7 @@ from nanwatch.report.errors import BatchLimitError, NonFiniteError
 from nanwatch.report.frame import Frame
 from nanwatch.report.record import Record
 from nanwatch.report.report import Report
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 from toys import Scale
 
 INF = float("inf")

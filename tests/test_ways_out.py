@@ -297,7 +297,7 @@ def test_an_output_that_autograd_refuses_to_speak_of() -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["nanwatch.recording.job.place", "nanwatch.session.watching.Watch.backward_started"]
+    "place", ["nanwatch.recording.job.place", "nanwatch.session.watch.Watch.backward_started"]
 )
 @pytest.mark.usefixtures("each_recorder")
 def test_ctrl_c_in_a_backward_ends_it(place: str) -> None:

@@ -76,7 +76,7 @@ class OptimizerGuard:
 
     `act` is called with the report of a failure that a step is about to take, or that came once too often: what it
     raises, the step raises, and the weights are as they were. `let_go` is called when a step finds nothing held.
-    `look_at_sums` is called before a step where gradients may have added up to what is not finite; it may `hold` them.
+    `look_at_sums` is called before a step where gradients may have added up to what is not finite; it may `defer` them.
     `recorder` is told which gradients are no fault after all. `scaler` is the GradScaler, if it is known; else one is
     looked for when first needed.
     """
@@ -131,7 +131,7 @@ class OptimizerGuard:
     def note_scale(self) -> Tensor | None:
         """The scale as it is now, still where it is: nobody waits for it. None where no scaler is found.
 
-        For the `hold` of a backward that is found bad when a scaler may have lowered the scale.
+        For the `defer` of a backward that is found bad when a scaler may have lowered the scale.
         """
         self._noted += 1
         if self._scaler is None and self._noted & (self._noted - 1) == 0:
@@ -145,7 +145,7 @@ class OptimizerGuard:
         except RuntimeError:  # no memory, or a device that has failed
             return None
 
-    def hold(self, report: Report, batches: set[int], weights: set[Weight], noted: object = None) -> None:
+    def defer(self, report: Report, batches: set[int], weights: set[Weight], noted: object = None) -> None:
         """A backward has gone wrong: the gradients of these weights, in these batches, are not finite.
 
         `noted`: what `note_scale` gave when it was over.

@@ -1,4 +1,4 @@
-"""The look before an optimizer's step: at what it is about to take, whose rows a device may still hold."""
+"""Check before an optimizer's step of what the step is about to take, whose rows a device may still hold."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..instrumentation.global_hooks import before_steps
 from ..instrumentation.handles import Handles
 from ..recording.listener import Recorder
 from ..util.modules import each_parameter
-from .optimizer_state import steps_for
+from .backward_watch import steps_for
 from .options import Options
 
 
-class StepLook:
+class PreStepCheck:
     """Looks before every step of an optimizer at what has come, and waits for what has not: forwards with
     check="async", and gradients.
 

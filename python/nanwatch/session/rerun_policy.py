@@ -1,4 +1,4 @@
-"""The closer look at a failed batch: what it needs is kept from the batch's start to its end, in each thread."""
+"""The re-run of a failed batch: what it needs is kept from the batch's start to its end, in each thread."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Ended(NamedTuple):
         return None if module is None else replace(self.rest, module=module)
 
 
-class CloserLook:
+class RerunPolicy:
     """Runs a failed batch of `model` again and writes what it found, as the options say; see `watch`.
 
     `keeps_start` says whether it wants to be told of the starts and ends of batches.
