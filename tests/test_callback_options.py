@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import runpy
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+import nanwatch
+from nanwatch.cli.run import run_parser
 from nanwatch.session.api import watch
 from nanwatch.session.options import Options
 
@@ -53,6 +57,22 @@ def test_no_option_is_forgotten_here() -> None:
     assert names() == {*GIVEN, *MADE}
     defaults = inspect.signature(watch).parameters
     assert all(value != defaults[name].default for name, value in GIVEN.items() if name != "outputs")
+
+
+def test_signature_fields_flags_and_page_agree() -> None:
+    """`watch`, `Options`, `nanwatch run` and docs/options.md have the same options with the same defaults."""
+    declared = {one.name: one for one in fields(Options)}
+    signature = inspect.signature(watch).parameters
+    assert list(declared) == [name for name in signature if name in names()]
+    assert {name: one.default for name, one in declared.items()} == {
+        name: signature[name].default for name in declared
+    }
+    flags = {one.dest: one.default for one in run_parser()._actions if one.dest in declared}
+    for name, value in flags.items():
+        assert (tuple(value) if isinstance(value, list) else value) == declared[name].default
+    assert declared.keys() - flags.keys() == {"enabled", "optimizer", "scaler"}
+    page = runpy.run_path(str(Path(nanwatch.__file__).parents[2] / "docs" / "make_options.py"))
+    assert page["PLACE"].read_text(encoding="utf-8") == page["page"](), "run python docs/make_options.py"
 
 
 @pytest.mark.parametrize("package", ["transformers", "lightning"])

@@ -18,7 +18,7 @@ import nanwatch
 from first_fault import first_fault
 from nanwatch import __main__ as command
 from nanwatch.cli import run as run_command
-from nanwatch.cli.run_options import run_parser
+from nanwatch.cli.run import run_parser
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(nanwatch.__file__).parent.parent), "OMP_NUM_THREADS": "1"}

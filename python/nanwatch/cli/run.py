@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import contextlib
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from dataclasses import Field, fields
 from io import open_code
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -21,12 +23,34 @@ from ..report import text
 from ..report.errors import BatchLimitError, NonFiniteError, spell
 from ..report.report import Report
 from ..session.api import DeferredWatch, Watch, watch
+from ..session.options import Options
 from ..util.suppressed import suppressed
 from ..util.visible import visible
 from .model_finder import MAX_MODELS, ModelFinder
-from .run_options import BAD_USE, FAILED, NONFINITE, run_parser
 
 _NAME = "nanwatch run"
+# Exit statuses.
+NONFINITE, BAD_USE, FAILED = 3, 2, 1
+_NOTES = f"""\
+Which model: the first module that is called from outside any other module and has parameters to train, in training
+mode or known to an optimizer; or the module that holds it, as a LightningModule does. Models that are called later are
+watched too, each by itself, up to {MAX_MODELS}.
+
+stdout, arguments and exit status are the script's own. The report of a failure goes to stderr.
+
+exit status:
+  {NONFINITE}  a value was not finite, and the script did not catch the error that says so
+  {BAD_USE}  the options make no sense, there is no such script, or a pattern matches nothing
+  {FAILED}  the script ended by an exception of its own
+  otherwise the script's; 0 after --abort-after-batch
+
+examples:
+  nanwatch run train.py --lr 1e-3
+  nanwatch run --output-dir nanwatch-out --on-nonfinite warn train.py --lr 1e-3
+  nanwatch run --include 'encoder.*' --json report.json -m package.train --lr 1e-3
+  nanwatch run --model GPT2LMHeadModel generate.py          a model that is not trained, by its class
+  torchrun --nproc-per-node 2 -m nanwatch run train.py      each process watches its own
+"""
 
 
 def main(arguments: list[str]) -> int:
@@ -56,6 +80,49 @@ def main(arguments: list[str]) -> int:
     if left is not None and status == 0:
         raise left
     return status
+
+
+def run_parser() -> argparse.ArgumentParser:
+    """Return the parser of `nanwatch run`."""
+    parser = argparse.ArgumentParser(
+        prog="nanwatch run",
+        usage="%(prog)s [OPTION...] SCRIPT [ARG...]\n       %(prog)s [OPTION...] -m MODULE [ARG...]",
+        description="Run an unchanged training script and watch its model. Options go before the script.",
+        epilog=_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
+    parser.add_argument("arguments", metavar="ARG", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.add_argument("-m", action="store_true", help="run a module, as `python -m` does")
+    parser.add_argument(
+        "--model", metavar="CLASS", help="watch modules of this class (a pattern), trained or not"
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the report as JSON when the script has ended; /dev/fd/3 for a descriptor",
+    )
+    for option in fields(Options):
+        if flag := option.metadata["flag"]:
+            name, default = f"--{option.name.replace('_', '-')}", option.default
+            if flag.get("action") == "append":
+                default = []  # argparse cannot append to a tuple
+            parser.add_argument(name, default=default, help=_help(option), **flag)
+    return parser
+
+
+def _help(option: Field[Any]) -> str:
+    """Return the option's help, with its default where the help does not say it."""
+    text, needs, flag = (option.metadata[name] for name in ("text", "needs", "flag"))
+    default = option.default
+    if "=" in needs:
+        text = f"with --{needs.partition('=')[0].replace('_', '-')}: {text}"
+    if flag.get("action") == "append":
+        return f"{text}; may be repeated"
+    if default is True:
+        return f"{text} (the default)"
+    return text if default in (None, False, ()) else f"{text} ({default:{'g' if 'type' in flag else ''}})"
 
 
 class _Run:

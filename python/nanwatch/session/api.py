@@ -13,18 +13,8 @@ from ..instrumentation.wrapped_names import named_modules, original_module
 from ..recording.listener import Check
 from ..trace.trace import arrow
 from ..util.modules import each_module
-from .options import (
-    LOG_EVERY,
-    MAX_FRAMES,
-    MAX_SKIPPED_STEPS,
-    REREAD_WEIGHTS,
-    OnNonfinite,
-    Options,
-    check_model,
-    check_names,
-    check_options,
-    check_place,
-)
+from .checks import check_model, check_place
+from .options import MAX_FRAMES, OnNonfinite, Options, check_options
 from .watch import Watch
 
 __all__ = ["DeferredWatch", "Watch", "watch"]
@@ -46,18 +36,18 @@ def watch(
     outputs: bool = True,
     gradients: bool = False,
     counts: bool = False,
-    max_skipped_steps: int = MAX_SKIPPED_STEPS,
+    max_skipped_steps: int = 20,
     scaler: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
     allow_inf: str | Iterable[str] = (),
     every: int = 1,
-    reread_weights: int = REREAD_WEIGHTS,
+    reread_weights: int = 64,
     trace_batches: Iterable[int] = (),
     trace: str | os.PathLike[str] | None = None,
     log_to: Any = None,
-    log_every: int = LOG_EVERY,
+    log_every: int = 50,
     abort_after_batch: int | None = None,
     forecast: bool = True,
     microscope: bool | None = None,
@@ -67,7 +57,6 @@ def watch(
     _measure_time: bool = False,
     _verify_hits: bool = False,
     _room: int = 0,
-    **unknown: object,
 ) -> Watch:
     """Start to watch `model` and return the Watch, which is also a context manager.
 
@@ -128,11 +117,10 @@ def watch(
         enabled: False makes a Watch that watches nothing. The environment goes first: NANWATCH=0 or NANWATCH=1.
 
     Raises TypeError or ValueError, naming what was given and what is accepted, when `model` is not a module whose
-    calls can be seen, or an option is unknown, means nothing or has no effect without another one, or nothing can be
+    calls can be seen, or an option means nothing or has no effect without another one, or nothing can be
     written at `output_dir` or `trace`; ImportError, naming the package, where `trace` or `log_to` needs one that is not
     installed.
     """
-    check_names(unknown)
     check_model(model)
     model = original_module(model)
     given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}

@@ -134,7 +134,7 @@ class BackwardWatch:
     def ended(
         self, calls: list[BackwardCall], arrivals: list[Arrival], nonfinite: NonFiniteBatches, left: object
     ) -> None:
-        """Defer the failure of a backward whose frames are not yet kept. `nonfinite` are batches that are known to be."""
+        """Defer the failure of a backward whose frames are not yet kept, unless its batch is among `nonfinite`."""
         calls = [BackwardCall(*call) for call in calls]
         fault = find_in_backward(calls, [Arrival(*one) for one in arrivals], rank=self._rank())
         # The gradients of a non-finite forward are its consequence.

@@ -24,7 +24,7 @@ from ..report.text import close_names, without_wrappers
 from ..util.suppressed import suppressed
 from ..util.visible import visible
 from .api import watch
-from .options import SWITCH
+from .checks import SWITCH
 
 Model: TypeAlias = "nn.Module | Callable[[], nn.Module]"
 
