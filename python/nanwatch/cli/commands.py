@@ -100,12 +100,6 @@ def failed(name: str, error: BaseException) -> int:
     return 2
 
 
-def help_text() -> str:
-    """The part of `--help` that lists them."""
-    lines = [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(["commands (each has a --help of its own):", *lines])
-
-
 def command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
     """The parser of a command that prints for people, or with --json for programs."""
     parser = argparse.ArgumentParser(

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from ..report import text
 from ..report.errors import BatchLimitError, NonFiniteError
 from ..report.frame import Frame, FrameRows
 from ..report.report import Report
+from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.user_warning import warn_user
 from .backward_watch import BackwardWatch
 from .failure_handler import FailureHandler
@@ -28,9 +29,6 @@ from .optimizer_guard import SkippedStep, is_inside_step
 from .options import Options
 from .pre_step_check import PreStepCheck
 from .reports import Reports
-
-if TYPE_CHECKING:
-    from ..trace.tracer import Tracer
 
 
 class Watch:
@@ -59,8 +57,6 @@ class Watch:
         fetches = options.trace is not None and not options.trace_batches
         if fetches:
             # Frames of chosen batches come one by one; all others are fetched from a recorder that holds enough.
-            from ..trace.tracer import ring_size
-
             ring = max(ring, ring_size(model))
         settings = options.recorder_settings(
             max_frames=ring, verify_hits=verify_hits, measure_time=measure_time
@@ -68,8 +64,6 @@ class Watch:
         self._recorder: Recorder = make_recorder(settings, self)
         self._tracer: Tracer | None = None
         if options.trace is not None and options.enabled:
-            from ..trace.tracer import start_tracer
-
             self._tracer = start_tracer(
                 options.trace, self._recorder, ring if fetches else 0, options.every, model
             )
