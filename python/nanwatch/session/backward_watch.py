@@ -1,4 +1,4 @@
-"""What a Watch does between a forward and the next: the backward, and the optimizer's step."""
+"""Backwards and optimizer steps of a Watch: what it does between one forward and the next."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class BackwardWatch:
         return None if self._guard is None else self._guard.pending
 
     def release(self) -> Report | None:
-        """The same, and hold it no longer."""
+        """Return that report, and drop it."""
         return None if self._guard is None else self._guard.release()
 
     @property
@@ -132,13 +132,13 @@ class BackwardWatch:
             self._guard.before_step(optimizer)
 
     def ended(
-        self, calls: list[BackwardCall], arrivals: list[Arrival], nonfinite: NonFiniteBatches, left: object
+        self, calls: list[BackwardCall], arrivals: list[Arrival], batches: NonFiniteBatches, left: object
     ) -> None:
-        """Defer the failure of a backward whose frames are not yet kept, unless its batch is among `nonfinite`."""
+        """Defer the failure of a backward whose frames are not yet kept, unless its batch is among `batches`."""
         calls = [BackwardCall(*call) for call in calls]
         fault = find_in_backward(calls, [Arrival(*one) for one in arrivals], rank=self._rank())
         # The gradients of a non-finite forward are its consequence.
-        if fault is None or self._guard is None or fault.finding.batch in nonfinite:
+        if fault is None or self._guard is None or fault.finding.batch in batches:
             return
         batch = fault.finding.batch
         # The frames of a backward are kept, and counted, once it has been told of.
@@ -146,15 +146,15 @@ class BackwardWatch:
         sequence = None if num_before is None or place is None else num_before + place
         finding = replace(fault.finding, sequence=sequence)
         report = self._reports.latest(finding, batch, fault.frames)
-        bad = [(call.frame, row) for call in calls for row in call.frame.rows if is_fault(row)]
+        nonfinite = [(call.frame, row) for call in calls for row in call.frame.rows if is_fault(row)]
         self._failed(batch)
-        self._guard.defer(report, {frame.batch for frame, _ in bad}, self._weights(bad), left)
+        self._guard.defer(report, {frame.batch for frame, _ in nonfinite}, self._weights(nonfinite), left)
 
-    def _weights(self, bad: list[tuple[FrameRows, Row]]) -> set[Weight]:
+    def _weights(self, nonfinite: list[tuple[FrameRows, Row]]) -> set[Weight]:
         """The weights among these."""
         model = self._model()
         found: set[Weight] = set()
-        for frame, row in bad:
+        for frame, row in nonfinite:
             name = row[0].removesuffix(".grad")
             owner = None if model is None else find_module(model, frame.name)
             if owner is not None and name in owner.module._parameters:
@@ -164,23 +164,23 @@ class BackwardWatch:
     def _look_at_sums(self) -> None:
         """Defer what finite gradients have added up to in a weight, where that is not finite."""
         model, batch = self._model(), self._recorder.latest_batch
-        bad: list[tuple[FrameRows, Row]] = []
+        nonfinite: list[tuple[FrameRows, Row]] = []
         for name, _, module in () if model is None else named_modules(model):
             for label, x in module._parameters.items():
                 if x is not None and x.grad is not None:
                     row = observe(x.grad, f"{label}.grad", "gradient")
                     if is_fault(row):
                         kind = type(module).__name__
-                        bad.append((FrameRows(batch, name, kind, [row], False, "backward"), row))
-        if not bad or self._guard is None:
+                        nonfinite.append((FrameRows(batch, name, kind, [row], False, "backward"), row))
+        if not nonfinite or self._guard is None:
             return
-        frame = bad[0][0].to_frame()
+        frame = nonfinite[0][0].to_frame()
         sequence = self._recorder.frames_of_batch(batch)
         finding = finding_of(frame, frame.records[0], "produced", None, self._rank(), sequence)
         remark = _REDUCED if frame.records[0].is_shard else _ADDED_UP
-        report = self._reports.latest(replace(finding, remarks=(remark,)), batch, [bad[0][0]])
+        report = self._reports.latest(replace(finding, remarks=(remark,)), batch, [nonfinite[0][0]])
         self._failed(batch)
-        self._guard.defer(report, {batch}, self._weights(bad))
+        self._guard.defer(report, {batch}, self._weights(nonfinite))
 
     def _state_seen(self, rows: list[Row]) -> None:
         batch = self._recorder.latest_batch

@@ -287,7 +287,7 @@ class FailureHandler:
             return report
         # A batch that its thread has left cannot run again: its arguments are gone, and the weights may have changed.
         batch = None if report.batch is None else self.batches.get(report.batch)
-        examined = self.rerun.at(report, is_late=batch is not None and batch.is_left)
+        examined = self.rerun.examine(report, is_late=batch is not None and batch.is_left)
         if is_first:
             self.batches.failure = examined
         return examined
