@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import threading
 import warnings
 from pathlib import Path
@@ -174,6 +175,43 @@ class Waits(nn.Module):
             self.is_inside.set()
             assert self.may_leave.wait(60)
         return x.log()
+
+
+@pytest.mark.usefixtures("each_recorder")
+@pytest.mark.parametrize("wraps", [False, True], ids=["kept", "wrapped"])
+def test_an_error_met_inside_a_forward_is_complete_outside(wraps: bool) -> None:
+    """Code inside the forward meets the very error that leaves it, whole: what it kept, annotated or wrapped."""
+    met: list[NonFiniteError] = []
+    inside: list[Report] = []
+
+    class Meets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = Log()
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.log(x)
+            except NonFiniteError as error:
+                met.append(error)
+                error.mine = "a note"  # type: ignore[attr-defined]
+                inside.append(error.report)
+                if wraps:
+                    raise LookupError("mine") from error
+                raise
+
+    model = Meets()
+    with watch(model), pytest.raises(LookupError if wraps else NonFiniteError) as left:
+        model(torch.zeros(2))
+    error = left.value.__cause__ if wraps else left.value
+    assert error is met[0]
+    assert inside[0].finding is not None
+    assert inside[0].finding.operation is None  # no re-run inside the forward
+    assert vars(error)["mine"] == "a note"
+    assert met[0].report.finding is not None
+    assert met[0].report.finding.operation == "aten.log.default"
+    copied = pickle.loads(pickle.dumps(met[0]))
+    assert copied.report == met[0].report
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
