@@ -39,7 +39,7 @@ class Command:
 
 
 def until_cut(command: Callable[[], int], *, shows_place: bool = False) -> int:
-    """The command's exit status, or 141 where the reader of its output went away, as `head` does.
+    """Return the command's exit status, or 141 where the reader of its output went away, as `head` does.
 
     Ctrl-C goes up as KeyboardInterrupt, at which the interpreter ends by SIGINT: what a shell calls 130, and what ends
     a loop in a script too. With `shows_place` it prints the traceback, without it nothing. What the encoding of stdout
@@ -101,7 +101,7 @@ def failed(name: str, error: BaseException) -> int:
 
 
 def command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """The parser of a command that prints for people, or with --json for programs."""
+    """Return the parser of a command that prints for people, or with --json for programs."""
     parser = argparse.ArgumentParser(
         prog=f"nanwatch {name}".rstrip(),
         description=description,

@@ -189,7 +189,7 @@ def _devices() -> list[torch.device]:
 
 
 def _has_kernel(device: torch.device) -> bool:
-    """Whether the dispatcher has a native kernel of ours for the device's plain tensors."""
+    """Return whether the dispatcher has a native kernel of ours for the device's plain tensors."""
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
     return key is not None and bool(
         torch._C._dispatch_has_kernel_for_dispatch_key("nanwatch::abs_range", key)
@@ -284,7 +284,7 @@ def parser(name: str, examples: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; returns the exit status."""
+    """Run the command and return the exit status."""
     options = parser("doctor", _EXAMPLES).parse_args(arguments)
 
     found = facts()

@@ -24,7 +24,7 @@ examples:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = command_parser(
         "merge",
         "One report from those of several ranks: the origin, headroom by module and rank, and weights"

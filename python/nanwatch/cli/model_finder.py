@@ -33,7 +33,7 @@ MAX_MODELS = 8
 
 
 def may_be_trained(module: nn.Module, optimized: Callable[[], Collection[int]]) -> bool:
-    """Whether parameters of the module require a gradient, and it is in training mode or some are optimized.
+    """Return whether parameters of the module require a gradient, and it is in training mode or some are optimized.
 
     `optimized()` gives the ids of the parameters that optimizers hold; it is asked only where that decides.
     """
@@ -75,7 +75,7 @@ def made(kind: type[_T]) -> list[_T]:
 
 
 def is_inside_a_call(frame: FrameType | None) -> bool:
-    """Whether a call of a module is under way in `frame` or in one that led to it."""
+    """Return whether a call of a module is under way in `frame` or in one that led to it."""
     while frame is not None and frame.f_code is not _CALL:
         frame = frame.f_back
     return frame is not None
@@ -156,7 +156,7 @@ class ModelFinder:
             return False
 
     def _look(self, module: nn.Module, caller: FrameType | None) -> bool:
-        """Whether the module was found to be a model. `caller` is the frame of whoever calls it."""
+        """Return whether the module was found to be a model. `caller` is the frame of whoever calls it."""
         model = module
         if self._class_name is not None:
             is_candidate = True

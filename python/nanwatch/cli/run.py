@@ -288,7 +288,7 @@ def _line(name: str, one: Watch, report: Report) -> str:
 
 
 def _ended_in(one: Watch) -> bool:
-    """Whether an exception has ended the latest batch."""
+    """Return whether an exception has ended the latest batch."""
     return one._ended_by_exception
 
 
@@ -333,7 +333,7 @@ def _show(error: Exception) -> None:
 
 
 def _of_this_rank(path: str) -> Path:
-    """The file as named, and for the processes of torchrun other than the first with the rank in its name."""
+    """Return the file as named, and for the processes of torchrun other than the first with the rank in its name."""
     rank = os.environ.get("RANK", "0")
     plain = Path(path)
     # The script may change its folder.

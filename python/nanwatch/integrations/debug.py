@@ -174,7 +174,7 @@ def _batches(value: Container[int]) -> Container[int]:
 
 
 def detect_overflow(var: Tensor, ctx: str) -> bool:
-    """Whether `var` holds a nan or an inf; prints `{ctx} has nans` and `{ctx} has infs` when it does.
+    """Return whether `var` holds a nan or an inf; prints `{ctx} has nans` and `{ctx} has infs` when it does.
 
     Raises TypeError for what is no tensor and for a tensor that cannot be read.
     """

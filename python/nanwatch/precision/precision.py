@@ -84,7 +84,7 @@ class Fp32Handle:
         self._claims = claims
 
     def remove(self) -> None:
-        """The modules compute as before, unless another handle holds them. A second time does nothing."""
+        """Let the modules compute as before, unless another handle holds them. A second time does nothing."""
         for wrapper, claim in reversed(self._claims):
             wrapper.release(claim)
         self._claims = []
@@ -163,7 +163,7 @@ class _ForwardWrapper:
         return self.claims[-1] if self.claims else None
 
     def _given_back(self, given: torch.dtype | None, autocast: bool) -> torch.dtype | None:
-        """The dtype that float32 results take for the code around, or None to leave them."""
+        """Return the dtype that float32 results take for the code around, or None to leave them."""
         if isinstance(self.module, _WIDE_RESULT) and autocast:
             return None
         if given is None and not autocast:
@@ -199,7 +199,7 @@ _WIDE_RESULT = (
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward at all; a ModuleList has none."""
+    """Return whether the module has a forward at all; a ModuleList has none."""
     return _SLOT in module.__dict__ or type(module).forward is not nn.Module.forward
 
 

@@ -118,7 +118,7 @@ class BackwardWatch:
         return 0 if self._guard is None else self._guard.num_skipped
 
     def started(self) -> None:
-        """The first gradient of a backward came: see whether those of the one before are gone."""
+        """Note that a backward has begun: find out whether the gradients of the one before are gone."""
         if self._guard is not None:
             self._guard.settle()
 
@@ -151,7 +151,7 @@ class BackwardWatch:
         self._guard.defer(report, {frame.batch for frame, _ in nonfinite}, self._weights(nonfinite), left)
 
     def _weights(self, nonfinite: list[tuple[FrameRows, Row]]) -> set[Weight]:
-        """The weights among these."""
+        """Return the weights among these rows."""
         model = self._model()
         found: set[Weight] = set()
         for frame, row in nonfinite:
@@ -230,7 +230,7 @@ class OptimizerState:
 
 
 def state_rows(optimizer: Optimizer, names: dict[int, str]) -> list[Row]:
-    """The rows of an optimizer's state: `exp_avg[0.weight]`, with the name of the parameter that it is of.
+    """Return the rows of an optimizer's state: `exp_avg[0.weight]`, with the name of the parameter that it is of.
 
     `names` are those of the model's parameters, by id. A parameter that is not among them, such as a float32 copy of a
     weight, is called by its place, `[group][position]`, and has a row of its own: `param[0][3]`. Step counts are left

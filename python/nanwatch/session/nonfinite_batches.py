@@ -46,7 +46,7 @@ class NonFiniteBatches:
         self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
 
     def __contains__(self, number: int) -> bool:
-        """Whether the batch of this number is known to be non-finite."""
+        """Return whether the batch of this number is known to be non-finite."""
         return number in self._under_way or number in self._ended
 
     def has_ended(self, number: int) -> bool:
@@ -54,7 +54,7 @@ class NonFiniteBatches:
         return number in self._ended
 
     def __bool__(self) -> bool:
-        """Whether a non-finite batch is under way, or a run of them is open."""
+        """Return whether a non-finite batch is under way, or a run of them is open."""
         return bool(self._under_way) or self.run_is_open
 
     def get(self, number: int) -> NonFiniteBatch | None:
@@ -105,8 +105,9 @@ class _Count:
 class NonFiniteWarnings:
     """Warns of non-finite batches in few lines, with `speaks`; what is not told at once is counted and told in sum.
 
-    A run of faulty batches is told when it begins, when another module is the first to be at fault, and when it ends.
-    Lines become rarer where they come often: the n-th line of a run needs 2 ** (n - 2) faulty batches since the line
+    A run of non-finite batches is told when it begins, when another module is the first to be at fault, and when it
+    ends.
+    Lines become rarer where they come often: the n-th line of a run needs 2 ** (n - 2) such batches since the line
     before it, and the n-th run ends after 2 ** (n - 1) finite batches in a row. `patience` is the number for the first
     run: more than 1 where faults are found after the end of a batch.
     """
@@ -119,7 +120,7 @@ class NonFiniteWarnings:
         self._all = _Count()
         self._run: _Count | None = None
         self._lines = 0  # of the run
-        self._since = 0  # faulty batches since the latest line
+        self._since = 0  # non-finite batches since the latest line
         self._finite = 0  # batches in a row since the latest fault
         self._told: tuple[str, str] = "", ""  # which module, in which phase, was told to be the first
 
@@ -156,7 +157,7 @@ class NonFiniteWarnings:
         return message
 
     def count(self, module: str) -> None:
-        """Take a faulty call of the module."""
+        """Take a non-finite call of the module."""
         if self._speaks:
             with self._lock:
                 self._all.calls[module] += 1

@@ -129,13 +129,13 @@ class OptimizerGuard:
         return pending
 
     def note_scale(self) -> Tensor | None:
-        """The scale as it is now, still where it is: nobody waits for it. None where no scaler is found.
+        """Return the scale as it is now, still where it is: nobody waits for it. None where no scaler is found.
 
-        For the `defer` of a backward that is found bad when a scaler may have lowered the scale.
+        For the `defer` of a backward that is found non-finite when a scaler may have lowered the scale.
         """
         self._noted += 1
         if self._scaler is None and self._noted & (self._noted - 1) == 0:
-            # Before anything is bad, as later the scale is another; ever less often, where there is none.
+            # Before anything is non-finite, as later the scale is another; ever less often, where there is none.
             found = _find_scaler()
             self._scaler = None if found() is None else found
         scale = None if self._scaler is None else getattr(self._scaler(), "_scale", None)
@@ -247,7 +247,7 @@ class OptimizerGuard:
 
     def _count(self, in_a_row: int) -> None:
         self._in_a_row = in_a_row
-        # When no more may be skipped a bad backward is told of at its end, while it can still be run again.
+        # When no more may be skipped a non-finite backward is reported at its end, while it can still be run again.
         self._recorder.awaits_backwards = in_a_row >= self._max_skipped_steps
 
     def _drop(self) -> None:
@@ -270,10 +270,10 @@ class OptimizerGuard:
 
 
 def _find_scaler() -> Callable[[], Any]:
-    """The one GradScaler that is in use in this process; nothing where there are none or several.
+    """Return the one GradScaler that is in use in this process; nothing where there are none or several.
 
-    Nothing leads from a model to its scaler. This looks through all objects, 10 ms for a million, after the first bad
-    gradient, or the first late one.
+    Nothing leads from a model to its scaler. This looks through all objects, 10 ms for a million, after the first
+    non-finite gradient, or the first late one.
     """
     scalers = living(torch.amp.GradScaler)
     found = [one for one in scalers if getattr(one, "_enabled", False) and one._scale is not None]
@@ -302,7 +302,7 @@ def _steps(optimizer: Optimizer, weights: set[Weight]) -> bool:
 
 
 def is_inside_step() -> bool:
-    """Whether this runs for an optimizer's `step`, as the backward of a closure does.
+    """Return whether this runs for an optimizer's `step`, as the backward of a closure does.
 
     Not for that of an object around an optimizer, which is of the optimizer's class in Lightning and Accelerate: it may
     still ask a GradScaler whether there is to be a step. PyTorch hooks the steps of those that do the work.

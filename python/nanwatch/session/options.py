@@ -190,11 +190,11 @@ class Options:
     )
 
     def observes(self, name: str) -> bool:
-        """Whether the calls of the module of this name are recorded."""
+        """Return whether the calls of the module of this name are recorded."""
         return (not self.include or _matches(name, self.include)) and not _matches(name, self.exclude)
 
     def allows_inf(self, name: str, module: nn.Module) -> bool | MaskedScores:
-        """Whether infinities in this module are meant, or the masked scores that are, of a softmax."""
+        """Return whether infinities in this module are meant, or the masked scores that are, of a softmax."""
         return _matches(name, self.allow_inf) or masked_scores(module, self.inputs)
 
     def recorder_settings(self, *, max_frames: int, verify_hits: bool, measure_time: bool) -> Settings:

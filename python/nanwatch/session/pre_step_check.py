@@ -104,7 +104,7 @@ class PreStepCheck:
 def _with_look_after_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], look: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of the step, with `look` after its closure; None where it has none.
+    """Return the arguments of the step, with `look` after its closure; None where it has none.
 
     Lightning makes forward and backward in one, also for optimizers that call it once.
     """

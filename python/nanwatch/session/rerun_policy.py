@@ -199,7 +199,7 @@ class RerunPolicy:
         return replace(report, finding=replace(finding, remarks=(*finding.remarks, remark)))
 
     def _loss_scale(self) -> float | None:
-        """The present scale of the loss, where the watch was told of its GradScaler.
+        """Return the present scale of the loss, where the watch was told of its GradScaler.
 
         One that is found in the process may have no part in this batch, and its scale would be told as the batch's.
         """

@@ -218,9 +218,9 @@ class Watch:
         return {**self._recorder.counters, "skipped_steps": self._backward.num_skipped}
 
     def report(self) -> Report:
-        """The report of the latest failure, or of the latest frames when there was none.
+        """Return the report of the latest failure, or of the latest frames when there was none.
 
-        When several batches on end were faulty it is the report of the first of them, as it was at its first
+        When several batches on end were non-finite it is the report of the first of them, as it was at its first
         non-finite value: what came later is its consequence. With check="async" it is what has come so far; `look()`
         waits for the rest.
         """
