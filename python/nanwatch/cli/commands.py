@@ -81,7 +81,7 @@ def _flush() -> None:
 COMMANDS = {
     "diff": Command("where two traces, or two batches of one, part", ".diff"),
     "doctor": Command("what is installed, what serves which device, and what is missing", ".doctor"),
-    "formats": Command("the narrowest format that holds what each module makes, by a trace", "formats"),
+    "formats": Command("the narrowest format that holds what each module makes, by a trace", ".formats"),
     "merge": Command("the reports of all ranks of a job as one", ".merge"),
     "netcheck": Command(
         "can the ranks of a job reach each other? Start it with torchrun", "..netcheck", only_prints=False
