@@ -18,8 +18,8 @@ ARGS ?=
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 JOBS ?= $(if $(filter 1,$(CORES)),2,$(if $(filter 2,$(CORES)),3,4))
 
-CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
-FORMATTED := $(CXX_SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*.cu tests/*/*.cpp tests/*/*.h tests/*/*.cu)
+CXX_SOURCES := $(wildcard $(foreach suffix,cpp h cu,csrc/*.$(suffix) csrc/*/*.$(suffix)))
+FORMATTED := $(CXX_SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*.cu tests/native/*/*.cpp tests/native/*/*.h tests/native/*/*.cu)
 MARKS := not cuda$(if $(filter 1,$(SLOW)),, and not slow)
 
 ifeq ($(OFFLINE),1)
@@ -27,6 +27,7 @@ ifeq ($(OFFLINE),1)
   PY_ONLY := $(PYTHON)
   STAMPS := build/stamps-offline
   READY := $(STAMPS)/native
+  TOOLS := $(STAMPS)/native
   BUILD_NEEDS := $(STAMPS)/checked
   TOOL := $(PYTHON) -m
   CLANG_FORMAT := clang-format
@@ -37,6 +38,7 @@ else
   PY_ONLY := $(VENV)/bin/python
   STAMPS := $(VENV)/.stamps
   READY := $(STAMPS)/package
+  TOOLS := $(STAMPS)/tools
   BUILD_NEEDS := $(STAMPS)/torch
   TOOL := $(VENV)/bin/python -m
   CLANG_FORMAT := $(VENV)/bin/clang-format
@@ -64,26 +66,26 @@ test-gpu: $(READY)
 # writes, torch's too; the others look at ours alone.
 SANITIZER ?= $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
 SANITIZE = $(SANITIZER) --target-processes all --error-exitcode 9 --tool
-SMALL = -m pytest -p no:cacheprovider -m cuda tests/test_cuda_small.py $(ARGS)
+SMALL = -m pytest -p no:cacheprovider -m cuda tests/gpu/test_cuda_small.py $(ARGS)
 sanitize: $(READY)
 	$(PYTHON_ENVIRONMENT) $(SANITIZE) memcheck --kernel-name kns=nanwatch $(PY_ONLY) $(SMALL)
 	$(PYTHON_ENVIRONMENT) $(SANITIZE) racecheck --kernel-name kns=nanwatch $(PY_ONLY) $(SMALL)
 	$(PYTHON_ENVIRONMENT) $(SANITIZE) synccheck --kernel-name kns=nanwatch $(PY_ONLY) $(SMALL)
 	$(PYTHON_ENVIRONMENT) PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) initcheck $(PY_ONLY) $(SMALL)
 
-lint: $(READY)
+lint: $(TOOLS)
 	$(TOOL) ruff check .
 	$(TOOL) ruff format --check .
 	$(TOOL) mypy
 	$(LINT_IMPORTS)
 	$(CLANG_FORMAT) --dry-run --Werror $(FORMATTED)
 
-format: $(READY)
+format: $(TOOLS)
 	$(TOOL) ruff check --fix .
 	$(TOOL) ruff format .
 	$(CLANG_FORMAT) -i $(FORMATTED)
 
-bench: $(READY)
+bench: $(TOOLS)
 	$(PY) benchmarks/bench_range.py $(ARGS)
 
 bench-gpu: $(READY)
@@ -114,16 +116,21 @@ $(STAMPS)/native: setup.py $(CXX_SOURCES) | $(BUILD_NEEDS)
 	PATH="$(abspath $(VENV))/bin:$$PATH" NANWATCH_REQUIRE_EXT=1 $(PY) setup.py build_ext --inplace
 	@touch $@
 
-# Finds the module built just above, so it compiles nothing; again only when what is installed changes.
+# pip finds the module built just above and compiles nothing. It runs again only when what is installed changes.
+INSTALL = test pyproject.toml -ot $@ && test setup.py -ot $@ || \
+  PATH="$(abspath $(VENV))/bin:$$PATH" NANWATCH_REQUIRE_EXT=1 $(VENV)/bin/python -m pip install --no-build-isolation -e
+
 $(STAMPS)/package: $(STAMPS)/native pyproject.toml
-	@test pyproject.toml -ot $@ && test setup.py -ot $@ || \
-	  PATH="$(abspath $(VENV))/bin:$$PATH" NANWATCH_REQUIRE_EXT=1 \
-	  $(VENV)/bin/python -m pip install --no-build-isolation -e ".[test,demo,dev]"
+	@$(INSTALL) ".[demo]"
+	@touch $@
+
+$(STAMPS)/tools: $(STAMPS)/package
+	@$(INSTALL) ".[test,demo,dev]"
 	@touch $@
 
 clean:
 	rm -rf build dist python/nanwatch.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f python/nanwatch/_C*.so python/nanwatch/_build.json $(STAMPS)/native $(STAMPS)/package
+	rm -f python/nanwatch/_C*.so python/nanwatch/_build.json $(STAMPS)/native $(STAMPS)/package $(STAMPS)/tools
 	find python tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean

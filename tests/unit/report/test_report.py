@@ -1,0 +1,434 @@
+"""Report: its text, its JSON, and the finding it is built on."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import pickle
+import sys
+from dataclasses import FrozenInstanceError, replace
+from math import inf, isnan, nan
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanwatch.numerics.ranges import TensorHealth
+from nanwatch.report.errors import BatchLimitError, NonFiniteError
+from nanwatch.report.finding import Cure, Finding, find
+from nanwatch.report.frame import Frame
+from nanwatch.report.record import MASK, Record, Role
+from nanwatch.report.report import Report
+
+
+def record(label: str, role: Role, abs_max: float = 1.0, **changes: Any) -> Record:
+    """A float16 record of four elements; non-finite when its abs_max is."""
+    isfinite = abs_max < inf
+    health = None
+    if not isfinite:
+        health = TensorHealth(
+            0.5, abs_max, False, 0.5, 2.0, int(isnan(abs_max)), int(abs_max == inf), 0, 0, 0, 4, (1, 0)
+        )
+    plain = Record(label, role, (2, 2), "float16", nan if isnan(abs_max) else 0.5, abs_max, isfinite, health)
+    return replace(plain, **changes)
+
+
+def frame(name: str, *records: Record, batch: int = 0, class_name: str = "Linear") -> Frame:
+    """A frame of the given records."""
+    return Frame(batch, name, class_name, records)
+
+
+GROWING = (
+    frame("up", record("weight", "weight"), record("input[0]", "input"), record("output", "output", 6e4)),
+    frame(
+        "drop",
+        record("input[0]", "input", 6e4),
+        Record("input[1]", "input", None, "", None, None, None, None, "None"),
+        Record("input[2]", "input", None, "", None, None, None, None, "not a tensor"),
+        Record(
+            "input[3]", "input", (2,), "float32", None, None, None, None, "not checked: meta tensor, no data"
+        ),
+        record("output", "output", inf),
+        batch=3,
+        class_name="Dropout",
+    ),
+)
+REPORT = Report(GROWING, find(GROWING), 3)
+
+TEXT = """\
+Detected inf in batch 3
+Last 2 frames, the oldest first:
+abs min  abs max  metadata
+                  up Linear
+5.00e-01 1.00e+00 weight
+5.00e-01 1.00e+00 input[0]
+5.00e-01 6.00e+04 output
+                  *** Starting batch number=3 ***
+                  drop Dropout
+5.00e-01 6.00e+04 input[0]
+             None input[1]
+     not a tensor input[2]
+      not checked input[3] (meta tensor, no data)
+5.00e-01      inf output  <-- inf, first
+
+What:  inf first seen in `output` of drop (Dropout) in batch 3.
+Where: 1 of 4 elements, the first at [1, 0]; float16 of shape [2, 2].
+Why:   this module made it: its weights, buffers and inputs that were read are all finite \
+(largest input 6.00e+04).
+Next:  float16 ends at 65504; follow the abs max column up to where it began to grow."""
+
+
+def test_text() -> None:
+    """The frames in columns, the culprit marked, then what, where, why and what to do next."""
+    assert REPORT.to_text() == TEXT
+
+
+def test_only_the_first_fault_is_marked() -> None:
+    """What followed from the culprit stands in the text unmarked."""
+    after = frame("next", record("input[0]", "input", inf), record("output", "output", nan), batch=3)
+    text = Report((*GROWING, after), REPORT.finding, 3).to_text()
+    assert [line for line in text.splitlines() if "<--" in line] == [
+        "5.00e-01      inf output  <-- inf, first"
+    ]
+
+
+def test_text_when_all_is_finite() -> None:
+    """Without a finding the text says so and marks nothing."""
+    text = Report(GROWING[:1], None, 7).to_text()
+    assert text.startswith("All finite up to batch 7\nLast 1 frames")
+    assert "<--" not in text
+
+
+def test_text_when_nothing_was_looked_at() -> None:
+    """What nobody read is not called finite: no frames, or frames without a range."""
+    assert Report((), None, None).to_text() == "Nothing was looked at: no watched call has run."
+    assert Report((), None, 4).to_text() == "Nothing was looked at up to batch 4: no watched call has run."
+    unread = Record("input[0]", "input", (2,), "float16", None, None, None, None, "not checked: meta tensor")
+    text = Report((frame("a", unread),), None, 0).to_text()
+    assert text.startswith("Nothing could be read up to batch 0: no record")
+    assert "not checked input[0] (meta tensor)" in text
+    assert (
+        Report((frame("a", unread), *GROWING[:1]), None, 0).to_text().startswith("All finite up to batch 0")
+    )
+
+
+def next_step(*records: Record) -> str:
+    """The advice for a module with these records, the last of which is not finite."""
+    frames = (frame("a", *records),)
+    (line,) = [x for x in Report(frames, find(frames), 0).to_text().splitlines() if x.startswith("Next:")]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "left", "is_growth"),
+    [
+        ("float16", 6e4, 0.0, True),
+        ("float16", 300.0, 0.0, True),
+        ("float16", 1.0, 6e4, True),
+        ("float16", 1.0, 2.0, False),
+        ("float32", 1.0, 0.0, False),  # 1 / 0 and log(0)
+        ("float32", 100.0, 2.0, False),  # exp(100)
+        ("float32", 1e20, 0.0, True),  # its square
+        ("float32", 1.0, 1e37, True),
+        ("bfloat16", 1e4, 3.0, False),
+        ("float64", 1e300, 3.0, True),
+        ("float8_e4m3fn", 3.0, 3.0, True),
+    ],
+)
+def test_the_end_of_the_format_is_blamed_only_near_it(
+    dtype: str, given: float, left: float, is_growth: bool
+) -> None:
+    """Where nothing finite was large, the advice is to look for a division by zero or the like."""
+    made = record("output", "output", inf, dtype=dtype)
+    health = made.health._replace(finite_abs_max=left)  # type: ignore[union-attr]
+    inputs = record("input[0]", "input", given, dtype=dtype)
+    # Token numbers are large and overflow nothing; neither does what is not finite itself.
+    ids = record("input[1]", "input", 5e4, dtype="int64")
+    masks = record("input[2]", "input", inf, dtype=dtype, note=MASK)
+    line = next_step(inputs, ids, masks, replace(made, health=health))
+    assert ("follow the abs max column" in line) is is_growth
+    assert ("division by zero" in line) is not is_growth
+    assert dtype in line
+
+
+def test_what_cannot_be_told_apart_is_said() -> None:
+    """Bad data may be the model's own in-place write, and what was handed in may come from an unwatched module."""
+    frames = (frame("a", record("input[0]", "input", inf)),)
+    data = Report(frames, find(frames, batch_inputs=[record("input[0]", "input", inf)]), 0).to_text()
+    assert "or a module wrote it there, in place" in data
+    assert "data loader" in data
+    received = Report(frames, find(frames, caller="parent"), 0).to_text()
+    assert "handed in by parent" in received
+    assert "or a submodule that is not watched" in received
+
+
+def test_color_adds_only_escapes() -> None:
+    """The coloured text is the plain text once the ANSI sequences are taken out, on any terminal width."""
+    import re
+
+    colored = REPORT.to_text(color=True)
+    assert "\x1b[1;31m" in colored
+    stripped = re.sub(r"\x1b\[[0-9;]*m", "", colored)
+    assert [line.rstrip() for line in stripped.splitlines()] == TEXT.splitlines()
+
+
+def test_color_without_rich_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the optional package the error names it and the extra that brings it."""
+    real = builtins.__import__
+
+    def without_rich(name: str, *rest: Any, **options: Any) -> Any:
+        if name.split(".")[0] == "rich":
+            raise ImportError(name)
+        return real(name, *rest, **options)
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without_rich)
+    with pytest.raises(ImportError, match=r"rich.*\.\[terminal\]"):
+        REPORT.to_text(color=True)
+
+
+@pytest.mark.parametrize(
+    ("bad", "origin", "value"),
+    [
+        (record("weight", "weight", nan), "weight", "nan"),
+        (record("running_mean", "buffer", inf), "buffer", "inf"),
+        (record("input[0]", "input", nan), "received", "nan"),
+        (record("output", "output", inf), "produced", "inf"),
+    ],
+)
+def test_origin_is_the_role_of_the_first_fault(bad: Record, origin: str, value: str) -> None:
+    """The first non-finite record of the first such frame decides; later ones are its consequence."""
+    frames = (
+        frame("a", record("output", "output")),
+        frame("b", record("w", "weight"), bad, record("output", "output", nan)),
+        frame("c", record("input[0]", "input", nan)),
+    )
+    finding = find(frames, caller="parent", rank=2)
+    assert finding is not None
+    assert (finding.module, finding.label, finding.origin, finding.value) == ("b", bad.label, origin, value)
+    assert (finding.num_nonfinite, finding.numel, finding.index, finding.rank) == (1, 4, (1, 0), 2)
+    assert finding.source_module == ("parent" if origin == "received" else None)
+
+
+def test_bad_data_is_told_from_a_bad_layer() -> None:
+    """A fault that was already in what the batch was called with comes from the data."""
+    frames = (frame("a", record("input[0]", "input", inf)),)
+    finding = find(frames, batch_inputs=[record("input[x]", "input", inf)], caller="")
+    assert finding is not None
+    assert (finding.origin, finding.source_module) == ("data", None)
+
+
+def test_both_values_are_named() -> None:
+    """A tensor with a nan and an inf says both; without counts, what the range proves."""
+    both = record("output", "output", nan)
+    counted = replace(both, health=TensorHealth(0.5, nan, False, 0.5, 2.0, 1, 0, 1, 0, 0, 4, (1, 0)))
+    assert find([frame("a", counted)]).value == "nan+inf"  # type: ignore[union-attr]
+    uncounted = find([frame("a", replace(both, health=None))])
+    assert uncounted is not None
+    assert (uncounted.value, uncounted.num_nonfinite, uncounted.index) == ("nan", None, None)
+
+
+def test_masks_and_unread_tensors_are_no_findings() -> None:
+    """An additive mask is meant to hold -inf, and of what nobody read nothing is claimed."""
+    unread = Record("input[1]", "input", (2,), "float16", None, None, None, None, "not checked: meta")
+    assert find([frame("a", record("input[0]", "input", inf, note=MASK), unread)]) is None
+    assert find([]) is None
+
+
+NUMBERS = st.floats() | st.sampled_from([0.0, -0.0, inf, -inf, nan, 5e-324, 65504.0])
+HEALTHS = st.builds(
+    TensorHealth,
+    NUMBERS,
+    NUMBERS,
+    st.booleans(),
+    NUMBERS,
+    NUMBERS,
+    *[st.integers(0, 2**62)] * 6,
+    st.none() | st.lists(st.integers(0, 99)).map(tuple),
+)
+RECORDS = st.builds(
+    Record,
+    st.text(),
+    st.sampled_from(["weight", "buffer", "input", "output", "gradient"]),
+    st.none() | st.lists(st.integers(0, 2**62), max_size=5).map(tuple),
+    st.text(),
+    st.none() | NUMBERS,
+    st.none() | NUMBERS,
+    st.none() | st.booleans(),
+    st.none() | HEALTHS,
+    st.text(),
+)
+FRAMES = st.builds(
+    Frame,
+    st.integers(0),
+    st.text(),
+    st.text(),
+    st.lists(RECORDS, max_size=3).map(tuple),
+    st.sampled_from(["forward", "backward"]),
+    st.booleans(),
+)
+FINDINGS = st.builds(
+    Finding,
+    *[st.text()] * 3,
+    st.integers(0),
+    st.integers(0),
+    st.sampled_from(["nan", "inf", "nan+inf"]),
+    st.sampled_from(["produced", "received", "weight", "buffer", "data"]),
+    st.none() | st.text(),
+    st.none() | st.integers(0),
+    st.integers(0),
+    st.none() | st.lists(st.integers(0)).map(tuple),
+    st.text(),
+    st.none() | st.text(),
+    st.none() | st.text(),
+    st.none() | st.booleans(),
+    st.lists(st.builds(Cure, st.text(), st.booleans(), st.none() | NUMBERS), max_size=2).map(tuple),
+)
+REPORTS = st.builds(
+    Report,
+    st.lists(FRAMES, max_size=3).map(tuple),
+    st.none() | FINDINGS,
+    st.none() | st.integers(0, 2**62),
+    st.integers(0, 9),
+)
+
+
+@given(REPORTS)
+@settings(max_examples=100, deadline=None)
+def test_json_round_trips_exactly(report: Report) -> None:
+    """What to_json writes, from_json reads back to the last bit and the very same types."""
+    again = Report.from_json(report.to_json())
+    assert repr(again) == repr(report)  # repr, as nan is not equal to itself
+    assert again.to_json() == report.to_json()
+
+
+def test_json_is_strict() -> None:
+    """The document has no NaN or Infinity literals, so that any parser reads it."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    document = json.loads(REPORT.to_json(), parse_constant=refuse)
+    assert (document["schema"], document["version"]) == ("nanwatch.report", 1)
+    assert document["frames"][1]["records"][-1]["abs_max"] == "inf"
+
+
+def _edited(**changes: Any) -> str:
+    return json.dumps({**json.loads(REPORT.to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ("", "Expecting value"),
+        (REPORT.to_json()[:-20], "pass the whole text"),
+        ("null", "report should be an object, got None"),
+        ("[]", "report should be an object"),
+        ("{}", "has no 'schema'"),
+        ("NaN", "NaN is no JSON number"),
+        ("[" * 100_000, "nested too deeply"),
+        (_edited(schema="other"), "report.schema should be one of 'nanwatch.report'"),
+        (_edited(version=99), "its version is 99, this nanwatch reads version 1"),
+        (_edited(surprise=1), "has 'surprise'"),
+        (_edited(rank="0"), "report.rank should be an integer, got '0'"),
+        (_edited(rank=True), "report.rank should be an integer, got True"),
+        (_edited(batch=1.5), "report.batch should be an integer"),
+        (_edited(frames={}), "report.frames should be a list"),
+        (_edited(frames=[{"batch": 0}]), r"report.frames\[0\] has no 'name'"),
+        (_edited(finding=[]), "report.finding should be an object"),
+        (
+            _edited().replace('"abs_max": "inf"', '"abs_max": "huge"'),
+            r"records\[4\].abs_max should be a number",
+        ),
+        (_edited().replace('"abs_max": 60000.0', '"abs_max": 1e999'), "abs_max should be a number"),
+        (_edited().replace('"role": "input"', '"role": ["input"]'), "role should be one of 'weight'"),
+        (_edited().replace('"abs_max": 60000.0', '"abs_max": 1' + "0" * 400), "abs_max should be a number"),
+        (_edited(batch=0).replace('"batch": 0', '"batch": ' + "9" * 10_000), "not a nanwatch report"),
+    ],
+)
+def test_hostile_json_is_one_clear_error(document: str, message: str) -> None:
+    """Anything else than a report is a ValueError that says what was met and where."""
+    with pytest.raises(ValueError, match=message) as error:
+        Report.from_json(document)
+    assert str(error.value).startswith("not a nanwatch report")
+    assert len(str(error.value)) < 500
+
+
+def test_every_truncation_is_refused() -> None:
+    """No prefix of a document is taken for a document."""
+    document = REPORT.to_json()
+    for end in range(len(document)):
+        with pytest.raises(ValueError, match="not a nanwatch report"):
+            Report.from_json(document[:end])
+
+
+def test_structures_are_immutable() -> None:
+    """Nobody changes a report after the fact."""
+    for thing, name in ((REPORT, "batch"), (GROWING[0], "name"), (GROWING[0].records[0], "label")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(thing, name, None)
+
+
+@pytest.mark.parametrize("error", [NonFiniteError(REPORT), BatchLimitError(3, "abort_after_batch")])
+def test_errors_survive_a_process_boundary(error: ValueError) -> None:
+    """The exceptions pickle whole, as a process pool or an elastic launcher asks of them."""
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+
+
+def test_the_error_says_it_all() -> None:
+    """The message is the summary and the report, and the report is at hand."""
+    error = NonFiniteError(REPORT)
+    assert str(error) == f"inf first seen in `output` of drop (Dropout) in batch 3\n\n{TEXT}"
+    assert error.report is REPORT
+
+
+@pytest.mark.parametrize(
+    ("abs_max", "words"),
+    [
+        (0.0, "Under: all of `input[0]` is zero."),
+        (3e-5, "Under: all of `input[0]` is below 6.10e-05, the smallest normal number of float16."),
+        (6.2e-5, ""),
+    ],
+)
+def test_an_input_that_had_vanished(abs_max: float, words: str) -> None:
+    """What the guilty call was given and is zero or subnormal throughout is said."""
+    frames = (
+        frame("norm", record("input[0]", "input", abs_max, abs_min=0.0), record("output", "output", nan)),
+    )
+    lines = Report(frames, find(frames), 0).to_text().splitlines()
+    assert [line for line in lines if line.startswith("Under:")] == ([words] if words else [])
+
+
+class Terminal(io.StringIO):
+    """Text in memory that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_print_colours_only_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a file goes the plain text; onto a terminal the coloured one, unless NO_COLOR asks for none."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    plain, terminal, quiet = io.StringIO(), Terminal(), Terminal()
+    REPORT.print(plain)
+    assert plain.getvalue() == f"{REPORT.to_text()}\n" == f"{REPORT}\n"
+    REPORT.print(terminal)
+    assert terminal.getvalue() == REPORT.to_text(color=True) + "\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    REPORT.print(quiet)
+    assert quiet.getvalue() == plain.getvalue()
+
+
+def test_print_without_rich_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing package takes the colour, not the report."""
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    terminal = Terminal()
+    REPORT.print(terminal)
+    assert terminal.getvalue() == REPORT.to_text() + "\n"
