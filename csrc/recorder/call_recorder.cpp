@@ -191,7 +191,7 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
   if (!abandon_of_ended_threads() || !finish_broken_backwards()) return false;
   if (!pending_.empty() || !graphs_.empty()) {
     const Recording recording(&thread);
-    if (!poll(thread, false, false)) return false;
+    if (!poll_thread(thread, false, false)) return false;
   }
   // Called from a backward: activation checkpointing runs the forward again. That is no new batch.
   thread.recomputed = torch::autograd::get_current_graph_task_id() != -1;

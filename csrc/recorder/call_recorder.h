@@ -132,7 +132,7 @@ class CallRecorder {
   bool has_pending(const Thread& thread) const;
   void defer(Thread& thread, int32_t caller);
   bool close(Thread& thread, bool completed, bool* waits);
-  bool poll(Thread& thread, bool wait, bool all);
+  bool poll_thread(Thread& thread, bool wait, bool all);
   bool tell_of(PendingBatch& batch);
   bool captured(Thread& thread, bool completed);
   Pending::iterator find_ended(const Thread& thread, bool all);

@@ -51,7 +51,7 @@ bool CallRecorder::close(Thread& thread, bool completed, bool* waits) {
 
 // Looks at the batches of this thread, or of all, that have ended and whose rows have come, and at the replays, which
 // have their numbers only now; with `wait`, at all that have ended. False with an exception set if the listener raised.
-bool CallRecorder::poll(Thread& thread, bool wait, bool all) {
+bool CallRecorder::poll_thread(Thread& thread, bool wait, bool all) {
   return poll_batches(thread, wait, all) && (graphs_.empty() || poll_replays(wait));
 }
 
@@ -227,7 +227,7 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   // The listener is told of every batch that ends by an exception. A look may change the subscriptions.
   const auto tells_end = [&] { return !thread.recomputed && (subscriptions->has(kBatchEnd) || !completed); };
   if (done && pending_.empty() && !tells_end()) return completed;
-  done = done && (pending_.empty() || poll(thread, waits, false));
+  done = done && (pending_.empty() || poll_thread(thread, waits, false));
   HeldError raised;
   const bool is_pending = std::any_of(pending_.begin(), pending_.end(),
                                       [&](const std::unique_ptr<PendingBatch>& one) { return one.get() == pending; });
@@ -247,7 +247,7 @@ void CallRecorder::poll(bool wait) {
   Thread& thread = this_thread();
   if (thread.recording) return;
   const Recording recording(&thread);
-  if (!poll(thread, wait, true)) throw py::error_already_set();
+  if (!poll_thread(thread, wait, true)) throw py::error_already_set();
 }
 
 bool CallRecorder::may_be_pending() const {

@@ -42,7 +42,7 @@ class Place {
     Py_DECREF(before);
   }
 
-  PyObject* default_call = nullptr;  // owned; makes the calls of all other modules; see outermost.py
+  PyObject* default_call = nullptr;  // owned; makes the calls of all other modules; see model_finder.py
 
  private:
   std::unordered_map<PyObject*, PyObject*> calls_;       // the modules are borrowed, the calls owned

@@ -28,8 +28,8 @@ from .report.finding import Cure, Finding
 from .report.frame import Frame
 from .report.record import Record
 from .report.report import Report
+from .session.api import Watch, watch
 from .session.replay import replay
-from .session.watch import Watch, watch
 
 if TYPE_CHECKING:
     from .trace.comparison import diff

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from . import __version__
-from .cli import _command_doctor
-from .cli._commands import COMMANDS, help_text, until_cut
+from .cli import doctor
+from .cli.commands import COMMANDS, until_cut
 
 _EXAMPLES = """\
 examples:
@@ -27,17 +27,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _without_command(arguments: list[str]) -> int:
-    parser = _command_doctor.parser("", f"{help_text()}\n\n{_EXAMPLES}")
-    parser.add_argument(
-        "command", nargs="?", choices=COMMANDS, help="without one: what is installed, as `doctor` says"
-    )
+    parser = doctor.parser("", _EXAMPLES)
     parser.add_argument(
         "--version", action="version", version=f"nanwatch {__version__}", help="print the version and exit"
     )
+    commands = parser.add_subparsers(
+        title="commands, each with a --help of its own", metavar="COMMAND", dest="command"
+    )
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.summary, add_help=False)
     options = parser.parse_args(arguments)
     if options.command:
         parser.error(f"the command goes first: {parser.prog} {options.command} ...")
-    return _command_doctor.main(arguments)
+    return doctor.main(arguments)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanwatch.numerics import _extension
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.toys import fresh, seen
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")

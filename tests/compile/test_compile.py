@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.frame import Frame
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 from support.architectures import built, inputs_of
 from support.toys import Scale, mlp, names
 

@@ -7,24 +7,18 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import fx
-from torch import nn
+from torch import Tensor, fx, nn
 
 import nanwatch
-from nanwatch.cli.outermost import Outermost
-from nanwatch.instrumentation.compile import dynamo
-from nanwatch.instrumentation.compile import ops
-from nanwatch.session.watch import watch
-from support.toys import Scale
-from support.toys import mlp
-from support.toys import names
+from nanwatch.cli.model_finder import ModelFinder
+from nanwatch.instrumentation.compile import dynamo, ops
+from nanwatch.session.api import watch
+from support.toys import Scale, mlp, names
 
 
 class Model(nn.Module):
@@ -122,7 +116,7 @@ def test_a_watch_after_a_graph_that_was_made_while_models_are_looked_for() -> No
     model, x = Model(), torch.randn(2, 3)
     call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
     watch(Scale()).stop()
-    with Outermost(lambda _: None, class_name="no model"):
+    with ModelFinder(lambda _: None, class_name="no model"):
         call(x)
     with watch(model) as w:
         call(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.toys import mlp
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.processes import environment
 from support.toys import Scale
 
@@ -162,7 +162,7 @@ def test_a_model_over_two_devices() -> None:
 ASSERTION = """
 import torch
 from torch import nn
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 
 class Index(nn.Module):
     def forward(self, x):

@@ -17,14 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from nanwatch import watch
 from nanwatch.instrumentation import slot
 from nanwatch.numerics import _extension
-from support.toys import mlp
-from support.toys import names
+from support.toys import mlp, names
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 

@@ -12,7 +12,7 @@ import torch
 
 from nanwatch import __main__ as command
 from nanwatch.report.report import Report
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from nanwatch.trace.trace_file import Trace
 from support.toys import mlp
 

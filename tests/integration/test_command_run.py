@@ -16,8 +16,8 @@ import torch
 
 import nanwatch
 from nanwatch import __main__ as command
-from nanwatch.cli import _command_run
-from nanwatch.cli._run_options import run_parser
+from nanwatch.cli import run as run_command
+from nanwatch.cli.run import run_parser
 from support.first_fault import first_fault
 from support.paths import SCRIPTS
 from support.processes import environment
@@ -155,7 +155,7 @@ def test_the_exit_is_the_scripts_own(body, tmp_path):
     assert watched.returncode == plain.returncode
     if plain.stderr.strip():
         assert plain.stderr.strip().splitlines()[-1] in watched.stderr
-    assert "_command_run.py" not in watched.stderr or "KeyboardInterrupt" in watched.stderr
+    assert "cli/run.py" not in watched.stderr or "KeyboardInterrupt" in watched.stderr
 
 
 def test_an_exception_hook_of_the_script_is_called(tmp_path):
@@ -318,7 +318,7 @@ def test_the_closing_lines_are_true(tmp_path, capsys, body, expected):
 
 def test_a_search_that_failed_is_told(tmp_path, capsys, monkeypatch):
     """Not as if no module had been called."""
-    monkeypatch.setattr(_command_run, "watch", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(run_command, "watch", lambda *_, **__: 1 / 0)
     with pytest.warns(RuntimeWarning, match="looks for no more models"):
         assert in_process(tmp_path, "net(x)\n") == 0
     assert "the search for models ended by ZeroDivisionError" in capsys.readouterr().err
@@ -332,7 +332,7 @@ class Ended:
 
 def test_an_exception_in_a_watched_call_is_told_in_the_closing_line():
     """Not that all was finite: what the call computed last nobody has read."""
-    line = _command_run._line("Net", Ended(), nanwatch.Report((), None, 3, 0))
+    line = run_command._line("Net", Ended(), nanwatch.Report((), None, 3, 0))
     assert line.startswith("4 batches of Net, the last ended by an exception")
     assert "finite" not in line
 
@@ -472,6 +472,6 @@ def test_every_option_of_watch_has_a_flag():
 
 def test_other_processes_of_torchrun_have_files_of_their_own(monkeypatch):
     """--json names one file; a rank other than 0 puts its number in."""
-    assert _command_run._of_this_rank("a/report.json") == Path("a/report.json").absolute()
+    assert run_command._of_this_rank("a/report.json") == Path("a/report.json").absolute()
     monkeypatch.setenv("RANK", "3")
-    assert _command_run._of_this_rank("a/report.json") == Path("a/report-rank-3.json").absolute()
+    assert run_command._of_this_rank("a/report.json") == Path("a/report-rank-3.json").absolute()

@@ -14,11 +14,9 @@ from torch import nn
 
 import nanwatch
 from nanwatch.__main__ import main
-from nanwatch.cli._commands import COMMANDS
-from nanwatch.cli._commands import until_cut
-from support.processes import PYTHONPATH
-from support.processes import environment
+from nanwatch.cli.commands import COMMANDS, until_cut
 from nanwatch.util.imports import needed
+from support.processes import PYTHONPATH, environment
 
 CUT = 141  # 128 + SIGPIPE: what a shell says of a filter that was cut
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.recording.walk import call_leaves, leaves
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 from support.architectures import built, inputs_of
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder reads everything")

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.finding import Finding
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.failures import CASES, Case, Setup, table
 from support.overflows import is_finite
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.gradient_models import Adapted, freeze
 from support.heap import assert_no_growth
 from support.hooked_gradients import (

@@ -8,23 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
 from nanwatch.numerics.formats import limits
 from nanwatch.recording import frame_ring
-from nanwatch.recording.frame_ring import PeakMagnitudes
-from nanwatch.recording.frame_ring import PeakName
-from nanwatch.report.frame import Frame
-from nanwatch.report.frame import FrameRows
-from nanwatch.report.record import MASK
-from nanwatch.report.record import Row
-from nanwatch.session.watch import watch
-from nanwatch.session.watching import Watch
-from support.architectures import built
-from support.architectures import inputs_of
+from nanwatch.recording.frame_ring import PeakMagnitudes, PeakName
+from nanwatch.report.frame import Frame, FrameRows
+from nanwatch.report.record import MASK, Row
+from nanwatch.session.api import watch
+from nanwatch.session.watch import Watch
+from support.architectures import built, inputs_of
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.allocated import allocated
 from support.processes import environment
 from support.sized_models import gpt2, llama, resnet
@@ -86,7 +86,7 @@ def test_what_is_held_longer_would_be_counted() -> None:
 # In a process of its own: the peak of another test would hide this one's.
 PEAK = """
 import sys, torch
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.heap import resident_peak
 from support.sized_models import gpt2
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.architectures import ARCHITECTURES, built, inputs_of
 from support.training import assert_same_bits, loss_of
 

@@ -27,7 +27,7 @@ import nanwatch
 from nanwatch import __main__ as command
 from nanwatch.distributed.merge import merge
 from nanwatch.report.report import Report
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from nanwatch.trace.trace_file import Trace
 from nanwatch.util import progress
 from support.terminal import VARIABLES, Screen, Terminal, on_terminal

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import BatchLimitError, NonFiniteError
 from nanwatch.report.frame import Frame
+from nanwatch.session.api import watch
 from nanwatch.session.options import Check
-from nanwatch.session.watch import watch
 from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
 from support.architectures import built, inputs_of

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import debug_utils as oracle
@@ -26,22 +25,15 @@ from nanwatch.capsule.capsule_document import blaming
 from nanwatch.distributed.merge_digest import Digest
 from nanwatch.distributed.merge_text import merged_text
 from nanwatch.integrations import debug
-from nanwatch.monitoring.log_entry import BatchLog
-from nanwatch.monitoring.log_entry import fault_entry
+from nanwatch.monitoring.log_entry import BatchLog, fault_entry
 from nanwatch.netcheck import words
 from nanwatch.report import text
-from nanwatch.report.errors import CapsuleError
-from nanwatch.report.errors import NonFiniteError
-from nanwatch.report.errors import TraceError
-from nanwatch.report.errors import spell
+from nanwatch.report.errors import CapsuleError, NonFiniteError, TraceError, spell
 from nanwatch.report.finding import Cure
-from nanwatch.report.frame import Frame
-from nanwatch.report.frame import FrameRows
-from nanwatch.report.record import Record
-from nanwatch.report.record import Row
+from nanwatch.report.frame import Frame, FrameRows
+from nanwatch.report.record import Record, Row
 from nanwatch.report.report import Report
-from nanwatch.report.sighting import Origin
-from nanwatch.report.sighting import Sighting
+from nanwatch.report.sighting import Origin, Sighting
 from nanwatch.util.visible import visible
 from support.html_page import Page
 from support.merges import merged_of

@@ -21,7 +21,7 @@ from nanwatch.report.errors import BatchLimitError, NonFiniteError
 from nanwatch.report.frame import Frame
 from nanwatch.report.record import Record
 from nanwatch.report.report import Report
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 from support.architectures import ARCHITECTURES, built, inputs_of
 from support.toys import Scale
 
@@ -522,7 +522,7 @@ def test_abort_after_batch_ends_the_run() -> None:
             nn.ReLU(),
             {"max_frame": 3},
             TypeError,
-            r"no option 'max_frame'; it accepts .*did you mean 'max_frames'",
+            r"unexpected keyword argument 'max_frame'",
         ),
         (nn.ReLU(), {"max_frames": 0}, ValueError, r"max_frames should be at least 1, got 0"),
         (nn.ReLU(), {"max_frames": -2}, ValueError, r"got -2"),

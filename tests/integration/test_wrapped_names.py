@@ -24,8 +24,8 @@ from nanwatch.instrumentation.wrapped_names import (
     parameter_names,
     unwrapped,
 )
-from nanwatch.session.optimizer_state import state_rows
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
+from nanwatch.session.backward_watch import state_rows
 from support.toys import Scale, mlp, names
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {

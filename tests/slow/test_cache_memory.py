@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanwatch.numerics import _extension
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support import heap
 from support.processes import environment
 
@@ -45,7 +45,7 @@ PEAK = """
 import sys, torch
 from torch import nn
 from support.heap import resident_peak
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 
 class Multiply(nn.Module):
     def forward(self, x):

@@ -13,7 +13,7 @@ from nanwatch.diagnosis.batch_start import BatchStart
 from nanwatch.diagnosis.examination import Examination
 from nanwatch.diagnosis.microscope import examine
 from nanwatch.report.finding import Finding
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 
 
 class Does(nn.Module):

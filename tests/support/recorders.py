@@ -10,7 +10,7 @@ from torch import nn
 
 from nanwatch.numerics import _extension
 from nanwatch.recording.recorder import PythonRecorder
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 
 needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
 
@@ -26,7 +26,7 @@ def watched(model: nn.Module, recorder: str, **options: Any) -> Watch:
     """A watch with that recorder."""
     if recorder != "python":
         return watch(model, _verify_hits=True, **options)
-    with mock.patch("nanwatch.session.watching.make_recorder", PythonRecorder):
+    with mock.patch("nanwatch.session.watch.make_recorder", PythonRecorder):
         return watch(model, **options)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.record import Record
 from nanwatch.report.report import Report
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 
 
 class Scale(nn.Module):

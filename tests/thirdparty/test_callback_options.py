@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from nanwatch.session.api import watch
 from nanwatch.session.options import Options
-from nanwatch.session.watch import watch
 
 # A value other than the default for each option; what is not among them is the test's to add.
 GIVEN: dict[str, Any] = {

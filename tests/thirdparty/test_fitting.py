@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from nanwatch.trace.fitting import fits, holdings
 
 pytest.importorskip("pyarrow")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.cli import _command_run
+from nanwatch.cli import run
 from nanwatch.monitoring.log_entry import Histogram, LogEntry
 from support.toys import Scale, breaks_its_log, mlp
 
@@ -141,5 +141,5 @@ def test_a_script_does_not_start_without_the_package(
 ) -> None:
     """`nanwatch run --log-to` says on stderr what to install, with the status of options that make no sense."""
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert _command_run.main(["--log-to", str(tmp_path), __file__]) == 2
+    assert run.main(["--log-to", str(tmp_path), __file__]) == 2
     assert "nanwatch run: watch(log_to=<folder>) needs the package `tensorboard`" in capsys.readouterr().err

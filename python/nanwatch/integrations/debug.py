@@ -17,7 +17,7 @@ from ..recording.observe import own_tensors, read
 from ..report import text
 from ..report.errors import BatchLimitError
 from ..report.record import Role, Row, to_record
-from ..session.options import MAX_BATCH, whole
+from ..session.checks import MAX_BATCH, whole
 from ..util.visible import visible
 
 
@@ -173,7 +173,7 @@ def _batches(value: Container[int]) -> Container[int]:
 
 
 def detect_overflow(var: Tensor, ctx: str) -> bool:
-    """Whether `var` holds a nan or an inf; prints `{ctx} has nans` and `{ctx} has infs` when it does.
+    """Return whether `var` holds a nan or an inf; prints `{ctx} has nans` and `{ctx} has infs` when it does.
 
     Raises TypeError for what is no tensor and for a tensor that cannot be read.
     """

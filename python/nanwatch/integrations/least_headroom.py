@@ -60,7 +60,7 @@ class LeastHeadroom:
                     self._least = Least(bits, frame.name, row.label, dtype)
 
     def take(self) -> Least | None:
-        """The least since the last `take`, or None when there was none; then begin anew."""
+        """Return the least since the last `take`, or None when there was none; then begin anew."""
         self.look()
         least, self._least = self._least, None
         self._largest.clear()

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from ..report.errors import NonFiniteError
-from ..session.deferred import DeferredWatch
+from ..session.api import DeferredWatch
 from ..session.watch import Watch
 from ..util.imports import needed
 from .least_headroom import Least, LeastHeadroom

@@ -11,7 +11,7 @@ import weakref
 from types import FrameType
 from typing import Any
 
-from ..session.deferred import DeferredWatch
+from ..session.api import DeferredWatch
 from ..session.watch import Watch
 from ..util.imports import needed
 from .debug_option import patch_transformers, unpatch_transformers

@@ -20,14 +20,14 @@ _SCALARS = (int, float, str, bytes, type(None))
 
 
 def autocast_kinds() -> tuple[str, ...]:
-    """The kinds of device for which autocast can be on."""
+    """Return the kinds of device for which autocast can be on."""
     own = torch._C._get_privateuse1_backend_name()
     names = _KINDS if own == "privateuseone" else (*_KINDS, own)
     return tuple(name for name in names if torch.amp.is_autocast_available(name))
 
 
 def first_float(value: Any, depth: int = 0) -> torch.dtype | None:
-    """The dtype of the first floating-point tensor in tuples, lists, mappings and dataclasses, or None."""
+    """Return the dtype of the first floating-point tensor in tuples, lists, mappings and dataclasses, or None."""
     if isinstance(value, Tensor):
         return value.dtype if value.dtype.is_floating_point else None
     if depth == MAX_DEPTH or isinstance(value, _SCALARS):

@@ -14,7 +14,7 @@ Cache = dict[tuple[int, str], Tensor | None]
 
 
 def is_on() -> bool:
-    """Whether this is inside such a block."""
+    """Return whether this is inside such a block."""
     return parametrize._cache_enabled > 0
 
 

@@ -1,8 +1,8 @@
 """Modules that compute in float32 though all around them is narrower: `run_in_fp32`, `fp32_modules`.
 
-A stand-in takes the place of the module's `forward`: hooks would see an exception only if told to, know nothing of
-direct calls of `forward`, and cannot lend the module other weights. The place is an instance attribute, so copies and
-pickles take it with them, and the stand-in pickles by its class.
+A wrapper takes the slot of the module's `forward`: hooks would see an exception only if told to, know nothing of
+direct calls of `forward`, and cannot lend the module other weights. The slot is an instance attribute, so copies and
+pickles take it with them, and the wrapper pickles by its class.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..report.text import close_names
 from . import parametrized
 from .casting import NARROW, autocast_kinds, cast, first_float
 
-_PLACE = "forward"
+_SLOT = "forward"
 
 
 def run_in_fp32(
@@ -80,13 +80,13 @@ class Fp32Handle:
     It speaks for the modules it was made for: a copy of the model stays as it was copied.
     """
 
-    def __init__(self, claims: list[tuple[_StandIn, _Claim]]) -> None:
+    def __init__(self, claims: list[tuple[_ForwardWrapper, _Claim]]) -> None:
         self._claims = claims
 
     def remove(self) -> None:
-        """The modules compute as before, unless another handle holds them. A second time does nothing."""
-        for stand_in, claim in reversed(self._claims):
-            stand_in.release(claim)
+        """Let the modules compute as before, unless another handle holds them. A second time does nothing."""
+        for wrapper, claim in reversed(self._claims):
+            wrapper.release(claim)
         self._claims = []
 
     def __enter__(self) -> Fp32Handle:
@@ -111,8 +111,8 @@ class _Claim:
         self.follows = follows
 
 
-class _StandIn:
-    """Stands in a module's `forward`, and calls what was found there (`found`, None for that of the class)."""
+class _ForwardWrapper:
+    """Wrapper in a module's `forward`. It calls what was found there (`found`, None for that of the class)."""
 
     def __init__(self, module: nn.Module, found: Callable[..., Any] | None) -> None:
         self.module = module
@@ -163,7 +163,7 @@ class _StandIn:
         return self.claims[-1] if self.claims else None
 
     def _given_back(self, given: torch.dtype | None, autocast: bool) -> torch.dtype | None:
-        """The dtype that float32 results take for the code around, or None to leave them."""
+        """Return the dtype that float32 results take for the code around, or None to leave them."""
         if isinstance(self.module, _WIDE_RESULT) and autocast:
             return None
         if given is None and not autocast:
@@ -176,13 +176,13 @@ class _StandIn:
     def release(self, claim: _Claim) -> None:
         """Forget the claim; after the last, leave the module as it was found."""
         self.claims = [one for one in self.claims if one is not claim]
-        if self.claims or self.module.__dict__.get(_PLACE) is not self:
+        if self.claims or self.module.__dict__.get(_SLOT) is not self:
             # Somebody has wrapped this meanwhile: what stays calls the module and does nothing else.
             return
         if self.found is None:
-            del self.module.__dict__[_PLACE]
+            del self.module.__dict__[_SLOT]
         else:
-            self.module.__dict__[_PLACE] = self.found
+            self.module.__dict__[_SLOT] = self.found
 
 
 # CUDA's autocast computes these in float32 and gives float32: narrower than before would be no help.
@@ -199,30 +199,30 @@ _WIDE_RESULT = (
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward at all; a ModuleList has none."""
-    return _PLACE in module.__dict__ or type(module).forward is not nn.Module.forward
+    """Return whether the module has a forward at all; a ModuleList has none."""
+    return _SLOT in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
 def _claim(modules: Sequence[nn.Module], dtype: torch.dtype, cast_output: bool) -> Fp32Handle:
     claims = []
     for module in modules:
-        claims.append((_stand_in(module), _Claim(dtype, cast_output)))
+        claims.append((_wrapper_of(module), _Claim(dtype, cast_output)))
         if any(p.dtype in NARROW for p in module.parameters()):
             claims += [
-                (_stand_in(inner), _Claim(dtype, cast_output=False, follows=True))
+                (_wrapper_of(inner), _Claim(dtype, cast_output=False, follows=True))
                 for inner in module.modules()
                 if inner is not module and is_called(inner) and not _is_script(inner)
             ]
-    for stand_in, claim in claims:
-        stand_in.claim(claim)
+    for wrapper, claim in claims:
+        wrapper.claim(claim)
     return Fp32Handle(claims)
 
 
-def _stand_in(module: nn.Module) -> _StandIn:
-    found = module.__dict__.get(_PLACE)
-    if not isinstance(found, _StandIn) or found.module is not module:
+def _wrapper_of(module: nn.Module) -> _ForwardWrapper:
+    found = module.__dict__.get(_SLOT)
+    if not isinstance(found, _ForwardWrapper) or found.module is not module:
         # Not by setattr: a class with a __setattr__ of its own would make something else of it.
-        found = module.__dict__[_PLACE] = _StandIn(module, found)
+        found = module.__dict__[_SLOT] = _ForwardWrapper(module, found)
     return found
 
 

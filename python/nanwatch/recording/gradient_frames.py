@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
-from ..report.frame import FrameRows
-from ..report.frame import Phase
-from ..report.record import Role
-from ..report.record import Row
-from .backward import Arrival
-from .backward import BackwardCall
-from .events import Event
-from .events import RecorderEvents
-from .events import Subscriptions
+from ..report.frame import FrameRows, Phase
+from ..report.record import Role, Row
+from .backward import Arrival, BackwardCall
+from .events import Event, RecorderEvents, Subscriptions
 from .frame_ring import FrameRing
 from .gradients import PythonGradients
 from .observe import past_torch_function

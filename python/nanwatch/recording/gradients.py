@@ -9,28 +9,21 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..report.record import Row
-from ..report.record import is_fault
-from .backward import Arrival
-from .backward import Part
+from ..report.record import Row, is_fault
+from .backward import Arrival, Part
 from .job import place
-from .observe import observe
-from .observe import past_torch_function
+from .observe import observe, past_torch_function
 
 _KEPT = 16  # the latest of one backward; see csrc/recent_gradients.h
 

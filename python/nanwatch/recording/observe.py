@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from ..numerics._reference import without_repeats
 from ..numerics.exponents import health_with_exponents
-from ..numerics.ranges import TensorHealth
-from ..numerics.ranges import abs_range
-from ..numerics.ranges import health_of
-from ..numerics.ranges import local_shard
-from ..numerics.ranges import only_our_dispatch
-from ..numerics.ranges import tensor_health
-from ..numerics.ranges import unreadable
-from ..report.record import ALLOWED_INF
-from ..report.record import MASK
-from ..report.record import NONE
-from ..report.record import NOT_A_TENSOR
-from ..report.record import NOT_CHECKED
-from ..report.record import Role
-from ..report.record import Row
+from ..numerics.ranges import (
+    TensorHealth,
+    abs_range,
+    health_of,
+    local_shard,
+    only_our_dispatch,
+    tensor_health,
+    unreadable,
+)
+from ..report.record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
 from ..util.suppressed import suppressed
-from .masked_scores import MaskedScores
-from .masked_scores import are_masked
+from .masked_scores import MaskedScores, are_masked
 from .shard import shard_note
-from .walk import Unwalked
-from .walk import call_leaves
-from .walk import leaves
+from .walk import Unwalked, call_leaves, leaves
 
 # Any wait for the device ends the user's capture with an error.
 _CAPTURING = "in a CUDA graph capture"

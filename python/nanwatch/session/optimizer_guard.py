@@ -1,8 +1,8 @@
-"""What stands between a bad gradient and the weights: the fault of a backward is held until a step would take it.
+"""Guard between non-finite gradients and the weights: a backward's failure is deferred until a step would take it.
 
-Not raised at once, as with a GradScaler an inf in the gradients is no failure: the step is skipped and the scale goes
-down. Nobody tells of a skipped step. It shows in what is there when it is over: the optimizer says `found_inf` (fused
-ones), the scale has fallen, or the gradients that were bad are gone.
+The failure is not raised at once: with a GradScaler an inf in the gradients is none, as the step is skipped and the
+scale goes down. PyTorch gives no signal when GradScaler skips a step, so the guard infers it afterwards: the optimizer
+says `found_inf` (fused ones), the scale has fallen, or the gradients that were not finite are gone.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class _Pending:
 
 
 class OptimizerGuard:
-    """Looks at every step before it is made, and at what a backward did wrong.
+    """Check of every step before it is made, with the failure of the latest backward.
 
     `act` is called with the report of a failure that a step is about to take, or that came once too often: what it
-    raises, the step raises, and the weights are as they were. `let_go` is called when a step finds nothing held.
-    `look_at_sums` is called before a step where gradients may have added up to what is not finite; it may `hold` them.
+    raises, the step raises, and the weights are as they were. `let_go` is called when a step finds nothing deferred.
+    `look_at_sums` is called before a step where gradients may have added up to a non-finite value; it may `defer` them.
     `recorder` is told which gradients are no fault after all. `scaler` is the GradScaler, if it is known; else one is
     looked for when first needed.
     """
@@ -121,23 +121,23 @@ class OptimizerGuard:
 
     @property
     def pending(self) -> Report | None:
-        """The report of what is held."""
+        """The report of the deferred backward."""
         return None if self._pending is None else self._pending.report
 
     def release(self) -> Report | None:
-        """The same, and hold it no longer."""
+        """Return that report, and drop it."""
         pending = self.pending
         self._drop()
         return pending
 
     def note_scale(self) -> Tensor | None:
-        """The scale as it is now, still where it is: nobody waits for it. None where no scaler is found.
+        """Return the scale as it is now, still where it is: nobody waits for it. None where no scaler is found.
 
-        For the `hold` of a backward that is found bad when a scaler may have lowered the scale.
+        For the `defer` of a backward that is found non-finite when a scaler may have lowered the scale.
         """
         self._noted += 1
         if self._scaler is None and self._noted & (self._noted - 1) == 0:
-            # Before anything is bad, as later the scale is another; ever less often, where there is none.
+            # Before anything is non-finite, as later the scale is another; ever less often, where there is none.
             found = _find_scaler()
             self._scaler = None if found() is None else found
         scale = None if self._scaler is None else getattr(self._scaler(), "_scale", None)
@@ -147,10 +147,10 @@ class OptimizerGuard:
         except RuntimeError:  # no memory, or a device that has failed
             return None
 
-    def hold(self, report: Report, batches: set[int], weights: set[Weight], noted: object = None) -> None:
-        """A backward has gone wrong: the gradients of these weights, in these batches, are not finite.
+    def defer(self, report: Report, batches: set[int], weights: set[Weight], noted: object = None) -> None:
+        """Defer the failure of a backward: the gradients of these weights, in these batches, are not finite.
 
-        `noted`: what `note_scale` gave when it was over.
+        `noted`: what `note_scale` gave when the backward was over.
         """
         scale = float(noted) if isinstance(noted, Tensor) else None
         pending = self._pending
@@ -177,7 +177,7 @@ class OptimizerGuard:
             self._fail()  # a closure: the step has been looked at, and changes the weights next
 
     def settle(self) -> None:
-        """See whether what is held was skipped meanwhile."""
+        """Find out whether the step of the deferred backward was skipped meanwhile."""
         pending = self._pending
         if pending is None or not (pending.skipped or self._has_fallen(pending) or _are_clean(pending)):
             return
@@ -199,15 +199,15 @@ class OptimizerGuard:
         self._recorder.excuse_gradients(sorted(pending.batches), str(step))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """A step is about to change the weights: raise, or let it pass."""
+        """Stop a step that is about to change the weights, or let it pass."""
         if self._recorder.paused:
             return
         if torch._C._current_graph_task_id() != -1:
             # An optimizer that steps inside the backward, as soon as a gradient is there.
             self._recorder.finish_nonfinite_backward()
         # What FSDP reduces over the ranks it puts into .grad itself, past the hooks.
-        may_be_bad = self._recorder.gradient_sums_may_overflow or self._recorder.gathers_weights
-        if self._pending is None and may_be_bad:
+        may_be_nonfinite = self._recorder.gradient_sums_may_overflow or self._recorder.gathers_weights
+        if self._pending is None and may_be_nonfinite:
             self._recorder.forget_gradient_sums()
             self._look_at_sums()
         if self._pending is not None and self._pending.is_late and self._has_fallen(self._pending):
@@ -224,7 +224,7 @@ class OptimizerGuard:
             scale = getattr(optimizer, "grad_scale", None)
             if pending.scale is None and isinstance(scale, Tensor):
                 pending.scale = float(scale)
-        elif any(_is_bad(x.grad) for group in optimizer.param_groups for x in group["params"]):
+        elif any(_is_nonfinite(x.grad) for group in optimizer.param_groups for x in group["params"]):
             self._fail()
         elif not pending.weights or _are_clean(pending):
             self._let_pass(pending)
@@ -249,7 +249,7 @@ class OptimizerGuard:
 
     def _count(self, in_a_row: int) -> None:
         self._in_a_row = in_a_row
-        # When no more may be skipped a bad backward is told of at its end, while it can still be run again.
+        # When no more may be skipped a non-finite backward is reported at its end, while it can still be run again.
         self._recorder.awaits_backwards = in_a_row >= self._max_skipped_steps
 
     def _drop(self) -> None:
@@ -272,17 +272,17 @@ class OptimizerGuard:
 
 
 def _find_scaler() -> Callable[[], Any]:
-    """The one GradScaler that is in use in this process; nothing where there are none or several.
+    """Return the one GradScaler that is in use in this process; nothing where there are none or several.
 
-    Nothing leads from a model to its scaler. This looks through all objects, 10 ms for a million, after the first bad
-    gradient, or the first late one.
+    Nothing leads from a model to its scaler. This looks through all objects, 10 ms for a million, after the first
+    non-finite gradient, or the first late one.
     """
     scalers = instances_of(torch.amp.GradScaler)
     found = [one for one in scalers if getattr(one, "_enabled", False) and one._scale is not None]
     return weakref.ref(found[0]) if len(found) == 1 else lambda: None
 
 
-def _is_bad(gradient: Tensor | None) -> bool:
+def _is_nonfinite(gradient: Tensor | None) -> bool:
     return gradient is not None and read(gradient, "", "gradient").isfinite is False
 
 
@@ -293,9 +293,9 @@ def _tensor(weight: Weight) -> Tensor | None:
 
 
 def _are_clean(pending: _Pending) -> bool:
-    """Whether all gradients that were bad are gone, or finite by now."""
+    """Return whether all gradients that were not finite are gone, or finite by now."""
     tensors = [x for weight in pending.weights if (x := _tensor(weight)) is not None]
-    return bool(tensors) and not any(_is_bad(x.grad) for x in tensors)
+    return bool(tensors) and not any(_is_nonfinite(x.grad) for x in tensors)
 
 
 def _steps(optimizer: Optimizer, weights: set[Weight]) -> bool:
@@ -304,7 +304,7 @@ def _steps(optimizer: Optimizer, weights: set[Weight]) -> bool:
 
 
 def is_inside_step() -> bool:
-    """Whether this runs for an optimizer's `step`, as the backward of a closure does.
+    """Return whether this runs for an optimizer's `step`, as the backward of a closure does.
 
     Not for that of an object around an optimizer, which is of the optimizer's class in Lightning and Accelerate: it may
     still ask a GradScaler whether there is to be a step. PyTorch hooks the steps of those that do the work.

@@ -1,84 +1,200 @@
-"""The options of `watch`: what each may be, and the error that says so when it is something else."""
+"""The options of `watch`, each declared once: its default, its check, its help and its flag.
+
+The checks, the flags of `nanwatch run` and the table in docs/options.md are made from the fields of `Options`. `watch`
+has a signature of its own for type checkers, which tests compare with the fields.
+"""
 
 from __future__ import annotations
 
-import difflib
-import operator
-import os
+import argparse
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from errno import EDQUOT, ENOSPC
+from dataclasses import Field, dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import for_names
-from ..monitoring.sink import ACCEPTED, is_target
 from ..recording.events import Check, Settings
 from ..recording.masked_scores import masked_scores
 from ..report.text import close_names
-from ..util.reading import shorten
+from . import checks
 
 if TYPE_CHECKING:
     from ..recording.masked_scores import MaskedScores
     from ..report.report import Report
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
-ACTIONS = ("raise", "warn", "record")
-CHECKS = ("auto", "module", "batch", "async")
-SWITCH = "NANWATCH"
 # A frame of a small call takes 2 kB and is made into text when a report is written: more than this is no report.
 MAX_FRAMES = 1_000_000
-# Batches are counted in 64 bits; sums and differences of two such numbers stay in them.
-MAX_BATCH = 2**62 - 1
-_MAX_SECONDS = 86_400
-# Defaults of `watch` that are compared with what was given.
-MAX_SKIPPED_STEPS, LOG_EVERY, REREAD_WEIGHTS = 20, 50, 64
+
+
+def _option(
+    default: Any, check: Callable[[str, Any], Any], text: str, *, also: str = "", needs: str = "", **flag: Any
+) -> Any:
+    """Declare an option. `check(name, value)` returns the value to keep, or raises TypeError or ValueError.
+
+    `text` is the help, `also` what Python code may give beyond it. `needs` says without which options this one has no
+    effect, as in "weights or buffers". `flag` is what `nanwatch run` passes to argparse: nothing for an option that is
+    no flag.
+    """
+    return field(
+        default=default,
+        metadata={"check": check, "text": text, "also": also, "needs": needs, "flag": flag},
+    )
+
+
+def _parse_batches(value: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in value.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} should be batch numbers such as 0,3") from None
+
+
+# How argparse reads a flag.
+_SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+_NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
+_PATTERN: dict[str, Any] = {"action": "append", "metavar": "PATTERN"}
+_SECONDS: dict[str, Any] = {"type": float, "metavar": "S"}
+_NUMBERS: dict[str, Any] = {"type": _parse_batches, "metavar": "N,N"}
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `watch`, checked; `watch` says what they mean."""
+    """The options of `watch`, checked."""
 
-    max_frames: int
-    on_nonfinite: OnNonfinite
-    check: Check
-    weights: bool
-    buffers: bool
-    inputs: bool
-    outputs: bool
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-    allow_inf: tuple[str, ...]
-    every: int
-    reread_weights: int
-    trace_batches: frozenset[int]
-    trace: Path | None
-    log_to: Any
-    log_every: int
-    forecast: bool
-    abort_after_batch: int | None
-    microscope: bool | None
-    output_dir: Path | None
-    peer_timeout: float
-    enabled: bool
-    gradients: bool
-    counts: bool
-    max_skipped_steps: int
-    scaler: Any
-    optimizer: Optimizer | None
+    max_frames: int = _option(
+        21,
+        checks.whole_from(1, MAX_FRAMES),
+        "keep the latest N frames, calls of modules, for the report",
+        **_NUMBER,
+    )
+    on_nonfinite: OnNonfinite = _option(
+        "raise",
+        checks.action,
+        "at a nan or an inf raise NonFiniteError, warn and run on, or only record it",
+        also="or call a function with the Report",
+        choices=checks.ACTIONS,
+    )
+    check: Check = _option(
+        "auto",
+        checks.when_to_check,
+        "act at the module that holds the value, at the end of the batch, or, async, when a GPU has delivered; auto is"
+        " module on a CPU and batch on a GPU",
+        choices=checks.CHECKS,
+    )
+    weights: bool = _option(True, checks.flag, "read weights", **_SWITCH)
+    buffers: bool = _option(True, checks.flag, "read buffers of floating point", **_SWITCH)
+    inputs: bool = _option(True, checks.flag, "read inputs", **_SWITCH)
+    outputs: bool = _option(True, checks.flag, "read outputs", **_SWITCH)
+    gradients: bool = _option(
+        False,
+        checks.flag,
+        "read the gradients of every backward, and stop before a step takes a bad one",
+        **_SWITCH,
+    )
+    counts: bool = _option(
+        False,
+        checks.flag,
+        "count zeros, subnormals, nans and infinities of every tensor, for reports and traces (slow)",
+        **_SWITCH,
+    )
+    max_skipped_steps: int = _option(
+        20,
+        checks.whole_from(0, checks.MAX_BATCH),
+        "act when GradScaler has skipped more than N steps in a row",
+        needs="gradients=True",
+        **_NUMBER,
+    )
+    scaler: Any = _option(
+        None,
+        checks.grad_scaler,
+        "the GradScaler whose scale is told with each skipped step; None looks for the one in use",
+        needs="gradients=True",
+    )
+    optimizer: Optimizer | None = _option(
+        None, checks.optimizer, "an optimizer whose state is read after each of its steps"
+    )
+    include: tuple[str, ...] = _option(
+        (), checks.patterns, "watch only modules whose name matches, such as 'encoder.*'", **_PATTERN
+    )
+    exclude: tuple[str, ...] = _option(
+        (), checks.patterns, "do not watch modules whose name matches", **_PATTERN
+    )
+    allow_inf: tuple[str, ...] = _option(
+        (),
+        checks.patterns,
+        "infinities are meant in modules whose name matches; a nan still counts",
+        **_PATTERN,
+    )
+    every: int = _option(
+        1, checks.whole_from(1, checks.MAX_BATCH), "read only the batches 0, N, 2N, ...", **_NUMBER
+    )
+    reread_weights: int = _option(
+        64,
+        checks.whole_from(1, checks.MAX_BATCH),
+        "read a weight again after N batches, though nothing says that it changed",
+        needs="weights or buffers",
+        **_NUMBER,
+    )
+    trace_batches: frozenset[int] = _option(
+        (),
+        checks.batches,
+        "print the frames of these batches on stdout, or write only them to the trace",
+        **_NUMBERS,
+    )
+    trace: Path | None = _option(
+        None,
+        checks.check_place,
+        "write every frame into this Parquet file, for 'nanwatch show', 'diff' and 'formats'",
+        metavar="PATH",
+    )
+    log_to: Any = _option(
+        None,
+        checks.log_target,
+        "log headroom, ranges and forecasts for TensorBoard into this folder",
+        also="or to a SummaryWriter, a run of wandb or a function",
+        metavar="DIR",
+    )
+    log_every: int = _option(
+        50, checks.whole_from(1, checks.MAX_BATCH), "log one in N batches", needs="log_to=", **_NUMBER
+    )
+    abort_after_batch: int | None = _option(
+        None, checks.batch_or_none, "end the run after batch N", also="with BatchLimitError", **_NUMBER
+    )
+    forecast: bool = _option(
+        True, checks.flag, "warn of tensors that lose headroom and will overflow soon", **_SWITCH
+    )
+    microscope: bool | None = _option(
+        None,
+        checks.flag_or_none,
+        "run a failed batch once more to find the operation and try cures; by default with on_nonfinite raise",
+        **_SWITCH,
+    )
+    output_dir: Path | None = _option(
+        None,
+        checks.check_place,
+        "write each failure's report (text, JSON, HTML) and capsule into this folder",
+        metavar="DIR",
+    )
+    peer_timeout: float = _option(
+        30.0,
+        checks.seconds,
+        "with several ranks: wait at most S seconds for all to agree on where it began, 0 for none",
+        **_SECONDS,
+    )
+    enabled: bool = _option(
+        True, checks.switch, "False makes a Watch that watches nothing; NANWATCH=0 or NANWATCH=1 goes first"
+    )
 
     def observes(self, name: str) -> bool:
-        """Whether the calls of the module of this name are recorded."""
+        """Return whether the calls of the module of this name are recorded."""
         return (not self.include or _matches(name, self.include)) and not _matches(name, self.exclude)
 
     def allows_inf(self, name: str, module: nn.Module) -> bool | MaskedScores:
-        """Whether infinities in this module are meant, or the masked scores that are, of a softmax."""
+        """Return whether infinities in this module are meant, or the masked scores that are, of a softmax."""
         return _matches(name, self.allow_inf) or masked_scores(module, self.inputs)
 
     def recorder_settings(self, *, max_frames: int, verify_hits: bool, measure_time: bool) -> Settings:
@@ -102,59 +218,22 @@ class Options:
 
 def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
     """The options for a model whose modules have these names. TypeError or ValueError for what means nothing."""
-    flags = {option: given[option] for option in ("weights", "buffers", "inputs", "outputs")}
-    switches = {name: given[name] for name in ("gradients", "counts", "forecast", "enabled")}
-    for option, flag in {**flags, **switches}.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{option} should be True or False, got {flag!r}")
-    if not any(flags.values()):
+    values = {one.name: one.metadata["check"](one.name, given[one.name]) for one in fields(Options)}
+    for option in ("include", "exclude", "allow_inf"):
+        values[option] = tuple(for_names(pattern, names) for pattern in values[option])
+    options = Options(**values)
+    if not any((options.weights, options.buffers, options.inputs, options.outputs)):
         raise ValueError("weights, buffers, inputs and outputs are all False; leave one of them True")
-    if given["gradients"] and not given["outputs"]:
+    if options.gradients and not options.outputs:
         raise ValueError("gradients=True follows the graph from the outputs of modules; leave outputs=True")
-    action, check, last = given["on_nonfinite"], given["check"], given["abort_after_batch"]
-    if not callable(action) and action not in ACTIONS:
-        raise ValueError(
-            f'on_nonfinite should be "raise", "warn", "record" or a callable that takes the Report, got {action!r}'
-        )
-    if check not in CHECKS:
-        raise ValueError(f'check should be "auto", "module", "batch" or "async", got {check!r}')
-    include, exclude, allow_inf = (
-        tuple(for_names(pattern, names) for pattern in _patterns(option, given[option]))
-        for option in ("include", "exclude", "allow_inf")
-    )
-    options = Options(
-        **flags,
-        max_frames=whole("max_frames", given["max_frames"], 1, MAX_FRAMES),
-        on_nonfinite=action,
-        check=check,
-        include=include,
-        exclude=exclude,
-        allow_inf=allow_inf,
-        every=whole("every", given["every"], 1, MAX_BATCH),
-        reread_weights=whole("reread_weights", given["reread_weights"], 1, MAX_BATCH),
-        trace_batches=_batches("trace_batches", given["trace_batches"]),
-        trace=check_place("trace", given["trace"]),
-        log_to=_log_target(given["log_to"]),
-        log_every=whole("log_every", given["log_every"], 1, MAX_BATCH),
-        forecast=given["forecast"],
-        microscope=_microscope(given["microscope"]),
-        output_dir=check_place("output_dir", given["output_dir"]),
-        peer_timeout=_seconds("peer_timeout", given["peer_timeout"]),
-        abort_after_batch=None if last is None else whole("abort_after_batch", last, 0, MAX_BATCH),
-        enabled=_switch(given["enabled"]),
-        gradients=given["gradients"],
-        counts=given["counts"],
-        max_skipped_steps=whole("max_skipped_steps", given["max_skipped_steps"], 0, MAX_BATCH),
-        scaler=_scaler(given["scaler"]),
-        optimizer=_optimizer(given["optimizer"]),
-    )
     if left_out := sorted(batch for batch in options.trace_batches if batch % options.every):
         listed = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
         raise ValueError(
             f"trace_batches has {listed}, and every={options.every} looks only at batches whose number is a multiple"
             f" of {options.every}; trace such batches, or set every=1"
         )
-    _check_effects(options)
+    for one in fields(Options):
+        _check_effect(one, options)
     for option, patterns in (("include", options.include), ("allow_inf", options.allow_inf)):
         _check_matches(option, patterns, names)
     if not any(options.observes(name) for name in names):
@@ -164,165 +243,14 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
     return options
 
 
-def _check_effects(options: Options) -> None:
+def _check_effect(one: Field[Any], options: Options) -> None:
     """ValueError for an option that was set and does nothing by itself."""
-    reads_weights = options.weights or options.buffers
-    for option, is_set, has_effect, needed in (
-        ("scaler", options.scaler is not None, options.gradients, "gradients=True"),
-        (
-            "max_skipped_steps",
-            options.max_skipped_steps != MAX_SKIPPED_STEPS,
-            options.gradients,
-            "gradients=True",
-        ),
-        ("log_every", options.log_every != LOG_EVERY, options.log_to is not None, "log_to="),
-        ("reread_weights", options.reread_weights != REREAD_WEIGHTS, reads_weights, "weights or buffers"),
-    ):
-        if is_set and not has_effect:
-            raise ValueError(f"{option} has no effect without {needed}; set that too, or leave {option} out")
-
-
-def check_place(option: str, value: Any) -> Path | None:
-    """Return `value` as an absolute path at which something can be made, or None for None.
-
-    Raises ValueError where nothing can, TypeError for what is no path. It makes a nameless file beside the first folder
-    that is still to be made, and leaves nothing behind.
-    """
-    path = _folder(option, value) if option == "output_dir" else _file(option, value)
-    if path is None:
-        return None
-    path = path.absolute()  # the run may change its folder
-    folder = path if option == "output_dir" else path.parent
-    try:
-        folder = next(one for one in (folder, *folder.parents) if one.exists())
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        if error.errno in (ENOSPC, EDQUOT):  # there may be room by then
-            return path
-        raise ValueError(
-            f"{option} is {str(value)!r}, and nothing can be written in {str(folder)!r} ({error.strerror}); give"
-            " another path"
-        ) from error
-    return path
-
-
-def check_names(unknown: Iterable[str]) -> None:
-    """TypeError for an option that there is not, naming those that there are and the closest."""
-    accepted = [field.name for field in fields(Options)]
-    for name in unknown:
-        close = difflib.get_close_matches(name, accepted, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"watch() has no option {name!r}; it accepts {', '.join(accepted)}{hint}")
-
-
-def check_model(model: object) -> None:
-    """TypeError for what is no module whose calls can be seen."""
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise TypeError(f"watch() needs a module, got the class {model.__name__}; pass {model.__name__}(...)")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"watch() needs a torch.nn.Module, got {type(model).__name__}; pass the model itself")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(
-            f"watch() cannot hook the modules inside a {type(model).__name__};"
-            " pass the model as it was before torch.jit"
-        )
-
-
-def whole(option: str, value: Any, least: int, most: int) -> int:
-    """`value` as an int, if it is a whole number from `least` to `most`; numpy's integers are such numbers too."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"{option} should be a whole number of at least {least}, got {value!r}")
-    if number < least:
-        raise ValueError(f"{option} should be at least {least}, got {number}")
-    if number > most:
-        raise ValueError(f"{option} should be at most {most}, got {_short(number)}")
-    return number
-
-
-def _seconds(option: str, value: Any) -> float:
-    number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
-    if number is None:
-        raise TypeError(f"{option} should be a number of seconds, 0 for none, got {value!r}")
-    if not 0 <= number <= _MAX_SECONDS:
-        raise ValueError(f"{option} should be from 0 to {_MAX_SECONDS:,} seconds, got {number}")
-    return float(number)
-
-
-def _microscope(value: object) -> bool | None:
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"microscope should be True, False or None, got {value!r}")
-    return value
-
-
-def _scaler(value: Any) -> Any:
-    if value is not None and not callable(getattr(value, "get_scale", None)):
-        raise TypeError(f"scaler should be a torch.amp.GradScaler or None, got {type(value).__name__}")
-    return value
-
-
-def _optimizer(value: Any) -> Optimizer | None:
-    if value is not None and not isinstance(value, Optimizer):
-        raise TypeError(f"optimizer should be a torch.optim.Optimizer or None, got {type(value).__name__}")
-    return value
-
-
-def _log_target(value: Any) -> Any:
-    if isinstance(value, str | os.PathLike):
-        return check_place("log_to", value)
-    if value is not None and not is_target(value):
-        raise TypeError(f"log_to should be {ACCEPTED}, got {shorten(value)}")
-    return value
-
-
-def _file(option: str, value: Any) -> Path | None:
-    path = _path(option, value, "file such as 'run.parquet', or of a folder,")
-    if path is not None and not path.name:
-        raise ValueError(f"{option} should be the path of a file or a folder with a name, got {value!r}")
-    return path
-
-
-def _path(option: str, value: Any, kind: str) -> Path | None:
-    if value is None:
-        return None
-    if (
-        not isinstance(value, str | os.PathLike)
-        or not isinstance(os.fspath(value), str)
-        or not os.fspath(value)
-    ):
-        raise TypeError(f"{option} should be the path of a {kind} or None, got {value!r}")
-    return Path(value)
-
-
-def _folder(option: str, value: Any) -> Path | None:
-    folder = _path(option, value, "folder")
-    if folder is None:
-        return None
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        raise ValueError(f"{option} should be a folder, and {str(folder)!r} is none")
-    return folder
-
-
-def _short(number: int) -> str:
-    # Python refuses to spell an int of more than 4300 digits.
-    return str(number) if number < 10**40 else f"a number of {number.bit_length()} bits"
-
-
-def _batches(option: str, value: Iterable[int]) -> frozenset[int]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{option} should be a collection of batch numbers such as (0, 3), got {value!r}")
-    return frozenset(whole(f"each of {option}", batch, 0, MAX_BATCH) for batch in value)
-
-
-def _patterns(option: str, value: str | Iterable[str]) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
-    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"{option} should be a pattern or several, such as 'encoder.block.*', got {value!r}")
-    return patterns
+    needed = one.metadata["needs"]
+    if not needed or getattr(options, one.name) == one.default:
+        return
+    values = [getattr(options, word.partition("=")[0]) for word in needed.split(" or ")]
+    if all(value is None or value is False for value in values):
+        raise ValueError(f"{one.name} has no effect without {needed}; set that too, or leave {one.name} out")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -333,11 +261,3 @@ def _check_matches(option: str, patterns: Iterable[str], names: Sequence[str]) -
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"{option} pattern {pattern!r} matches no module; {close_names(pattern, names)}")
-
-
-def _switch(enabled: bool) -> bool:
-    """The environment's word, which goes before the code's."""
-    word = os.environ.get(SWITCH, "")
-    if word not in ("", "0", "1"):
-        raise ValueError(f"{SWITCH}={word!r} is not understood; set it to 1 (watch) or 0 (do not watch)")
-    return enabled if word == "" else word == "1"

@@ -23,8 +23,8 @@ from ..report.report import Report
 from ..report.text import close_names, without_wrappers
 from ..util.suppressed import suppressed
 from ..util.visible import visible
-from .options import SWITCH
-from .watch import watch
+from .api import watch
+from .checks import SWITCH
 
 Model: TypeAlias = "nn.Module | Callable[[], nn.Module]"
 
@@ -131,7 +131,7 @@ def _is_usable(device: torch.device) -> bool:
 
 
 def _own_module(capsule: Capsule, model: Model) -> nn.Module:
-    """The module of the capsule: of what a callable makes the very one, of a module of the caller's a copy."""
+    """Return the module of the capsule: of what a callable makes the very one, of a module of the caller's a copy."""
     if isinstance(model, nn.Module):
         module = _find(capsule, model)
         try:
@@ -292,7 +292,7 @@ class _Arguments(_Moving):
 
 
 def _defaults(module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
-    """The defaults of forward's parameters, those that may be given by position and all by name."""
+    """Return the defaults of forward's parameters, those that may be given by position and all by name."""
     try:
         parameters = signature(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -317,14 +317,14 @@ def _enter_autocast(
 
 
 def _restore_rng(rng: RngState, recorded: torch.device, target: torch.device) -> None:
-    """The states of the CPU and of the device that ran the call, wherever it runs now."""
+    """Restore the states of the CPU and of the device that ran the call, wherever it runs now."""
     torch.set_rng_state(rng.torch)
     if recorded.type == target.type == "cuda" and (recorded.index or 0) < len(rng.cuda):
         torch.cuda.set_rng_state(rng.cuda[recorded.index or 0], target)
 
 
 def _with_names(report: Report, prefix: str) -> Report:
-    """The report with the names that the modules have in the whole model."""
+    """Return the report with the names that the modules have in the whole model."""
 
     def whole(name: str) -> str:
         return ".".join(part for part in (prefix, name) if part)

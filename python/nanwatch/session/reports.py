@@ -1,19 +1,25 @@
-"""Makes the reports of one watch."""
+"""Reports of one watch, and the frames of calls that an exception left."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
+from ..diagnosis.left_calls import LeftCall
+from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..recording.events import Recorder
 from ..recording.job import rank, report_of
+from ..recording.observe import call_values, observe
 from ..recording.shard import parameter_mesh
+from ..recording.walk import call_leaves
 from ..report.finding import Finding, find
 from ..report.frame import Frame, FrameRows
-from ..report.record import Record
+from ..report.record import Record, Row
 from ..report.report import Report
+from .options import Options
 
 
 class Reports:
@@ -38,24 +44,24 @@ class Reports:
         """Return a report of the recorder's frames, and of `more` that it has not kept."""
         return self.of(self._frames(more), finding, batch)
 
-    def of_fault(
+    def of_failure(
         self,
         batch: int,
         caller: str | None,
         given: Sequence[Record],
         more: Sequence[FrameRows] = (),
         *,
-        faulty: FrameRows | None = None,
+        nonfinite: FrameRows | None = None,
     ) -> Report:
-        """Return the report of the first fault of a batch, which was called with `given`.
+        """Return the report of the first non-finite call of a batch, which was called with `given`.
 
-        `caller` is the module that made the faulty call. `faulty` is that call's frame, which the recorder has kept and
+        `caller` is the module that made that call. `nonfinite` is the call's frame, which the recorder has kept and
         which the frames of other threads may have pushed out since.
         """
         frames = self._frames(more)
         current = [one for one in frames if one.batch == batch]
-        if faulty is not None and all(one.fault is None for one in current):
-            current = [faulty.to_frame()]
+        if nonfinite is not None and all(one.fault is None for one in current):
+            current = [nonfinite.to_frame()]
             frames = (*frames, *current)
         kept = self._recorder.frames_of_batch(batch)
         num_frames = None if kept is None else kept + len(more)
@@ -64,3 +70,34 @@ class Reports:
 
     def _frames(self, more: Iterable[FrameRows]) -> tuple[Frame, ...]:
         return tuple(frame.to_frame() for frame in (*self._recorder.frames(), *more))
+
+
+class LeftFrames(NamedTuple):
+    """The frames of the calls of a model that an exception left, the innermost first, and what led to them.
+
+    `callers` are the modules that made the calls, `given` is what the outermost of all calls was called with.
+    """
+
+    frames: list[FrameRows]
+    callers: list[str | None]
+    given: list[Row]
+
+
+def left_frames(calls: list[LeftCall], batch: int, model: nn.Module, options: Options) -> LeftFrames:
+    """Return the frames of those of `calls` that `model`'s modules made, as far as they are observed."""
+    names = {
+        id(one.module): one.name
+        for one in named_modules(model)
+        if is_recorded(one.module) and options.observes(one.name)
+    }
+    own = [(names[id(call.module)], call) for call in calls if id(call.module) in names]
+    frames = []
+    for name, call in own:
+        rows = [
+            observe(x, label, role, options.allows_inf(name, call.module), counts=options.counts)
+            for role, label, x in call_values(options, *call)
+        ]
+        frames.append(FrameRows(batch, name, type(call.module).__name__, rows))
+    callers = [*(name for name, _ in own[1:]), None]
+    given = call_leaves(calls[-1].args, calls[-1].kwargs)
+    return LeftFrames(frames, callers, [observe(x, label, "input") for label, x in given])

@@ -17,13 +17,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
-from torch import nn
-from torch._inductor import compile_fx
-from torch._inductor import config
-from torch._inductor import scheduler
-from torch._inductor.fx_passes import joint_graph
-from torch._inductor.fx_passes import post_grad
+from torch import Tensor, nn
+from torch._inductor import compile_fx, config, scheduler
+from torch._inductor.fx_passes import joint_graph, post_grad
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.cli.outermost import MAX_MODELS, Outermost, is_inside_a_call, made, may_be_trained, topmost
+from nanwatch.cli.model_finder import MAX_MODELS, ModelFinder, is_inside_a_call, made, may_be_trained, topmost
 
 X = torch.ones(2, 3)
 
@@ -80,7 +80,7 @@ def test_the_living_are_found():
 
 def found_in(program, class_name=None):
     found: list[nn.Module] = []
-    with Outermost(found.append, class_name) as outermost:
+    with ModelFinder(found.append, class_name) as outermost:
         program()
     assert nn.Module._compiled_call_impl is None
     return found, outermost
@@ -123,7 +123,7 @@ def test_a_model_in_evaluation_mode_is_known_by_its_optimizer(grad):
             unknown(X)
 
     seen: list[nn.Module] = []
-    with Outermost(seen.append):
+    with ModelFinder(seen.append):
         program()
     assert seen == [early, late]
     assert optimizer.param_groups
@@ -150,7 +150,7 @@ def test_a_class_that_no_module_has_is_told_at_the_first_call(pattern, expected)
     such a module lives and is not called yet."""
     net, other = nn.Sequential(nn.Linear(3, 3)), Teacher()
     told: list[list[str]] = []
-    with Outermost(lambda model: None, pattern, told.append):
+    with ModelFinder(lambda model: None, pattern, told.append):
         nn.MSELoss()(X, X)
         assert told == []
         net(X)
@@ -180,7 +180,7 @@ def test_what_is_called_inside_is_not_the_model():
     """Neither a hidden part of a model that is watched, nor the parts of one that is not."""
     model = Teacher()
     watches = []
-    with Outermost(lambda one: watches.append(nanwatch.watch(one))):
+    with ModelFinder(lambda one: watches.append(nanwatch.watch(one))):
         model(X)
         model(X)
     assert len(watches) == 1
@@ -204,7 +204,7 @@ def test_the_first_call_is_watched_whole():
     """What is found is watched from its very first call on, the root's frame and all."""
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     watches = []
-    with Outermost(lambda one: watches.append(nanwatch.watch(one))):
+    with ModelFinder(lambda one: watches.append(nanwatch.watch(one))):
         net(X)
         net(X)
     (watch,) = watches
@@ -226,7 +226,7 @@ def test_an_error_ends_the_search_alone():
         raise RuntimeError("no")
 
     net = nn.Linear(3, 3)
-    with Outermost(fail):
+    with ModelFinder(fail):
         with pytest.warns(RuntimeWarning, match="looks for no more models: RuntimeError: no"):
             result = net(X)
         assert nn.Module._compiled_call_impl is None
@@ -235,7 +235,7 @@ def test_an_error_ends_the_search_alone():
 
 def test_two_at_once_are_refused():
     """The place where it looks holds one."""
-    with Outermost(print), pytest.raises(RuntimeError, match="another Outermost"), Outermost(print):
+    with ModelFinder(print), pytest.raises(RuntimeError, match="another ModelFinder"), ModelFinder(print):
         pass
     assert nn.Module._compiled_call_impl is None
 
@@ -246,7 +246,7 @@ def test_programs_go_on_as_they_did():
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     expected = net(X)
     for wanted in (None, "NoSuch"):
-        with Outermost(lambda model: None, wanted):
+        with ModelFinder(lambda model: None, wanted):
             compiled = torch.compile(lambda x: net(x), backend="eager", fullgraph=True)
             assert torch.equal(compiled(X), expected)
             assert torch.equal(torch.compile(net, backend="eager", fullgraph=True)(X), expected)

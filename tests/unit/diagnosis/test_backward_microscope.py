@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.report import Report
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.recorders import WITH_DEVICE, watched
 from support.training import assert_same_bits
 

@@ -19,7 +19,7 @@ from nanwatch.diagnosis.loss_scale import try_smaller
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.finding import Cure
 from nanwatch.report.record import Record
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.gradient_models import Length, dead, failing_backward
 
 END = torch.finfo(torch.float16).max

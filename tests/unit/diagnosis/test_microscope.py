@@ -16,7 +16,7 @@ from nanwatch.diagnosis.batch_start import BatchStart
 from nanwatch.diagnosis.examination import enrich
 from nanwatch.diagnosis.microscope import examine
 from nanwatch.report.report import Report
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.examined import Does, culprit, exponential, look
 
 INF, NAN = math.inf, math.nan

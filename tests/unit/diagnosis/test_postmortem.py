@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import threading
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import NonFiniteError, Report, watch
-from nanwatch.session import closer_look
+from nanwatch.session import rerun_policy
 
 
 class Log(nn.Module):
@@ -176,23 +177,60 @@ class Waits(nn.Module):
         return x.log()
 
 
+@pytest.mark.usefixtures("each_recorder")
+@pytest.mark.parametrize("wraps", [False, True], ids=["kept", "wrapped"])
+def test_an_error_met_inside_a_forward_is_complete_outside(wraps: bool) -> None:
+    """Code inside the forward meets the very error that leaves it, whole: what it kept, annotated or wrapped."""
+    met: list[NonFiniteError] = []
+    inside: list[Report] = []
+
+    class Meets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = Log()
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.log(x)
+            except NonFiniteError as error:
+                met.append(error)
+                error.mine = "a note"  # type: ignore[attr-defined]
+                inside.append(error.report)
+                if wraps:
+                    raise LookupError("mine") from error
+                raise
+
+    model = Meets()
+    with watch(model), pytest.raises(LookupError if wraps else NonFiniteError) as left:
+        model(torch.zeros(2))
+    error = left.value.__cause__ if wraps else left.value
+    assert error is met[0]
+    assert inside[0].finding is not None
+    assert inside[0].finding.operation is None  # no re-run inside the forward
+    assert vars(error)["mine"] == "a note"
+    assert met[0].report.finding is not None
+    assert met[0].report.finding.operation == "aten.log.default"
+    copied = pickle.loads(pickle.dumps(met[0]))
+    assert copied.report == met[0].report
+
+
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
 def test_a_thread_inside_the_model(monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
     """The second run waits a little for it to leave; while it is inside there is none, and a remark says so."""
-    monkeypatch.setattr(closer_look, "_PATIENCE", 60.0 if leaves else 0.01)
+    monkeypatch.setattr(rerun_policy, "_PATIENCE", 60.0 if leaves else 0.01)
     model = Waits()
     with watch(model):
         thread = threading.Thread(target=lambda: model(torch.ones(1)))
         thread.start()
         assert model.is_inside.wait(60)
-        real = closer_look.CloserLook._make_room
+        real = rerun_policy.RerunPolicy._make_room
 
-        def make_room(self: closer_look.CloserLook) -> bool:
+        def make_room(self: rerun_policy.RerunPolicy) -> bool:
             if leaves:
                 model.may_leave.set()
             return real(self)
 
-        monkeypatch.setattr(closer_look.CloserLook, "_make_room", make_room)
+        monkeypatch.setattr(rerun_policy.RerunPolicy, "_make_room", make_room)
         with pytest.raises(NonFiniteError) as error:
             model(torch.zeros(2))
         model.may_leave.set()
@@ -207,7 +245,7 @@ def test_after_many_failures_looks_get_rarer_and_say_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One warning; each report that is passed over says why; those at numbers that double are looked at."""
-    monkeypatch.setattr(closer_look, "MANY", 2)
+    monkeypatch.setattr(rerun_policy, "MANY", 2)
     model = Log()
     looked, told = [], []
     with watch(model, output_dir=tmp_path), warnings.catch_warnings(record=True) as caught:

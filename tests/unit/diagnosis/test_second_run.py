@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanwatch.diagnosis.batch_start import BatchStart
 from nanwatch.diagnosis.examination import Examination
 from nanwatch.diagnosis.microscope import examine
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.examined import Does, culprit, exponential, look
 
 INF, NAN = math.inf, math.nan

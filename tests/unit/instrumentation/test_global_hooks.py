@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from nanwatch.instrumentation.global_hooks import GlobalHooks, after_steps, before_steps, children
 from nanwatch.report.errors import NonFiniteError
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.gradient_models import Sick
 from support.toys import in_threads, mlp
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from nanwatch import watch
-from support.toys import mlp
 from nanwatch.instrumentation import temporary_wrappers
+from support.toys import mlp
 
 
 def test_a_rehearsal_is_no_batch() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.toys import fault_of, mlp, names
 
 INF = float("inf")

@@ -9,21 +9,18 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from nanwatch import watch
 from nanwatch.instrumentation.calls import _watched_call
 from nanwatch.instrumentation.slot import attach
 from nanwatch.numerics import _extension
-from nanwatch.recording.events import Event
-from nanwatch.recording.events import Settings
+from nanwatch.recording.events import Event, Settings
 from nanwatch.recording.recorder import make_recorder
 from support import heap
 from support.stand_in_device import stand_in
@@ -302,7 +299,7 @@ def test_an_output_that_autograd_refuses_to_speak_of() -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["nanwatch.recording.job.place", "nanwatch.session.watching.Watch.on_backward_start"]
+    "place", ["nanwatch.recording.job.place", "nanwatch.session.watch.Watch.on_backward_start"]
 )
 @pytest.mark.usefixtures("each_recorder")
 def test_ctrl_c_in_a_backward_ends_it(place: str) -> None:

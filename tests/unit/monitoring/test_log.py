@@ -18,10 +18,9 @@ from nanwatch.monitoring.log import Log
 from nanwatch.monitoring.log_entry import LogEntry
 from nanwatch.monitoring.sink import CallableSink
 from nanwatch.report.frame import FrameRows
-from support.paths import ROOT
-from support.toys import Scale
-from support.toys import mlp
 from nanwatch.report.record import Row
+from support.paths import ROOT
+from support.toys import Scale, mlp
 
 
 class Clock:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.toys import Own, fresh, latest, seen
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")

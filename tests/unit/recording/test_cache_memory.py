@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.toys import Own
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.long_reads import during_the_read, long_to_read
 from support.toys import Own, latest
 

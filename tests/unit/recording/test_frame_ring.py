@@ -15,7 +15,7 @@ from nanwatch import Finding
 from nanwatch.recording.frame_ring import FrameRing
 from nanwatch.report.frame import FrameRows
 from nanwatch.report.report import Report
-from nanwatch.session.watching import Watch
+from nanwatch.session.watch import Watch
 
 
 class Poison(torch.nn.Module):

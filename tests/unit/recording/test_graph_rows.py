@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import NonFiniteError
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 from support.stand_in_device import StandIn, stand_in
 from support.toys import names
 

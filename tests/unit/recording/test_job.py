@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nanwatch.recording.job import place, rank
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 
 
 @pytest.mark.parametrize(

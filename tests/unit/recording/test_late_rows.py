@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
 from nanwatch.report.errors import BatchLimitError, NonFiniteError
-from nanwatch.session.watch import Watch, watch
+from nanwatch.session.api import Watch, watch
 from support.random_trees import run, tree
 from support.stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
 from support.toys import Plant, Scale, chain, in_threads, mlp, names, text_of

@@ -18,7 +18,7 @@ from nanwatch.numerics import _extension
 from nanwatch.recording.observe import observe
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.report import Report
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 
 INF = float("inf")
 LARGEST = torch.finfo(torch.float32).max

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nanwatch.numerics import _extension
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 
 
 class Recurses(nn.Module):

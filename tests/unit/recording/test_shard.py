@@ -16,7 +16,7 @@ from torch import nn
 from nanwatch.recording.shard import _chunk, parameter_mesh, shard_note
 from nanwatch.report.record import LOCAL_SHARD
 from nanwatch.report.report import Report
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from support.toys import Scale
 
 NOTE = "local shard: Shard(0) at mesh[0]=0 of 1, from [0, 0]"

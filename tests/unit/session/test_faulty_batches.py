@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, Report, watch
-from nanwatch.session.faulty_batches import FaultyBatches
+from nanwatch.session.nonfinite_batches import NonFiniteBatches
 from support.toys import Scale
 
 INF = float("inf")
@@ -96,7 +96,7 @@ def test_a_finite_batch_of_another_thread_hides_no_failure() -> None:
 
 def test_ended_batches_are_known_for_a_while() -> None:
     """Those under way are kept however many there are, with their reports; of ended ones the latest numbers."""
-    batches = FaultyBatches()
+    batches = NonFiniteBatches()
     report = Report((), None, None)
     for number in range(200):
         batches.add(number, report)

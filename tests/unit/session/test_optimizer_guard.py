@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from nanwatch.instrumentation.global_hooks import after_steps, before_steps
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.report import Report
+from nanwatch.session.api import Watch, watch
 from nanwatch.session.optimizer_guard import SkippedStep
-from nanwatch.session.watch import Watch, watch
 from support.gradient_models import Narrow, Sick
 from support.recorders import WITH_DEVICE, watched
 from support.training import assert_same_bits

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import runpy
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import nanwatch
+from nanwatch.cli.run import run_parser
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.report import Report
-from nanwatch.session.deferred import DeferredWatch
-from nanwatch.session.watch import watch
+from nanwatch.session.api import DeferredWatch, watch
+from nanwatch.session.options import Options
 from support.toys import Scale, fault_of, latest, mlp, names
 
 INF = float("inf")
@@ -310,3 +315,21 @@ def test_what_a_watch_says_of_itself() -> None:
         "<Watch of Sequential: 0 batches, switched off>",
     ]
     assert repr(w) == "<Watch of a model that is gone: 2 batches, stopped>"
+
+
+def test_signature_fields_flags_and_page_agree() -> None:
+    """`watch`, `Options`, `nanwatch run` and docs/options.md have the same options with the same defaults."""
+    declared = {one.name: one for one in fields(Options)}
+    signature = inspect.signature(watch).parameters
+    assert list(declared) == [
+        name for name, one in signature.items() if one.kind is one.KEYWORD_ONLY and not name.startswith("_")
+    ]
+    assert {name: one.default for name, one in declared.items()} == {
+        name: signature[name].default for name in declared
+    }
+    flags = {one.dest: one.default for one in run_parser()._actions if one.dest in declared}
+    for name, value in flags.items():
+        assert (tuple(value) if isinstance(value, list) else value) == declared[name].default
+    assert declared.keys() - flags.keys() == {"enabled", "optimizer", "scaler"}
+    page = runpy.run_path(str(Path(nanwatch.__file__).parents[2] / "docs" / "make_options.py"))
+    assert page["PLACE"].read_text(encoding="utf-8") == page["page"](), "run python docs/make_options.py"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from nanwatch.trace import trace
 from nanwatch.trace.fitting import FORMATS, fits, holdings
 from nanwatch.trace.trace_writer import write_table

@@ -14,10 +14,8 @@ from hypothesis import given
 
 from nanwatch.numerics.ranges import TensorHealth
 from nanwatch.report.errors import TraceError
-from nanwatch.report.frame import Frame
-from nanwatch.report.frame import FrameRows
-from nanwatch.report.record import ROLES
-from nanwatch.report.record import Row
+from nanwatch.report.frame import Frame, FrameRows
+from nanwatch.report.record import ROLES, Row
 from nanwatch.trace import trace
 from support.paths import ROOT
 

@@ -17,8 +17,7 @@ import nanwatch
 from nanwatch.instrumentation.global_hooks import after_steps
 from nanwatch.report.frame import FrameRows
 from nanwatch.report.record import Row
-from nanwatch.trace import trace
-from nanwatch.trace import weight_versions
+from nanwatch.trace import trace, weight_versions
 from nanwatch.trace.trace_file import Trace
 from nanwatch.trace.weight_versions import WeightVersions
 from support.toys import mlp

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.session.watch import watch
+from nanwatch.session.api import watch
 from nanwatch.util import suppressed
 
 PACKAGE = Path(nanwatch.__file__).parent

@@ -17,9 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -31,16 +29,8 @@ from ...recording.recorder import PythonRecorder
 from ...util.imports import when_imported
 from ...util.user_warning import warn_user
 from .. import slot
-from ..slot import ATTRIBUTE
-from ..slot import HOLDS_METHODS
-from ..slot import wrappers
-from .dynamo_values import Site
-from .dynamo_values import device_of
-from .dynamo_values import given_leaves
-from .dynamo_values import output_leaves
-from .dynamo_values import own_leaves
-from .dynamo_values import put_begin
-from .dynamo_values import put_record
+from ..slot import ATTRIBUTE, HOLDS_METHODS, wrappers
+from .dynamo_values import Site, device_of, given_leaves, output_leaves, own_leaves, put_begin, put_record
 from .ops import NOBODY
 
 DEVICE_TYPE = "cuda"
@@ -158,8 +148,7 @@ def _under_way(tx: Any) -> list[nn.Module]:
 
 def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
     """A Site for every recorder that watches the module, the innermost first."""
-    from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.guards import install_guard
+    from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
 
     module: nn.Module = variable.value
@@ -171,7 +160,7 @@ def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
         if getattr(module, ATTRIBUTE) is not None:
             _unexpecting.add(
                 tx.output.root_tx.f_code
-            )  # by Outermost or `module.compile()`: no guard can tell
+            )  # by ModelFinder or `module.compile()`: no guard can tell
         elif variable.source is not None:
             install_guard(AttrSource(variable.source, ATTRIBUTE).make_guard(GuardBuilder.CONSTANT_MATCH))
         return []

@@ -7,20 +7,13 @@ all values took as long again as to trace GPT-2.
 
 from __future__ import annotations
 
-from dataclasses import fields
-from dataclasses import is_dataclass
-from typing import Any
-from typing import NamedTuple
-from typing import TypeAlias
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from ...recording.walk import MAX_DEPTH
-from ...recording.walk import MAX_LEAVES
-from ...recording.walk import MAX_SCALARS
-from ...recording.walk import spell_key
+from ...recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, spell_key
 from . import ops
 
 _NOT_READ = "in compiled code only plain tensors are read"
@@ -116,10 +109,7 @@ def _add(variable: Any, role: str, label: str, depth: int, found: list[Leaf]) ->
     """What Dynamo looks at it guards on, and of some values (sparse tensors) it can make nothing: of what the user's
     own code has not touched so far only plain tensors are touched here.
     """
-    from torch._dynamo.variables import ConstantVariable
-    from torch._dynamo.variables import ConstDictVariable
-    from torch._dynamo.variables import ListVariable
-    from torch._dynamo.variables import TupleVariable
+    from torch._dynamo.variables import ConstantVariable, ConstDictVariable, ListVariable, TupleVariable
     from torch._dynamo.variables.lazy import LazyVariableTracker
 
     if issubclass(type(variable), LazyVariableTracker):
@@ -169,8 +159,7 @@ def _unread(role: str, label: str) -> str:
 
 def _plan(tx: Any, class_name: str, found: list[Leaf], device: torch.device | None) -> tuple[Any, Any]:
     """The text and the list of tensors for an operator, as variables; with a device of tensors on it alone."""
-    from torch._dynamo.variables import ListVariable
-    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables import ListVariable, TensorVariable
     from torch._dynamo.variables.base import VariableTracker
 
     lines = [class_name]

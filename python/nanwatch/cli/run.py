@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import contextlib
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from dataclasses import Field, fields
 from io import open_code
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -20,14 +22,35 @@ from torch import nn
 from ..report import text
 from ..report.errors import BatchLimitError, NonFiniteError, spell
 from ..report.report import Report
-from ..session.deferred import DeferredWatch
-from ..session.watch import Watch, watch
+from ..session.api import DeferredWatch, Watch, watch
+from ..session.options import Options
 from ..util.suppressed import suppressed
 from ..util.visible import visible
-from ._run_options import BAD_USE, FAILED, NONFINITE, run_parser
-from .outermost import MAX_MODELS, Outermost
+from .model_finder import MAX_MODELS, ModelFinder
 
 _NAME = "nanwatch run"
+# Exit statuses.
+NONFINITE, BAD_USE, FAILED = 3, 2, 1
+_NOTES = f"""\
+Which model: the first module that is called from outside any other module and has parameters to train, in training
+mode or known to an optimizer; or the module that holds it, as a LightningModule does. Models that are called later are
+watched too, each by itself, up to {MAX_MODELS}.
+
+stdout, arguments and exit status are the script's own. The report of a failure goes to stderr.
+
+exit status:
+  {NONFINITE}  a value was not finite, and the script did not catch the error that says so
+  {BAD_USE}  the options make no sense, there is no such script, or a pattern matches nothing
+  {FAILED}  the script ended by an exception of its own
+  otherwise the script's; 0 after --abort-after-batch
+
+examples:
+  nanwatch run train.py --lr 1e-3
+  nanwatch run --output-dir nanwatch-out --on-nonfinite warn train.py --lr 1e-3
+  nanwatch run --include 'encoder.*' --json report.json -m package.train --lr 1e-3
+  nanwatch run --model GPT2LMHeadModel generate.py          a model that is not trained, by its class
+  torchrun --nproc-per-node 2 -m nanwatch run train.py      each process watches its own
+"""
 
 
 def main(arguments: list[str]) -> int:
@@ -59,6 +82,49 @@ def main(arguments: list[str]) -> int:
     return status
 
 
+def run_parser() -> argparse.ArgumentParser:
+    """Return the parser of `nanwatch run`."""
+    parser = argparse.ArgumentParser(
+        prog="nanwatch run",
+        usage="%(prog)s [OPTION...] SCRIPT [ARG...]\n       %(prog)s [OPTION...] -m MODULE [ARG...]",
+        description="Run an unchanged training script and watch its model. Options go before the script.",
+        epilog=_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
+    parser.add_argument("arguments", metavar="ARG", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.add_argument("-m", action="store_true", help="run a module, as `python -m` does")
+    parser.add_argument(
+        "--model", metavar="CLASS", help="watch modules of this class (a pattern), trained or not"
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the report as JSON when the script has ended; /dev/fd/3 for a descriptor",
+    )
+    for option in fields(Options):
+        if flag := option.metadata["flag"]:
+            name, default = f"--{option.name.replace('_', '-')}", option.default
+            if flag.get("action") == "append":
+                default = []  # argparse cannot append to a tuple
+            parser.add_argument(name, default=default, help=_help(option), **flag)
+    return parser
+
+
+def _help(option: Field[Any]) -> str:
+    """Return the option's help, with its default where the help does not say it."""
+    text, needs, flag = (option.metadata[name] for name in ("text", "needs", "flag"))
+    default = option.default
+    if "=" in needs:
+        text = f"with --{needs.partition('=')[0].replace('_', '-')}: {text}"
+    if flag.get("action") == "append":
+        return f"{text}; may be repeated"
+    if default is True:
+        return f"{text} (the default)"
+    return text if default in (None, False, ()) else f"{text} ({default:{'g' if 'type' in flag else ''}})"
+
+
 class _Run:
     """A script, and the models that are watched in it."""
 
@@ -72,13 +138,13 @@ class _Run:
         self._is_told = False
         self._notes = ""
         self._not_watched: list[str] = []
-        self._outermost = Outermost(self._found, class_name, self._unmatched)
+        self._finder = ModelFinder(self._found, class_name, self._unmatched)
         self._process = os.getpid()
 
     def run(self, target: str, arguments: list[str], *, is_module: bool) -> int:
         """Run it. Return the exit status, or raise as `main` says."""
         try:
-            with self._outermost, self._threads(), _as_main(target, arguments, is_module=is_module):
+            with self._finder, self._threads(), _as_main(target, arguments, is_module=is_module):
                 if is_module:
                     runpy.run_module(target, run_name="__main__", alter_sys=True)
                 elif os.path.isfile(target) and target.endswith((".py", ".pyw")):
@@ -167,7 +233,7 @@ class _Run:
             if has_failed and _ended_in(one) and report.finding is not None and report.batch == one.batch:
                 # The script's own check may have met the value before nanwatch did.
                 self._status = self._status or NONFINITE
-        if self._outermost.is_full:
+        if self._finder.is_full:
             _tell(f"{MAX_MODELS} models were found; those that were called later were not looked for")
         failed = [report for report in reports if report.finding is not None]
         first = failed[0].finding if failed else None
@@ -196,11 +262,11 @@ class _Run:
         return one.report()
 
     def _why_nothing(self) -> str:
-        if self._outermost.trouble:
-            return f"the search for models ended by {self._outermost.trouble}"
+        if self._finder.trouble:
+            return f"the search for models ended by {self._finder.trouble}"
         if self._not_watched:
             return f"{', '.join(self._not_watched)} cannot be, as said above"
-        seen = ", ".join(self._outermost.passed_over)
+        seen = ", ".join(self._finder.passed_over)
         if not seen:
             return "no call of a module was seen; those in a compiled function or in another process are not"
         wanted = f"of class {self._class_name!r}" if self._class_name else "with parameters to train"
@@ -222,7 +288,7 @@ def _line(name: str, one: Watch, report: Report) -> str:
 
 
 def _ended_in(one: Watch) -> bool:
-    """Whether an exception has ended the latest batch."""
+    """Return whether an exception has ended the latest batch."""
     return one._ended_by_exception
 
 
@@ -267,7 +333,7 @@ def _show(error: Exception) -> None:
 
 
 def _of_this_rank(path: str) -> Path:
-    """The file as named, and for the processes of torchrun other than the first with the rank in its name."""
+    """Return the file as named, and for the processes of torchrun other than the first with the rank in its name."""
     rank = os.environ.get("RANK", "0")
     plain = Path(path)
     # The script may change its folder.

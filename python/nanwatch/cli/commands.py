@@ -39,7 +39,7 @@ class Command:
 
 
 def until_cut(command: Callable[[], int], *, shows_place: bool = False) -> int:
-    """The command's exit status, or 141 where the reader of its output went away, as `head` does.
+    """Return the command's exit status, or 141 where the reader of its output went away, as `head` does.
 
     Ctrl-C goes up as KeyboardInterrupt, at which the interpreter ends by SIGINT: what a shell calls 130, and what ends
     a loop in a script too. With `shows_place` it prints the traceback, without it nothing. What the encoding of stdout
@@ -79,20 +79,18 @@ def _flush() -> None:
 
 
 COMMANDS = {
-    "diff": Command("where two traces, or two batches of one, part", "._command_diff"),
-    "doctor": Command("what is installed, what serves which device, and what is missing", "._command_doctor"),
-    "formats": Command(
-        "the narrowest format that holds what each module makes, by a trace", "._command_formats"
-    ),
-    "merge": Command("the reports of all ranks of a job as one", "._command_merge"),
+    "diff": Command("where two traces, or two batches of one, part", ".diff"),
+    "doctor": Command("what is installed, what serves which device, and what is missing", ".doctor"),
+    "formats": Command("the narrowest format that holds what each module makes, by a trace", ".formats"),
+    "merge": Command("the reports of all ranks of a job as one", ".merge"),
     "netcheck": Command(
         "can the ranks of a job reach each other? Start it with torchrun", "..netcheck", only_prints=False
     ),
     "replay": Command(
-        "make the call in a capsule again, in one dtype or several", "._command_replay", runs_user_code=True
+        "make the call in a capsule again, in one dtype or several", ".replay", runs_user_code=True
     ),
-    "run": Command("watch the model of an unchanged training script", "._command_run", only_prints=False),
-    "show": Command("the frames of a trace, or a saved report", "._command_show"),
+    "run": Command("watch the model of an unchanged training script", ".run", only_prints=False),
+    "show": Command("the frames of a trace, or a saved report", ".show"),
 }
 
 
@@ -102,14 +100,8 @@ def failed(name: str, error: BaseException) -> int:
     return 2
 
 
-def help_text() -> str:
-    """The part of `--help` that lists them."""
-    lines = [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(["commands (each has a --help of its own):", *lines])
-
-
 def command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """The parser of a command that prints for people, or with --json for programs."""
+    """Return the parser of a command that prints for people, or with --json for programs."""
     parser = argparse.ArgumentParser(
         prog=f"nanwatch {name}".rstrip(),
         description=description,

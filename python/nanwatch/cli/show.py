@@ -10,7 +10,7 @@ from ..trace.trace_file import Trace, batch_words
 from ..util import reading
 from ..util.progress import Tell, shown
 from ..util.visible import visible
-from ._commands import command_parser, failed
+from .commands import command_parser, failed
 
 _EXAMPLES = """\
 exit status: 0, or 2 when there is nothing to show
@@ -23,7 +23,7 @@ examples:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; returns the exit status."""
+    """Run the command and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         with shown() as tell:
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(file: Path, batch: int | None, tell: Tell) -> tuple[Report, list[str]]:
-    """The report, and what stands above it."""
+    """Return the report, and what stands above it."""
     if _is_json(file):
         if batch is not None:
             raise ValueError(f"--batch is for a trace, and {file} is a report; leave it out")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ..distributed.merge import merge
 from ..distributed.merge_document import document
+from ..distributed.merge_html import merged_html
 from ..distributed.merge_text import merged_text
 from ..util.progress import shown
-from ._commands import command_parser, failed
+from .commands import command_parser, failed
 
 _EXAMPLES = """\
 exit status: 0 when all is finite, 1 when a rank has a finding, 2 when there is nothing to read
@@ -23,7 +24,7 @@ examples:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = command_parser(
         "merge",
         "One report from those of several ranks: the origin, headroom by module and rank, and weights"
@@ -49,8 +50,6 @@ def main(arguments: list[str]) -> int:
         with shown() as tell:
             merged = merge(*options.paths, attempt=options.attempt, tell=tell)
             if options.html is not None:
-                from ..distributed.merge_html import merged_html
-
                 tell("drawing the page")
                 options.html.write_text(merged_html(merged), encoding="utf-8")
             tell("comparing the ranks")

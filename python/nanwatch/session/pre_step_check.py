@@ -1,4 +1,4 @@
-"""The look before an optimizer's step: at what it is about to take, whose rows a device may still hold."""
+"""Check before an optimizer's step of what the step is about to take, whose rows a device may still hold."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.global_hooks import Handles, before_steps
 from ..recording.events import Recorder
 from ..util.modules import each_parameter
-from .optimizer_state import steps_for
+from .backward_watch import steps_for
 from .options import Options
 
 
-class StepLook:
+class PreStepCheck:
     """Looks before every step of an optimizer at what has come, and waits for what has not: forwards with
     check="async", and gradients.
 
@@ -103,7 +103,7 @@ class StepLook:
 def _with_look_after_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], look: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of the step, with `look` after its closure; None where it has none.
+    """Return the arguments of the step, with `look` after its closure; None where it has none.
 
     Lightning makes forward and backward in one, also for optimizers that call it once.
     """

@@ -12,7 +12,7 @@ from ..trace.fitting import FORMATS, LOST, Holding, Need, Share, fits, holdings
 from ..trace.trace_file import Trace
 from ..util.progress import shown
 from ..util.visible import visible
-from ._commands import command_parser, failed
+from .commands import command_parser, failed
 
 _DOES_NOT_FIT = 1
 _MOST_LINES = 10

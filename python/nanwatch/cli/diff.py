@@ -9,7 +9,7 @@ from ..trace.comparison import RTOL, diff
 from ..trace.difference import KINDS
 from ..trace.trace_file import Trace
 from ..util.progress import shown
-from ._commands import command_parser, failed
+from .commands import command_parser, failed
 
 _DIFFER = 1
 _EXAMPLES = """\
@@ -24,7 +24,7 @@ examples:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; returns the exit status."""
+    """Run the command and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         with shown() as tell:

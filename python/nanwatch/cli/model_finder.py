@@ -33,7 +33,7 @@ MAX_MODELS = 8
 
 
 def may_be_trained(module: nn.Module, optimized: Callable[[], Collection[int]]) -> bool:
-    """Whether parameters of the module require a gradient, and it is in training mode or some are optimized.
+    """Return whether parameters of the module require a gradient, and it is in training mode or some are optimized.
 
     `optimized()` gives the ids of the parameters that optimizers hold; it is asked only where that decides.
     """
@@ -75,7 +75,7 @@ def made(kind: type[_T]) -> list[_T]:
 
 
 def is_inside_a_call(frame: FrameType | None) -> bool:
-    """Whether a call of a module is under way in `frame` or in one that led to it."""
+    """Return whether a call of a module is under way in `frame` or in one that led to it."""
     while frame is not None and frame.f_code is not _CALL:
         frame = frame.f_back
     return frame is not None
@@ -85,7 +85,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-class Outermost:
+class ModelFinder:
     """Within the block, `found(model)` is called for each model that is called, before the call is made.
 
     It makes the calls of all modules that no link stands before; see links.py. The calls of the modules that `found`
@@ -122,9 +122,9 @@ class Outermost:
         """Whether MAX_MODELS were found, and no more are looked for."""
         return self._left <= 0
 
-    def __enter__(self) -> Outermost:
+    def __enter__(self) -> ModelFinder:
         if default_call() is not None:
-            raise RuntimeError("another Outermost looks for models already; end that first")
+            raise RuntimeError("another ModelFinder looks for models already; end that first")
 
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # A compiler reads this function too; to it the module is itself.
@@ -156,7 +156,7 @@ class Outermost:
             return False
 
     def _look(self, module: nn.Module, caller: FrameType | None) -> bool:
-        """Whether the module was found to be a model. `caller` is the frame of whoever calls it."""
+        """Return whether the module was found to be a model. `caller` is the frame of whoever calls it."""
         model = module
         if self._class_name is not None:
             is_candidate = True

@@ -7,15 +7,18 @@ import importlib.metadata
 import json
 import platform
 import re
-from dataclasses import asdict
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..numerics import _extension
-from . import _selfcheck
-from ._commands import command_parser
+from ..numerics import _extension, _ops, _reference
+from .commands import command_parser
 
 _EXAMPLES = """\
 exit status: 0, or 1 when the self-check found a difference
@@ -26,6 +29,21 @@ examples:
   nanwatch doctor --json               the same for programs
   NANWATCH_CPU=avx2 nanwatch doctor    with the CPU part held at AVX2
 """
+
+
+# Elements of a tensor of the self-check: a vector body leaves a tail.
+_SIZE = 4100
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One implementation and one dtype: how many tensors were compared, and what was wrong ("" when nothing was)."""
+
+    implementation: str
+    dtype: str
+    cases: int
+    error: str = ""
+    skipped: str = ""
 
 
 def _version() -> str:
@@ -58,7 +76,7 @@ def _device_facts(device: torch.device) -> dict[str, str]:
         facts["name"] = _cpu_name()
     elif device.type == "cuda":
         facts["name"] = torch.cuda.get_device_name(device)
-    if _selfcheck.has_kernel(device):
+    if _has_kernel(device):
         level = (
             f" ({_extension.C.cpu_capability()})" if device.type == "cpu" and _extension.C is not None else ""
         )
@@ -94,7 +112,7 @@ def facts() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "openmp": _openmp_libraries(),
         },
-        "devices": [_device_facts(device) for device in _selfcheck.devices()],
+        "devices": [_device_facts(device) for device in _devices()],
     }
 
 
@@ -144,11 +162,114 @@ def _lines(found: dict[str, Any]) -> list[str]:
     return [f"{label:<16}{value}" for label, value in rows]
 
 
-def _outcome_line(outcome: _selfcheck.Outcome) -> str:
+@contextmanager
+def _held_at(capability: str) -> Iterator[None]:
+    module: Any = _extension.C
+    if not capability or module is None:
+        yield
+        return
+    before = module.cpu_capability()
+    module.set_cpu_capability(capability)
+    try:
+        yield
+    finally:
+        module.set_cpu_capability(before)
+
+
+def _devices() -> list[torch.device]:
+    """Return the CPU and every accelerator torch can use here."""
+    found = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        found += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        found.append(torch.device("mps"))
+    if torch.xpu.is_available():
+        found += [torch.device("xpu", index) for index in range(torch.xpu.device_count())]
+    return found
+
+
+def _has_kernel(device: torch.device) -> bool:
+    """Return whether the dispatcher has a native kernel of ours for the device's plain tensors."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
+    return key is not None and bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key("nanwatch::abs_range", key)
+    )
+
+
+def implementations() -> list[tuple[str, torch.device, str]]:
+    """Return (name, device, CPU capability to hold or "") of every implementation this machine can run."""
+    found: list[tuple[str, torch.device, str]] = []
+    for device in _devices():
+        native = _has_kernel(device)
+        if native and device.type == "cpu" and _extension.C is not None:
+            levels = [str(level) for level in _extension.C.cpu_capabilities()]
+            found += [(f"{device} native {level}", device, level) for level in levels]
+        else:
+            found.append((f"{device} {'native' if native else 'torch operations'}", device, ""))
+    return found
+
+
+def selfcheck() -> Iterator[Outcome]:
+    """Compare each implementation with the reference on the CPU, dtype by dtype. One outcome for each pair."""
+    for dtype in sorted(_reference.READABLE_DTYPES, key=str):
+        for name, device, capability in implementations():
+            yield _check(name, device, capability, dtype)
+
+
+def _check(name: str, device: torch.device, capability: str, dtype: torch.dtype) -> Outcome:
+    spelled = str(dtype).removeprefix("torch.")
+    with warnings.catch_warnings(), _held_at(capability):
+        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+        try:
+            torch.empty(1, dtype=dtype, device=device)
+        except (RuntimeError, TypeError) as error:  # a dtype that this device has not
+            return Outcome(name, spelled, 0, skipped=str(error).splitlines()[0])
+        tensors = _tensors(dtype)
+        for x in tensors:
+            try:
+                wrong = _difference(x[1:], x.to(device)[1:])  # not aligned
+            except (
+                Exception
+            ) as error:  # a crash is a finding like any other, and the rest is still to be checked
+                wrong = f"{type(error).__name__}: {error}"
+            if wrong:
+                return Outcome(name, spelled, len(tensors), error=wrong)
+    return Outcome(name, spelled, len(tensors))
+
+
+def _tensors(dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors of this dtype. Those of floating point end in a finite value, a nan and an inf."""
+    raw = torch.randint(0, 100, (_SIZE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return [raw.to(dtype)]
+    tensors = []
+    for last in (1.0, float("nan"), float("inf")):
+        x = raw.to(torch.complex64 if dtype.is_complex else torch.float32) / 64
+        x[-1] = last
+        tensors.append(x.to(dtype))
+    return tensors
+
+
+def _difference(x: Tensor, moved: Tensor) -> str:
+    """Return what the implementation of `moved`'s device gives other than the reference; "" when all is equal."""
+    names = ["abs_range", "health"] + ([] if x.is_complex() else ["exponent_histogram"])
+    for name in names:
+        got, expected = getattr(_ops, name)(moved).cpu(), getattr(_reference, name)(x)
+        expected = expected.to(got.dtype)  # a device without float64 gives float32 rows
+        if not torch.equal(got.nan_to_num(nan=-7.0), expected.nan_to_num(nan=-7.0)):
+            return f"{name} gives {got.tolist()}, the reference {expected.tolist()}"
+    return ""
+
+
+def _outcome_line(outcome: Outcome) -> str:
     if outcome.skipped:
         verdict = f"skipped: {outcome.skipped}"
     else:
-        verdict = f"WRONG: {outcome.error}" if outcome.error else f"equal on {outcome.cases} tensors"
+        verdict = (
+            f"WRONG: {outcome.error}"
+            if outcome.error
+            else f"equal on {outcome.cases} tensor{'' if outcome.cases == 1 else 's'}"
+        )
     return f"{outcome.implementation:<24}{outcome.dtype:<16}{verdict}"
 
 
@@ -163,7 +284,7 @@ def parser(name: str, examples: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; returns the exit status."""
+    """Run the command and return the exit status."""
     options = parser("doctor", _EXAMPLES).parse_args(arguments)
 
     found = facts()
@@ -175,7 +296,7 @@ def main(arguments: list[str]) -> int:
         return 0
 
     outcomes = []
-    for outcome in _selfcheck.selfcheck():
+    for outcome in selfcheck():
         outcomes.append(outcome)
         if not options.json:
             print(_outcome_line(outcome), flush=True)

@@ -1,17 +1,82 @@
-"""The warnings of `on_nonfinite="warn"`: when values begin not to be finite, when that changes or ends, and in sum."""
+"""Non-finite batches of a watch: their reports, and the warnings of `on_nonfinite="warn"`."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from ..report import text
+from ..report.errors import NonFiniteError
 from ..report.finding import Finding
+from ..report.report import Report
 from ..util.user_warning import warn_user
 
+# Batches that have ended and are known to be non-finite, for their backwards and their recomputations.
+_MAX_ENDED = 64
 # Modules named in one line.
 _MAX_NAMED = 3
+
+
+@dataclass(slots=True)
+class NonFiniteBatch:
+    """A batch under way from its first non-finite value on. It belongs to the thread that makes the batch.
+
+    `report` is of that value. `is_told` says that it was raised or handed to the user's function, `is_left` that the
+    thread had ended the batch before its rows came from the device. `raised` is the error that was raised inside the
+    forward, until the forward is left.
+    """
+
+    report: Report
+    is_left: bool = False
+    is_told: bool = False
+    raised: NonFiniteError | None = None
+
+
+class NonFiniteBatches:
+    """The non-finite batches under way, at most one for each thread, and the latest that have ended, by their numbers.
+
+    `failure` is the report of the first of the latest run of such batches. The run is open until a batch is finite.
+    """
+
+    def __init__(self) -> None:
+        self.failure: Report | None = None
+        self.run_is_open = False
+        self._under_way: dict[int, NonFiniteBatch] = {}
+        self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
+
+    def __contains__(self, number: int) -> bool:
+        """Return whether the batch of this number is known to be non-finite."""
+        return number in self._under_way or number in self._ended
+
+    def has_ended(self, number: int) -> bool:
+        """Return whether the batch of this number was non-finite and has ended."""
+        return number in self._ended
+
+    def __bool__(self) -> bool:
+        """Return whether a non-finite batch is under way, or a run of them is open."""
+        return bool(self._under_way) or self.run_is_open
+
+    def get(self, number: int) -> NonFiniteBatch | None:
+        """Return the batch of this number, if it is non-finite and under way."""
+        return self._under_way.get(number)
+
+    def add(self, number: int, report: Report, *, is_left: bool = False) -> NonFiniteBatch:
+        """Remember that this batch is non-finite."""
+        self.open_run(report)
+        batch = self._under_way[number] = NonFiniteBatch(report, is_left)
+        return batch
+
+    def end(self, number: int) -> None:
+        """Note that the batch has ended, non-finite or not."""
+        if self._under_way.pop(number, None) is not None:
+            self._ended.append(number)
+
+    def open_run(self, report: Report) -> None:
+        """Keep the report of a failure, if it is the first of its run."""
+        if not self.run_is_open:
+            self.failure = report
+            self.run_is_open = True
 
 
 @dataclass(slots=True)
@@ -37,11 +102,12 @@ class _Count:
         return f"{self.batches:,} faulty batch{plural} ({place}), first in {_ranked(self.firsts)}"
 
 
-class FaultWarnings:
-    """Tells the user of faults in few lines, with `speaks`; what is not told at once is counted and told in sum.
+class NonFiniteWarnings:
+    """Warns of non-finite batches in few lines, with `speaks`; what is not told at once is counted and told in sum.
 
-    A run of faulty batches is told when it begins, when another module is the first to be at fault, and when it ends.
-    Lines become rarer where they come often: the n-th line of a run needs 2 ** (n - 2) faulty batches since the line
+    A run of non-finite batches is told when it begins, when another module is the first to be at fault, and when it
+    ends.
+    Lines become rarer where they come often: the n-th line of a run needs 2 ** (n - 2) such batches since the line
     before it, and the n-th run ends after 2 ** (n - 1) finite batches in a row. `patience` is the number for the first
     run: more than 1 where faults are found after the end of a batch.
     """
@@ -54,7 +120,7 @@ class FaultWarnings:
         self._all = _Count()
         self._run: _Count | None = None
         self._lines = 0  # of the run
-        self._since = 0  # faulty batches since the latest line
+        self._since = 0  # non-finite batches since the latest line
         self._finite = 0  # batches in a row since the latest fault
         self._told: tuple[str, str] = "", ""  # which module, in which phase, was told to be the first
 
@@ -91,7 +157,7 @@ class FaultWarnings:
         return message
 
     def count(self, module: str) -> None:
-        """Take a faulty call of the module."""
+        """Take a non-finite call of the module."""
         if self._speaks:
             with self._lock:
                 self._all.calls[module] += 1

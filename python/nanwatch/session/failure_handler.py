@@ -1,0 +1,358 @@
+"""Handling of non-finite values: report them, tell the other ranks, ask for the re-run, and act once.
+
+The recorder notifies the handler, which owns all that follows: `on_nonfinite` says what it does at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..diagnosis.left_calls import left_calls
+from ..distributed.peers import Peers
+from ..monitoring.outlook import Outlook
+from ..recording.events import Event, Recorder
+from ..recording.job import report_of
+from ..recording.observe import observe
+from ..recording.walk import call_leaves
+from ..report import text
+from ..report.errors import BatchLimitError, NonFiniteError, add_note
+from ..report.finding import Finding
+from ..report.frame import FrameRows
+from ..report.record import Record, is_fault, to_record
+from ..report.report import Report
+from ..util.suppressed import suppressed
+from ..util.user_warning import warn_user
+from .nonfinite_batches import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings
+from .options import Options
+from .reports import Reports, left_frames
+from .rerun_policy import RerunPolicy
+
+if TYPE_CHECKING:
+    from ..report.sighting import Origin
+
+
+class FailureHandler:
+    """Takes a watch's non-finite values, from the first of a batch to the exception, the user's function or a warning.
+
+    `release()` gives up the report of a backward that no step has been about to take, if there is one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        recorder: Recorder,
+        outlook: Outlook,
+        reports: Reports,
+        release: Callable[[], Report | None],
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._options = options
+        self._action = options.on_nonfinite
+        self._recorder = recorder
+        self._outlook = outlook
+        self._reports = reports
+        self._release = release
+        self.batches = NonFiniteBatches()
+        self.rerun = RerunPolicy(model, options)
+        # A backward fails when its batch has ended: with gradients one finite batch says nothing of its own.
+        self._warnings = NonFiniteWarnings(
+            speaks=self._action == "warn", patience=2 if options.gradients else 1
+        )
+        self._exception_batch: int | None = None
+        self._batch_ends = recorder.subscribe(Event.BATCH_END)
+        self.update_subscription()
+        self._peers: Peers | None = None
+        if self._action == "raise" and options.peer_timeout and options.enabled:
+            # Not a bound method: the job would keep this alive.
+            this = weakref.ref(self)
+            self._peers = Peers(
+                model,
+                options.peer_timeout,
+                lambda name: report_of(()) if (own := this()) is None else own._write_last_frames(name),
+            )
+
+    @property
+    def awaits_batch_start(self) -> bool:
+        """Whether the handler wants to be told of the starts of batches."""
+        return self.rerun.keeps_start or self._peers is not None
+
+    def update_subscription(self) -> None:
+        """Subscribe to the ends of batches while a non-finite batch or a warning waits for one."""
+        self._batch_ends.active = bool(self.batches) or self._warnings.awaits_batches
+
+    @property
+    def ended_by_exception(self) -> bool:
+        """Whether the latest batch ended by an exception."""
+        return self._exception_batch is not None and self._exception_batch == self._recorder.latest_batch
+
+    def batch_started(
+        self, batch: int, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
+    ) -> object:
+        """Keep what a re-run would need. Raises PeerNonFiniteError when another rank has failed.
+
+        Return what the recorder is to hold; see RerunPolicy.
+        """
+        if self._peers is not None:
+            self._peers.batch_started(batch)
+        if not self.rerun.keeps_start or module is None:
+            return None
+        return self.rerun.batch_started(module, args, kwargs)
+
+    def nonfinite_call(
+        self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Take a call that holds a non-finite value, while its forward is under way."""
+        number = frame.batch
+        if frame.recomputed and not self.batches.has_ended(number):
+            # A recomputation has the number of the latest batch, which may be another thread's.
+            number = ~number
+        is_new = number not in self.batches
+
+        def report() -> Report:
+            given = [observe(x, label, "input") for label, x in call_leaves(args, kwargs or {})]
+            return self._reports.of_failure(frame.batch, caller, _records(given), nonfinite=frame)
+
+        batch = self._meet(number, frame.name, report)
+        at_once = self._options.check in ("auto", "module") or frame.recomputed
+        try:
+            if at_once and self._acts:
+                self._act(batch, inside=not frame.recomputed)
+        finally:
+            if frame.recomputed and is_new:  # its end is told to nobody
+                self.batches.end(number)
+
+    def late_nonfinite_call(
+        self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool
+    ) -> None:
+        """Take a call whose rows came from the device after it. Its failure is acted on at the batch's end."""
+        self._meet(
+            frame.batch,
+            frame.name,
+            lambda: self._reports.of_failure(frame.batch, caller, _records(given.rows), nonfinite=frame),
+            is_left=is_left,
+        )
+
+    def step_follows(self, report: Report) -> None:
+        """Act on what a backward did wrong and a step is about to take, or on what a step left in its optimizer."""
+        self._outlook.fault(report.finding)
+        self.batches.open_run(report)
+        self._batch_ends.active = True
+        self._warnings.begin(report.finding)
+        self._announce(report)
+        self._tell(report)
+
+    def forward_left(self, batch: int, completed: bool) -> None:
+        """Take the end of this thread's forward, which has returned (`completed`) or raised.
+
+        Raises PeerNonFiniteError from an error of a collective, when another rank's failure is behind it.
+        """
+        nonfinite = self.batches.get(batch)
+        raised = None
+        if nonfinite is not None:
+            raised, nonfinite.raised = nonfinite.raised, None
+        if completed:
+            return
+        if raised is not None:
+            self._complete(raised)
+        else:
+            self.explain(sys.exc_info()[1])
+        self._exception_batch = batch
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception) and batch % self._options.every == 0:
+            self._left_by(error, batch)
+
+    def conclude(self, batch: int, completed: bool) -> None:
+        """Act on a batch that has ended and whose frames are all known, where that was put off."""
+        if (nonfinite := self.batches.get(batch)) is not None:
+            try:
+                if completed:
+                    self._act(nonfinite)
+            finally:
+                self.batches.end(batch)
+        elif completed and batch % self._options.every == 0:
+            self.batches.run_is_open = False
+            self._warnings.end(batch)
+            self._outlook.end(batch)
+
+    def explain(self, error: BaseException | None) -> None:
+        """Raises PeerNonFiniteError from `error` when another rank's failure is behind it."""
+        explained = None if self._peers is None else self._peers.explain(error)
+        if explained is not None:
+            raise explained from error
+
+    def run_ended(self) -> None:
+        """Raises PeerNonFiniteError when another rank has failed, as far as this one knows."""
+        if self._peers is not None:
+            self._peers.check()
+
+    def watch_ends(self) -> None:
+        """Tell of gradients that are not finite and that no step was about to take; then sum up the warnings."""
+        try:
+            held = self._release()
+            if held is not None and held.finding is not None:
+                remarks = (*held.finding.remarks, "the watch ended before a step took it")
+                finding = replace(held.finding, remarks=remarks)
+                report = replace(held, finding=finding)
+                self.batches.open_run(report)
+                self._outlook.fault(finding)
+                self._tell_at_end(finding, report)
+        finally:
+            batches = self._recorder.latest_batch + 1
+            self._warnings.close(batches, may_raise=sys.exc_info()[0] is None)
+
+    def close(self) -> None:
+        """Keep nothing, and hear of other ranks no more."""
+        self.rerun.let_go()
+        if self._peers is not None:
+            self._peers.close()
+
+    @property
+    def _acts(self) -> bool:
+        """Whether a report is handed to anybody; otherwise the run goes on by itself."""
+        return self._action == "raise" or callable(self._action)
+
+    def _meet(
+        self,
+        batch: int,
+        module: str,
+        report: Callable[[], Report],
+        *,
+        is_left: bool = False,
+        announces: bool = True,
+    ) -> NonFiniteBatch | None:
+        """Count a non-finite call of the module. `report` makes the report, of the first of its batch."""
+        self._warnings.count(module)
+        # A forward that is recomputed in the backward repeats what its batch has told.
+        if batch in self.batches:
+            return self.batches.get(batch)
+        # Weights that something else than an optimizer moved by what the backward did wrong: that came first.
+        nonfinite = self.batches.add(batch, self._release() or report(), is_left=is_left)
+        self._batch_ends.active = True
+        if announces:
+            self._announce(nonfinite.report)
+        self._outlook.fault(nonfinite.report.finding)
+        if not self._acts:
+            nonfinite.report = self._examined(nonfinite.report)
+        self._warnings.begin(nonfinite.report.finding)
+        return nonfinite
+
+    def _announce(self, report: Report) -> None:
+        """Tell the other ranks, before anything slow."""
+        if self._peers is not None and report.finding is not None:
+            self._peers.publish(report.finding)
+
+    def _act(self, batch: NonFiniteBatch | None, *, inside: bool = False) -> None:
+        """Tell of the batch once; `inside` a forward raise at once, and leave the re-run to `forward_left`."""
+        if batch is None or batch.is_told:
+            return
+        batch.is_told = True
+        if inside and self._action == "raise":
+            batch.raised = NonFiniteError(batch.report)
+            # Through no local: the traceback would hold itself, and with it the locals of the forward.
+            raise batch.raised
+        self._tell(batch.report)
+
+    def _tell(self, report: Report) -> None:
+        """Re-run the batch, then hand the report to the user's function, or raise it."""
+        if callable(self._action):
+            self._action(self._examined(report))
+        elif self._action == "raise":
+            raise NonFiniteError(*self._settled(report))
+
+    def _complete(self, error: NonFiniteError) -> None:
+        """Complete an error that was raised inside a forward. No other exception is changed after it was raised.
+
+        The re-run has to wait until the forward has been left, and with it any lock or mode that it holds. Code inside
+        the forward may catch NonFiniteError and keep, annotate or wrap it. A second error in its place would lose such
+        notes and leave the incomplete one as `__cause__`.
+        """
+        NonFiniteError.__init__(error, *self._settled(error.report))
+
+    def _settled(self, report: Report) -> tuple[Report, Origin | None]:
+        """Return the report after the re-run, and what the ranks agreed on."""
+        examined = self._examined(report)
+        return examined, None if self._peers is None else self._peers.settle(examined.finding)
+
+    def _examined(self, report: Report) -> Report:
+        """Return the report with what a re-run of its batch shows."""
+        # Of non-finite batches in a row the first tells most.
+        is_first = self.batches.failure is report
+        if not is_first and self._action != "raise":
+            return report
+        # A batch that its thread has left cannot run again: its arguments are gone, and the weights may have changed.
+        batch = None if report.batch is None else self.batches.get(report.batch)
+        examined = self.rerun.examine(report, is_late=batch is not None and batch.is_left)
+        if is_first:
+            self.batches.failure = examined
+        return examined
+
+    def _tell_at_end(self, finding: Finding, report: Report) -> None:
+        """Tell of gradients that no step was about to take: no failure yet, so "raise" warns too."""
+        is_raising = sys.exc_info()[0] is not None
+        examined = self._examined(report)
+        if self._action in ("raise", "warn"):
+            warn_user(
+                f"{text.summary(examined.finding or finding)}; the watch ended before a step took it;"
+                " Watch.report() has the frames that led to it",
+                may_raise=not is_raising,
+            )
+        elif callable(self._action):
+            try:
+                self._action(examined)
+            except Exception:
+                if not is_raising:
+                    raise
+                suppressed("on_nonfinite raised while the watch ended by another error")
+
+    def _left_by(self, error: Exception, batch: int) -> None:
+        """Say, in a note of somebody else's exception that ends the batch, what was not finite in it."""
+        if isinstance(error, NonFiniteError | BatchLimitError):
+            return
+        try:
+            nonfinite = self.batches.get(batch) or self._meet_left(error, batch)
+            if nonfinite is not None and not nonfinite.is_told:
+                nonfinite.is_told = True
+                report = self._examined(nonfinite.report) if self._acts else nonfinite.report
+                add_note(error, report)
+                if callable(self._action):
+                    self._action(report)
+        except Exception:  # the user's error matters more
+            suppressed("what an exception of the user's left could not be told")
+
+    def _meet_left(self, error: Exception, batch: int) -> NonFiniteBatch | None:
+        """Look at the calls that the exception left."""
+        model, calls = self._model(), left_calls(error)
+        # Without calls the exception ended something else, such as a call in compiled code.
+        if model is None or not calls:
+            return None
+        left = left_frames(calls, batch, model, self._options)
+        first = next((i for i, frame in enumerate(left.frames) if any(map(is_fault, frame.rows))), None)
+        if first is None:
+            return None
+        return self._meet(
+            batch,
+            left.frames[first].name,
+            lambda: self._reports.of_failure(
+                batch, left.callers[first], _records(left.given), left.frames[: first + 1]
+            ),
+            # The others hear of this rank's exception as they would without a watch: who catches it goes on.
+            announces=False,
+        )
+
+    def _write_last_frames(self, name: str) -> Report:
+        """Write and return the frames of a rank that found nothing itself, also while its thread is held up."""
+        latest = self._recorder.latest_batch
+        report = self._reports.latest(None, None if latest < 0 else latest)
+        self.rerun.write_frames(report, name)
+        return report
+
+
+def _records(rows: list[Any]) -> list[Record]:
+    return [to_record(row) for row in rows]
