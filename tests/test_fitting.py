@@ -14,7 +14,7 @@ from torch import nn
 
 from nanwatch.session.watch import watch
 from nanwatch.trace import trace
-from nanwatch.trace.fitting import FORMATS, fits, holdings
+from nanwatch.trace.format_advice import FORMATS, fits, holdings
 from nanwatch.trace.trace_writer import write_table
 from toys import Scale
 

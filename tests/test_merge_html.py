@@ -16,10 +16,8 @@ from chromium import Browser
 from html_page import HOSTILE, Page
 from merges import digests, merged_of, report
 from nanwatch import __main__ as command
-from nanwatch.distributed.merge import by_attempt
-from nanwatch.distributed.merge_digest import Digest, Place
-from nanwatch.distributed.merge_html import merged_html
-from nanwatch.distributed.merge_text import finding_summary
+from nanwatch.distributed.merge import Digest, Place, by_attempt
+from nanwatch.distributed.merge_pages import finding_summary, merged_html
 from nanwatch.report.attempt import Attempt
 from nanwatch.util.visible import visible
 from sightings import finding

@@ -18,8 +18,7 @@ from ..capsule.capsule import Capsule
 from ..report import text
 from ..report.errors import spell
 from ..session.replay import Replayed, dtype_of, rerun
-from ..util.progress import Tell, shown
-from ..util.terminal import wants_color
+from ..util.progress import Tell, shown, wants_color
 from ..util.visible import visible
 from ._commands import command_parser, failed
 

@@ -67,6 +67,6 @@ class _OfThisThread(StandIn):
 def stand_in(modules: Iterable[nn.Module], run: Run) -> AbstractContextManager[None]:
     """A context inside which `run` makes the calls of these modules that this thread makes, after the user's hooks.
 
-    For use inside `BatchStart.again`, where no watch records anything, and compiled modules run eagerly anyhow.
+    For use inside `BatchSnapshot.again`, where no watch records anything, and compiled modules run eagerly anyhow.
     """
     return before_calls(_OfThisThread(module, run) for module in {id(one): one for one in modules}.values())

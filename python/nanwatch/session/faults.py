@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..diagnosis.left_calls import left_calls
-from ..monitoring.outlook import Outlook
+from ..monitoring.monitor import Monitor
 from ..recording.listener import Recorder
 from ..recording.observe import observe
 from ..recording.walk import call_leaves
@@ -40,7 +40,7 @@ class Faults:
         options: Options,
         recorder: Recorder,
         response: Response,
-        outlook: Outlook,
+        outlook: Monitor,
         reports: Reports,
         release: Callable[[], Report | None],
     ) -> None:
@@ -100,7 +100,7 @@ class Faults:
 
     def step_follows(self, report: Report) -> None:
         """A step is about to take what a backward did wrong, or has left its optimizer so: act."""
-        self._outlook.fault(report.finding)
+        self._outlook.on_nonfinite(report.finding)
         self.batches.open_run(report)
         self._recorder.tells_batch_end = True
         self._warnings.begin(report.finding)
@@ -137,7 +137,7 @@ class Faults:
                 remarks = (*held.finding.remarks, "the watch ended before a step took it")
                 report = replace(held, finding=replace(held.finding, remarks=remarks))
                 self.batches.open_run(report)
-                self._outlook.fault(report.finding)
+                self._outlook.on_nonfinite(report.finding)
                 self._response.tell_at_end(report, self._look_closer)
         finally:
             batches = self._recorder.latest_batch + 1
@@ -162,7 +162,7 @@ class Faults:
         self._recorder.tells_batch_end = True
         if announces:
             self._response.announce(faulty.report)
-        self._outlook.fault(faulty.report.finding)
+        self._outlook.on_nonfinite(faulty.report.finding)
         if not self._response.acts:
             faulty.report = self._look_closer(faulty.report)
         self._warnings.begin(faulty.report.finding)

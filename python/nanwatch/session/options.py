@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import for_names
-from ..monitoring.sink import ACCEPTED, is_target
+from ..monitoring.backends import ACCEPTED, is_target
 from ..recording.listener import Check, Settings
 from ..recording.masked_scores import masked_scores
 from ..report.text import close_names

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..distributed.peers import Peers
+from ..distributed.coordinator import RankCoordinator
 from ..report import text
 from ..report.errors import NonFiniteError, add_note
 from ..report.report import Report
@@ -30,7 +30,7 @@ class Response:
     def __init__(self, model: nn.Module, options: Options, last_frames: Callable[[], Report]) -> None:
         self._action = options.on_nonfinite
         self._closer_look = CloserLook(model, options)
-        self._peers: Peers | None = None
+        self._peers: RankCoordinator | None = None
         if self._action == "raise" and options.peer_timeout and options.enabled:
             # Not a bound method: the job would keep this alive.
             closer_look = self._closer_look
@@ -40,7 +40,7 @@ class Response:
                 closer_look.write_frames(report, name)
                 return report
 
-            self._peers = Peers(model, options.peer_timeout, write)
+            self._peers = RankCoordinator(model, options.peer_timeout, write)
         # What was raised inside a forward: it is looked at more closely once the forward has been left, and with it
         # any lock that it holds.
         self._raised: dict[int, NonFiniteError] = {}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..instrumentation.calls import Attachment
-from ..monitoring.outlook import Outlook
+from ..monitoring.monitor import Monitor
 from ..recording.backward import Arrival, BackwardCall
 from ..recording.job import rank as _rank
 from ..recording.job import report_of
@@ -78,7 +78,7 @@ class Watch:
             self._tracer = start_tracer(
                 options.trace, self._recorder, ring if fetches else 0, options.every, model
             )
-        self._outlook = Outlook(
+        self._outlook = Monitor(
             self._recorder,
             model,
             every=options.every,
