@@ -279,6 +279,13 @@ def test_a_terminal_that_goes_away_ends_the_line_alone(terminal: Terminal) -> No
     terminal.written = b""  # which may end within a sequence
 
 
+def test_in_the_background_there_is_no_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal is another job's, such as the shell's."""
+    monkeypatch.setattr(os, "tcgetpgrp", lambda descriptor: os.getpgrp() + 1)
+    with shown_on(terminal) as tell:
+        assert tell is progress.silent
+
+
 def test_without_stderr_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed from the start, as by `2>&-`."""
     monkeypatch.setattr(sys, "stderr", None)

@@ -190,7 +190,9 @@ class _Check:
                 raise StepError("another rank is broken")
             dist.destroy_process_group()
         if place.rank == 0:
-            self._conclude()
+            table = words.transfer_lines(self._transfers, world_size) if world_size > 1 else []
+            words.say([*table, words.summary_line(outcomes, world_size)], self._lines_to)
+            self._print_document(outcomes)
         meeting.leave(GRACE)
         listener.close()
         guard.stop()
@@ -222,16 +224,6 @@ class _Check:
             time.sleep(pause)
             pause = min(2 * pause, self._meeting.interval)
         return True
-
-    def _conclude(self) -> None:
-        """The table and the summary; the document when one was asked for."""
-        outcomes, world_size = self._meeting.outcomes(), self._place.world_size
-        lines = (
-            words.transfer_lines(self._transfers, world_size) if self._transfers and world_size > 1 else []
-        )
-        words.say([*lines, words.summary_line(outcomes, world_size)], self._lines_to)
-        if self._options.json:
-            words.say(json.dumps(self._document(outcomes), indent=2).splitlines(), _STDOUT)
 
     # Of the thread that saw the trouble; the process ends when it is done.
 
@@ -268,19 +260,21 @@ class _Check:
             outcomes = meeting.outcomes()
         if is_first:
             words.say([words.summary_line(outcomes, self._place.world_size)], self._lines_to)
-        if rank == 0 and self._options.json:
-            words.say(json.dumps(self._document(outcomes), indent=2).splitlines(), _STDOUT)
+        self._print_document(outcomes)
         if len(outcomes) > 1:
             meeting.leave(GRACE)
 
-    def _document(self, outcomes: dict[int, Outcome]) -> dict[str, Any]:
+    def _print_document(self, outcomes: dict[int, Outcome]) -> None:
+        """Print the JSON document, where one was asked for and this is rank 0."""
         place, meeting = self._place, self._meeting
+        if place.rank or not self._options.json:
+            return
         arrivals: list[Arrival] = []
         first = None
         with suppressing("the store was gone when arrivals were to be read"):
             arrivals, first = meeting.arrivals(), meeting.first()
         known = {one.rank: one for one in arrivals}
-        return {
+        document = {
             "ok": len(outcomes) == place.world_size and all(one.trouble is None for one in outcomes.values()),
             "world_size": place.world_size,
             "backend": self._backend,
@@ -288,17 +282,9 @@ class _Check:
             "versions": sorted({one.versions for one in arrivals}),
             "first_failure": None if first is None else first.rank,
             "ranks": [_rank_entry(r, known.get(r), outcomes.get(r)) for r in range(place.world_size)],
-            "all_reduce": [
-                {
-                    "bytes": one.num_bytes,
-                    "iterations": one.iterations,
-                    "microseconds": one.seconds * 1e6,
-                    "algorithm_gb_per_s": one.algorithm_rate() / 1e9,
-                    "bus_gb_per_s": one.bus_rate(place.world_size) / 1e9,
-                }
-                for one in self._transfers
-            ],
+            "all_reduce": [one.entry(place.world_size) for one in self._transfers],
         }
+        words.say(json.dumps(document, indent=2).splitlines(), _STDOUT)
 
 
 def _rank_entry(rank: int, arrival: Arrival | None, outcome: Outcome | None) -> dict[str, Any]:

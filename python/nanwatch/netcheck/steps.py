@@ -136,6 +136,16 @@ class Transfer:
         """Bytes per second that each rank must have sent and received: 2 (n - 1) / n times the bytes, whatever n."""
         return self.algorithm_rate() * 2 * (world_size - 1) / world_size
 
+    def entry(self, world_size: int) -> dict[str, float]:
+        """Return the member of the JSON document."""
+        return {
+            "bytes": self.num_bytes,
+            "iterations": self.iterations,
+            "microseconds": self.seconds * 1e6,
+            "algorithm_gb_per_s": self.algorithm_rate() / 1e9,
+            "bus_gb_per_s": self.bus_rate(world_size) / 1e9,
+        }
+
 
 def choose_backend(wanted: str | None) -> str:
     """`wanted`, or nccl where there is a GPU for it and gloo otherwise."""

@@ -114,7 +114,7 @@ def spans(numbers: Sequence[int], most: int = 8) -> str:
 
 def transfer_lines(found: Sequence[Transfer], world_size: int) -> list[str]:
     """The table of the all-reduce: time of one, bytes reduced a second, bytes on the wire a second."""
-    lines = [f"    {'all-reduce':>12} {'time':>12} {'algorithm':>12} {'bus':>12}"]
+    lines = [] if not found else [f"    {'all-reduce':>12} {'time':>12} {'algorithm':>12} {'bus':>12}"]
     for one in found:
         rates = (one.algorithm_rate(), one.bus_rate(world_size))
         cells = "".join(

@@ -7,6 +7,7 @@ The line is on stderr, so that stdout has no part in it. Without rich nothing is
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -36,13 +37,13 @@ def silent(what: str, done: int = 0, total: int | None = None, unit: str = "") -
 
 @contextlib.contextmanager
 def shown() -> Iterator[Tell]:
-    """Show on stderr what the block tells, where that is a terminal with colours.
+    """Show on stderr what the block tells, where that is a terminal with colours, and not in the background.
 
     rich keeps what the block writes to sys.stderr meanwhile above the line. What is for a stdout that may be the same
     terminal has to wait for the block's end.
     """
     file = sys.stderr
-    if file is None or not file.isatty() or not wants_color(file):
+    if file is None or not file.isatty() or not _is_in_foreground(file) or not wants_color(file):
         yield silent
         return
     line = _Line(file)
@@ -51,6 +52,14 @@ def shown() -> Iterator[Tell]:
         yield line.tell
     finally:
         line.stop()
+
+
+def _is_in_foreground(file: TextIO) -> bool:
+    """Return whether the terminal is this job's own. One that is no job's has no other to disturb."""
+    try:
+        return os.tcgetpgrp(file.fileno()) == os.getpgrp()
+    except OSError:
+        return True
 
 
 class _Line:
