@@ -18,8 +18,8 @@ ARGS ?=
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 JOBS ?= $(if $(filter 1,$(CORES)),2,$(if $(filter 2,$(CORES)),3,4))
 
-CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
-FORMATTED := $(CXX_SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*.cu tests/*/*.cpp tests/*/*.h tests/*/*.cu)
+CXX_SOURCES := $(wildcard $(foreach suffix,cpp h cu,csrc/*.$(suffix) csrc/*/*.$(suffix)))
+FORMATTED := $(CXX_SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*.cu tests/native/*/*.cpp tests/native/*/*.h tests/native/*/*.cu)
 MARKS := not cuda$(if $(filter 1,$(SLOW)),, and not slow)
 
 ifeq ($(OFFLINE),1)
@@ -66,7 +66,7 @@ test-gpu: $(READY)
 # writes, torch's too; the others look at ours alone.
 SANITIZER ?= $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
 SANITIZE = $(SANITIZER) --target-processes all --error-exitcode 9 --tool
-SMALL = -m pytest -p no:cacheprovider -m cuda tests/test_cuda_small.py $(ARGS)
+SMALL = -m pytest -p no:cacheprovider -m cuda tests/gpu/test_cuda_small.py $(ARGS)
 sanitize: $(READY)
 	$(PYTHON_ENVIRONMENT) $(SANITIZE) memcheck --kernel-name kns=nanwatch $(PY_ONLY) $(SMALL)
 	$(PYTHON_ENVIRONMENT) $(SANITIZE) racecheck --kernel-name kns=nanwatch $(PY_ONLY) $(SMALL)

@@ -42,6 +42,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"  # where includes begin
 # From Turing to Blackwell: one binary for every generation PyTorch still builds for, and PTX for what comes after.
 DEFAULT_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 # PyTorch's names, those with a suffix before those without: the first that fits is taken.
@@ -74,6 +75,14 @@ def switched_on(name: str) -> bool:
     if value not in ("", "0", "1"):
         raise SystemExit(f"nanwatch: {name}={value!r} is not understood; set it to 1 (on) or 0 (off).")
     return value == "1"
+
+
+def sources_with(suffix: str) -> list[Path]:
+    """Return the sources of csrc/ with this suffix, relative to the root; BuildError if there are none."""
+    found = sorted(path.relative_to(ROOT) for path in CSRC.rglob(f"*{suffix}"))
+    if not found:
+        raise BuildError(f"csrc/ has no *{suffix}: the source tree is not complete")
+    return found
 
 
 # CUDA ------------------------------------------------------------------------------------------------------
@@ -171,8 +180,13 @@ def compile_cuda(source: Path, folder: Path, toolkit: Toolkit, targets: list[str
     out = folder / f"{source.stem}.o"
     command = [toolkit.nvcc, "-c", str(source), "-o", str(out), "-O3", "-std=c++17", f"--threads={jobs}"]
     # Compressed, eight architectures are 3 MB in place of 9.
-    command += ["-Xcompiler=-fPIC,-Wall,-Wextra,-fvisibility=hidden", "-Xfatbin=-compress-all", *targets]
-    inputs = [ROOT / source, *ROOT.glob("csrc/*.h")]
+    command += [
+        f"-I{CSRC.name}",
+        "-Xcompiler=-fPIC,-Wall,-Wextra,-fvisibility=hidden",
+        "-Xfatbin=-compress-all",
+        *targets,
+    ]
+    inputs = [ROOT / source, *CSRC.rglob("*.h")]
     recipe = out.with_suffix(".command")
     # Eight architectures take half a minute on two cores: not again for a change in a C++ file.
     if not (
@@ -193,9 +207,7 @@ def build_cuda(folder: Path, jobs: int) -> CudaPart:
     """Compiles the torch-free CUDA sources with nvcc alone, also where torch has no CUDA; BuildError if it cannot."""
     if not sys.platform.startswith("linux"):
         raise BuildError(f"the CUDA part is built on Linux only, this is {sys.platform}")
-    sources = sorted(path.relative_to(ROOT) for path in ROOT.glob("csrc/*.cu"))
-    if not sources:
-        raise BuildError("csrc/*.cu is missing from the source tree")
+    sources = sources_with(".cu")
     nvcc = find_nvcc()
     if nvcc is None:
         raise BuildError("nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)")
@@ -318,14 +330,13 @@ class BuildNativePart(build_ext):
         flags += [f"-isystem{path}" for path in include_paths()]
         extension = CppExtension(
             "nanwatch._C",
-            sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.cpp")),
+            [str(path) for path in sources_with(".cpp")],
+            include_dirs=[str(CSRC)],
             extra_compile_args={"cxx": flags},
             define_macros=[("NANWATCH_CUDA", "1")] if cuda else [],
             extra_objects=cuda.objects if cuda else [],
             extra_link_args=(cuda.link if cuda else []) + openmp_link(),
         )
-        if not extension.sources:
-            raise BuildError("csrc/*.cpp is missing from the source tree")
         self.distribution.ext_modules = [extension]
         # Delegated, not inherited: torch takes seconds to import, and most runs of this file only ask for metadata.
         command = BuildExtension(self.distribution)
@@ -385,9 +396,9 @@ setup(
     ext_modules=[
         Extension(
             "nanwatch._C",
-            sources=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.cpp")),
+            sources=sorted(str(path.relative_to(ROOT)) for path in CSRC.rglob("*.cpp")),
             depends=sorted(
-                str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*") if p.suffix in (".h", ".cu", ".cuh")
+                str(path.relative_to(ROOT)) for path in CSRC.rglob("*") if path.suffix in (".h", ".cu")
             ),
         )
     ],

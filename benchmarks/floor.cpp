@@ -5,7 +5,7 @@
 //
 //   read_serial(x), read_threads(x) -> int         xor of x's 64-bit words; x dense, on the CPU, 64-byte aligned
 //   streams_serial(x), streams_threads(x) -> int   the same; from 1 MiB on at four places at once, the last MiB first,
-//                                                  which is the fastest read that was found (csrc/range_loop_impl.h)
+//                                                  which is the fastest read that was found (csrc/cpu/range_loop_impl.h)
 //   isa() -> str                                   what they run on
 //
 // Built by torch.utils.cpp_extension.load, see bench_range.py; not part of the library.

@@ -19,7 +19,7 @@ PATH=$PATH:$CUDA_BIN
 TOOLS="make OFFLINE=1 PYTHON=$PYTHON"
 SANITIZER="compute-sanitizer --target-processes all --error-exitcode 9"
 OURS="--kernel-name kns=nanwatch"
-SMALL="$PYTHON -m pytest -q -p no:cacheprovider -m cuda tests/test_cuda_small.py"
+SMALL="$PYTHON -m pytest -q -p no:cacheprovider -m cuda tests/gpu/test_cuda_small.py"
 # Clocks stay as they are: a rented device may not let them be set.
 NCU="ncu --clock-control none --kernel-name regex:nanwatch --launch-count 12 --set basic"
 NCU+=" --section MemoryWorkloadAnalysis --section WarpStateStats"

@@ -6,10 +6,11 @@
 
 #include <map>
 
-#include "call_recorder.h"
-#include "plain_view.h"
-#include "range_cpu.h"
-#include "range_now.h"
+#include "bindings.h"
+#include "ops/plain_view.h"
+#include "cpu/range_cpu.h"
+#include "ops/range_sync.h"
+#include "recorder/watched_call.h"
 
 namespace py = pybind11;
 
@@ -25,6 +26,9 @@ struct Result {
 };
 Result range_result, health_result;
 
+// Items of TensorHealth behind the columns up to num_subnormal.
+constexpr int kNumelItem = column::num_subnormal + 1, kIndexItem = kNumelItem + 1, kHealthItems = kIndexItem + 1;
+
 int64_t bytes_of(const View& view) {
   return view.numel * int64_t(word_size(view.format));
 }
@@ -35,14 +39,14 @@ PyObject* range_tuple() {
 #if PY_VERSION_HEX < 0x030E0000  // later versions keep the tuple's hash, or have no lock that makes this safe
   PyObject* const latest = range_result.latest;
   if (latest != nullptr && Py_REFCNT(latest) == 1) {
-    for (int i = 0; i < 3; ++i) Py_DECREF(PyTuple_GET_ITEM(latest, i));
+    for (int i = 0; i < kRangeColumns; ++i) Py_DECREF(PyTuple_GET_ITEM(latest, i));
     return Py_NewRef(latest);
   }
-  PyObject* result = range_result.type->tp_alloc(range_result.type, 3);
+  PyObject* result = range_result.type->tp_alloc(range_result.type, kRangeColumns);
   if (result != nullptr) Py_XSETREF(range_result.latest, Py_NewRef(result));
   return result;
 #else
-  return range_result.type->tp_alloc(range_result.type, 3);
+  return range_result.type->tp_alloc(range_result.type, kRangeColumns);
 #endif
 }
 
@@ -50,7 +54,7 @@ PyObject* range_tuple() {
 // with an exception set.
 int range_elsewhere(PyObject* object, RangeRow* row) {
   HANDLE_TH_ERRORS
-  return range_now(object, row) ? 1 : 0;
+  return range_sync(object, row) ? 1 : 0;
   END_HANDLE_TH_ERRORS_RET(-1)
 }
 
@@ -67,9 +71,9 @@ PyObject* abs_range(PyObject*, PyObject* object) {
     }
     PyObject* result = range_tuple();
     if (result == nullptr) return nullptr;
-    PyTuple_SET_ITEM(result, 0, PyFloat_FromDouble(row.abs_min));
-    PyTuple_SET_ITEM(result, 1, PyFloat_FromDouble(row.abs_max));
-    PyTuple_SET_ITEM(result, 2, PyBool_FromLong(row.isfinite));
+    PyTuple_SET_ITEM(result, column::abs_min, PyFloat_FromDouble(row.abs_min));
+    PyTuple_SET_ITEM(result, column::abs_max, PyFloat_FromDouble(row.abs_max));
+    PyTuple_SET_ITEM(result, column::isfinite, PyBool_FromLong(row.isfinite));
     return result;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
@@ -96,15 +100,16 @@ PyObject* tensor_health(PyObject*, PyObject* object) {
     return PyObject_CallOneArg(health_result.fallback, object);
   double row[kHealthColumns];
   read_released(THPVariable_Unpack(object), view, bytes_of(view), [&row](const View& held) { health_cpu(held, row); });
-  PyObject* result = health_result.type->tp_alloc(health_result.type, 12);
+  PyObject* result = health_result.type->tp_alloc(health_result.type, kHealthItems);
   if (result == nullptr) return nullptr;
-  // The row's columns in their order, then numel and the index.
-  for (int column : {0, 1, 3, 4}) PyTuple_SET_ITEM(result, column, PyFloat_FromDouble(row[column]));
-  PyTuple_SET_ITEM(result, 2, PyBool_FromLong(row[2] != 0));
-  for (int column = 5; column < 10; ++column)
-    PyTuple_SET_ITEM(result, column, PyLong_FromLongLong(int64_t(row[column])));
-  PyTuple_SET_ITEM(result, 10, PyLong_FromLongLong(view.numel));
-  PyTuple_SET_ITEM(result, 11, index_of(view, int64_t(row[10])));
+  // The row's columns in their order, and then two items that are no column.
+  for (int at : {column::abs_min, column::abs_max, column::finite_abs_min, column::finite_abs_max})
+    PyTuple_SET_ITEM(result, at, PyFloat_FromDouble(row[at]));
+  PyTuple_SET_ITEM(result, column::isfinite, PyBool_FromLong(row[column::isfinite] != 0));
+  for (int at = column::num_nan; at <= column::num_subnormal; ++at)
+    PyTuple_SET_ITEM(result, at, PyLong_FromLongLong(int64_t(row[at])));
+  PyTuple_SET_ITEM(result, kNumelItem, PyLong_FromLongLong(view.numel));
+  PyTuple_SET_ITEM(result, kIndexItem, index_of(view, int64_t(row[column::first_nonfinite])));
   return result;
   END_HANDLE_TH_ERRORS
 }
@@ -193,6 +198,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "What the compiled part was built with.");
   m.def("living", &living, py::arg("kind"), "The objects of that class, or of one derived from it, that gc knows.");
   m.def("cuda_compiled", &cuda_compiled, "Whether CUDA kernels are linked in.");
+  bind_watched_call(m);
   bind_recorder(m);
   bind_place(m);
 }

@@ -1,22 +1,27 @@
-"""One fixture runs every range test on each implementation; what this machine lacks is a skip with its reason."""
+"""Markers of folders, golden files, and the fixtures that several folders use."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from nanwatch.numerics import _extension, _ops, _reference, ranges
-from netcheck_ranks import Ranks
-from stand_in_device import stand_in
+from nanwatch.numerics import _extension
+from support.implementations import IMPLEMENTATIONS, Implementation, active, missing
+from support.netcheck_ranks import Ranks
+from support.paths import GOLDEN, TESTS
+from support.stand_in_device import stand_in
+
+# The folders whose tests all have a marker.
+MARKERS = {
+    **{folder: folder for folder in ("compile", "distributed", "thirdparty", "native", "slow")},
+    "gpu": "cuda",
+}
 
 settings.register_profile(
     "nanwatch",
@@ -25,74 +30,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("nanwatch")
-
-NATIVE_LEVELS = ("baseline", "avx2", "avx512")
-IMPLEMENTATIONS = ("reference", *(f"native-{level}" for level in NATIVE_LEVELS), "cuda")
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """The public functions as one implementation serves them."""
-
-    name: str
-    abs_range: Callable[[torch.Tensor], ranges.AbsRange]
-    abs_ranges: Callable[[Sequence[torch.Tensor]], list[ranges.AbsRange]]
-    tensor_health: Callable[[torch.Tensor], ranges.TensorHealth]
-    device: str = "cpu"
-
-    @property
-    def is_native(self) -> bool:
-        return self.name.startswith("native")
-
-    def place(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` where this implementation reads it, with the same strides, offset and overlaps."""
-        if self.device == "cpu" or x.layout is not torch.strided:
-            return x.to(self.device)
-        moved = torch.empty(0, dtype=x.dtype, device=self.device)
-        plain = x.resolve_conj().resolve_neg()
-        storage = plain.detach().untyped_storage().to(device=torch.device(self.device))
-        return moved.set_(storage, plain.storage_offset(), plain.shape, plain.stride())
-
-
-def missing(name: str) -> str:
-    """Why the implementation cannot run here; "" when it can."""
-    if name == "reference":
-        return ""
-    if name == "cuda":
-        return "" if torch.cuda.is_available() else "no CUDA device"
-    if _extension.C is None:
-        return f"no compiled part: {_extension.reason}"
-    level = name.removeprefix("native-")
-    return "" if level in _extension.C.cpu_capabilities() else f"this CPU has no {level}"
-
-
-@contextlib.contextmanager
-def active(name: str) -> Iterator[Implementation]:
-    """The implementation, held in force inside the block and put back after it."""
-    if name == "reference":
-        with (
-            mock.patch.multiple(
-                _ops,
-                abs_range=_reference.abs_range,
-                abs_ranges=_reference.abs_ranges,
-                health=_reference.health,
-                exponent_histogram=_reference.exponent_histogram,
-                count_from=_reference.count_from,
-            ),
-            mock.patch.object(_extension, "C", None),
-        ):
-            yield Implementation(name, ranges._abs_range, ranges.abs_ranges, ranges.tensor_health)
-        return
-    native = _extension.C
-    if name == "cuda" or native is None:
-        yield Implementation(name, ranges.abs_range, ranges.abs_ranges, ranges.tensor_health, "cuda")
-        return
-    before = native.cpu_capability()
-    native.set_cpu_capability(name.removeprefix("native-"))
-    try:
-        yield Implementation(name, ranges.abs_range, ranges.abs_ranges, ranges.tensor_health)
-    finally:
-        native.set_cpu_capability(before)
 
 
 @pytest.fixture(
@@ -119,6 +56,32 @@ def each_recorder(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with mock.patch.object(_extension, "C", None):
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--update-golden`."""
+    parser.addoption("--update-golden", action="store_true", help="write the files in tests/golden anew")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with the golden file of that name, or write the file with `--update-golden`."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert text.splitlines() == path.read_text(encoding="utf-8").splitlines()
+
+    return check
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give each test the marker of its folder."""
+    folder = item.path.relative_to(TESTS).parts[0]
+    if marker := MARKERS.get(folder):
+        item.add_marker(marker)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

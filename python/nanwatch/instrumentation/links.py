@@ -36,7 +36,7 @@ class Link(ABC):
 
 
 class _PythonPlace:
-    """As csrc/place.cpp, where there is no compiled part."""
+    """As csrc/recorder/place.cpp, where there is no compiled part."""
 
     def __init__(self) -> None:
         self.everyone: Callable[..., Any] | None = None

@@ -1,4 +1,4 @@
-"""From what came in a backward to its frames: PythonRecorder's part of what csrc/gradient_frames.cpp does."""
+"""From what came in a backward to its frames: PythonRecorder's part of what gradients/gradient_recorder.cpp does."""
 
 from __future__ import annotations
 

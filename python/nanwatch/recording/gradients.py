@@ -1,6 +1,6 @@
 """The gradients of what watched modules are given, give and own, where there is no compiled part.
 
-csrc/gradient_log.cpp does the same, and says how; tests hold the one against the other. A recorded call leaves a hook
+gradient_log.cpp does the same, and says how; tests hold the one against the other. A recorded call leaves a hook
 on each of its tensors. Hooks refer to the call, and to this only weakly: they live and die with the graph. A leaf
 outlives graphs and has one hook for all calls.
 """

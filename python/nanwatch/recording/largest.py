@@ -1,4 +1,4 @@
-"""The largest magnitude of each weight, buffer and output in a batch: what forecasts are made of (csrc/largest.h)."""
+"""The largest magnitude of each weight, buffer and output in a batch, for forecasts (peak_magnitudes.h)."""
 
 from __future__ import annotations
 

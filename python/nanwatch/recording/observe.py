@@ -187,7 +187,7 @@ def arrived(
 ) -> Row:
     """The row of a tensor that a device has looked at, as `observe` would have made it.
 
-    `values` are those of NanwatchRow (csrc/range_cuda.h): the range alone, or the health and what tells a mask; or,
+    `values` are those of NanwatchRow (range_cuda.h): the range alone, or the health and what tells a mask; or,
     in words, why there are none.
     """
     if isinstance(values, str):

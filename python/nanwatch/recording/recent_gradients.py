@@ -1,6 +1,6 @@
 """The latest gradients of one backward, for those that come once more, where there is no compiled part.
 
-csrc/recent_gradients.h does the same, and says what for.
+csrc/gradients/recent_gradients.h does the same, and says what for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..report.record import Row
 
-_KEPT = 16  # see csrc/recent_gradients.h
+_KEPT = 16  # see csrc/gradients/recent_gradients.h
 
 
 class GradientState(NamedTuple):

@@ -361,7 +361,7 @@ _VALUES: dict[str, Any] = {"n": None, "x": 0}
 def planned_rows(
     plan: str, tensors: Sequence[Tensor], allow_inf: bool | MaskedScores, counts: bool
 ) -> tuple[str, list[Row], list[tuple[Role, str, Tensor]]]:
-    """The class, the rows and their tensors of a call in compiled code; csrc/compiled_call.cpp says what a plan is."""
+    """The class, the rows and their tensors of a call in compiled code; call_recorder_compiled.cpp explains plans."""
     class_name, *lines = plan.split("\n")
     left, own = iter(tensors), set()
     rows: list[Row] = []

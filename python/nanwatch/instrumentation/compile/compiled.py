@@ -3,7 +3,7 @@
 Dynamo, the part of torch.compile that reads Python code, goes from a module straight to its `forward`: to watch a
 module does not change what it reads. `install` makes it put operators into the graph where watched modules are called
 (dynamo_values.py). They run in the order of the calls; each finds its recorder by number (_live.py), looks, makes its
-frame and raises as a call in the interpreter does (csrc/compiled_call.cpp).
+frame and raises as a call in the interpreter does (csrc/recorder/call_recorder_compiled.cpp).
 """
 
 from __future__ import annotations

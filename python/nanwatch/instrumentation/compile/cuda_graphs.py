@@ -3,7 +3,7 @@
 Inductor cuts a graph where it meets an operator on the host, and captures what is between the cuts. The operators of
 watched calls would be such, and cut the graph at every call, as they are said to write to `sequence`, a number in host
 memory. Where a whole batch is traced for one device they are given a number on that device instead, and are captured
-with the rest (csrc/graph_rows.h); one operator stays outside, before all of them, and looks at what replays have left.
+with the rest (graph_rows.h); one operator stays outside, before all of them, and looks at what replays have left.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Site(NamedTuple):
     parts: str
 
 
-# Role, label and Dynamo's variable, or in its place the finished line (see csrc/compiled_call.cpp).
+# Role, label and Dynamo's variable, or in its place the finished line (see csrc/recorder/call_recorder_compiled.cpp).
 Leaf: TypeAlias = tuple[str, str, Any]
 
 

@@ -1,0 +1,161 @@
+// CallRecorder as Python sees it, with its GradientRecorder.
+#include <torch/csrc/utils/pybind.h>
+
+#include "bindings.h"
+#include "gradients/gradient_recorder.h"
+
+namespace py = pybind11;
+
+namespace nanwatch {
+namespace {
+
+// CallRecorder takes part in garbage collection: its listener usually refers back to it.
+CallRecorder* if_constructed(PyObject* object) {
+  auto* instance = reinterpret_cast<py::detail::instance*>(object);
+  return instance->get_value_and_holder().holder_constructed() ? py::cast<CallRecorder*>(py::handle(object)) : nullptr;
+}
+
+void collect_recorder(PyHeapTypeObject* heap_type) {
+  PyTypeObject* type = &heap_type->ht_type;
+  type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type->tp_traverse = [](PyObject* object, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(object));
+    const CallRecorder* recorder = if_constructed(object);
+    return recorder != nullptr ? recorder->traverse(visit, arg) : 0;
+  };
+  type->tp_clear = [](PyObject* object) {
+    if (CallRecorder* recorder = if_constructed(object)) recorder->drop_references();
+    return 0;
+  };
+}
+
+Check check_of(const std::string& name) {
+  return name == "module" ? Check::module : name == "async" ? Check::async : Check::batch;
+}
+
+// Null where nobody asked for gradients.
+GradientRecorder* gradients_of(const CallRecorder& recorder) {
+  return static_cast<GradientRecorder*>(recorder.gradients());
+}
+
+}  // namespace
+
+void bind_recorder(py::module_& m) {
+  m.def(
+      "set_device_backend",
+      [](uintptr_t table) { RowTable::set_backend(reinterpret_cast<const NanwatchBackend*>(table)); }, py::arg("table"),
+      "Puts a NanwatchBackend (its address; see csrc/device_backend.h) in the place of the devices', for tests. 0: "
+      "none.");
+  m.def(
+      "device_backend", [] { return reinterpret_cast<uintptr_t>(RowTable::backend()); },
+      "The address of the one there is.");
+  m.def(
+      "tensor_at", [](uintptr_t address) { return *reinterpret_cast<const at::Tensor*>(address); }, py::arg("address"),
+      "The tensor that such a backend is asked about.");
+  py::class_<CallRecorder>(m, "CallRecorder", py::custom_type_setup(&collect_recorder),
+                           "Records the calls of watched modules; see python/nanwatch/calls.py.")
+      .def(py::init([](py::object listener, py::object frame_type, const py::dict& helpers, size_t max_frames,
+                       int64_t every, std::vector<int64_t> traced, bool weights, bool buffers, bool inputs,
+                       bool outputs, int64_t reread_weights, bool verify_hits, bool measure_time, bool gradients,
+                       bool counts, const std::string& check) {
+             const Options options{check_of(check), weights,     buffers,      inputs,    outputs,
+                                   reread_weights,  verify_hits, measure_time, gradients, counts};
+             auto recorder = std::make_unique<CallRecorder>(
+                 options,
+                 Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"], helpers["spell_key"],
+                         helpers["arrived"]},
+                 std::move(listener), std::move(frame_type), max_frames, every, std::move(traced));
+             if (gradients) recorder->set_gradients(std::make_unique<GradientRecorder>(recorder.get(), options));
+             return recorder;
+           }),
+           py::kw_only(), py::arg("listener"), py::arg("frame_type"), py::arg("helpers"), py::arg("max_frames"),
+           py::arg("every"), py::arg("traced"), py::arg("weights"), py::arg("buffers"), py::arg("inputs"),
+           py::arg("outputs"), py::arg("reread_weights"), py::arg("verify_hits"), py::arg("measure_time"),
+           py::arg("gradients"), py::arg("counts"), py::arg("check"))
+      .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("module"), py::arg("observed"),
+           py::arg("allow_inf"))
+      .def("frames", &CallRecorder::frames)
+      .def("frames_since", &CallRecorder::frames_since)
+      .def("frames_of_batch", &CallRecorder::frames_of_batch)
+      .def("pending_frames", &CallRecorder::pending_frames)
+      .def("look", &CallRecorder::poll_from_python, py::arg("wait"))
+      .def_property_readonly("has_devices", [](const CallRecorder&) { return RowTable::has_devices(); })
+      .def_property_readonly("may_be_late", &CallRecorder::may_be_pending)
+      .def("await_before_step", &CallRecorder::await_before_step)
+      .def("begin_compiled", [](CallRecorder& self, int64_t node,
+                                const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, tensors); })
+      .def("record_compiled",
+           [](CallRecorder& self, int64_t node, int64_t caller, const std::string& plan,
+              const std::vector<at::Tensor>& tensors) { self.record_compiled(node, caller, plan, tensors); })
+      .def_property("watch", &CallRecorder::watch, &CallRecorder::set_watch)
+      .def("forget_tensors", [](CallRecorder& self) { self.observer().forget_tensors(); })
+      .def("finish_broken_backwards",
+           [](CallRecorder& self) {
+             if (!self.finish_broken_backwards()) throw py::error_already_set();
+           })
+      .def("finish_bad_backward",
+           [](CallRecorder& self) {
+             GradientRecorder* const gradients = gradients_of(self);
+             if (gradients != nullptr && !gradients->finish_nonfinite_backward()) throw py::error_already_set();
+           })
+      .def_property_readonly("gradient_sums_may_overflow",
+                             [](const CallRecorder& self) {
+                               const GradientRecorder* const gradients = gradients_of(self);
+                               return gradients != nullptr && gradients->sums_may_overflow();
+                             })
+      .def("forget_gradient_sums",
+           [](CallRecorder& self) {
+             if (GradientRecorder* const gradients = gradients_of(self)) gradients->forget_sums();
+           })
+      .def("add_frame", &CallRecorder::add_frame)
+      .def("excuse_gradients",
+           [](CallRecorder& self, const std::vector<int64_t>& batches, const std::string& note) {
+             if (GradientRecorder* const gradients = gradients_of(self)) gradients->excuse(batches, note);
+           })
+      .def("forget_gradients",
+           [](CallRecorder& self, const std::vector<at::Tensor>& leaves) {
+             if (GradientRecorder* const gradients = gradients_of(self)) gradients->stop(leaves);
+           })
+      .def_property(
+          "tells_backward_start",
+          [](const CallRecorder& self) {
+            const GradientRecorder* const gradients = gradients_of(self);
+            return gradients != nullptr && gradients->tells_start();
+          },
+          [](CallRecorder& self, bool tells) {
+            if (GradientRecorder* const gradients = gradients_of(self)) gradients->set_tells_start(tells);
+          })
+      .def("forget_weights", [](CallRecorder& self) { self.observer().forget_weights(); })
+      .def_property(
+          "paused", [](const CallRecorder& self) { return self.paused != 0; },
+          [](CallRecorder& self, bool on) { self.paused = (self.paused & ~1) | int(on); })
+      .def("suspend", [](CallRecorder& self, bool on) { self.paused += on ? 2 : -2; })
+      .def_readwrite("tells_batch_start", &CallRecorder::tells_batch_start)
+      .def_readwrite("tells_batch_end", &CallRecorder::tells_batch_end)
+      .def_readwrite("tells_frames", &CallRecorder::tells_frames)
+      .def_readwrite("awaits_backwards", &CallRecorder::awaits_backwards)
+      .def_readwrite("gathers_largest", &CallRecorder::gathers_peaks)
+      .def("take_largest", &CallRecorder::take_peaks)
+      .def_readwrite("gathers_weights", &CallRecorder::gathers_weights)
+      .def_property_readonly("latest_batch", &CallRecorder::latest_batch)
+      .def_property_readonly("is_under_way", &CallRecorder::is_under_way)
+      .def_property_readonly("frames_kept", &CallRecorder::frames_kept)
+      .def_property_readonly("counters", [](CallRecorder& self) {
+        const CallObserver& observer = self.observer();
+        const Counters& c = observer.counters;
+        py::dict found;
+        found["calls"] = c.calls;
+        found["frames"] = c.frames;
+        found["tensors"] = c.tensors;
+        found["tensors_read"] = c.tensors_read;
+        found["bytes_read"] = c.bytes_read;
+        found["cache_hits"] = c.cache_hits;
+        found["stale_hits"] = c.stale_hits;
+        found["nanoseconds"] = c.nanoseconds;
+        found["labels"] = observer.num_labels();
+        found["weights_remembered"] = observer.num_weights();
+        return found;
+      });
+}
+
+}  // namespace nanwatch

@@ -1,0 +1,164 @@
+#include "cpu/range_cpu.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdlib>
+
+#include "cpu/host_walk.h"
+#include "cpu/range_dispatch.h"
+
+namespace nanwatch {
+namespace {
+
+// ---- dispatch -------------------------------------------------------------------------------------------------------
+
+const KernelTable* find_kernels(const std::string& name) {
+  for (const KernelTable* table : available_kernels())
+    if (name == table->name) return table;
+  return nullptr;
+}
+
+struct Dispatch {
+  std::atomic<const KernelTable*> current;
+  std::string warning;
+
+  Dispatch() {
+    const KernelTable* chosen = available_kernels().back();
+    const char* asked = std::getenv("NANWATCH_CPU");
+    if (asked != nullptr && *asked != '\0') {
+      if (const KernelTable* table = find_kernels(asked)) {
+        chosen = table;
+      } else {
+        warning = std::string("NANWATCH_CPU=") + asked + " is not available on this machine; accepted here:";
+        for (const KernelTable* table : available_kernels()) warning += std::string(" ") + table->name;
+        warning += std::string("; using ") + chosen->name;
+      }
+    }
+    current = chosen;
+  }
+};
+
+Dispatch& dispatch() {
+  static Dispatch instance;
+  return instance;
+}
+
+const KernelTable& kernels() {
+  return *dispatch().current.load(std::memory_order_relaxed);
+}
+
+// ---- the first that is not finite -----------------------------------------------------------------------------------
+
+// The position in C order of the first non-finite element. Only called when there is one, and on the failure path: but
+// a tensor expanded to 2^40 elements must not keep it busy, so repeats are left out (their first is the one at index 0)
+// and whole rows that are finite are passed over.
+template <Format F>
+int64_t first_nonfinite(const View& view) {
+  using Word = typename Codes<F>::Word;
+  struct Step {
+    int64_t size, stride, order;
+  };
+  std::vector<Step> steps;  // slowest first, as C order has it
+  int64_t order = 1;
+  for (int64_t d = view.dims - 1; d >= 0; --d) {
+    if (view.sizes[d] != 1 && view.strides[d] != 0) {
+      Step* const inner = steps.empty() ? nullptr : &steps.back();
+      if (inner != nullptr && inner->stride * inner->size == view.strides[d] && inner->order * inner->size == order) {
+        inner->size *= view.sizes[d];
+      } else {
+        steps.push_back({view.sizes[d], view.strides[d], order});
+      }
+    }
+    order *= view.sizes[d];
+  }
+  if (steps.empty()) steps.push_back({1, 1, 1});
+  const Step row = steps.front();
+  std::reverse(steps.begin(), steps.end());
+  steps.pop_back();
+  constexpr int64_t kBlock = 1 << 14;  // elements that the range kernel looks at before one is looked at alone
+  std::vector<int64_t> index(steps.size(), 0);
+  const char* p = static_cast<const char*>(view.data);
+  int64_t position = 0;
+  while (true) {
+    for (int64_t begin = 0; begin < row.size; begin += kBlock) {
+      const int64_t n = std::min(kBlock, row.size - begin);
+      const char* q = p + begin * row.stride * int64_t(sizeof(Word));
+      RangeBits bits;
+      kernels().range[int(F)](Plane{q, n, row.stride, 1, 0}, &bits);
+      if (is_finite<F>(Word(bits.hi))) continue;
+      for (int64_t i = 0; i < n; ++i, q += row.stride * int64_t(sizeof(Word))) {
+        Word word;
+        std::memcpy(&word, q, sizeof(Word));
+        if (!is_finite<F>(magnitude<F>(word))) return position + (begin + i) * row.order;
+      }
+    }
+    size_t d = steps.size();
+    while (d > 0) {
+      --d;
+      p += steps[d].stride * int64_t(sizeof(Word));
+      position += steps[d].order;
+      if (++index[d] < steps[d].size) break;
+      p -= steps[d].stride * steps[d].size * int64_t(sizeof(Word));
+      position -= steps[d].order * steps[d].size;
+      index[d] = 0;
+      if (d == 0) return Health<F>::kNone;
+    }
+    if (steps.empty()) return Health<F>::kNone;
+  }
+}
+
+}  // namespace
+
+RangeRow range_cpu(const View& view) {
+  const RangeBits bits = reduce<RangeBits>(HostWalk(view), kernels().range[int(view.format)]);
+  return with_format(view.format, [&](auto tag) { return bits.narrow<decltype(tag)::format>().row(); });
+}
+
+void range_cpu(const View& view, double* row) {
+  const RangeRow r = range_cpu(view);
+  row[column::abs_min] = r.abs_min;
+  row[column::abs_max] = r.abs_max;
+  row[column::isfinite] = r.isfinite ? 1.0 : 0.0;
+}
+
+void health_cpu(const View& view, double* row) {
+  const HostWalk walk(view);
+  const HealthBits bits = reduce<HealthBits>(walk, kernels().health[int(view.format)]);
+  with_format(view.format, [&](auto tag) {
+    constexpr Format F = decltype(tag)::format;
+    Health<F> health;
+    health.range = bits.range.narrow<F>();
+    health.finite = bits.finite.narrow<F>();
+    health.num_nan = bits.num_nan * walk.repeats;
+    health.num_posinf = bits.num_posinf * walk.repeats;
+    health.num_neginf = bits.num_neginf * walk.repeats;
+    health.num_zero = bits.num_zero * walk.repeats;
+    health.num_subnormal = bits.num_subnormal * walk.repeats;
+    if (bits.num_nonfinite() > 0) health.first_nonfinite = first_nonfinite<F>(view);
+    health.write(row);
+  });
+}
+
+std::vector<std::string> cpu_capabilities() {
+  std::vector<std::string> names;
+  for (const KernelTable* table : available_kernels()) names.emplace_back(table->name);
+  return names;
+}
+
+std::string cpu_capability() {
+  return kernels().name;
+}
+
+std::string cpu_capability_warning() {
+  return dispatch().warning;
+}
+
+bool set_cpu_capability(const std::string& name) {
+  const KernelTable* table = find_kernels(name);
+  if (table == nullptr) return false;
+  dispatch().current = table;
+  return true;
+}
+
+}  // namespace nanwatch

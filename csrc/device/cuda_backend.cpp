@@ -1,0 +1,145 @@
+// What the recorder asks of CUDA: range_cuda.h with torch's streams, a workspace for each, and a few events.
+#ifdef NANWATCH_CUDA
+
+#include "device/cuda_backend.h"
+
+#include "ops/cuda_launch.h"
+#include "ops/plain_cuda.h"
+
+namespace nanwatch {
+namespace {
+
+// An event and its device. Events are used again: making one costs more than recording it.
+struct Event {
+  int device;
+  void* handle;
+};
+
+class Events {
+ public:
+  static Events& instance() {
+    static auto* const all = new Events;  // never destroyed: at exit the device may be gone before us
+    return *all;
+  }
+
+  int take(int device, Event** event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t i = 0; i < free_.size(); ++i) {
+      if (free_[i]->device != device) continue;
+      *event = free_[i];
+      free_.erase(free_.begin() + int64_t(i));
+      return 0;
+    }
+    void* handle = nullptr;
+    if (const int error = nanwatch_cuda_event(device, &handle)) return error;
+    *event = new Event{device, handle};
+    return 0;
+  }
+
+  void give_back(Event* event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(event);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Event*> free_;
+};
+
+at::Device torch_device(int number) {
+  return at::Device(c10::DeviceType::CUDA, c10::DeviceIndex(number));
+}
+
+// Runs work(), which gives an error, on a device. The library's own CUDA runtime sets the thread's device: afterwards
+// it is the one the user had. What torch refuses is an error like any other: it must not end the user's call.
+template <class Work>
+int on_device(int device, const Work& work) {
+  try {
+    const c10::DeviceGuard guard(torch_device(device));
+    return work();
+  } catch (const std::exception&) {
+    return kNanwatchRefused;
+  }
+}
+
+int device_of(const void* tensor) {
+  const auto& x = *static_cast<const at::Tensor*>(tensor);
+  return is_plain_cuda(x) ? int(x.device().index()) : -1;
+}
+
+int stream_of(int device, void** stream, uint64_t* capture) {
+  return on_device(device, [&] {
+    *stream = current_stream(torch_device(device));
+    uint64_t id = 0;
+    return nanwatch_cuda_stream(device, *stream, &id, capture);
+  });
+}
+
+int allocate(int device, size_t bytes, void** memory, void** address) {
+  return on_device(device, [&] { return nanwatch_cuda_allocate_mapped(device, bytes, memory, address); });
+}
+
+int observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, int device, void* stream) {
+  return on_device(device, [&]() -> int {
+    // In a graph the workspace is the graph's own. Else none is made for the call: torch's dispatcher would be asked,
+    // where a mode of the user's may stand.
+    const bool in_graph = target->step != nullptr;
+    const LaunchPlace place(torch_device(device),
+                            in_graph ? LaunchPlace::Workspace::kept_or_own : LaunchPlace::Workspace::kept);
+    if (place.error != 0) return place.error;
+    if ((place.capture != 0) != in_graph || place.stream != stream) return kNanwatchCapturing;
+    if (place.workspace == nullptr) return kNanwatchNoWorkspace;
+    return nanwatch_cuda_observe(tensors, count, target, place.workspace, device, stream);
+  });
+}
+
+int step(uint64_t* counter, uint64_t* done, int device, void* stream) {
+  return on_device(device, [&] { return nanwatch_cuda_step(counter, done, device, stream); });
+}
+
+int record(int device, void* stream, void** event) {
+  return on_device(device, [&] {
+    Event* taken = nullptr;
+    if (const int error = Events::instance().take(device, &taken)) return error;
+    const int error = nanwatch_cuda_record(taken->handle, device, stream);
+    if (error == 0) {
+      *event = taken;
+    } else {
+      Events::instance().give_back(taken);
+    }
+    return error;
+  });
+}
+
+int query(void* event) {
+  const auto* const one = static_cast<Event*>(event);
+  return on_device(one->device, [&] { return nanwatch_cuda_query(one->handle, one->device); });
+}
+
+int wait(void* event) {
+  const auto* const one = static_cast<Event*>(event);
+  return on_device(one->device, [&] { return nanwatch_cuda_await(one->handle, one->device); });
+}
+
+void release(void* event) {
+  Events::instance().give_back(static_cast<Event*>(event));
+}
+
+// As in `launched`, with its one warning.
+int cannot_run(int error) {
+  if (error == kNanwatchTooManyDims || error == kNanwatchTooManyChunks || !cannot_run_here(error)) return 0;
+  launched(error, "watch");
+  return 1;
+}
+
+}  // namespace
+
+const NanwatchBackend* cuda_backend() {
+  static const NanwatchBackend backend = {0,      device_of, stream_of, allocate, observe,    step,
+                                          record, query,     wait,      release,  cannot_run, nanwatch_cuda_error};
+  return &backend;
+}
+
+}  // namespace nanwatch
+
+#endif  // NANWATCH_CUDA

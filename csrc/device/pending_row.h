@@ -1,0 +1,131 @@
+// A row that a device was asked for, and that is not here yet: from the walk over a call's tensors until the row is
+// in memory of the host.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "device/device_backend.h"
+#include "numerics/formats.h"
+#include "numerics/range.h"
+#include "cuda/range_cuda.h"
+
+namespace nanwatch {
+
+// One tensor's row. Frames and caches that need it share it: a tensor whose row is on the way is not read again.
+struct PendingRow {
+  enum class State : uint8_t {
+    unsent,   // only collected, for the frame that is being made
+    pending,  // enqueued
+    completed,
+    captured,  // into a graph: each of its replays has a row
+    failed,    // it will never come
+  };
+
+  State state = State::unsent;
+  bool examined = false;
+  int device = -1, error = 0;
+  void* stream = nullptr;
+  const void* collector = nullptr;  // of an unsent row: the frame
+  const void* graph = nullptr;      // the GraphRows it was captured for
+  const NanwatchRow* slot = nullptr;
+  uint64_t stamp = 0;
+  RangeRow range{};
+  double values[kNanwatchRowValues] = {};
+  std::shared_ptr<PendingRow> verifies;  // a row that should be the same; see Options
+
+  // Whether it has come; takes it out of its slot then, which may be used anew.
+  bool poll() {
+    if (state != State::pending) return state == State::completed || state == State::failed;
+    if (__atomic_load_n(&slot->stamp, __ATOMIC_ACQUIRE) != stamp) return false;
+    std::copy(slot->values, slot->values + kNanwatchRowValues, values);
+    examined = slot->examined != 0;
+    range = range_of_row(values);
+    state = State::completed;
+    return true;
+  }
+
+  void fail(int its_error) {
+    if (poll() && state == State::completed) return;
+    state = State::failed;
+    error = its_error;
+  }
+
+  // Whether a cache may give it out for the tensor in this frame. What is not finite is looked at each time.
+  // In a graph that is a row of the graph, which is made anew in each replay.
+  bool serves(const void* frame, const void* in_graph) const {
+    if (graph != in_graph) return false;
+    switch (state) {
+      case State::unsent: return collector == frame;
+      case State::pending:
+      case State::captured: return true;
+      case State::completed: return range.isfinite;
+      case State::failed: break;
+    }
+    return false;
+  }
+};
+
+using PendingRowPtr = std::shared_ptr<PendingRow>;
+
+struct GraphRows;
+
+// The pending rows of one frame, and until they are sent all that is needed to read their tensors.
+struct PendingRows {
+  // A device and the stream that was current there when the frame's first tensor of it was met.
+  struct StreamSlot {
+    int device;
+    void* stream;
+    int error;
+    uint64_t capture;  // that the stream was in then
+  };
+  struct Read {
+    PendingRowPtr row;
+    c10::Storage storage;  // the walk may run Python code that drops the tensor
+    const void* data;
+    Format format;
+    int64_t dims;
+    size_t geometry;  // where its sizes begin, and behind them its strides
+  };
+
+  std::vector<PendingRowPtr> rows;
+  std::vector<Read> reads;
+  std::vector<int64_t> geometry;
+  std::vector<StreamSlot> stream_slots;
+  // Where the graph of the batch is, or will be once a stream turns out to be captured; null: there can be none.
+  std::shared_ptr<GraphRows>* graph_of_batch = nullptr;
+
+  const GraphRows* graph() const { return graph_of_batch == nullptr ? nullptr : graph_of_batch->get(); }
+  bool empty() const { return rows.empty(); }
+  const StreamSlot& stream_slot_of(int device, const NanwatchBackend& backend);
+  // A row for the tensor, to be sent with the rest.
+  PendingRowPtr collect(const at::Tensor& x, Format format, int device);
+
+  void clear() {
+    if (rows.empty() && stream_slots.empty()) return;
+    for (const Read& read : reads)
+      if (read.row->state == PendingRow::State::unsent) read.row->fail(0);
+    rows.clear();
+    sent();
+  }
+
+  void sent() {
+    reads.clear();
+    geometry.clear();
+    stream_slots.clear();
+  }
+
+  void swap(PendingRows& other) noexcept {
+    rows.swap(other.rows);
+    reads.swap(other.reads);
+    geometry.swap(other.geometry);
+    stream_slots.swap(other.stream_slots);
+  }
+};
+
+}  // namespace nanwatch

@@ -1,0 +1,76 @@
+#include "gradients/backward.h"
+
+#include <cmath>
+#include <utility>
+
+namespace nanwatch {
+
+Backward::~Backward() {
+  for (PyObject* const row : python_rows) Py_DECREF(row);
+}
+
+bool Backward::came(const GradientState& state, const Place& place) const {
+  return !events.empty() && latest_place_ == place && latest_ == state;
+}
+
+const GradientEvent* Backward::find(const at::Tensor& gradient, const GradientState& state, const Place& place) const {
+  if (!state.has_version) return nullptr;
+  if (came(state, place)) return &events.back();
+  if (!state.is_plain || !is_alone) return nullptr;
+  const int64_t number = recent.find(gradient, state, shapes);
+  return number < 0 ? nullptr : &events[size_t(number)];
+}
+
+void Backward::add(const std::vector<GradientUser>& users, const GradientState& state, const Place& place,
+                   const GradientEvent& known) {
+  if (!came(state, place)) ++arrivals;
+  latest_place_ = place;
+  latest_ = state;
+  has_nonfinite |= known.has_nonfinite;
+  for (const GradientUser& user : users) {
+    if (user.part == Part::output) user.call->task = task;
+    events.push_back({user, arrivals, known.has_nonfinite, known.row, known.pending});
+  }
+}
+
+void Backward::add_read(const std::vector<GradientUser>& users, const at::Tensor& gradient, const GradientState& state,
+                        const Place& place, RowData row, Finite finite, PendingRowPtr pending) {
+  ++tensors_read;
+  if (row.python != nullptr) python_rows.push_back(row.python);
+  // What is not finite is read anew at each place. What came to a leaf came to no other place in five models, and
+  // would take the room of what does.
+  const bool is_kept =
+      (finite == Finite::yes || pending != nullptr) && state.is_plain && state.has_version && !place.is_leaf;
+  row.shape_at = uint32_t(shapes.size());
+  if (is_kept || row.python == nullptr) {
+    const at::IntArrayRef sizes = gradient.sizes();
+    shapes.insert(shapes.end(), sizes.begin(), sizes.end());
+  }
+  if (is_kept) recent.keep(gradient, state, row.shape_at, int64_t(events.size()));
+  add(users, state, place, {{}, 0, finite == Finite::no, row, std::move(pending)});
+}
+
+std::vector<PendingRowPtr> Backward::pending_rows() const {
+  std::vector<PendingRowPtr> rows;
+  for (const GradientEvent& event : events)
+    if (event.pending != nullptr && !event.pending->poll()) rows.push_back(event.pending);
+  for (const auto& [again, known] : pending_checks)
+    if (!again->poll()) rows.push_back(again);
+  return rows;
+}
+
+void Backward::take_completed() {
+  for (GradientEvent& event : events) {
+    if (event.pending == nullptr || event.pending->state != PendingRow::State::completed) continue;
+    event.row.range = event.pending->range;
+    event.has_nonfinite = !event.row.range.isfinite;
+    has_nonfinite |= event.has_nonfinite;
+  }
+  for (PendingTerm& one : pending_terms) {
+    const bool is_known =
+        one.pending->state == PendingRow::State::completed && std::isfinite(one.pending->range.abs_max);
+    one.term.largest = is_known ? one.pending->range.abs_max : 0;
+  }
+}
+
+}  // namespace nanwatch

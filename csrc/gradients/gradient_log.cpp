@@ -1,0 +1,396 @@
+#include "gradients/gradient_log.h"
+
+#include <ATen/TracerMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+#include <utility>
+
+#include "gradients/gradient_hooks.h"
+#include "recorder/python_error.h"
+
+namespace py = pybind11;
+namespace autograd = torch::autograd;
+
+namespace nanwatch {
+namespace {
+
+// Tells the log of the end of a backward: the engine calls it, or drops it with all else when an exception ends the
+// run.
+class End {
+ public:
+  End(std::weak_ptr<GradientLog> log, int64_t task) : log_(std::move(log)), task_(task) {}
+  End(const End&) = delete;
+  End& operator=(const End&) = delete;
+  ~End() { over(false); }
+
+  void over(bool completed) const {
+    if (const auto log = log_.lock()) log->over(task_, completed);
+  }
+
+ private:
+  std::weak_ptr<GradientLog> log_;
+  int64_t task_;
+};
+
+// A pointer to a node of the graph. Its kind is another one from version to version of torch.
+using NodePointer = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
+
+// A tensor of a call, and the node that made it; none for a leaf.
+struct Followed {
+  const GradientCandidate* candidate;
+  NodePointer node;
+
+  bool is_output() const { return candidate->role == Role::output; }
+  bool is_same(const Followed& other) const {
+    if (candidate->tensor.unsafeGetTensorImpl() == other.candidate->tensor.unsafeGetTensorImpl()) return true;
+    return node && node == other.node && candidate->tensor.output_nr() == other.candidate->tensor.output_nr();
+  }
+};
+
+// Those on which hooks would ever see a gradient of numbers.
+std::vector<Followed> with_gradient(const std::vector<GradientCandidate>& candidates) {
+  static const c10::DispatchKeySet unreal(
+      {c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
+  std::vector<Followed> found;
+  for (const GradientCandidate& candidate : candidates) {
+    const at::Tensor& x = candidate.tensor;
+    if (candidate.role == Role::buffer || !x.requires_grad() || x.is_meta() || !(x.key_set() & unreal).empty())
+      continue;
+    try {
+      found.push_back({&candidate, x.grad_fn()});
+    } catch (const c10::Error&) {
+      // One of several views, as unbind gives them, after their base was written into: it has no graph any more, and
+      // autograd refuses each use of it.
+    }
+  }
+  return found;
+}
+
+// Whether what is known of it is not what is in it.
+bool is_stale(const at::Tensor& gradient, const RowData& row) {
+  View view{};
+  if (!plain_view(gradient, &view)) return false;
+  const RangeRow now = range_cpu(view);
+  if (!now.isfinite || !row.range.isfinite) return now.isfinite != row.range.isfinite;
+  return now.abs_min != row.range.abs_min || now.abs_max != row.range.abs_max;
+}
+
+// Whether the job has no other process.
+bool is_alone() {
+  const py::gil_scoped_acquire lock;
+  const OutsideCompiler outside;
+  bool is_one = false;
+  const bool done = survived([&is_one] {
+    is_one =
+        py::module_::import("nanwatch.recording.job").attr("place")().cast<std::pair<int64_t, int64_t>>().second == 1;
+    return true;
+  });
+  if (!done) throw_error();
+  return is_one;
+}
+
+GradientLog::Known known_of(const RowData& row) {
+  return {std::isfinite(row.range.abs_max) ? row.range.abs_max : 0};
+}
+
+}  // namespace
+
+GradientLog::~GradientLog() {
+  // Perhaps on a thread of the engine.
+  if (Py_IsInitialized() == 0) {
+    observe_.release();
+    for (std::unique_ptr<Backward>& backward : backwards_) backward.release();
+    return;
+  }
+  const py::gil_scoped_acquire lock;
+  backwards_.clear();
+  observe_ = py::object();
+}
+
+void GradientLog::follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call, Labels& labels,
+                         std::shared_ptr<const void>* keep) {
+  const std::vector<Followed> followed = with_gradient(candidates);
+  const bool has_graph =
+      std::any_of(followed.begin(), followed.end(), [](const Followed& one) { return one.is_output() && one.node; });
+  if ((!has_graph && keep == nullptr) || at::tracer::impl::is_dispatch_enabled()) return;
+  const auto made = std::make_shared<GradientCall>(GradientCall{call});
+  const auto self = shared_from_this();
+  made->number = next_number_++;
+  if (keep != nullptr && !has_graph) {
+    made->held = nullptr;  // no graph tells when its gradients can come no more
+    *keep = made;
+  }
+  for (const Followed& one : followed) {
+    const GradientCandidate& candidate = *one.candidate;
+    const Part part = candidate.role == Role::output  ? Part::output
+                      : candidate.role == Role::input ? Part::input
+                                                      : Part::weight;
+    if (!has_graph && (part != Part::weight || one.node)) continue;
+    // What a module writes into is, after the call, its output: the gradient of what it was given is no longer to be
+    // had.
+    const auto is_output_too = [&](const Followed& other) { return other.is_output() && other.is_same(one); };
+    if (part == Part::input && one.node && std::any_of(followed.begin(), followed.end(), is_output_too)) continue;
+    if (part == Part::output && !one.node) continue;  // handed through
+    if (size_t(candidate.label) >= labels_.size()) labels_.resize(size_t(candidate.label) + 1, -1);
+    if (labels_[size_t(candidate.label)] < 0)
+      labels_[size_t(candidate.label)] = labels.of_text(labels.text(candidate.label) + ".grad");
+    const Labels::Id label = labels_[size_t(candidate.label)];
+    if (one.node) {
+      const auto nr = uint32_t(candidate.tensor.output_nr());
+      one.node->add_tensor_pre_hook(std::make_unique<TensorHook>(self, static_cast<const void*>(&*one.node), nr,
+                                                                 GradientUser{made, part, label}));
+    } else {
+      const std::lock_guard<std::mutex> lock(mutex);
+      leaf_hook(candidate.tensor, self)->add(made, part, label);
+    }
+  }
+}
+
+std::vector<GradientUser> GradientLog::users_now(const std::vector<std::weak_ptr<const GradientCall>>& calls,
+                                                 const std::vector<std::pair<Part, Labels::Id>>& places) {
+  const int64_t task = autograd::get_current_graph_task_id();
+  std::vector<GradientUser> alive;  // before the lock: a call that dies with this waits for the interpreter's
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (size_t i = 0; i < calls.size(); ++i)
+    if (auto call = calls[i].lock()) alive.push_back({std::move(call), places[i].first, places[i].second});
+  const auto is_idle = [task](const GradientUser& user) {
+    return user.part != Part::output && user.call->task != task;
+  };
+  if (std::all_of(alive.begin(), alive.end(), is_idle)) {
+    // A weight that is used past its module's call, or in compiled code: its latest call there was.
+    std::vector<GradientUser> latest;
+    for (auto user = alive.rbegin(); user != alive.rend() && latest.empty(); ++user)
+      if (user->part == Part::weight) latest.push_back(*user);
+    return latest;
+  }
+  std::vector<GradientUser> users;
+  for (GradientUser& user : alive) {
+    // Of a weight's calls by one module the first: it is the last to be done in a backward, and this is the sum over
+    // all.
+    const bool known = std::any_of(users.begin(), users.end(), [&](const GradientUser& other) {
+      return user.part == Part::weight && other.call->node == user.call->node && other.label == user.label;
+    });
+    if (!known && !is_idle(user)) users.push_back(std::move(user));
+  }
+  return users;
+}
+
+// The Python object that keeps the sink alive while it is used; none once the sink is gone.
+py::object GradientLog::owner() const {
+  return sink_ == nullptr ? py::object() : sink_->owner();
+}
+
+Backward* GradientLog::find(int64_t task) {
+  for (const std::unique_ptr<Backward>& backward : backwards_)
+    if (backward->task == task) return backward.get();
+  return nullptr;
+}
+
+// True when this is the first gradient of its backward.
+bool GradientLog::open(int64_t task) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (find(task) != nullptr) return false;
+  }
+  const bool alone = is_alone();
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (find(task) != nullptr) return false;  // another thread of it was first
+    backwards_.push_back(std::make_unique<Backward>(task));
+    backwards_.back()->is_alone = alone;
+  }
+  const auto end = std::make_shared<End>(weak_from_this(), task);
+  autograd::Engine::get_default_engine().queue_callback([end] { end->over(true); });
+  return true;
+}
+
+PyObject* GradientLog::row_from_python(const at::Tensor& gradient, Labels::Id label) {
+  const py::gil_scoped_acquire lock;
+  if (sink_ == nullptr) return nullptr;
+  const OutsideCompiler outside;
+  const std::string text = sink_->label_text(label);
+  const py::object wrapped = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
+  PyObject* row =
+      wrapped ? PyObject_CallFunction(observe_.ptr(), "Oss", wrapped.ptr(), text.c_str(), "gradient") : nullptr;
+  if (row == nullptr && !show_error()) throw_error();
+  return row;
+}
+
+Finite GradientLog::read(const at::Tensor& gradient, RowData* row, int64_t* bytes) {
+  View view{};
+  const bool is_plain = plain_view(gradient, &view) && view.dims <= 255;
+  if (is_plain) {
+    *bytes = view.numel * int64_t(word_size(view.format));
+    row->range = range_cpu(view);
+    row->dtype = int8_t(gradient.scalar_type());
+    row->dims = uint8_t(view.dims);
+    if (row->range.isfinite && !counts_) return Finite::yes;
+  }
+  row->python = row_from_python(gradient, row->label);
+  if (row->python == nullptr) return Finite::unknown;
+  const py::gil_scoped_acquire lock;
+  // Of a sparse gradient, or one on a device, it is all that a sum in its leaf is judged by.
+  PyObject* const abs_max = PyTuple_GET_ITEM(row->python, row_item::abs_max);
+  if (PyFloat_Check(abs_max)) row->range.abs_max = PyFloat_AS_DOUBLE(abs_max);
+  const PyObject* const isfinite = PyTuple_GET_ITEM(row->python, row_item::isfinite);
+  return isfinite == Py_True ? Finite::yes : isfinite == Py_False ? Finite::no : Finite::unknown;
+}
+
+PendingRowPtr GradientLog::enqueue_read(const at::Tensor& gradient) {
+  const NanwatchBackend* const backend = RowTable::backend();
+  if (!may_be_pending_ || backend == nullptr || (backend->takes_host_memory == 0 && gradient.is_cpu())) return nullptr;
+  const py::gil_scoped_acquire lock;
+  const py::object keep = owner();
+  return keep ? sink_->enqueue_read(gradient) : nullptr;
+}
+
+GradientLog::Known GradientLog::on_gradient(const at::Tensor& gradient, const Place& place,
+                                            const std::vector<GradientUser>& users) {
+  const int64_t task = autograd::get_current_graph_task_id();
+  if (task < 0) return {};
+  if (open(task) && tells_start) {
+    const py::gil_scoped_acquire lock;
+    const py::object keep = owner();
+    if (keep && !sink_->backward_started()) throw_error();
+  }
+  const GradientState state(gradient);
+  PendingRowPtr known_pending;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    Backward* const backward = find(task);
+    if (backward == nullptr) return {};
+    // What a call was given may get its gradient from elsewhere, too: the call itself has no part in this backward.
+    if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return {};
+    if (const GradientEvent* const found = backward->find(gradient, state, place)) {
+      const GradientEvent known = *found;  // which moves when events are added
+      if (verify_hits_ && known.pending == nullptr && is_stale(gradient, known.row)) ++backward->stale_hits;
+      backward->add(users, state, place, known);
+      if (known.pending == nullptr) return known_of(known.row);
+      if (!verify_hits_) return {0, known.pending};
+      known_pending = known.pending;
+    }
+  }
+  const PendingRowPtr pending = enqueue_read(gradient);
+  if (known_pending != nullptr) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    Backward* const backward = find(task);
+    if (pending != nullptr && backward != nullptr) backward->pending_checks.emplace_back(pending, known_pending);
+    return {0, known_pending};
+  }
+  RowData row{users[0].label, Role::gradient, Note::none, -1, 0, 0, kNotPending, {}, nullptr};
+  int64_t bytes = 0;
+  Finite finite = Finite::unknown;
+  if (pending != nullptr) {
+    bytes = gradient.numel() * int64_t(word_size(*format_of(gradient.scalar_type())));
+    row.dtype = int8_t(gradient.scalar_type());
+    row.dims = uint8_t(gradient.dim());
+  } else {
+    finite = read(gradient, &row, &bytes);
+    if (finite == Finite::unknown && row.python == nullptr) return {};
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (Backward* const backward = find(task)) {
+      backward->bytes_read += bytes;
+      backward->add_read(users, gradient, state, place, row, finite, pending);
+      return pending != nullptr ? Known{0, pending} : known_of(row);
+    }
+  }
+  // Another thread of this backward has closed it.
+  if (row.python != nullptr) {
+    const py::gil_scoped_acquire lock;
+    Py_DECREF(row.python);
+  }
+  return {};
+}
+
+void GradientLog::add_up(const std::shared_ptr<LeafSum>& sum, const Known& known, LeafSum::Term term) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (known.pending == nullptr) {
+    term.largest = known.largest;
+    add_up(sum.get(), term);
+  } else if (Backward* const backward = find(autograd::get_current_graph_task_id())) {
+    backward->pending_terms.push_back({sum, known.pending, term});
+  }
+}
+
+void GradientLog::add_up(LeafSum* sum, const LeafSum::Term& term) {
+  if (term.is_first || sum->looked_at != sums_looked_at) sum->bound = 0;
+  sum->looked_at = sums_looked_at;
+  sum->bound += term.largest;
+  if (sum->bound > term.end) sums_may_overflow = true;
+}
+
+void GradientLog::spend(int64_t nanoseconds) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (Backward* const backward = find(autograd::get_current_graph_task_id())) backward->nanoseconds += nanoseconds;
+}
+
+std::unique_ptr<Backward> GradientLog::take(int64_t task) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (auto it = backwards_.begin(); it != backwards_.end(); ++it)
+    if ((*it)->task == task) {
+      std::unique_ptr<Backward> found = std::move(*it);
+      backwards_.erase(it);
+      found->recent.clear();
+      return found;
+    }
+  return nullptr;
+}
+
+std::unique_ptr<Backward> GradientLog::take_broken() {
+  int64_t task = -1;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const std::unique_ptr<Backward>& backward : backwards_)
+      if (backward->is_over) task = backward->task;
+  }
+  return task < 0 ? nullptr : take(task);
+}
+
+std::unique_ptr<Backward> GradientLog::take_nonfinite() {
+  const int64_t task = autograd::get_current_graph_task_id();
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    Backward* const backward = find(task);
+    if (backward == nullptr) return nullptr;
+    backward->take_completed();
+    // What they add up to the step would take, too.
+    for (const Backward::PendingTerm& one : std::exchange(backward->pending_terms, {})) add_up(one.sum.get(), one.term);
+    if (!backward->has_nonfinite) return nullptr;
+  }
+  return take(task);
+}
+
+std::vector<PendingRowPtr> GradientLog::pending_rows() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const Backward* const backward = find(autograd::get_current_graph_task_id());
+  return backward == nullptr ? std::vector<PendingRowPtr>() : backward->pending_rows();
+}
+
+void GradientLog::over(int64_t task, bool completed) {
+  if (!completed) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (Backward* const backward = find(task)) {
+      backward->is_over = true;
+      backward->recent.clear();
+    }
+    return;
+  }
+  const py::gil_scoped_acquire lock;
+  const py::object keep = owner();
+  if (keep && !survived([&] { return sink_->backward_ended(take(task)); })) throw_error();
+}
+
+void GradientLog::release(const at::Tensor& leaf) {
+  if (autograd::impl::get_autograd_meta(leaf) == nullptr) return;
+  if (LeafHooks* const hooks = find_hooks(leaf)) hooks->release(this);
+}
+
+}  // namespace nanwatch

@@ -1,0 +1,96 @@
+// The gradients of what watched modules are given, give and own, as a backward makes them.
+//
+// A recorded call whose outputs have a graph leaves a hook at the node behind each of its tensors. The hooks live in
+// the graph and die with it; they hold no tensor, and they hand on what they are given. At a leaf, which outlives
+// graphs, there is one hook for all calls. A gradient of plain memory is read without the interpreter lock; one on a
+// device is sent to be read, in stream order, and nobody waits. What came in one backward becomes frames when that
+// backward is over and its rows have come; see GradientRecorder.
+#pragma once
+
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "gradients/backward.h"
+#include "gradients/gradient_sink.h"
+#include "recorder/call_observer.h"
+
+namespace nanwatch {
+
+class GradientLog : public std::enable_shared_from_this<GradientLog> {
+ public:
+  // `observe` as in Helpers; with `counts` it makes every row. The sink outlives its log, or says so with `leave`.
+  GradientLog(GradientSink* sink, pybind11::object observe, const Options& options)
+      : measures_time(options.measure_time),
+        sink_(sink),
+        observe_(std::move(observe)),
+        counts_(options.counts),
+        verify_hits_(options.verify_hits),
+        may_be_pending_(options.check != Check::module && !options.counts) {}
+  GradientLog(const GradientLog&) = delete;
+  GradientLog& operator=(const GradientLog&) = delete;
+  ~GradientLog();
+
+  // Leaves hooks for the gradients of the tensors of a call. Without a graph behind its outputs there is none to come,
+  // unless the call lies `in_compiled_code`: of such only weights are followed, and `keep` holds the call.
+  void follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call, Labels& labels,
+              std::shared_ptr<const void>* keep);
+
+  // What is known of a gradient that came: its largest magnitude, 0 where that is not finite or not known; or its row.
+  struct Known {
+    double largest = 0;
+    PendingRowPtr pending = nullptr;
+  };
+  // A gradient came at `place` of the graph. Called by the hooks, on any thread.
+  Known on_gradient(const at::Tensor& gradient, const Place& place, const std::vector<GradientUser>& users);
+  // It is added up in a leaf, now or, where its row is pending, when that has come.
+  void add_up(const std::shared_ptr<LeafSum>& sum, const Known& known, LeafSum::Term term);
+  void add_up(LeafSum* sum, const LeafSum::Term& term);  // under the mutex
+  // Of all calls that a leaf was used in, those whose gradient comes now.
+  std::vector<GradientUser> users_now(const std::vector<std::weak_ptr<const GradientCall>>& calls,
+                                      const std::vector<std::pair<Part, Labels::Id>>& places);
+
+  // The backward of this number; the next one that ended by an exception. The caller holds the interpreter lock.
+  std::unique_ptr<Backward> take(int64_t task);
+  std::unique_ptr<Backward> take_broken();
+  // The one under way on this thread if something in it is not finite; what still comes is a backward of its own.
+  std::unique_ptr<Backward> take_nonfinite();
+  // The pending rows that the one under way on this thread is still waiting for.
+  std::vector<PendingRowPtr> pending_rows();
+
+  void over(int64_t task, bool completed);
+  void spend(int64_t nanoseconds);  // on this thread's backward
+  void leave() { sink_ = nullptr; }
+
+  // Takes this log's hook from a leaf.
+  void release(const at::Tensor& leaf);
+
+  const bool measures_time;
+  std::atomic<bool> tells_start{false};
+  // Whether gradients that were finite may have a sum in some leaf that is not; and how often that was looked at.
+  std::atomic<bool> sums_may_overflow{false};
+  std::atomic<int64_t> sums_looked_at{0};
+  std::mutex mutex;
+
+ private:
+  pybind11::object owner() const;
+  Backward* find(int64_t task);
+  bool open(int64_t task);
+  // Sends a gradient on a device to be read; null where that is not to be had.
+  PendingRowPtr enqueue_read(const at::Tensor& gradient);
+  // Fills the row; unknown with an error that was told of, and no python, where nothing could be made of it.
+  Finite read(const at::Tensor& gradient, RowData* row, int64_t* bytes);
+  PyObject* row_from_python(const at::Tensor& gradient, Labels::Id label);
+
+  GradientSink* sink_;  // used under the interpreter lock
+  pybind11::object observe_;
+  const bool counts_, verify_hits_, may_be_pending_;
+  std::vector<std::unique_ptr<Backward>> backwards_;
+  std::vector<Labels::Id> labels_;  // of a tensor's gradient, by that of the tensor
+  int64_t next_number_ = 0;
+};
+
+}  // namespace nanwatch

@@ -1,0 +1,253 @@
+#include "gradients/gradient_recorder.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "recorder/stopwatch.h"
+
+namespace py = pybind11;
+
+namespace nanwatch {
+namespace {
+
+const char* part_name(Part part) {
+  return part == Part::output ? "output" : part == Part::input ? "input" : "weight";
+}
+
+// While Python objects are made, no garbage is collected.
+class NoCollection {
+ public:
+  NoCollection() : was_on_(PyGC_Disable() != 0) {}
+  NoCollection(const NoCollection&) = delete;
+  NoCollection& operator=(const NoCollection&) = delete;
+  ~NoCollection() {
+    if (was_on_) PyGC_Enable();
+  }
+
+ private:
+  bool was_on_;
+};
+
+// The calls of a backward, ordered by when each was done: when it and all calls made in it had their last gradient. So
+// a parent comes after its children, as in the forward.
+std::vector<const GradientCall*> calls_of(const Backward& backward) {
+  std::unordered_map<const GradientCall*, size_t> done;
+  std::vector<const GradientCall*> calls;
+  for (size_t i = 0; i < backward.events.size(); ++i) {
+    const GradientCall* const call = backward.events[i].user.call.get();
+    if (!done.insert_or_assign(call, i).second) continue;
+    calls.push_back(call);
+  }
+  const auto by_number = [](const GradientCall* a, const GradientCall* b) { return a->number < b->number; };
+  std::sort(calls.begin(), calls.end(), by_number);
+  std::unordered_map<int32_t, size_t> of_children;  // by the module that made them, until its own call is met
+  for (const GradientCall* call : calls) {
+    size_t& end = done[call];
+    if (const auto children = of_children.find(call->node); children != of_children.end()) {
+      end = std::max(end, children->second);
+      of_children.erase(children);
+    }
+    size_t& siblings = of_children.try_emplace(call->caller, 0).first->second;
+    siblings = std::max(siblings, end);
+  }
+  std::stable_sort(calls.begin(), calls.end(),
+                   [&](const GradientCall* a, const GradientCall* b) { return done[a] < done[b]; });
+  return calls;
+}
+
+void await(const std::vector<PendingRowPtr>& rows) {
+  if (rows.empty()) return;
+  const RowTable& table = *RowTable::instance();
+  table.wait(rows, table.record_events(rows));
+}
+
+// A row that Python made, under the label of another user.
+PyObject* relabelled(PyObject* row, const std::string& label) {
+  py::tuple changed(kRowItems);
+  changed[row_item::label] = py::str(label);
+  for (size_t item = row_item::label + 1; item < kRowItems; ++item)
+    changed[item] = py::handle(PyTuple_GET_ITEM(row, item));
+  return changed.release().ptr();
+}
+
+// A backward until the recorder has it told.
+class Ended final : public EndedBackward {
+ public:
+  Ended(GradientRecorder* recorder, std::unique_ptr<Backward> backward)
+      : recorder_(recorder), backward_(std::move(backward)) {}
+
+  bool tell(const py::object& left) override { return recorder_->tell_of(*backward_, left); }
+
+ private:
+  GradientRecorder* recorder_;
+  std::unique_ptr<Backward> backward_;
+};
+
+}  // namespace
+
+GradientRecorder::GradientRecorder(CallRecorder* recorder, const Options& options)
+    : recorder_(*recorder),
+      log_(std::make_shared<GradientLog>(static_cast<GradientSink*>(this), recorder->observer().observe_helper(),
+                                         options)) {}
+
+GradientRecorder::~GradientRecorder() {
+  if (log_) log_->leave();
+}
+
+void GradientRecorder::follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call,
+                              std::shared_ptr<const void>* keep) {
+  if (log_ != nullptr) log_->follow(candidates, call, recorder_.observer().labels(), keep);
+}
+
+py::object GradientRecorder::owner() {
+  return py::cast(&recorder_, py::return_value_policy::reference);
+}
+
+bool GradientRecorder::backward_started() {
+  return recorder_.tell("backward_started", py::make_tuple());
+}
+
+bool GradientRecorder::backward_ended(std::unique_ptr<Backward> backward) {
+  if (!backward || recorder_.paused) return true;
+  std::vector<PendingRowPtr> rows = backward->pending_rows();
+  if (backward->events.empty()) return tell_of(*backward, py::none());
+  const GradientCall& call = *backward->events.front().user.call;
+  const void* const thread = call.thread;
+  const int64_t batch = call.batch;
+  return recorder_.tell_backward(thread, batch, std::move(rows), std::make_unique<Ended>(this, std::move(backward)));
+}
+
+bool GradientRecorder::tell_of(Backward& backward, const py::object& left) {
+  CallObserver& observer = recorder_.observer();
+  FrameRing& ring = recorder_.ring();
+  const Stopwatch stopwatch(recorder_.measures_time(), &observer.counters.nanoseconds);
+  observer.counters.nanoseconds += std::exchange(backward.nanoseconds, 0);
+  backward.take_completed();
+  if (log_ != nullptr) {
+    const std::lock_guard<std::mutex> lock(log_->mutex);
+    for (const Backward::PendingTerm& one : backward.pending_terms) log_->add_up(one.sum.get(), one.term);
+  }
+  observer.counters.tensors += int64_t(backward.events.size());
+  observer.counters.tensors_read += backward.tensors_read;
+  observer.counters.bytes_read += backward.bytes_read;
+  observer.counters.cache_hits += int64_t(backward.events.size()) - backward.tensors_read;
+  observer.counters.stale_hits += backward.stale_hits;
+  std::vector<const GradientCall*> calls = calls_of(backward);
+  observer.counters.frames += int64_t(calls.size());
+  if (!backward.has_nonfinite && !recorder_.traces() && calls.size() > ring.capacity()) {
+    const auto seen = calls.end() - int64_t(ring.capacity());
+    std::for_each(calls.begin(), seen, [&ring](const GradientCall* call) { ring.skip(call->batch); });
+    calls.erase(calls.begin(), seen);  // they would be overwritten at once
+  }
+  std::unordered_map<const GradientCall*, size_t> positions;
+  for (const GradientCall* call : calls) positions.emplace(call, positions.size());
+  std::vector<FrameData> frames(calls.size());
+  for (size_t i = 0; i < calls.size(); ++i) {
+    frames[i].batch = calls[i]->batch;
+    frames[i].node = calls[i]->node;
+    frames[i].recomputed = calls[i]->recomputed;
+    frames[i].phase = Phase::backward;
+  }
+  py::list events;
+  for (const GradientEvent& event : backward.events) {
+    const auto found = positions.find(event.user.call.get());
+    if (found == positions.end()) continue;
+    FrameData& frame = frames[found->second];
+    RowData row = event.row;
+    if (row.python == nullptr || row.label == event.user.label) {
+      Py_XINCREF(row.python);
+    } else {
+      row.python = relabelled(row.python, observer.label_text(event.user.label));
+    }
+    row.label = event.user.label;
+    if (event.pending != nullptr) {
+      row.pending = int32_t(frame.pending.rows.size());
+      frame.pending.rows.push_back(event.pending);
+    }
+    row.shape_at = uint32_t(frame.shapes.size());
+    if (row.python == nullptr) {
+      const auto shape = backward.shapes.begin() + event.row.shape_at;
+      frame.shapes.insert(frame.shapes.end(), shape, shape + row.dims);
+    }
+    frame.has_nonfinite |= event.has_nonfinite;
+    if (backward.has_nonfinite)
+      events.append(py::make_tuple(found->second, frame.rows.size(), part_name(event.user.part), event.arrival));
+    frame.rows.push_back(row);
+  }
+  for (const auto& [again, known] : backward.pending_checks) {
+    again->verifies = known;
+    if (!frames.empty()) frames.front().pending.rows.push_back(again);
+  }
+  const Node nobody;
+  for (FrameData& frame : frames)
+    if (!observer.resolve(nobody, &frame)) return false;
+  // Told before they are kept: the listener finds the frames that led here still in the ring.
+  py::list told;
+  bool done = true;
+  for (size_t i = 0; i < frames.size() && done; ++i) {
+    const bool traced = recorder_.is_traced(frames[i].batch);
+    if (!backward.has_nonfinite && !traced) continue;
+    const py::object seen = recorder_.to_python(frames[i]);
+    told.append(py::make_tuple(seen, recorder_.name_of(calls[i]->caller), calls[i]->number));
+    done = !traced || recorder_.tell("frame_recorded", py::make_tuple(seen));
+  }
+  if (done && backward.has_nonfinite) done = recorder_.tell("backward_ended", py::make_tuple(told, events, left));
+  for (FrameData& frame : frames) ring.push(frame);
+  return done;
+}
+
+void GradientRecorder::forget_sums() {
+  if (log_ == nullptr) return;
+  log_->sums_may_overflow = false;
+  ++log_->sums_looked_at;
+}
+
+void GradientRecorder::set_tells_start(bool tells) {
+  if (log_ != nullptr) log_->tells_start = tells;
+}
+
+bool GradientRecorder::finish_broken_backwards() {
+  const std::shared_ptr<GradientLog> log = log_;  // the listener may stop the watch, and that resets log_
+  if (log == nullptr) return true;
+  while (std::unique_ptr<Backward> backward = log->take_broken())
+    if (!backward_ended(std::move(backward))) return false;
+  return true;
+}
+
+bool GradientRecorder::finish_nonfinite_backward() {
+  const std::shared_ptr<GradientLog> log = log_;
+  if (log == nullptr) return true;
+  await(log->pending_rows());
+  const std::unique_ptr<Backward> backward = log->take_nonfinite();
+  return !backward || recorder_.paused || tell_of(*backward, py::none());
+}
+
+void GradientRecorder::excuse(const std::vector<int64_t>& batches, const std::string& note) {
+  const NoCollection none;  // it may run code that calls a model, and that call moves the frames
+  const py::str text(note);
+  for (size_t i = 0; i < recorder_.ring().size(); ++i) {
+    FrameData& frame = recorder_.ring().oldest(i);
+    if (frame.phase != Phase::backward || std::find(batches.begin(), batches.end(), frame.batch) == batches.end())
+      continue;
+    frame.has_nonfinite = false;
+    for (RowData& row : frame.rows) {
+      if (row.python == nullptr || PyTuple_GET_ITEM(row.python, row_item::isfinite) != Py_False) continue;
+      const auto old = py::reinterpret_borrow<py::tuple>(row.python);
+      py::tuple changed(kRowItems);
+      for (size_t item = 0; item < row_item::note; ++item) changed[item] = old[item];
+      changed[row_item::note] = text;
+      Py_SETREF(row.python, changed.release().ptr());
+    }
+  }
+}
+
+void GradientRecorder::stop(const std::vector<at::Tensor>& leaves) {
+  if (log_ == nullptr) return;
+  for (const at::Tensor& leaf : leaves) log_->release(leaf);
+  log_->leave();
+  log_.reset();
+}
+
+}  // namespace nanwatch

@@ -1,0 +1,150 @@
+// What a launch needs from torch: the device and its current stream, a workspace that is zero, and what to do with an
+// error. For ops_cuda.cpp and range_sync.cpp; no CUDA header.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/version.h>
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 11
+#include <dlfcn.h>
+#endif
+
+#include <mutex>
+#include <vector>
+
+#include "cuda/range_cuda.h"
+#include "ops/readable.h"
+
+namespace nanwatch {
+
+// The cudaStream_t that torch works on at present on this device.
+inline void* current_stream(const c10::Device& device) {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 11
+  // Before c10::Stream had native_handle, torch's C shim is the way to the handle that needs no CUDA header. It is in
+  // the library that is there if there is a CUDA tensor, and not on our link line, so that the module loads without it.
+  using CurrentStream = int32_t (*)(int32_t, void**);
+  static const auto get = [] {
+    void* const library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+    return library == nullptr ? nullptr
+                              : reinterpret_cast<CurrentStream>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  }();
+  void* stream = nullptr;
+  TORCH_CHECK(get != nullptr && get(device.index(), &stream) == 0, "nanwatch: torch ", TORCH_VERSION,
+              " did not say which CUDA stream is current; set NANWATCH_EXT=0 to run without the compiled part.");
+  return stream;
+#else
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+#endif
+}
+
+// The kernels cannot run here at all: nothing was enqueued, and torch's own operations can still give the row.
+inline bool cannot_run_here(int error) {
+  constexpr int insufficient_driver = 35, no_kernel_image = 209, unsupported_ptx = 222, unsupported_toolchain = 223;
+  return error == kNanwatchTooManyDims || error == kNanwatchTooManyChunks || error == insufficient_driver ||
+         error == no_kernel_image || error == unsupported_ptx || error == unsupported_toolchain;
+}
+
+// True if the rows are on their way, false if the reference has to make them.
+inline bool launched(int error, const char* op) {
+  if (error == 0) return true;
+  const char* const words = nanwatch_cuda_error(error);
+  TORCH_CHECK(cannot_run_here(error), "nanwatch.", op, ": CUDA error ", error, " (", words,
+              ") at a launch. An earlier operation may have caused it: run again with CUDA_LAUNCH_BLOCKING=1.");
+  if (error > 0) {
+    TORCH_WARN_ONCE("nanwatch's CUDA kernels cannot run here: error ", error, " (", words,
+                    "). Every answer is the same, through torch's own operations, and slower. Rebuild nanwatch with "
+                    "this GPU in TORCH_CUDA_ARCH_LIST and a toolkit no newer than the driver.");
+  }
+  return false;
+}
+
+inline NanwatchTensor view_of(const Readable& readable) {
+  const at::Tensor& x = readable.tensor;
+  return {x.const_data_ptr(), x.sizes().data(), x.strides().data(), x.dim(), int32_t(readable.format)};
+}
+
+// One workspace for each stream that ever needed one: launches on a stream come one after the other and leave it zero,
+// so only the first has to wait for a memset. Not from torch's allocator: what is kept must not lie in the private pool
+// of a graph that happens to be warming up. 1.5 MiB on each device in use, for good.
+class Workspaces {
+ public:
+  static Workspaces& instance() {
+    static auto* const all = new Workspaces;  // never destroyed: at exit the device may be gone before us
+    return *all;
+  }
+
+  // A kept one; null if there is no more room, and then the caller takes one for the call.
+  void* find(int device, void* stream, uint64_t id) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Arena& arena = arena_of(device);
+    for (size_t i = 0; i < arena.streams.size(); ++i)
+      if (arena.streams[i] == id) return arena.memory + i * nanwatch_cuda_workspace();
+    if (arena.streams.size() == kStreams || arena.exhausted) return nullptr;
+    if (arena.memory == nullptr) {
+      void* memory = nullptr;
+      arena.exhausted = nanwatch_cuda_allocate(device, kStreams * nanwatch_cuda_workspace(), &memory) != 0;
+      if (arena.exhausted) return nullptr;
+      arena.memory = static_cast<char*>(memory);
+    }
+    char* const fresh = arena.memory + arena.streams.size() * nanwatch_cuda_workspace();
+    if (nanwatch_cuda_clear(fresh, device, stream) != 0) return nullptr;
+    arena.streams.push_back(id);
+    return fresh;
+  }
+
+ private:
+  static constexpr size_t kStreams = 64;  // torch's pools have 32 streams of each of two priorities
+
+  struct Arena {
+    int device = -1;
+    char* memory = nullptr;
+    bool exhausted = false;
+    std::vector<uint64_t> streams;
+  };
+
+  Arena& arena_of(int device) {
+    for (Arena& arena : arenas_)
+      if (arena.device == device) return arena;
+    arenas_.emplace_back();
+    arenas_.back().device = device;
+    return arenas_.back();
+  }
+
+  std::mutex mutex_;
+  std::vector<Arena> arenas_;
+};
+
+// A device, its current stream and a workspace that is zero there when the next launch begins.
+struct LaunchPlace {
+  int device;
+  void* stream;
+  uint64_t capture = 0;  // the number of the one that the stream is in
+  int error = 0;         // of finding the place out; then nothing can be launched
+  void* workspace = nullptr;
+
+  enum class Workspace { kept, kept_or_own };
+
+  // With `kept` there may be no workspace: nothing here then goes through torch's dispatcher, where a mode of the
+  // user's may stand.
+  explicit LaunchPlace(const at::Device& on, Workspace wanted = Workspace::kept_or_own)
+      : device(on.index()), stream(current_stream(on)) {
+    uint64_t id = 0;
+    error = nanwatch_cuda_stream(device, stream, &id, &capture);
+    if (error != 0) return;
+    // A graph is replayed on other streams, and beside this one: its nodes have a workspace, and a memset, of their
+    // own.
+    if (capture == 0 && id != 0) workspace = Workspaces::instance().find(device, stream, id);
+    if (workspace != nullptr || wanted == Workspace::kept) return;
+    // Lives until the stream has passed the launch: the caching allocator reuses a block in stream order.
+    own_ = at::empty({int64_t(nanwatch_cuda_workspace())}, at::TensorOptions(at::kByte).device(on));
+    workspace = own_.mutable_data_ptr();
+    error = nanwatch_cuda_clear(workspace, device, stream);
+  }
+
+ private:
+  at::Tensor own_;
+};
+
+}  // namespace nanwatch

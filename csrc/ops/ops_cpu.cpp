@@ -1,0 +1,91 @@
+// The operators' CPU kernels. The schemas and their fakes are in python/nanwatch/_ops.py.
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "cpu/exponents_cpu.h"
+#include "ops/readable.h"
+
+namespace nanwatch {
+namespace {
+
+at::Tensor abs_range(const at::Tensor& x) {
+  const Readable readable(x, "abs_range", false);
+  if (!readable.native) return reference("nanwatch::abs_range", x);
+  at::Tensor row = at::empty({kRangeColumns}, at::kDouble);
+  range_cpu(readable.view(), row.mutable_data_ptr<double>());
+  return row;
+}
+
+at::Tensor abs_ranges(at::TensorList xs) {
+  for (const at::Tensor& x : xs)  // where devices are mixed, the reference names them in its error
+    if (!x.is_cpu()) return call_reference<at::Tensor(at::TensorList)>("nanwatch::abs_ranges", xs);
+  at::Tensor rows = at::empty({int64_t(xs.size()), kRangeColumns}, at::kDouble);
+  double* row = rows.mutable_data_ptr<double>();
+  for (const at::Tensor& x : xs) {
+    const Readable readable(x, "abs_ranges", false);
+    if (readable.native) {
+      range_cpu(readable.view(), row);
+    } else {
+      const at::Tensor values = reference("nanwatch::abs_range", x);
+      std::copy_n(values.const_data_ptr<double>(), kRangeColumns, row);
+    }
+    row += kRangeColumns;
+  }
+  return rows;
+}
+
+at::Tensor health(const at::Tensor& x) {
+  const Readable readable(x, "tensor_health", true);
+  if (!readable.native) return reference("nanwatch::health", x);
+  at::Tensor row = at::empty({kHealthColumns}, at::kDouble);
+  health_cpu(readable.view(), row.mutable_data_ptr<double>());
+  return row;
+}
+
+at::Tensor exponent_histogram(const at::Tensor& x) {
+  const Readable readable(x, "exponent_histogram", true);
+  if (!readable.native) return reference("nanwatch::exponent_histogram", x);
+  at::Tensor counts = at::empty({exponent_columns(readable.format)}, at::kLong);
+  exponents_cpu(readable.view(), counts.mutable_data_ptr<int64_t>());
+  return counts;
+}
+
+at::Tensor count_from(const at::Tensor& x, at::IntArrayRef codes) {
+  const Readable readable(x, "count_from", false);
+  if (!readable.native || codes.size() > size_t(kMaxEdges)) return edges_by_reference(x, codes);
+  at::Tensor counts = at::empty({int64_t(codes.size())}, at::kLong);
+  const std::vector<uint64_t> unsigned_codes(codes.begin(), codes.end());
+  edges_cpu(readable.view(), unsigned_codes.data(), int64_t(codes.size()), counts.mutable_data_ptr<int64_t>());
+  return counts;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
+  m.impl("abs_range", abs_range);
+  m.impl("abs_ranges", abs_ranges);
+  m.impl("health", health);
+  m.impl("exponent_histogram", exponent_histogram);
+  m.impl("count_from", count_from);
+}
+
+// The conjugate and negative bits do not change a magnitude: without these the dispatcher would copy the tensor.
+TORCH_LIBRARY_IMPL(nanwatch, Conjugate, m) {
+  m.impl("abs_range", torch::CppFunction::makeFallthrough());
+  m.impl("abs_ranges", torch::CppFunction::makeFallthrough());
+  m.impl("health", torch::CppFunction::makeFallthrough());
+  m.impl("exponent_histogram", torch::CppFunction::makeFallthrough());
+  m.impl("count_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(nanwatch, Negative, m) {
+  m.impl("abs_range", torch::CppFunction::makeFallthrough());
+  m.impl("abs_ranges", torch::CppFunction::makeFallthrough());
+  m.impl("health", torch::CppFunction::makeFallthrough());
+  m.impl("exponent_histogram", torch::CppFunction::makeFallthrough());
+  m.impl("count_from", torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace nanwatch

@@ -1,0 +1,126 @@
+// The operators' CUDA kernels. The schemas and their fakes are in python/nanwatch/_ops.py.
+//
+// No CUDA header here: this file compiles against a torch without CUDA too, so that one build serves both. The device
+// and its current stream come from torch's device-neutral guard, the kernels from range_cuda.h.
+#ifdef NANWATCH_CUDA
+
+#include <torch/library.h>
+
+#include <vector>
+
+#include "ops/cuda_launch.h"
+#include "numerics/exponents.h"
+#include "cuda/exponents_cuda.h"
+#include "numerics/range.h"
+
+namespace nanwatch {
+namespace {
+
+at::Tensor rows_on(const at::Device& device, at::IntArrayRef shape) {
+  return at::empty(shape, at::TensorOptions(at::kDouble).device(device));
+}
+
+// Enqueues `count` ranges; 0 or the error of the launch.
+int enqueue_ranges(const at::Device& device, const NanwatchTensor* views, int64_t count, const at::Tensor& rows) {
+  const LaunchPlace place(device);
+  if (place.error != 0) return place.error;
+  return nanwatch_cuda_ranges(views, count, rows.mutable_data_ptr<double>(), place.workspace, place.device,
+                              place.stream);
+}
+
+at::Tensor abs_range(const at::Tensor& x) {
+  const c10::DeviceGuard guard(x.device());
+  const Readable readable(x, "abs_range", false);
+  if (readable.native) {
+    const NanwatchTensor view = view_of(readable);
+    at::Tensor row = rows_on(x.device(), {kRangeColumns});
+    if (launched(enqueue_ranges(x.device(), &view, 1, row), "abs_range")) return row;
+  }
+  return reference("nanwatch::abs_range", x);
+}
+
+at::Tensor abs_ranges(at::TensorList xs) {
+  const auto all_by_reference = [&] { return call_reference<at::Tensor(at::TensorList)>("nanwatch::abs_ranges", xs); };
+  const at::Device device = xs.front().device();
+  const int64_t count = int64_t(xs.size());
+  for (const at::Tensor& x : xs)
+    if (x.device() != device) return all_by_reference();  // which names the devices in its error
+  const c10::DeviceGuard guard(device);
+  std::vector<Readable> readable;
+  std::vector<NanwatchTensor> views;
+  readable.reserve(size_t(count));
+  views.reserve(size_t(count));
+  for (const at::Tensor& x : xs) {
+    readable.emplace_back(x, "abs_ranges", false);
+    // What is not native keeps its place as an empty tensor; its row is written below.
+    static constexpr int64_t nothing = 0;
+    views.push_back(readable.back().native ? view_of(readable.back())
+                                           : NanwatchTensor{nullptr, &nothing, &nothing, 1, int32_t(Format::u8)});
+  }
+  at::Tensor rows = rows_on(device, {count, kRangeColumns});
+  if (!launched(enqueue_ranges(device, views.data(), count, rows), "abs_ranges")) return all_by_reference();
+  for (int64_t i = 0; i < count; ++i)
+    if (!readable[size_t(i)].native) rows.select(0, i).copy_(reference("nanwatch::abs_range", xs[size_t(i)]));
+  return rows;
+}
+
+at::Tensor health(const at::Tensor& x) {
+  const c10::DeviceGuard guard(x.device());
+  const Readable readable(x, "tensor_health", true);
+  if (readable.native) {
+    const NanwatchTensor view = view_of(readable);
+    at::Tensor row = rows_on(x.device(), {kHealthColumns});
+    const LaunchPlace place(x.device());
+    const int error = place.error != 0 ? place.error
+                                       : nanwatch_cuda_health(&view, row.mutable_data_ptr<double>(), place.workspace,
+                                                              place.device, place.stream);
+    if (launched(error, "tensor_health")) return row;
+  }
+  return reference("nanwatch::health", x);
+}
+
+at::Tensor zeros_on(const at::Device& device, int64_t count) {
+  return at::zeros({count}, at::TensorOptions(at::kLong).device(device));
+}
+
+at::Tensor exponent_histogram(const at::Tensor& x) {
+  const c10::DeviceGuard guard(x.device());
+  const Readable readable(x, "exponent_histogram", true);
+  if (readable.native) {
+    const NanwatchTensor view = view_of(readable);
+    at::Tensor counts = zeros_on(x.device(), exponent_columns(readable.format));
+    const int error = nanwatch_cuda_exponents(&view, counts.mutable_data_ptr<int64_t>(), x.device().index(),
+                                              current_stream(x.device()));
+    if (launched(error, "exponent_histogram")) return counts;
+  }
+  return reference("nanwatch::exponent_histogram", x);
+}
+
+at::Tensor count_from(const at::Tensor& x, at::IntArrayRef codes) {
+  const c10::DeviceGuard guard(x.device());
+  const Readable readable(x, "count_from", false);
+  if (readable.native && codes.size() <= size_t(kMaxEdges)) {
+    const NanwatchTensor view = view_of(readable);
+    const std::vector<uint64_t> unsigned_codes(codes.begin(), codes.end());
+    at::Tensor counts = zeros_on(x.device(), int64_t(codes.size()));
+    const int error =
+        nanwatch_cuda_edges(&view, unsigned_codes.data(), int64_t(codes.size()), counts.mutable_data_ptr<int64_t>(),
+                            x.device().index(), current_stream(x.device()));
+    if (launched(error, "count_from")) return counts;
+  }
+  return edges_by_reference(x, codes);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(nanwatch, CUDA, m) {
+  m.impl("abs_range", abs_range);
+  m.impl("abs_ranges", abs_ranges);
+  m.impl("health", health);
+  m.impl("exponent_histogram", exponent_histogram);
+  m.impl("count_from", count_from);
+}
+
+}  // namespace nanwatch
+
+#endif  // NANWATCH_CUDA

@@ -1,0 +1,52 @@
+// Whether a Python object is a tensor whose memory can be read as it is: the one gate of every raw read.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <vector>
+
+#include "cpu/range_cpu.h"
+#include "ops/tensor_view.h"
+
+namespace nanwatch {
+
+// A plain tensor has only these dispatch keys. Sparse, quantized, meta, fake, functorch-wrapped, zero and subclass
+// tensors each carry another.
+inline const c10::DispatchKeySet kPlainKeys({c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView,
+                                             c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU,
+                                             c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+
+// Fills `view` for a plain strided CPU tensor; false for all else, which goes through the dispatcher. Active dispatch
+// modes do not matter: looking at a tensor is no part of the program that they watch or rewrite.
+inline bool plain_view(const at::Tensor& x, View* view) {
+  if (!x.defined() || (x.key_set().raw_repr() & ~kPlainKeys.raw_repr()) != 0) return false;
+  const std::optional<Format> format = format_of(x.scalar_type());
+  if (!format.has_value() || negation_changes_magnitude(x, *format) || !storage_covers(x)) return false;
+  *view = {x.const_data_ptr(), *format, x.numel(), x.dim(), x.sizes().data(), x.strides().data()};
+  return true;
+}
+
+inline bool plain_view(PyObject* object, View* view) {
+  // No tensor, or a subclass with a word of its own in this.
+  return THPVariable_CheckExact(object) && plain_view(THPVariable_Unpack(object), view);
+}
+
+// Reading without the interpreter lock pays once the read is longer than taking the lock again.
+constexpr int64_t kReleaseLockBytes = 1 << 20;
+
+// Calls read(view), without the interpreter lock if that takes long. Meanwhile another thread may give the tensor other
+// sizes or another storage: what the view refers to is kept or copied.
+template <typename Read>
+auto read_released(const at::Tensor& x, View view, int64_t bytes, const Read& read) {
+  if (bytes < kReleaseLockBytes) return read(view);
+  const c10::Storage storage = x.storage();
+  const std::vector<int64_t> sizes(view.sizes, view.sizes + view.dims);
+  const std::vector<int64_t> strides(view.strides, view.strides + view.dims);
+  view.sizes = sizes.data();
+  view.strides = strides.data();
+  const pybind11::gil_scoped_release release;
+  return read(view);
+}
+
+}  // namespace nanwatch

@@ -1,0 +1,393 @@
+#include "recorder/call_observer.h"
+
+#include "recorder/cached_read.h"
+
+namespace py = pybind11;
+
+namespace nanwatch {
+namespace {
+
+// The limits of python/nanwatch/walk.py; the tests hold the two walks against each other.
+constexpr int64_t kMaxLeaves = 4096;
+constexpr int kMaxDepth = 32;
+constexpr Py_ssize_t kMaxScalars = 64;
+
+bool is_scalar(PyObject* value) {
+  return value == Py_None || PyLong_Check(value) || PyFloat_Check(value) || PyUnicode_Check(value) ||
+         PyBytes_Check(value);
+}
+
+// By its class alone: asking the object for its `__class__` may run code of the user's, and what that says is no reason
+// to take the object's memory for a tensor's.
+bool is_tensor(PyObject* object) {
+  return THPVariable_CheckExact(object) ||
+         PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));
+}
+
+bool is_training(PyObject* module) {
+  static PyObject* const training = PyUnicode_InternFromString("training");
+  const py::object flag = py::reinterpret_steal<py::object>(PyObject_GetAttr(module, training));
+  if (!flag) PyErr_Clear();
+  return flag.ptr() != Py_False;
+}
+
+bool is_in(PyObject* item, const std::vector<PyObject*>& stack) {
+  for (PyObject* entry : stack)
+    if (entry == item) return true;
+  return false;
+}
+
+}  // namespace
+
+CallObserver::~CallObserver() {
+  for (const auto& entry : kinds_) Py_DECREF(reinterpret_cast<PyObject*>(entry.first));
+}
+
+// ---- one tensor -----------------------------------------------------------------------------------------------------
+
+RangeRow CallObserver::read(const at::Tensor& x, const View& view) {
+  ++counters.tensors_read;
+  const int64_t bytes = view.numel * int64_t(word_size(view.format));
+  counters.bytes_read += bytes;
+  return read_released(x, view, bytes, [](const View& held) { return range_cpu(held); });
+}
+
+RangeRow CallObserver::hit(const CacheEntry& entry, const View& view) {
+  ++counters.cache_hits;
+  if (options_.verify_hits) {
+    const RangeRow again = range_cpu(view);
+    counters.stale_hits += again.abs_min != entry.range.abs_min || again.abs_max != entry.range.abs_max;
+  }
+  return entry.range;
+}
+
+struct CallObserver::HostReader {
+  CallObserver& self;
+  const at::Tensor& x;
+  const View& view;
+
+  RangeRow read() { return self.read(x, view); }
+  bool knows(const CacheEntry& entry) const { return entry.pending == nullptr; }
+  RangeRow hit(const CacheEntry& entry) { return self.hit(entry, view); }
+  bool keeps(const RangeRow& row) const { return row.isfinite; }
+};
+
+void CallObserver::unread(Labels::Id label, Role role, const std::string& reason, FrameData* frame) {
+  if (PyObject* const row = unread_row(labels_.text(label), role, reason))
+    frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotPending, {}, row});
+}
+
+// Turns an error of looking at a value into the value's row. False for one that must end the call; it stays set.
+bool CallObserver::excuse(Labels::Id label, Role role, FrameData* frame) {
+  const std::optional<std::string> reason = excuse_error();
+  if (reason.has_value()) unread(label, role, *reason, frame);
+  return reason.has_value();
+}
+
+bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame) {
+  const OutsideCompiler outside;
+  const py::object text = from_utf8(labels_.text(label)), role_text = from_utf8(role_name(role));
+  PyObject* row = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
+                                               node.allow_inf.ptr(), nullptr);
+  if (row == nullptr) return excuse(label, role, frame);
+  frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotPending, {}, row});
+  frame->has_nonfinite |= is_nonfinite(frame->rows.back());
+  return true;
+}
+
+bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const Node& node, Memory memory,
+                          Node::Slot* slot, FrameData* frame) {
+  if (frame->candidates != nullptr && THPVariable_Unpack(object).requires_grad())
+    frame->candidates->push_back({THPVariable_Unpack(object), label, role});
+  if (frame->reads_all) memory = Memory::none;
+  View view;
+  const bool may_be_pending = !options_.counts;
+  if (may_be_pending && table_ != nullptr && device_tensor(object, label, role, memory, slot, frame)) return true;
+  if (options_.counts || !plain_view(object, &view) || view.dims > 255) {
+    // The first tensor of a device: until then the devices cost nothing.
+    if (may_be_pending && table_ == nullptr && meets_device(object) &&
+        device_tensor(object, label, role, memory, slot, frame))
+      return true;
+    ++counters.tensors;
+    ++counters.tensors_read;
+    return row_from_python(object, label, role, node, frame);
+  }
+  const at::Tensor& x = THPVariable_Unpack(object);
+  // Taken before the read: another thread may give the tensor other sizes while the lock is released.
+  RowData row{
+      label,       role, Note::none, int8_t(x.scalar_type()), uint8_t(view.dims), uint32_t(frame->shapes.size()),
+      kNotPending, {},   nullptr};
+  frame->shapes.insert(frame->shapes.end(), view.sizes, view.sizes + view.dims);
+  row.range = range_of<RangeRow>(object, frame->batch, memory, slot, HostReader{*this, x, view});
+  // Zeros and the largest number there is: perhaps an additive attention mask, which Python knows to tell.
+  const bool may_be_mask = row.range.abs_min == 0.0 && (role == Role::input || role == Role::buffer) &&
+                           word_size(view.format) > 1 && row.range.abs_max == largest_finite(view.format);
+  if (row.range.isfinite && !may_be_mask) {
+    frame->rows.push_back(row);
+    return true;
+  }
+  frame->shapes.resize(row.shape_at);
+  // A copy to the host that nobody has waited for yet leaves in the output what was there before.
+  if (!row.range.isfinite && table_ != nullptr && role == Role::output) table_->drain();
+  return row_from_python(object, label, role, node, frame);
+}
+
+// ---- what the module owns -------------------------------------------------------------------------------------------
+
+template <typename Action>
+bool CallObserver::each_own(Node& node, PyObject* module, Role role, const Action& action) {
+  static PyObject* const parameters = PyUnicode_InternFromString("_parameters");
+  static PyObject* const buffers = PyUnicode_InternFromString("_buffers");
+  const py::object named =
+      py::reinterpret_steal<py::object>(PyObject_GetAttr(module, role == Role::weight ? parameters : buffers));
+  if (!named) return false;
+  if (!PyDict_Check(named.ptr()) || PyDict_GET_SIZE(named.ptr()) == 0) return true;
+  std::vector<Node::Slot>& slots = role == Role::weight ? node.weights : node.buffers;
+  PyObject *name, *value;
+  Py_ssize_t position = 0;
+  size_t count = 0;
+  // Of the thread: while one tensor is read, another thread may look at its own call.
+  static thread_local ObjectSet own;
+  own.clear();
+  while (PyDict_Next(named.ptr(), &position, &name, &value)) {
+    if (!is_tensor(value)) continue;
+    if (role == Role::buffer) {
+      const at::Tensor& x = THPVariable_Unpack(value);
+      if (!x.is_floating_point() && !x.is_complex()) continue;
+    }
+    if (!own.add(value)) continue;  // a tensor under two names counts once
+    if (count == slots.size()) slots.emplace_back();
+    Node::Slot& slot = slots[count++];
+    if (slot.name.ptr() != name) {
+      slot.name = py::reinterpret_borrow<py::object>(name);
+      slot.label = labels_.of_text(to_utf8(name));
+    }
+    const py::object held = py::reinterpret_borrow<py::object>(value);
+    if (!action(value, slot)) return false;
+  }
+  return true;
+}
+
+bool CallObserver::own_tensors(Node& node, PyObject* module, Role role, FrameData* frame) {
+  const bool done = each_own(node, module, role, [&](PyObject* value, Node::Slot& slot) {
+    // BatchNorm's kernels move the running statistics past the version counter.
+    const bool moves = role == Role::buffer && is_training(module);
+    return tensor(value, slot.label, role, node, moves ? Memory::none : Memory::weight, &slot, frame);
+  });
+  return done || excuse(labels_.of_text(role_name(role)), role, frame);
+}
+
+void CallObserver::prepare(Node& node, PyObject* module) {
+  for (const Role role : {Role::weight, Role::buffer}) {
+    if (role == Role::weight ? !options_.weights : !options_.buffers) continue;
+    const bool done = each_own(node, module, role, [&](PyObject* value, Node::Slot& slot) {
+      View view;
+      if (plain_view(value, &view)) find_entry(key_of(THPVariable_Unpack(value)), &slot);
+      return true;
+    });
+    if (!done && !excuse_error()) throw py::error_already_set();
+  }
+}
+
+void CallObserver::find_entry(uint64_t key, Node::Slot* slot) {
+  if (slot->cached && slot->key == key) return;
+  slot->cached = weight_cache_.entry(key);
+  slot->key = key;
+}
+
+// ---- what goes in and out -------------------------------------------------------------------------------------------
+
+struct CallObserver::Walk {
+  CallObserver& self;
+  const Node& node;
+  FrameData* frame;
+  Role role;
+  Memory memory = Memory::activation;
+  int64_t leaves = 0;
+  bool ended = false;  // by the limit
+  std::vector<PyObject*> inside = {};
+
+  bool note(Labels::Id label, Note what) {
+    ++leaves;
+    frame->rows.push_back({label, role, what, -1, 0, 0, kNotPending, {}, nullptr});
+    return true;
+  }
+
+  // Python's own walk over a value: for limits, cycles and types that are not known here.
+  bool slowly(PyObject* value, Labels::Id label) {
+    const OutsideCompiler outside;
+    const py::object text = from_utf8(self.labels_.text(label));
+    const py::object found = py::reinterpret_steal<py::object>(
+        PyObject_CallFunctionObjArgs(self.helpers_.leaves.ptr(), value, text.ptr(), nullptr));
+    if (!found) return self.excuse(label, role, frame);
+    if (!PyList_Check(found.ptr())) return true;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.ptr()); ++i) {
+      PyObject* pair = PyList_GET_ITEM(found.ptr(), i);
+      PyObject* leaf = PyTuple_GET_ITEM(pair, 1);
+      const Labels::Id id = self.labels_.of_text(to_utf8(PyTuple_GET_ITEM(pair, 0)));
+      ++leaves;
+      const bool done = is_tensor(leaf) ? self.tensor(leaf, id, role, node, memory, nullptr, frame)
+                                        : self.row_from_python(leaf, id, role, node, frame);
+      if (!done) return false;
+    }
+    return true;
+  }
+
+  bool value(PyObject* object, Labels::Id label) {
+    if (is_tensor(object)) {
+      ++leaves;
+      return self.tensor(object, label, role, node, memory, nullptr, frame);
+    }
+    if (object == Py_None) return note(label, Note::is_none);
+    if (is_scalar(object)) return note(label, Note::not_a_tensor);
+    if (PyTuple_Check(object) || PyList_Check(object)) return sequence(object, label);
+    const std::optional<Kind> kind = PyDict_CheckExact(object) ? Kind::mapping : self.kind_of(Py_TYPE(object));
+    if (!kind.has_value()) return false;
+    if (kind == Kind::opaque) return note(label, Note::not_a_tensor);
+    if (kind == Kind::mapping && has_plain_keys(object)) return mapping(object, label);
+    return slowly(object, label);
+  }
+
+  bool sequence(PyObject* object, Labels::Id label) {
+    const bool is_tuple = PyTuple_Check(object);
+    const Py_ssize_t size = is_tuple ? PyTuple_GET_SIZE(object) : PyList_GET_SIZE(object);
+    if (size > kMaxScalars) {
+      bool only_scalars = true;
+      for (Py_ssize_t i = 0; i < size && only_scalars; ++i)
+        only_scalars = is_scalar(is_tuple ? PyTuple_GET_ITEM(object, i) : PyList_GET_ITEM(object, i));
+      if (only_scalars) return note(label, Note::not_a_tensor);
+    }
+    if (!enter(object, label)) return true;
+    bool done = true;
+    for (Py_ssize_t i = 0; done; ++i) {
+      // A list may change while Python code looks at one of its items: ask for its size each time, hold the item.
+      if (i >= (is_tuple ? PyTuple_GET_SIZE(object) : PyList_GET_SIZE(object))) break;
+      if (limit(label) || i > kMaxLeaves) break;
+      const py::object item =
+          py::reinterpret_borrow<py::object>(is_tuple ? PyTuple_GET_ITEM(object, i) : PyList_GET_ITEM(object, i));
+      done = value(item.ptr(), self.labels_.item(label, i));
+    }
+    inside.pop_back();
+    return done;
+  }
+
+  bool mapping(PyObject* object, Labels::Id label) {
+    if (!enter(object, label)) return true;
+    PyObject *key, *item;
+    Py_ssize_t position = 0;
+    bool done = true;
+    while (done && PyDict_Next(object, &position, &key, &item)) {
+      if (limit(label)) break;
+      done = item_of(label, key, item);
+    }
+    inside.pop_back();
+    return done;
+  }
+
+  // An item of a dictionary, which another thread may change meanwhile.
+  bool item_of(Labels::Id parent, PyObject* key, PyObject* item) {
+    const py::object held_key = py::reinterpret_borrow<py::object>(key);
+    const py::object held_item = py::reinterpret_borrow<py::object>(item);
+    const std::optional<Labels::Id> label = self.labels_.item(parent, key, [this](PyObject* k) { return spell(k); });
+    return label.has_value() && value(item, *label);
+  }
+
+  std::optional<std::string> spell(PyObject* key) {
+    const OutsideCompiler outside;
+    const py::object text = py::reinterpret_steal<py::object>(PyObject_CallOneArg(self.helpers_.spell_key.ptr(), key));
+    if (!text && !excuse_error()) return std::nullopt;
+    return to_utf8(text.ptr());
+  }
+
+  static bool has_plain_keys(PyObject* object) {
+    PyObject *key, *item;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(object, &position, &key, &item))
+      if (!PyUnicode_CheckExact(key)) return false;
+    return true;
+  }
+
+  // False, with a row that says why, where the walk goes no deeper.
+  bool enter(PyObject* object, Labels::Id label) {
+    if (is_in(object, inside)) return unwalked(label, "contains itself");
+    if (int(inside.size()) >= kMaxDepth) return unwalked(label, "nested deeper than 32");
+    inside.push_back(object);
+    return true;
+  }
+
+  // Adds the row of a part that is not entered; false.
+  bool unwalked(Labels::Id label, const char* reason) {
+    ++leaves;
+    self.unread(label, role, reason, frame);
+    return false;
+  }
+
+  // Whether the walk has found as much as it may; says so once.
+  bool limit(Labels::Id label) {
+    if (leaves < kMaxLeaves) return false;
+    if (!ended) {
+      ended = true;
+      unwalked(label, "more than 4096 values");
+    }
+    return true;
+  }
+};
+
+// Nothing, with an exception set, where asking was ended by what must end the call.
+std::optional<CallObserver::Kind> CallObserver::kind_of(PyTypeObject* type) {
+  const auto found = kinds_.find(type);
+  if (found != kinds_.end()) return found->second;
+  const OutsideCompiler outside;
+  Kind kind = Kind::container;
+  const py::handle handle(reinterpret_cast<PyObject*>(type));
+  try {
+    if (!helpers_.is_container(handle).cast<bool>()) {
+      kind = Kind::opaque;
+    } else if (PyType_IsSubtype(type, &PyDict_Type)) {
+      // A dictionary with an order or an access of its own is asked through Python; a ModelOutput keeps both.
+      for (const py::handle base : py::cast<py::tuple>(handle.attr("__mro__")))
+        if (py::cast<std::string>(base.attr("__name__")) == "ModelOutput") kind = Kind::mapping;
+    }
+  } catch (py::error_already_set& error) {
+    error.restore();
+    if (!excuse_error()) return std::nullopt;  // else Python's walk says what it raises
+  }
+  if (kinds_.size() < 4096) {  // types made anew for every call would pile up
+    Py_INCREF(handle.ptr());
+    kinds_.emplace(type, kind);
+  }
+  return kind;
+}
+
+bool CallObserver::observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
+                           bool outermost, FrameData* frame) {
+  return fill_frame(node, frame, [&] { return rows(node, module, args, kwargs, output, outermost, frame); });
+}
+
+bool CallObserver::input_rows(const Node& node, PyObject* args, PyObject* kwargs, FrameData* frame) {
+  Walk walk{*this, node, frame, Role::input};
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i)
+    if (!walk.value(PyTuple_GET_ITEM(args, i), labels_.item(Labels::kInput, i))) return false;
+  if (kwargs == nullptr) return true;
+  PyObject *key, *item;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(kwargs, &position, &key, &item))
+    if (!walk.item_of(Labels::kInput, key, item)) return false;
+  return true;
+}
+
+bool CallObserver::rows(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
+                        bool outermost, FrameData* frame) {
+  if (options_.weights && !own_tensors(node, module, Role::weight, frame)) return false;
+  if (options_.buffers && !own_tensors(node, module, Role::buffer, frame)) return false;
+  if (options_.inputs && !input_rows(node, args, kwargs, frame)) return false;
+  if (options_.outputs) {
+    // A write past the version counter between a module and the end of the forward would else hide a nan in what the
+    // model returns.
+    Walk walk{*this, node, frame, Role::output, outermost ? Memory::none : Memory::activation};
+    if (!walk.value(output, Labels::kOutput)) return false;
+  }
+  return true;
+}
+
+}  // namespace nanwatch

@@ -1,0 +1,199 @@
+// From one module call to the rows of its frame: the walk over weights, buffers, inputs and outputs, and the decision
+// what has to be read. What is out of the ordinary (a tensor that is not plain, a value that is not finite, a container
+// of a type not known here) goes to the Python functions that also serve without the compiled part.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "recorder/frame.h"
+#include "recorder/outside_compiler.h"
+#include "ops/plain_view.h"
+#include "recorder/row_python.h"
+#include "device/row_table.h"
+#include "recorder/read_cache.h"
+
+namespace nanwatch {
+
+// Counts that do not depend on the machine.
+struct Counters {
+  int64_t calls = 0, frames = 0, tensors = 0, tensors_read = 0, bytes_read = 0, cache_hits = 0, stale_hits = 0;
+  int64_t nanoseconds = 0;  // spent here; only when asked for
+};
+
+// When the host looks at rows that a device makes: see `watch`.
+enum class Check : uint8_t { module, batch, async };
+
+struct Options {
+  Check check = Check::batch;
+  bool weights = true, buffers = true, inputs = true, outputs = true;
+  int64_t reread_weights = 64;
+  bool verify_hits = false;  // read again on every cache hit and count the differences
+  bool measure_time = false;
+  bool gradients = false;
+  bool counts = false;  // every row is Python's, with the counts of its tensor
+};
+
+struct Helpers {
+  pybind11::object observe;       // (value, label, role, allow_inf) -> Row
+  pybind11::object leaves;        // (value, label) -> [(label, leaf)]
+  pybind11::object is_container;  // (type) -> bool: may `leaves` find anything inside
+  pybind11::object spell_key;     // (key) -> str
+  pybind11::object completed;     // (label, role, shape, dtype, values, allow_inf) -> Row
+};
+
+// A few objects, compared by identity; borrowed. Reused, so that a steady run allocates nothing.
+class ObjectSet {
+ public:
+  void clear() {
+    few_.clear();
+    if (!many_.empty()) many_.clear();
+  }
+  // False if it was there.
+  bool add(PyObject* object) {
+    if (few_.size() < kFew) {
+      if (std::find(few_.begin(), few_.end(), object) != few_.end()) return false;
+      few_.push_back(object);
+      return true;
+    }
+    if (many_.empty()) many_.insert(few_.begin(), few_.end());
+    return many_.insert(object).second;
+  }
+
+ private:
+  static constexpr size_t kFew = 32;
+  std::vector<PyObject*> few_;
+  std::unordered_set<PyObject*> many_;
+};
+
+// A watched module: its name and what is remembered of the tensors it owns.
+struct Node {
+  struct Slot {
+    pybind11::object name;  // the parameter's, as an object
+    Labels::Id label = 0;
+    std::shared_ptr<WeightEntry> cached;
+    uint64_t key = 0;  // under which `cached` was found
+  };
+  // One way this module is called in compiled code; see call_observer_compiled.cpp.
+  struct Plan {
+    struct Value {
+      Slot slot;  // with the label
+      Role role;
+      char kind;
+      std::string reason;
+    };
+    std::string text, class_name;
+    std::vector<Value> values;
+  };
+  std::string name, class_name;
+  PyTypeObject* type = nullptr;  // borrowed and only compared: FSDP gives a module another class
+  bool observed = true;
+  pybind11::object allow_inf = pybind11::bool_(false);  // a bool, or a MaskedScores; handed to Python as it is
+  std::vector<Slot> weights, buffers;
+  std::deque<std::shared_ptr<Plan>> plans;
+  std::shared_ptr<const void> compiled_call;  // its latest call in compiled code, for gradients/
+};
+
+class CallObserver {
+ public:
+  CallObserver(const Options& options, Helpers helpers);
+  ~CallObserver();
+  CallObserver(const CallObserver&) = delete;
+  CallObserver& operator=(const CallObserver&) = delete;
+
+  // Makes the places of what a module owns before its first call. Made in a forward, the small blocks would lie between
+  // its activations for good, and what the allocator cannot join there is missing later: 6 % more at the peak of a
+  // training of GPT-2.
+  void prepare(Node& node, PyObject* module);
+
+  // Appends the rows of a call to `frame`. False with a Python exception set only for what must end the call, such as
+  // KeyboardInterrupt. `outermost`: of a call that watched code did not make, whose outputs are always read.
+  bool observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
+               FrameData* frame);
+
+  // The same for a call in compiled code, whose values come as `plan` says.
+  bool observe_compiled(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame);
+  std::shared_ptr<Node::Plan> plan_of(Node& node, std::string_view text);
+
+  // Sends a tensor of a device to be read, in stream order; null where there is nothing to be had so.
+  PendingRowPtr enqueue_read(const at::Tensor& x);
+  // The rows of what a batch was called with; they may be pending.
+  bool observe_given(PyObject* args, PyObject* kwargs, FrameData* frame);
+  // Gives the pending rows of a frame, all of which have completed or failed, their place in it.
+  bool resolve(const Node& node, FrameData* frame);
+
+  void forget_weights() { ++epoch_; }
+  // Nothing is remembered of activations from batch to batch.
+  void end_batch() { activations_.clear(); }
+  void forget_tensors() {
+    activations_.clear();
+    weight_cache_.clear();
+    ++epoch_;
+  }
+  const std::string& label_text(Labels::Id id) const { return labels_.text(id); }
+  Labels& labels() { return labels_; }
+  const pybind11::object& observe_helper() const { return helpers_.observe; }
+
+  Counters counters;
+  size_t num_labels() const { return labels_.size(); }
+  size_t num_weights() const { return weight_cache_.size(); }
+
+ private:
+  struct Walk;  // one walk over one value or one call
+  struct HostReader;
+  struct DeviceReader;
+  enum class Kind : uint8_t { opaque, mapping, container };
+  // Where a range may come from: for a batch, for many batches, or nowhere.
+  enum class Memory : uint8_t { activation, weight, none };
+
+  template <typename Action>  // (PyObject* tensor, Node::Slot&) -> bool: go on
+  bool each_own(Node& node, PyObject* module, Role role, const Action& action);
+  bool own_tensors(Node& node, PyObject* module, Role role, FrameData* frame);
+  void find_entry(uint64_t key, Node::Slot* slot);
+  bool tensor(PyObject* object, Labels::Id label, Role role, const Node& node, Memory memory, Node::Slot* slot,
+              FrameData* frame);
+  bool rows(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
+            FrameData* frame);
+  bool input_rows(const Node& node, PyObject* args, PyObject* kwargs, FrameData* frame);
+  bool compiled_rows(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame);
+  template <typename Make>
+  bool fill_frame(const Node& node, FrameData* frame, const Make& make);
+  template <typename Make>
+  bool fill_once(const Node& node, FrameData* frame, const Make& make);
+  bool complete(const Node& node, FrameData* frame);
+  bool meets_device(PyObject* object);
+  bool device_tensor(PyObject* object, Labels::Id label, Role role, Memory memory, Node::Slot* slot, FrameData* frame);
+  bool resolve_row(const Node& node, const PendingRow& pending, const FrameData& frame, RowData* row);
+  void unread(Labels::Id label, Role role, const std::string& reason, FrameData* frame);
+  bool excuse(Labels::Id label, Role role, FrameData* frame);
+  bool row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame);
+  RangeRow read(const at::Tensor& x, const View& view);
+  template <typename Row, typename Reader>
+  Row range_of(PyObject* object, int64_t batch, Memory memory, Node::Slot* slot, Reader reader);
+  template <typename Row, typename Reader>
+  Row weight_range(const at::Tensor& x, int64_t batch, int64_t lifetime, Node::Slot* slot, Reader& reader);
+  RangeRow hit(const CacheEntry& entry, const View& view);
+  std::optional<Kind> kind_of(PyTypeObject* type);
+
+  Options options_;
+  Helpers helpers_;
+  Labels labels_;
+  ActivationCache activations_;
+  WeightCache weight_cache_;
+  std::unordered_map<PyTypeObject*, Kind> kinds_;  // keys owned
+  int64_t epoch_ = 0;
+  int64_t first_entries_ = 0;  // of weights
+  RowTable* table_ = nullptr;  // once a tensor of a device was met
+  bool devices_off_ = false;   // their tensors are read like any that is not plain
+};
+
+}  // namespace nanwatch

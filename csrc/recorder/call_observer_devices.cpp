@@ -1,0 +1,201 @@
+// The part of CallObserver that asks devices for rows, and what becomes of a row when it has come.
+#include <pybind11/pybind11.h>
+
+#include "recorder/call_observer.h"
+#include "device/graph_rows.h"
+#include "recorder/cached_read.h"
+
+namespace py = pybind11;
+
+namespace nanwatch {
+namespace {
+
+// Whether a range is that of an additive mask made with the dtype's minimum in place of -inf.
+bool may_be_mask(const RowData& row, const RangeRow& range) {
+  if (range.abs_min != 0.0 || (row.role != Role::input && row.role != Role::buffer)) return false;
+  const std::optional<Format> format = format_of(static_cast<at::ScalarType>(row.dtype));
+  return format.has_value() && range.abs_max == largest_finite(*format);
+}
+
+bool is_completed(PendingRow& row) {
+  return row.poll() && row.state == PendingRow::State::completed;
+}
+
+// -1 for what no device is asked for, as a tensor of a subclass.
+int device_of(PyObject* object, const NanwatchBackend& backend) {
+  return THPVariable_CheckExact(object) ? backend.device_of(&THPVariable_Unpack(object)) : -1;
+}
+
+// How a device is asked for it; nothing where it cannot be.
+std::optional<Format> device_format(const at::Tensor& x) {
+  const std::optional<Format> format = format_of(x.scalar_type());
+  if (!format.has_value() || x.dim() > kNanwatchMaxDims || negation_changes_magnitude(x, *format) || !storage_covers(x))
+    return std::nullopt;
+  return format;
+}
+
+bool same(const RangeRow& a, const RangeRow& b) {
+  return a.isfinite == b.isfinite && (!a.isfinite || (a.abs_min == b.abs_min && a.abs_max == b.abs_max));
+}
+
+}  // namespace
+
+CallObserver::CallObserver(const Options& options, Helpers helpers) : options_(options), helpers_(std::move(helpers)) {
+  const NanwatchBackend* backend = RowTable::backend();
+  if (backend != nullptr && backend->takes_host_memory != 0) table_ = RowTable::instance();
+}
+
+bool CallObserver::meets_device(PyObject* object) {
+  const NanwatchBackend* backend = RowTable::backend();
+  if (backend == nullptr || devices_off_ || device_of(object, *backend) < 0) return false;
+  table_ = RowTable::instance();
+  return true;
+}
+
+// ---- asking for a row -----------------------------------------------------------------------------------------------
+
+// The reader of cached_read.h for a tensor of a device.
+struct CallObserver::DeviceReader {
+  CallObserver& self;
+  const at::Tensor& x;
+  Format format;
+  int device;
+  FrameData* frame;
+
+  PendingRowPtr read() {
+    ++self.counters.tensors_read;
+    self.counters.bytes_read += x.numel() * int64_t(word_size(format));
+    return collect();
+  }
+
+  bool knows(const CacheEntry& entry) const {
+    return entry.pending != nullptr && entry.pending->serves(&frame->pending, frame->pending.graph());
+  }
+
+  PendingRowPtr hit(const CacheEntry& entry) {
+    ++self.counters.cache_hits;
+    if (self.options_.verify_hits && entry.pending->graph == nullptr) {
+      const PendingRowPtr again = collect();
+      again->verifies = entry.pending;
+      frame->pending.rows.push_back(again);
+    }
+    return entry.pending;
+  }
+
+  bool keeps(const PendingRowPtr&) const { return true; }
+
+ private:
+  PendingRowPtr collect() const { return frame->pending.collect(x, format, device); }
+};
+
+// False for what is no plain tensor of a device, and where none can be read: then nothing was done.
+bool CallObserver::device_tensor(PyObject* object, Labels::Id label, Role role, Memory memory, Node::Slot* slot,
+                                 FrameData* frame) {
+  const NanwatchBackend* backend = RowTable::backend();
+  if (devices_off_ || backend == nullptr) return false;
+  const int device = device_of(object, *backend);
+  if (device < 0) return false;
+  const at::Tensor& x = THPVariable_Unpack(object);
+  const std::optional<Format> format = device_format(x);
+  if (!format.has_value()) return false;
+  const PendingRows::StreamSlot& stream_slot = frame->pending.stream_slot_of(device, *backend);
+  if (stream_slot.error != 0) return false;
+  if (stream_slot.capture != 0) {
+    if (frame->pending.graph_of_batch == nullptr) return false;  // a part of a batch alone is captured
+    if (frame->pending.graph() == nullptr)
+      *frame->pending.graph_of_batch = table_->new_graph(device, stream_slot.capture);
+  }
+  const GraphRows* const graph = frame->pending.graph();
+  if (stream_slot.capture != (graph != nullptr ? graph->capture : 0)) return false;
+  const PendingRowPtr row =
+      range_of<PendingRowPtr>(object, frame->batch, memory, slot, DeviceReader{*this, x, *format, device, frame});
+  const auto at = uint32_t(frame->shapes.size());
+  frame->shapes.insert(frame->shapes.end(), x.sizes().begin(), x.sizes().end());
+  frame->rows.push_back({label,
+                         role,
+                         Note::none,
+                         int8_t(x.scalar_type()),
+                         uint8_t(x.dim()),
+                         at,
+                         int32_t(frame->pending.rows.size()),
+                         {},
+                         nullptr});
+  frame->pending.rows.push_back(row);
+  return true;
+}
+
+// A row of its own for a tensor that belongs to no frame yet, sent at once; null where that cannot be, as in a capture.
+PendingRowPtr CallObserver::enqueue_read(const at::Tensor& x) {
+  const NanwatchBackend* const backend = RowTable::backend();
+  if (devices_off_ || backend == nullptr) return nullptr;
+  const std::optional<Format> format = device_format(x);
+  const int device = format.has_value() ? backend->device_of(&x) : -1;
+  if (device < 0) return nullptr;
+  PendingRows pending;
+  const PendingRows::StreamSlot& stream_slot = pending.stream_slot_of(device, *backend);
+  if (stream_slot.error != 0 || stream_slot.capture != 0) return nullptr;
+  const PendingRowPtr row = pending.collect(x, *format, device);
+  if (const int error = RowTable::instance()->send(&pending)) {
+    devices_off_ = backend->cannot_run(error) != 0;
+    return nullptr;
+  }
+  return row;
+}
+
+// The frame's rows were sent; where each call is looked at by itself, waits for them.
+bool CallObserver::complete(const Node& node, FrameData* frame) {
+  if (options_.check != Check::module || frame->pending.graph() != nullptr) return true;
+  table_->wait(frame->pending.rows, table_->record_events(frame->pending.rows));
+  return resolve(node, frame);
+}
+
+bool CallObserver::observe_given(PyObject* args, PyObject* kwargs, FrameData* frame) {
+  const Node nobody;
+  if (!input_rows(nobody, args, kwargs, frame)) return false;
+  if (!frame->pending.empty()) table_->send(&frame->pending);  // a row that is not sent fails, and says so
+  return true;
+}
+
+// ---- when it has come -----------------------------------------------------------------------------------------------
+
+bool CallObserver::resolve(const Node& node, FrameData* frame) {
+  if (frame->pending.empty()) return true;
+  for (size_t i = 0; i < frame->rows.size(); ++i) {
+    const int32_t pending = std::exchange(frame->rows[i].pending, kNotPending);
+    if (pending != kNotPending && !resolve_row(node, *frame->pending.rows[size_t(pending)], *frame, &frame->rows[i])) {
+      frame->clear();
+      return false;
+    }
+    frame->has_nonfinite |= is_nonfinite(frame->rows[i]);
+  }
+  for (const PendingRowPtr& row : frame->pending.rows)
+    if (row->verifies != nullptr && is_completed(*row) && is_completed(*row->verifies))
+      counters.stale_hits += !same(row->range, row->verifies->range);
+  frame->pending.clear();
+  return true;
+}
+
+bool CallObserver::resolve_row(const Node& node, const PendingRow& pending, const FrameData& frame, RowData* row) {
+  row->range = pending.range;
+  const bool is_here = pending.state == PendingRow::State::completed;
+  if (is_here && pending.range.isfinite && !may_be_mask(*row, pending.range)) return true;
+  const OutsideCompiler outside;
+  const py::tuple shape = shape_of(frame, *row);
+  py::object values = py::none();
+  if (is_here) {
+    values = py::list();
+    for (int i = 0; i < (pending.examined ? kDeviceColumns : kRangeColumns); ++i)
+      py::cast<py::list>(values).append(pending.values[i]);
+  } else {
+    values = py::str("its row did not come from the device (" + table_->words(pending.error) + ")");
+  }
+  row->python =
+      PyObject_CallFunction(helpers_.completed.ptr(), "ssOsOO", labels_.text(row->label).c_str(), role_name(row->role),
+                            shape.ptr(), dtype_name(*row).c_str(), values.ptr(), node.allow_inf.ptr());
+  if (row->python != nullptr) return true;
+  const std::optional<std::string> reason = excuse_error();
+  if (reason.has_value()) row->python = unread_row(labels_.text(row->label), row->role, *reason);
+  return reason.has_value();
+}
+
+}  // namespace nanwatch

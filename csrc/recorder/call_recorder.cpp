@@ -1,0 +1,376 @@
+#include "recorder/call_recorder.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <atomic>
+#include <list>
+#include <mutex>
+#include <string_view>
+#include <unordered_set>
+
+#include "recorder/python_error.h"
+#include "recorder/stopwatch.h"
+
+namespace py = pybind11;
+
+namespace nanwatch {
+namespace {
+
+uint64_t next_id = 1;
+
+// The recorders there are, by their numbers. Like all here it is used under the interpreter lock.
+std::unordered_set<uint64_t>& living() {
+  static auto* const ids = new std::unordered_set<uint64_t>;
+  return *ids;
+}
+
+// Whether the class is one of FSDP's, the first (a wrapper) or the second (put between a class and its module).
+bool is_sharded(PyTypeObject* type) {
+  PyObject* const bases = type->tp_mro;
+  for (Py_ssize_t i = 0; bases != nullptr && i < PyTuple_GET_SIZE(bases); ++i) {
+    const std::string_view name = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(bases, i))->tp_name;
+    if (name == "FSDPModule" || name == "FullyShardedDataParallel") return true;
+  }
+  return false;
+}
+
+// A class's name. Not by its __name__: to ask for that may run Python code, of a metaclass.
+std::string class_name_of(PyTypeObject* type) {
+  const std::string_view name = type->tp_name;
+  return std::string(PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) ? name : name.substr(name.rfind('.') + 1));
+}
+
+// Lets go of it on any thread, as one of autograd's that frees a graph.
+std::shared_ptr<PyObject> shared(py::object object) {
+  return std::shared_ptr<PyObject>(object.release().ptr(), [](PyObject* held) {
+    if (Py_IsInitialized() == 0) return;
+    const py::gil_scoped_acquire lock;
+    Py_DECREF(held);
+  });
+}
+
+}  // namespace
+
+// Threads that ended in the middle of a batch, as after an exception in compiled code, whose end nothing tells. A
+// thread ends without the interpreter lock, so whoever comes next ends the batch.
+struct CallRecorder::Unended {
+  std::mutex mutex;
+  std::list<Thread> threads;
+  std::atomic<bool> any{false};
+
+  static Unended& instance() {
+    static auto* const all = new Unended;  // never destroyed: a thread may still end at exit
+    return *all;
+  }
+};
+
+// One thread's calls under way, for each recorder. A list, as a Thread is referred to while others are added.
+class CallRecorder::Threads : public std::list<Thread> {
+ public:
+  Threads() = default;
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+  ~Threads() {
+    remove_if([](const Thread& thread) { return thread.nodes.empty(); });
+    if (empty()) return;
+    for (Thread& thread : *this) thread.args = thread.kwargs = nullptr;
+    Unended& all = Unended::instance();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    all.threads.splice(all.threads.end(), *this);
+    all.any = true;
+  }
+};
+
+CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object listener, py::object frame_type,
+                           size_t max_frames, int64_t every, std::vector<int64_t> traced)
+    : observer_(options, std::move(helpers)),
+      listener_(std::move(listener)),
+      frame_type_(std::move(frame_type)),
+      ring_(max_frames),
+      check_(options.check),
+      every_(every),
+      traced_(std::move(traced)),
+      measures_time_(options.measure_time),
+      id_(next_id++) {
+  std::sort(traced_.begin(), traced_.end());
+  living().insert(id_);
+}
+
+CallRecorder::~CallRecorder() {
+  gradients_.reset();
+  set_watch(-1);
+  living().erase(id_);
+}
+
+// A module's class, which may change while it is watched: fully_shard() puts another one there.
+void CallRecorder::meet(Node& node, PyObject* module) {
+  PyTypeObject* const type = Py_TYPE(module);
+  if (type == node.type) return;
+  node.type = type;
+  node.class_name = class_name_of(type);
+  gathers_weights |= is_sharded(type);
+}
+
+int32_t CallRecorder::add_node(const std::string& name, py::handle module, bool observed, py::object allow_inf) {
+  auto node = std::make_unique<Node>();
+  node->name = name;
+  node->observed = observed;
+  node->allow_inf = std::move(allow_inf);
+  meet(*node, module.ptr());
+  if (observed) observer_.prepare(*node, module.ptr());
+  nodes_.push_back(std::move(node));
+  peaks_.reserve_node();
+  return int32_t(nodes_.size() - 1);
+}
+
+int CallRecorder::traverse(visitproc visit, void* arg) const {
+  Py_VISIT(listener_.ptr());
+  return 0;
+}
+
+void CallRecorder::drop_references() {
+  listener_ = py::none();
+}
+
+CallRecorder::Thread& CallRecorder::this_thread() {
+  thread_local Threads threads;
+  thread_local Thread* latest = nullptr;
+  if (latest != nullptr && latest->recorder == id_) return *latest;
+  for (Thread& thread : threads)
+    if (thread.recorder == id_) return *(latest = &thread);
+  threads.remove_if([](const Thread& thread) { return living().count(thread.recorder) == 0; });
+  threads.emplace_front(Thread{id_});
+  return *(latest = &threads.front());
+}
+
+bool CallRecorder::is_traced(int64_t batch) const {
+  return !traced_.empty() && std::binary_search(traced_.begin(), traced_.end(), batch);
+}
+
+// Calls the listener. False with the exception set if it raised: what the listener raises, the module call raises.
+bool CallRecorder::tell(const char* method, py::args arguments, py::object* answer) {
+  const OutsideCompiler outside;
+  const py::object bound = py::reinterpret_steal<py::object>(PyObject_GetAttrString(listener_.ptr(), method));
+  if (!bound) return false;
+  auto said = py::reinterpret_steal<py::object>(PyObject_CallObject(bound.ptr(), arguments.ptr()));
+  if (!said) return false;
+  if (answer != nullptr) *answer = std::move(said);
+  return true;
+}
+
+// Ends the batches that this recorder's threads left unended when they ended themselves. False with an exception set if
+// the listener raised.
+bool CallRecorder::abandon_of_ended_threads() {
+  Unended& all = Unended::instance();
+  if (!all.any) return true;
+  std::list<Thread> own;
+  {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    for (auto thread = all.threads.begin(); thread != all.threads.end();) {
+      const auto next = std::next(thread);
+      if (thread->recorder == id_ || living().count(thread->recorder) == 0) own.splice(own.end(), all.threads, thread);
+      thread = next;
+    }
+    all.any = !all.threads.empty();
+  }
+  for (; !own.empty(); own.pop_front())
+    if (own.front().recorder == id_ && !abandon(own.front())) {
+      // The next caller ends the remaining ones.
+      own.pop_front();
+      const std::lock_guard<std::mutex> lock(all.mutex);
+      all.threads.splice(all.threads.end(), own);
+      all.any = !all.threads.empty();
+      return false;
+    }
+  return true;
+}
+
+bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs) {
+  if (!abandon_of_ended_threads() || !finish_broken_backwards()) return false;
+  if (!pending_.empty() || !graphs_.empty()) {
+    const Recording recording(&thread);
+    if (!poll(thread, false, false)) return false;
+  }
+  // Called from a backward: activation checkpointing runs the forward again. That is no new batch.
+  thread.recomputed = torch::autograd::get_current_graph_task_id() != -1;
+  if (!thread.recomputed) latest_batch_ = next_batch_++;
+  if (!thread.recomputed && gathers_weights) observer_.forget_weights();
+  thread.batch = latest_batch_;
+  thread.active = thread.batch % every_ == 0;
+  // Also of a batch that is not recorded: its thread is inside the model.
+  if (!thread.recomputed && (tells_batch_start || (thread.active && is_traced(thread.batch)))) {
+    const auto or_none = [](PyObject* object) { return py::handle(object != nullptr ? object : Py_None); };
+    const py::object given = args != nullptr ? py::reinterpret_borrow<py::object>(args) : py::object(py::tuple());
+    py::object answer;
+    if (!tell("batch_started",
+              py::make_tuple(thread.batch, is_traced(thread.batch), or_none(module), given, or_none(kwargs)), &answer))
+      return false;
+    if (!answer.is_none()) thread.held = shared(std::move(answer));
+  }
+  thread.args = args;
+  thread.kwargs = kwargs;
+  return true;
+}
+
+PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs) {
+  Thread& thread = this_thread();
+  if (thread.compiled && !thread.recording && !abandon(thread)) return nullptr;
+  const bool outermost = thread.nodes.empty();
+  if (thread.recording || (outermost && paused)) return PyObject_Call(target, args, kwargs);
+  if (outermost && !begin_batch(thread, module, args, kwargs)) return nullptr;
+  thread.nodes.push_back(index);
+  ++observer_.counters.calls;
+  py::object output = py::reinterpret_steal<py::object>(PyObject_Call(target, args, kwargs));
+  const Stopwatch stopwatch(measures_time_, &observer_.counters.nanoseconds);
+  thread.nodes.pop_back();
+  meet(*nodes_[size_t(index)], module);
+  if (output && thread.active && !paused && nodes_[size_t(index)]->observed &&
+      !survived([&] { return record(thread, index, module, args, kwargs, output.ptr()); }))
+    output = py::object();
+  if (outermost && !end_batch(thread, bool(output))) output = py::object();
+  return output.release().ptr();
+}
+
+bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs,
+                          PyObject* output) {
+  Node& node = *nodes_[size_t(index)];
+  FrameData& frame = thread.frame;
+  std::vector<GradientCandidate> candidates;  // of this call: while it is looked at, other threads may make calls
+  const Recording recording(&thread);
+  frame.batch = thread.batch;
+  frame.node = index;
+  frame.recomputed = thread.recomputed;
+  frame.pending.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
+  if (tracks_gradients()) frame.candidates = &candidates;
+  const bool done = observer_.observe(node, module, args, kwargs, output, thread.nodes.empty(), &frame);
+  if (!done) return false;
+  const int32_t caller = thread.nodes.empty() ? int32_t(kNoCaller) : thread.nodes.back();
+  follow_gradients(thread, std::move(candidates), index, caller, nullptr);
+  return finish(thread, caller);
+}
+
+void CallRecorder::follow_gradients(const Thread& thread, std::vector<GradientCandidate> candidates, int32_t index,
+                                    int32_t caller, std::shared_ptr<const void>* keep) {
+  if (gradients_ == nullptr || candidates.empty()) return;
+  gradients_->follow(candidates, {thread.batch, index, caller, thread.recomputed, &thread, thread.held}, keep);
+}
+
+// The arguments of the outermost call; of a compiled one those tensors that still live.
+py::object CallRecorder::given_to(const Thread& thread) const {
+  if (thread.args != nullptr) return py::reinterpret_borrow<py::object>(thread.args);
+  py::list alive;
+  if (thread.given)
+    for (const py::handle weak : thread.given) {
+      PyObject* object = PyWeakref_GetObject(weak.ptr());
+      if (object != nullptr && object != Py_None) alive.append(py::handle(object));
+    }
+  return py::tuple(alive);
+}
+
+py::object CallRecorder::name_of(int32_t caller) const {
+  return caller == kNoCaller ? py::object(py::none()) : py::object(py::str(nodes_[size_t(caller)]->name));
+}
+
+// Keeps the frame that was made and tells of it.
+bool CallRecorder::finish(Thread& thread, int32_t caller) {
+  FrameData& frame = thread.frame;
+  ++observer_.counters.frames;
+  if (thread.graph != nullptr) {
+    thread.captured.emplace_back().frame.swap(frame);
+    thread.captured.back().caller = caller;
+    return true;
+  }
+  if (!frame.pending.empty() || (!pending_.empty() && has_pending(thread))) {
+    defer(thread, caller);
+    return true;
+  }
+  const bool has_nonfinite = frame.has_nonfinite;
+  keep(frame);
+  if (!has_nonfinite && !is_told(thread.batch)) return true;
+  FrameData copy;
+  copy.copy(ring_.latest());
+  const py::object seen = to_python(copy);
+  if (is_told(thread.batch) && !tell("frame_recorded", py::make_tuple(seen))) return false;
+  if (!has_nonfinite) return true;
+  const py::handle none = Py_None;
+  return tell("fault", py::make_tuple(seen, name_of(caller), given_to(thread),
+                                      thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
+}
+
+void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) {
+  FrameData frame;
+  frame.batch = batch;
+  frame.node = node;
+  frame.phase = Phase::step;
+  for (const py::handle row : rows)
+    frame.rows.push_back({0, Role::weight, Note::none, -1, 0, 0, kNotPending, {}, row.inc_ref().ptr()});
+  ++observer_.counters.frames;
+  ring_.push(frame);
+}
+
+// A frame of a forward whose ranges are known goes into the ring.
+void CallRecorder::keep(FrameData& frame) {
+  if (gathers_peaks) peaks_.add(frame, observer_.labels());
+  ring_.push(frame);
+}
+
+py::tuple CallRecorder::take_peaks() {
+  // All taken before any Python object is made that the garbage collector knows: that may run code which calls a model.
+  const std::vector<PeakMagnitudes::Key> keys = peaks_.take_new();
+  const std::vector<double>& values = peaks_.values();
+  const py::bytes found(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double));
+  const int64_t batch = peaks_.batch();
+  peaks_.clear();
+  py::list names;
+  for (const PeakMagnitudes::Key& key : keys)
+    names.append(py::make_tuple(nodes_[size_t(key.node)]->name, observer_.label_text(key.label),
+                                dtype_name(static_cast<at::ScalarType>(key.dtype))));
+  return py::make_tuple(batch, names, found);
+}
+
+py::object CallRecorder::to_python(const FrameData& frame) const {
+  static const char* const phases[] = {"forward", "backward", "step"};
+  static const char* const notes[] = {"", "None", "not a tensor"};
+  const Node& node = *nodes_[size_t(frame.node)];
+  py::list rows;
+  for (const RowData& row : frame.rows) {
+    if (row.python != nullptr) {
+      rows.append(py::handle(row.python));
+      continue;
+    }
+    const std::string label = observer_.label_text(row.label);  // a copy: new objects may run code that adds labels
+    const char* role = role_name(row.role);
+    if (row.note != Note::none) {
+      rows.append(py::make_tuple(label, role, py::none(), "", py::none(), py::none(), py::none(), py::none(),
+                                 notes[int(row.note)]));
+      continue;
+    }
+    rows.append(py::make_tuple(label, role, shape_of(frame, row), dtype_name(row), row.range.abs_min, row.range.abs_max,
+                               row.range.isfinite, py::none(), ""));
+  }
+  return frame_type_(frame.batch, node.name, node.class_name, rows, frame.recomputed, phases[int(frame.phase)]);
+}
+
+std::optional<int64_t> CallRecorder::frames_of_batch(int64_t batch) const {
+  const int64_t count = ring_.counts().of(batch);
+  return count == BatchCounts::kForgotten ? std::nullopt : std::optional<int64_t>(count);
+}
+
+std::pair<int64_t, py::list> CallRecorder::frames_since(int64_t kept) const {
+  const int64_t pushed = ring_.pushed();
+  const size_t held = ring_.size();
+  // Copied first: making Python objects may run other code, and that another call.
+  std::vector<FrameData> copies(std::min(held, size_t(std::max(int64_t(0), pushed - kept))));
+  for (size_t i = 0; i < copies.size(); ++i) copies[i].copy(ring_.oldest(held - copies.size() + i));
+  py::list found;
+  for (const FrameData& frame : copies) found.append(to_python(frame));
+  return {pushed, std::move(found)};
+}
+
+py::list CallRecorder::frames() const {
+  return frames_since(0).second;
+}
+
+}  // namespace nanwatch

@@ -1,0 +1,182 @@
+// Which batch a call belongs to, the ring of the latest frames, and when Python has to be told.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "recorder/call_observer.h"
+#include "recorder/captured_batch.h"
+#include "recorder/gradient_tracker.h"
+#include "recorder/peak_magnitudes.h"
+#include "recorder/pending_batch.h"
+
+namespace nanwatch {
+
+class CallRecorder {
+ public:
+  CallRecorder(const Options& options, Helpers helpers, pybind11::object listener, pybind11::object frame_type,
+               size_t max_frames, int64_t every, std::vector<int64_t> traced);
+  ~CallRecorder();
+  CallRecorder(const CallRecorder&) = delete;
+  CallRecorder& operator=(const CallRecorder&) = delete;
+
+  int32_t add_node(const std::string& name, pybind11::handle module, bool observed, pybind11::object allow_inf);
+
+  // Makes the call `target(*args, **kwargs)` of a module and records it. A new reference, or null with an exception
+  // set, as in the C API.
+  PyObject* run(int32_t node, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs);
+
+  // The same for a call in compiled code, which is told of from inside the graph; see call_recorder_compiled.cpp. These
+  // throw error_already_set. `begin` is for a call that no watched call of the same graph has made, and whose caller is
+  // then kNoCaller.
+  static constexpr int64_t kNoCaller = -1;
+  void begin_compiled(int64_t node, at::TensorList tensors);
+  void record_compiled(int64_t node, int64_t caller, std::string_view plan, at::TensorList tensors);
+
+  // By which compiled code finds this recorder; below 0 it does not.
+  int64_t watch() const { return watch_; }
+  void set_watch(int64_t watch);
+
+  // For gradients/: these make frames of backwards. Functions that return a bool return false with a Python exception
+  // set.
+  void set_gradients(std::unique_ptr<GradientTracker> tracker) { gradients_ = std::move(tracker); }
+  GradientTracker* gradients() const { return gradients_.get(); }
+  bool finish_broken_backwards() { return gradients_ == nullptr || gradients_->finish_broken_backwards(); }
+  // Has an ended backward tell its frames once `rows` have come and what came before it on that thread was told.
+  bool tell_backward(const void* thread, int64_t batch, std::vector<PendingRowPtr> rows,
+                     std::unique_ptr<EndedBackward> backward);
+  // Calls a method of the listener.
+  bool tell(const char* method, pybind11::args arguments, pybind11::object* answer = nullptr);
+  pybind11::object to_python(const FrameData& frame) const;
+  pybind11::object name_of(int32_t caller) const;
+  bool is_traced(int64_t batch) const;
+  bool traces() const { return !traced_.empty(); }
+  bool measures_time() const { return measures_time_; }
+  FrameRing& ring() { return ring_; }
+  void add_frame(int64_t batch, int32_t node, const pybind11::list& rows);  // of an optimizer's step
+
+  pybind11::list frames() const;
+  // How many there have been, and of these the ones after the first `kept`, as far as the ring holds them.
+  std::pair<int64_t, pybind11::list> frames_since(int64_t kept) const;
+
+  // (batch, names of places that are new, values by place as float64); see peak_magnitudes.h. What was taken is gone.
+  pybind11::tuple take_peaks();
+
+  // Looks at the batches that wait for a device, as far as their rows have come, or with `wait` at all that have ended.
+  // Throws what the listener raises.
+  void poll_from_python(bool wait);
+  // Whether there may be batches that are still to be told of, replays among them.
+  bool may_be_pending() const;
+  // Before an optimizer's step: waits for the rows of the forwards and backwards that it may take, and looks. Throws as
+  // that does.
+  void await_before_step();
+  pybind11::list pending_frames();
+
+  CallObserver& observer() { return observer_; }
+  int64_t latest_batch() const { return latest_batch_; }
+  bool is_under_way() { return !this_thread().nodes.empty(); }
+  int64_t frames_kept() const { return ring_.pushed(); }
+  std::optional<int64_t> frames_of_batch(int64_t batch) const;
+
+  // For Python's garbage collector: the listener refers back to the recorder.
+  int traverse(visitproc visit, void* arg) const;
+  void drop_references();
+
+  int paused = 0;  // nothing is recorded while it is not 0: 1 after pause() or stop(), and 2 for each re-run under way
+  bool tells_batch_start = false;
+  bool tells_batch_end = false;
+  bool tells_frames = false;
+  bool gathers_peaks = false;
+  bool awaits_backwards = false;  // else one whose rows are pending is told of later
+  // Whether weights are gathered from shards, as FSDP does: into the same storage each time, past the version counter,
+  // so that writes to the shards are not seen. Then no weight is known from the batch before.
+  bool gathers_weights = false;
+
+ private:
+  // The calls under way on one thread, outermost first.
+  struct Thread {
+    uint64_t recorder;
+    std::vector<int32_t> nodes = {};
+    int64_t batch = 0;
+    bool recomputed = false, active = false;
+    bool compiled = false;   // the outermost call runs in compiled code, whose end an exception leaves out
+    bool recording = false;  // Python code called from here may call a watched module: that call is not recorded
+    PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call under way, which keeps them alive
+    pybind11::object given = {};                  // weak references to what a compiled outermost call was given
+    std::shared_ptr<PyObject> held = {};          // what the listener answered to the start of the batch under way
+    std::shared_ptr<GraphRows> graph = {};        // of a batch that is being captured
+    std::deque<CallFrame> captured = {};          // the frames of that batch
+    PendingBatch* pending = nullptr;              // the batch under way, if frames of it wait for a device
+    FrameData frame = {};
+  };
+
+  class Recording;
+  class Threads;
+  struct Unended;
+  using Pending = std::deque<std::unique_ptr<PendingBatch>>;
+
+  Thread& this_thread();
+  void meet(Node& node, PyObject* module);
+  bool begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs);
+  bool end_batch(Thread& thread, bool completed);
+  bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
+  void follow_gradients(const Thread& thread, std::vector<GradientCandidate> candidates, int32_t index, int32_t caller,
+                        std::shared_ptr<const void>* keep);
+  bool finish(Thread& thread, int32_t caller);
+  pybind11::object given_to(const Thread& thread) const;
+  bool has_pending(const Thread& thread) const;
+  void defer(Thread& thread, int32_t caller);
+  bool close(Thread& thread, bool completed, bool* waits);
+  bool poll(Thread& thread, bool wait, bool all);
+  bool tell_of(PendingBatch& batch);
+  bool captured(Thread& thread, bool completed);
+  Pending::iterator find_ended(const Thread& thread, bool all);
+  bool poll_batches(Thread& thread, bool wait, bool all);
+  bool poll_replays(bool wait);
+  bool abandon(Thread& thread);
+  bool abandon_of_ended_threads();
+  bool end_compiled(Thread& thread, bool completed);
+  bool is_told(int64_t batch) const { return tells_frames || is_traced(batch); }
+  void keep(FrameData& frame);
+  bool tracks_gradients() const { return gradients_ != nullptr && gradients_->is_active(); }
+
+  CallObserver observer_;
+  pybind11::object listener_, frame_type_;
+  FrameRing ring_;
+  PeakMagnitudes peaks_;
+  std::unique_ptr<GradientTracker> gradients_;          // null when nobody asked for gradients
+  Pending pending_;                                     // in the order of their beginnings
+  std::vector<std::shared_ptr<CapturedBatch>> graphs_;  // what was captured
+  const Check check_;
+  int64_t every_;
+  std::vector<int64_t> traced_;  // sorted
+  bool measures_time_;
+  std::vector<std::unique_ptr<Node>> nodes_;
+  int64_t next_batch_ = 0, latest_batch_ = -1, watch_ = -1;
+  const uint64_t id_;  // never reused, unlike an address
+};
+
+// While a call is looked at. Python code that runs meanwhile may call a watched module; that call is not recorded. The
+// frame is left empty in any case: it is thread-local, and Python objects in it would outlive the interpreter.
+class CallRecorder::Recording {
+ public:
+  explicit Recording(Thread* thread) : thread_(thread) {
+    thread_->frame.clear();
+    thread_->recording = true;
+  }
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+  ~Recording() {
+    thread_->recording = false;
+    thread_->frame.clear();
+  }
+
+ private:
+  Thread* thread_;
+};
+
+}  // namespace nanwatch

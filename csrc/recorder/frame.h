@@ -1,0 +1,151 @@
+// A frame as the hot path leaves it: rows of plain numbers. Names become strings and rows become Python objects only
+// for those who ask.
+#pragma once
+
+#include <Python.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "recorder/batch_counts.h"
+#include "recorder/labels.h"
+#include "device/pending_row.h"
+#include "numerics/range.h"
+
+namespace nanwatch {
+
+enum class Role : uint8_t { weight, buffer, input, output, gradient };
+enum class Phase : uint8_t { forward, backward, step };
+enum class Note : uint8_t { none, is_none, not_a_tensor };
+
+constexpr int32_t kNotPending = -1;
+
+struct RowData {
+  Labels::Id label;
+  Role role;
+  Note note;
+  int8_t dtype;  // c10::ScalarType, -1 where there is no tensor
+  uint8_t dims;
+  uint32_t shape_at;  // into FrameData::shapes
+  int32_t pending;    // into FrameData::pending.rows while the range is still to come, else kNotPending
+  RangeRow range;
+  PyObject* python;  // owned; where the Python side made the row, it replaces all else
+};
+
+// A tensor of a call that may get a gradient.
+struct GradientCandidate {
+  at::Tensor tensor;
+  Labels::Id label;
+  Role role;
+};
+
+// One call of one module. Reused: clearing keeps the capacity, so a steady run allocates nothing.
+struct FrameData {
+  int64_t batch = 0;
+  int32_t node = 0;
+  bool recomputed = false;
+  Phase phase = Phase::forward;
+  bool has_nonfinite = false;
+  bool reads_all = false;  // while it is made: nothing is taken on trust
+  std::vector<RowData> rows;
+  std::vector<int64_t> shapes;
+  PendingRows pending;
+  std::vector<GradientCandidate>* candidates = nullptr;  // while it is made, if gradients are asked for
+
+  FrameData() = default;
+  FrameData(const FrameData&) = delete;
+  FrameData& operator=(const FrameData&) = delete;
+  FrameData(FrameData&& other) noexcept { swap(other); }
+  ~FrameData() { clear(); }
+
+  void reserve() {
+    rows.reserve(16);
+    shapes.reserve(48);
+  }
+
+  void clear() {
+    start_over();
+    candidates = nullptr;
+    reads_all = false;
+  }
+
+  // Drops what there is of a frame that is being made.
+  void start_over() {
+    for (const RowData& row : rows) Py_XDECREF(row.python);
+    if (candidates != nullptr) candidates->clear();
+    rows.clear();
+    shapes.clear();
+    pending.clear();
+    has_nonfinite = false;
+    phase = Phase::forward;
+  }
+
+  void copy(const FrameData& other) {
+    clear();
+    batch = other.batch;
+    node = other.node;
+    recomputed = other.recomputed;
+    phase = other.phase;
+    has_nonfinite = other.has_nonfinite;
+    rows = other.rows;
+    shapes = other.shapes;
+    pending.rows = other.pending.rows;
+    for (const RowData& row : rows) Py_XINCREF(row.python);
+  }
+
+  void swap(FrameData& other) noexcept {
+    std::swap(batch, other.batch);
+    std::swap(node, other.node);
+    std::swap(recomputed, other.recomputed);
+    std::swap(phase, other.phase);
+    std::swap(has_nonfinite, other.has_nonfinite);
+    rows.swap(other.rows);
+    shapes.swap(other.shapes);
+    pending.swap(other.pending);
+  }
+};
+
+// A frame, and the node that made the call.
+struct CallFrame {
+  FrameData frame;
+  int32_t caller;
+};
+
+// The latest frames, oldest overwritten.
+class FrameRing {
+ public:
+  // Room for a usual frame before the first forward; see CallObserver::prepare.
+  explicit FrameRing(size_t capacity) : frames_(capacity) {
+    for (size_t i = 0; i < std::min(capacity, size_t(64)); ++i) frames_[i].reserve();
+  }
+
+  // Takes the frame's content and leaves it the overwritten frame's memory.
+  void push(FrameData& frame) {
+    counts_.add(frame.batch);
+    frames_[next_].swap(frame);
+    next_ = (next_ + 1) % frames_.size();
+    if (held_ < frames_.size()) ++held_;
+    ++pushed_;
+  }
+  // Counts a frame that would be overwritten before anybody could see it.
+  void skip(int64_t batch) { counts_.add(batch); }
+  int64_t pushed() const { return pushed_; }  // ever
+  const BatchCounts& counts() const { return counts_; }
+  size_t size() const { return held_; }
+  size_t capacity() const { return frames_.size(); }
+  const FrameData& oldest(size_t position) const {
+    return frames_[(next_ + frames_.size() - held_ + position) % frames_.size()];
+  }
+  FrameData& oldest(size_t position) { return const_cast<FrameData&>(std::as_const(*this).oldest(position)); }
+  const FrameData& latest() const { return oldest(held_ - 1); }
+
+ private:
+  std::vector<FrameData> frames_;
+  size_t next_ = 0, held_ = 0;
+  int64_t pushed_ = 0;
+  BatchCounts counts_;
+};
+
+}  // namespace nanwatch

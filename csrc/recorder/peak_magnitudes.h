@@ -1,0 +1,128 @@
+// The largest magnitude of each weight, buffer and output in a batch: what forecasts are made of, without a Python
+// object for any of them.
+#pragma once
+
+#include <Python.h>
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "recorder/frame.h"
+#include "recorder/row_python.h"
+
+namespace nanwatch {
+
+class PeakMagnitudes {
+ public:
+  struct Key {
+    int32_t node;
+    Labels::Id label;
+    int8_t dtype;
+    bool operator==(const Key& other) const {
+      return node == other.node && label == other.label && dtype == other.dtype;
+    }
+  };
+
+  // Room for a module more. Made before the first forward: a few bytes that come between its activations keep the
+  // allocator from joining them, and the peak of a ResNet-50's training was 15 % higher.
+  void reserve_node() { reserve(++nodes_ * 8); }
+
+  // Takes a frame of the batch under way; what there was of another batch is dropped.
+  void add(const FrameData& frame, Labels& labels) {
+    if (frame.recomputed || frame.phase != Phase::forward) return;
+    if (frame.batch != batch_) begin(frame.batch);
+    for (const RowData& row : frame.rows) {
+      if (row.python != nullptr) {
+        add_python(frame.node, row.python, labels);
+      } else if (row.dtype >= 0 && row.role != Role::input && row.range.isfinite && row.range.abs_max > 0 &&
+                 !at::isIntegralType(static_cast<at::ScalarType>(row.dtype), true)) {
+        raise({frame.node, row.label, row.dtype}, row.range.abs_max);
+      }
+    }
+  }
+
+  int64_t batch() const { return batch_; }
+  // By place, 0 where nothing was seen. The place of a key, once given, stays.
+  const std::vector<double>& values() const { return values_; }
+  // The keys of the places that came since it was last asked.
+  std::vector<Key> take_new() {
+    return {keys_.begin() + std::ptrdiff_t(std::exchange(taken_, keys_.size())), keys_.end()};
+  }
+  void clear() { begin(-1); }
+
+ private:
+  // A model that names its outputs anew in every batch must not fill the memory: beyond this many, none is added.
+  static constexpr size_t kMost = 1 << 16;
+  static constexpr uint32_t kFree = UINT32_MAX;
+
+  void reserve(size_t places) {
+    if (places <= keys_.capacity()) return;
+    places = std::max(places, 2 * keys_.capacity());
+    keys_.reserve(places);
+    values_.reserve(places);
+    size_t size = 16;
+    while (size < 2 * places) size *= 2;
+    table_.assign(size, kFree);
+    for (size_t place = 0; place < keys_.size(); ++place) *find(keys_[place]) = uint32_t(place);
+  }
+
+  void begin(int64_t batch) {
+    batch_ = batch;
+    next_ = 0;
+    std::fill(values_.begin(), values_.end(), 0.0);
+  }
+
+  void raise(const Key& key, double value) {
+    // Rows come in the same order batch after batch, so the next place is nearly always the right one.
+    if (next_ == keys_.size() || !(keys_[next_] == key)) {
+      reserve(keys_.size() + 1);
+      uint32_t* const place = find(key);
+      if (*place == kFree) {
+        if (keys_.size() == kMost) return;
+        *place = uint32_t(keys_.size());
+        keys_.push_back(key);
+        values_.push_back(0.0);
+      }
+      next_ = *place;
+    }
+    values_[next_] = std::max(values_[next_], value);
+    ++next_;
+  }
+
+  // Where the place of a key stands in the table, or would.
+  uint32_t* find(const Key& key) {
+    const uint64_t both = (uint64_t(uint32_t(key.node)) << 32) | uint32_t(key.label);
+    size_t at = size_t((both ^ (uint64_t(uint8_t(key.dtype)) << 24)) * 0x9e3779b97f4a7c15ull >> 20);
+    for (;; ++at) {
+      uint32_t& place = table_[at & (table_.size() - 1)];
+      if (place == kFree || keys_[place] == key) return &place;
+    }
+  }
+
+  // What Python has read: complex numbers, shards, other layouts.
+  void add_python(int32_t node, PyObject* row, Labels& labels) {
+    if (!is_row(row)) return;
+    const char* const label = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::label));
+    const char* const role = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::role));
+    const char* const dtype = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::dtype));
+    PyObject* const largest = PyTuple_GET_ITEM(row, row_item::abs_max);
+    if (label == nullptr || role == nullptr || dtype == nullptr) return PyErr_Clear();
+    if (std::string_view(role) == "input" || PyTuple_GET_ITEM(row, row_item::isfinite) != Py_True || is_meant(row) ||
+        !PyFloat_Check(largest) || !(PyFloat_AS_DOUBLE(largest) > 0))
+      return;
+    const int8_t type = floating_dtype(dtype);
+    if (type >= 0) raise({node, labels.of_text(label), type}, PyFloat_AS_DOUBLE(largest));
+  }
+
+  size_t nodes_ = 0, taken_ = 0, next_ = 0;
+  int64_t batch_ = -1;
+  std::vector<Key> keys_;  // of the places
+  std::vector<double> values_;
+  std::vector<uint32_t> table_;  // places by the hashes of their keys, at most half full
+};
+
+}  // namespace nanwatch

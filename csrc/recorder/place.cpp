@@ -1,0 +1,132 @@
+// The place before a module's call, where watches stand.
+//
+// nn.Module.__call__ asks its module for `_compiled_call_impl` before it runs hooks and forward. A Place takes that
+// name in the class nn.Module, as a data descriptor, and answers with the callable it knows for the module's address.
+// Nothing is written into the module, so no pickle, copy or `vars(module)` shows a watch. See python/nanwatch/links.py.
+#include <unordered_map>
+
+#include "recorder/watched_call.h"
+
+namespace py = pybind11;
+
+namespace nanwatch {
+namespace {
+
+class Place {
+ public:
+  // New reference to the callable that stands before the module's call, or null.
+  PyObject* find(PyObject* module) {
+    // nn.Module.__call__ asks twice: for "is not None", and to make the call.
+    if (module == latest_ && module != nullptr) return Py_NewRef(latest_call_);
+    const auto found = calls_.find(module);
+    if (found == calls_.end()) return nullptr;
+    latest_ = module;
+    latest_call_ = found->second;
+    return Py_NewRef(latest_call_);
+  }
+
+  void put(PyObject* module, PyObject* call) {
+    latest_ = nullptr;
+    PyObject*& held = calls_[module];
+    PyObject* before = held;
+    held = Py_NewRef(call);
+    Py_XDECREF(before);  // last: it may run any code
+  }
+
+  void take(PyObject* module) {
+    latest_ = nullptr;
+    const auto found = calls_.find(module);
+    if (found == calls_.end()) return;
+    PyObject* before = found->second;
+    calls_.erase(found);
+    Py_DECREF(before);
+  }
+
+  PyObject* everyone = nullptr;  // owned; makes the calls of all other modules; see outermost.py
+
+ private:
+  std::unordered_map<PyObject*, PyObject*> calls_;       // the modules are borrowed, the calls owned
+  PyObject *latest_ = nullptr, *latest_call_ = nullptr;  // of the latest find
+};
+
+// For good: modules are called until the interpreter ends.
+Place& place() {
+  static Place* const one = new Place;
+  return *one;
+}
+
+PyObject* get(PyObject*, PyObject* module, PyObject*) {
+  if (module == nullptr) Py_RETURN_NONE;  // nn.Module._compiled_call_impl
+  if (PyObject* call = place().find(module)) return call;
+  static PyObject* const name = PyUnicode_InternFromString("_compiled_call_impl");
+  const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
+  if (!attributes) return nullptr;
+  // Of `module.compile()`.
+  if (PyObject* own = PyDict_GetItemWithError(attributes.ptr(), name)) return Py_NewRef(own);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  if (place().everyone != nullptr) return PyMethod_New(place().everyone, module);
+  Py_RETURN_NONE;
+}
+
+// The module at the address `id(module)`; -1 with an error set is no module's.
+PyObject* at(PyObject* number) {
+  return static_cast<PyObject*>(PyLong_AsVoidPtr(number));
+}
+
+PyObject* find(PyObject*, PyObject* number) {
+  PyObject* module = at(number);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  PyObject* call = place().find(module);
+  return call != nullptr ? call : Py_NewRef(Py_None);
+}
+
+PyObject* put(PyObject*, PyObject* args) {
+  PyObject *number, *call;
+  if (!PyArg_ParseTuple(args, "OO:put", &number, &call)) return nullptr;
+  PyObject* module = at(number);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  place().put(module, call);
+  Py_RETURN_NONE;
+}
+
+PyObject* take(PyObject*, PyObject* number) {
+  PyObject* module = at(number);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  place().take(module);
+  Py_RETURN_NONE;
+}
+
+PyObject* everyone(PyObject*, void*) {
+  PyObject* function = place().everyone;
+  return Py_NewRef(function != nullptr ? function : Py_None);
+}
+
+int set_everyone(PyObject*, PyObject* function, void*) {
+  Py_XSETREF(place().everyone, function == nullptr || function == Py_None ? nullptr : Py_NewRef(function));
+  return 0;
+}
+
+PyMethodDef methods[] = {{"find", find, METH_O, "The callable before the call of the module at an address, or None."},
+                         {"put", put, METH_VARARGS, "Puts a callable before the call of the module at an address."},
+                         {"take", take, METH_O, "Takes away what stands before the call of the module at an address."},
+                         {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef properties[] = {{"everyone", everyone, set_everyone,
+                             "Makes the calls of all modules that nothing stands before; or None.", nullptr},
+                            {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyType_Slot slots[] = {{Py_tp_descr_get, reinterpret_cast<void*>(get)},
+                       {Py_tp_methods, reinterpret_cast<void*>(methods)},
+                       {Py_tp_getset, reinterpret_cast<void*>(properties)},
+                       {Py_tp_doc, const_cast<char*>("Descriptor for nn.Module._compiled_call_impl.")},
+                       {0, nullptr}};
+
+PyType_Spec spec = {"nanwatch._C.Place", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+
+}  // namespace
+
+void bind_place(py::module_& m) {
+  m.add_object("Place", py::reinterpret_steal<py::object>(PyType_FromSpec(&spec)));
+}
+
+}  // namespace nanwatch

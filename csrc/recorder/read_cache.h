@@ -1,0 +1,222 @@
+// What was already read. A tensor that is unchanged since is not read again.
+//
+// "Unchanged" is the hard part. An id or an address is no identity: a freed activation's successor gets both. An entry
+// therefore keeps something that tells whether the old owner of the address is still alive. Then the same version
+// counter at the same version over the same part of the same storage means the same content, also in another view.
+//
+// - Weights live long: a weak pointer to the storage and a reference to the version counter, a few bytes each.
+// - Activations come and go by the hundred, and a few bytes kept of each would lie between the blocks that the
+//   allocator wants to join: 200 activations of 1 MiB then took 100 MiB more. So of these nothing is kept but a Python
+//   weak reference, which lies in Python's own arenas, and only until the batch ends.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <unordered_map>
+#include <vector>
+
+#include "device/pending_row.h"
+#include "numerics/range.h"
+
+namespace nanwatch {
+
+// Which part of which storage: storage, offset, dtype, and what else decides which elements belong. Contiguous tensors
+// of another shape over the same elements have the same key.
+inline uint64_t key_of(const at::Tensor& x) {
+  const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
+  uint64_t hash = reinterpret_cast<uintptr_t>(impl->unsafe_storage().unsafeGetStorageImpl());
+  const auto mix = [&hash](uint64_t value) {
+    hash = (hash ^ value) * 0x9e3779b97f4a7c15ull;
+    hash ^= hash >> 29;
+  };
+  mix(uint64_t(x.storage_offset()) * 64 + uint64_t(x.scalar_type()));
+  mix(uint64_t(x.numel()));
+  if (!impl->is_contiguous()) {
+    const at::IntArrayRef sizes = x.sizes(), strides = x.strides();
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      mix(uint64_t(sizes[d]));
+      mix(uint64_t(strides[d]));
+    }
+  }
+  return hash;
+}
+
+// A VariableVersion is one pointer to the counter, and gives it to nobody.
+inline const void* counter_identity(const at::Tensor& x) {
+  const c10::VariableVersion& version = x.unsafeGetTensorImpl()->version_counter();
+  static_assert(sizeof(version) == sizeof(void*));
+  const void* pointer;
+  std::memcpy(&pointer, &version, sizeof pointer);
+  return pointer;
+}
+
+inline const c10::StorageImpl* storage_of(const at::Tensor& x) {
+  return x.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// Tensors made in inference mode have no version counter: nothing tells when they change.
+inline bool can_be_remembered(const at::Tensor& x) {
+  return !x.is_inference();
+}
+
+// Which content a tensor has: a part of a storage, and the version of it. Taken before the tensor is read: what another
+// thread writes meanwhile then has a later version.
+struct Content {
+  uint64_t key = 0;
+  const c10::StorageImpl* storage = nullptr;
+  const void* counter = nullptr;
+  uint32_t version = 0;
+  int64_t epoch = -1;  // how often weights had been declared changed by then; below 0 there is nothing
+
+  Content() = default;
+  Content(const at::Tensor& x, int64_t at_epoch)
+      : key(key_of(x)),
+        storage(storage_of(x)),
+        counter(counter_identity(x)),
+        version(x.unsafeGetTensorImpl()->version_counter().current_version()),
+        epoch(at_epoch) {}
+
+  bool is_over(const at::Tensor& x) const { return storage == storage_of(x) && counter == counter_identity(x); }
+  bool has_same_version(const Content& other) const {
+    return epoch >= 0 && key == other.key && storage == other.storage && counter == other.counter &&
+           version == other.version;
+  }
+};
+
+// What was read, and the content it was of. The caches know whether the addresses in it still mean what they meant.
+struct CacheEntry {
+  Content content;
+  int64_t batch = -1;  // when it was read
+  RangeRow range{};
+  PendingRowPtr pending;  // in place of the range where a device was asked for it
+
+  // `row`: a RangeRow or a PendingRowPtr.
+  template <typename Row>
+  void take(const Content& its_content, const Row& row, int64_t at_batch) {
+    content = its_content;
+    batch = at_batch;
+    if constexpr (std::is_same_v<Row, PendingRowPtr>) {
+      pending = row;
+    } else {
+      range = row;
+      if (pending) pending.reset();
+    }
+  }
+
+  void forget() { content.epoch = -1; }
+};
+
+// A few slots for each hashed key; when all are taken the newcomer takes the first. Bounded, and a miss only costs a
+// read: with 4 of 4096 a batch of 300 activations has none.
+class ActivationCache {
+ public:
+  ActivationCache() { used_.reserve(1024); }
+  ActivationCache(const ActivationCache&) = delete;
+  ActivationCache& operator=(const ActivationCache&) = delete;
+  ~ActivationCache() { clear(); }
+
+  // Null if it was not read, or not as it is now.
+  const CacheEntry* find(const Content& content) const {
+    const size_t first = first_of(content.key);
+    for (size_t index = first; index < first + kWays; ++index) {
+      const Slot& slot = slots_[index];
+      if (slot.weak == nullptr) return nullptr;
+      if (slot.entry.content.key == content.key)
+        return slot.entry.content.has_same_version(content) && slot.is_alive() ? &slot.entry : nullptr;
+    }
+    return nullptr;
+  }
+
+  template <typename Row>
+  void remember(PyObject* object, const Content& content, const Row& row, int64_t batch) {
+    // Before a slot is chosen: the garbage collector may run here, and others' code with it.
+    PyObject* weak = PyWeakref_NewRef(object, nullptr);
+    if (weak == nullptr) {
+      PyErr_Clear();
+      weak = Py_NewRef(Py_None);  // no weak reference: the slot stays taken and is never alive
+    }
+    const size_t first = first_of(content.key);
+    size_t index = first;
+    while (index < first + kWays && slots_[index].weak != nullptr && slots_[index].entry.content.key != content.key)
+      ++index;
+    if (index == first + kWays) index = first;
+    Slot& slot = slots_[index];
+    if (slot.weak == nullptr) used_.push_back(uint32_t(index));
+    Py_XSETREF(slot.weak, weak);
+    slot.entry.take(content, row, batch);
+  }
+
+  void clear() {
+    for (const uint32_t index : used_) Py_CLEAR(slots_[index].weak);
+    used_.clear();
+  }
+
+ private:
+  static constexpr int kBits = 12;
+  static constexpr size_t kWays = 4;
+
+  struct Slot {
+    CacheEntry entry;
+    PyObject* weak = nullptr;  // owned; to the tensor object that was read
+
+    // Whether that tensor lives and is still over that storage with that counter: then neither address has a new owner.
+    bool is_alive() const {
+      PyObject* read = PyWeakref_CheckRef(weak) ? PyWeakref_GetObject(weak) : Py_None;
+      if (read == nullptr || read == Py_None) return false;
+      return entry.content.is_over(THPVariable_Unpack(read));
+    }
+  };
+  static size_t first_of(uint64_t key) { return size_t(key >> (64 - kBits)); }
+
+  std::vector<Slot> slots_ = std::vector<Slot>((size_t(1) << kBits) + kWays);
+  std::vector<uint32_t> used_;
+};
+
+// What is remembered of a weight.
+struct WeightEntry {
+  CacheEntry entry;
+  c10::weak_intrusive_ptr<c10::StorageImpl> hold_storage{c10::intrusive_ptr<c10::StorageImpl>()};
+  c10::VariableVersion hold_counter;
+
+  template <typename Row>
+  void take(const at::Tensor& x, const Content& content, const Row& row, int64_t batch) {
+    // Another thread may have given the tensor another storage while it was read.
+    if (!content.is_over(x)) return entry.forget();
+    if (entry.content.storage != content.storage || !hold_counter.enabled())
+      hold_storage = x.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
+    hold_counter = x.unsafeGetTensorImpl()->version_counter();
+    entry.take(content, row, batch);
+  }
+  bool is_expired() const { return entry.content.storage != nullptr && hold_storage.expired(); }
+};
+
+// Weights: one entry per tensor, shared by the modules that share the tensor. Entries of freed storages are swept out
+// whenever the table has doubled.
+class WeightCache {
+ public:
+  std::shared_ptr<WeightEntry> entry(uint64_t key) {
+    if (entries_.size() > sweep_at_) sweep();
+    std::shared_ptr<WeightEntry>& found = entries_[key];
+    if (!found) found = std::make_shared<WeightEntry>();
+    return found;
+  }
+  size_t size() const { return entries_.size(); }
+  void clear() { entries_.clear(); }
+
+ private:
+  void sweep() {
+    for (auto it = entries_.begin(); it != entries_.end();)
+      it = it->second->is_expired() ? entries_.erase(it) : std::next(it);
+    sweep_at_ = std::max<size_t>(1024, 2 * entries_.size());
+  }
+
+  std::unordered_map<uint64_t, std::shared_ptr<WeightEntry>> entries_;
+  size_t sweep_at_ = 1024;
+};
+
+}  // namespace nanwatch

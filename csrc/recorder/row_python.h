@@ -1,0 +1,129 @@
+// The rows of a frame as Python sees them, with the items of row_item.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "recorder/frame.h"
+
+namespace nanwatch {
+
+inline const char* role_name(Role role) {
+  switch (role) {
+    case Role::weight: return "weight";
+    case Role::buffer: return "buffer";
+    case Role::input: return "input";
+    case Role::output: return "output";
+    case Role::gradient: break;
+  }
+  return "gradient";
+}
+
+inline pybind11::tuple shape_of(const FrameData& frame, const RowData& row) {
+  pybind11::tuple shape(row.dims);
+  for (size_t d = 0; d < row.dims; ++d) shape[d] = frame.shapes[row.shape_at + d];
+  return shape;
+}
+
+// `float16` for torch.float16.
+inline std::string dtype_name(at::ScalarType type) {
+  return pybind11::cast<std::string>(pybind11::str(pybind11::cast(type))).erase(0, sizeof("torch.") - 1);
+}
+
+inline std::string dtype_name(const RowData& row) {
+  return dtype_name(static_cast<at::ScalarType>(row.dtype));
+}
+
+// The c10::ScalarType of that name, real or complex; -1 for any other.
+inline int8_t floating_dtype(std::string_view name) {
+  using at::ScalarType;
+  static const auto* const known = [] {
+    auto* const found = new std::vector<std::pair<std::string, int8_t>>;
+    for (const ScalarType type :
+         {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Double, ScalarType::ComplexFloat,
+          ScalarType::ComplexDouble, ScalarType::ComplexHalf, ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2,
+          ScalarType::Float8_e4m3fnuz, ScalarType::Float8_e5m2fnuz, ScalarType::Float8_e8m0fnu})
+      found->emplace_back(dtype_name(type), int8_t(type));
+    return found;
+  }();
+  for (const auto& [text, type] : *known)
+    if (text == name) return type;
+  return -1;
+}
+
+inline bool is_row(PyObject* row) {
+  return PyTuple_Check(row) && PyTuple_GET_SIZE(row) == kRowItems;
+}
+
+// Two notes of python/nanwatch/record.py say that the extremes of a value are meant.
+inline bool is_meant(PyObject* row) {
+  PyObject* const note = PyTuple_GET_ITEM(row, row_item::note);
+  return PyUnicode_Check(note) && (PyUnicode_CompareWithASCIIString(note, "mask") == 0 ||
+                                   PyUnicode_CompareWithASCIIString(note, "allowed inf") == 0);
+}
+
+// record.is_fault of a row whose range is known.
+inline bool is_nonfinite(const RowData& row) {
+  if (row.python == nullptr) return row.dtype >= 0 && !row.range.isfinite;
+  return is_row(row.python) && PyTuple_GET_ITEM(row.python, row_item::isfinite) == Py_False && !is_meant(row.python);
+}
+
+// The Python object of a tensor; empty with a Python error set.
+inline pybind11::object wrap(const at::Tensor& x) {
+  return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(x));
+}
+
+inline pybind11::object from_utf8(const std::string& text) {
+  return pybind11::reinterpret_steal<pybind11::object>(
+      PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace"));
+}
+
+// The text of a str; lone surrogates, which UTF-8 has not, as `\ud800`. "?" for anything else.
+inline std::string to_utf8(PyObject* text) {
+  if (text == nullptr || !PyUnicode_Check(text)) return "?";
+  Py_ssize_t size;
+  if (const char* const found = PyUnicode_AsUTF8AndSize(text, &size)) return {found, size_t(size)};
+  PyErr_Clear();
+  const auto bytes =
+      pybind11::reinterpret_steal<pybind11::object>(PyUnicode_AsEncodedString(text, "utf-8", "backslashreplace"));
+  if (bytes) return {PyBytes_AS_STRING(bytes.ptr()), size_t(PyBytes_GET_SIZE(bytes.ptr()))};
+  PyErr_Clear();
+  return "?";
+}
+
+// Clears an error of looking at something, which must not end a training, and says what it was, as observe.py does.
+// Nothing for what is no Exception (Ctrl-C): that stays set, and ends the call.
+inline std::optional<std::string> excuse_error() {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return std::nullopt;
+  const pybind11::error_already_set error;
+  std::string reason = reinterpret_cast<PyTypeObject*>(error.type().ptr())->tp_name;
+  reason.erase(0, reason.rfind('.') + 1);
+  const auto said = pybind11::reinterpret_steal<pybind11::object>(PyObject_Str(error.value().ptr()));
+  const auto start = said ? pybind11::reinterpret_steal<pybind11::object>(PyUnicode_Substring(said.ptr(), 0, 120))
+                          : pybind11::object();
+  if (!start) {
+    PyErr_Clear();
+    return reason;
+  }
+  const std::string text = to_utf8(start.ptr());
+  const std::string line = text.substr(0, text.find('\n'));
+  return line.empty() ? reason : reason + ": " + line;
+}
+
+// The row of a value that was not read, owned.
+inline PyObject* unread_row(const std::string& label, Role role, const std::string& reason) {
+  PyObject* const row =
+      Py_BuildValue("(NszszzzzN)", from_utf8(label).release().ptr(), role_name(role), nullptr, "", nullptr, nullptr,
+                    nullptr, nullptr, from_utf8("not checked: " + reason).release().ptr());
+  if (row == nullptr) PyErr_Clear();
+  return row;
+}
+
+}  // namespace nanwatch

@@ -1,0 +1,405 @@
+"""Calls inside torch.compile have the frames they have in the interpreter, and change nothing else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.frame import Frame
+from nanwatch.session.watch import Watch, watch
+from support.architectures import built, inputs_of
+from support.toys import Scale, mlp, names
+
+INF = float("inf")
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Nothing compiled before is used, and nothing is left over."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=["native", "python"])
+def _recorder(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs the test with either recorder."""
+    if request.param == "python":
+        with mock.patch.object(_extension, "C", None):
+            yield
+    elif _extension.C is None:
+        pytest.skip(f"no compiled part: {_extension.reason}")
+    else:
+        yield
+
+
+@dataclass
+class Pair:
+    """An output that pytree does not know."""
+
+    first: Tensor
+    rest: list[Tensor | None]
+
+
+class Split(nn.Module):
+    """Takes a keyword, a number and None, has a buffer, and returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.tensor([0.5, -2.0]))
+        self.register_buffer("steps", torch.tensor(3))
+
+    def forward(self, x: Tensor, *, factor: float, extra: Tensor | None = None) -> Pair:
+        return Pair(x * factor + self.offset, [x, extra])
+
+
+class Join(nn.Module):
+    """Takes the dataclass, returns a dictionary in a tuple."""
+
+    def forward(self, pair: Pair, scale: int) -> tuple[dict[str, Tensor], int]:
+        return {"sum": pair.first + pair.rest[0], "odd key!": pair.first * scale}, scale
+
+
+class Nested(nn.Module):
+    """One layer called twice, containers between modules, and parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.split = Split()
+        self.join = Join()
+        self.bias = nn.Parameter(torch.tensor([0.25, -0.75]))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = self.layer(self.layer(x))
+        joined, _ = self.join(self.split(x, factor=1.5), 3)
+        return {"states": (joined["sum"] + self.bias, [joined["odd key!"]]), "none": None}
+
+
+def _nested() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    torch.manual_seed(0)
+    return Nested(), lambda seed: {"x": torch.randn(3, 2, generator=torch.Generator().manual_seed(seed))}
+
+
+def _real(name: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    model = copy.deepcopy(built(name)).eval()  # Inductor draws other numbers for a dropout
+    model.loss_type = "ForCausalLM"  # else transformers logs that it is not set, which breaks any graph
+    return model, lambda seed: inputs_of(name, seed)
+
+
+MODELS = {"nested": _nested} | {name: lambda name=name: _real(name) for name in ("llama", "gpt2", "t5")}
+
+
+def _run(
+    model: nn.Module, call: Callable[..., Any], inputs: Callable[[int], dict[str, Any]], batches: int = 5
+) -> Watch:
+    """Watches `model` while `call` is made, and holds that only the first batch compiles."""
+    with watch(model, max_frames=10_000) as w:
+        call(**inputs(0))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for seed in range(1, batches):
+                call(**inputs(seed))
+    return w
+
+
+def _facts(frame: Frame) -> tuple[Any, ...]:
+    records = [(r.label, r.role, r.shape, r.dtype, r.isfinite, r.note) for r in frame.records]
+    return frame.batch, frame.name, frame.class_name, records
+
+
+def _ranges(w: Watch) -> list[float]:
+    return [end for f in w.frames for r in f.records if r.isfinite for end in (r.abs_min, r.abs_max)]
+
+
+# Frames
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "t5" else name for name in MODELS]
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("_recorder")
+def test_frames_are_those_of_the_interpreter(name: str, backend: str) -> None:
+    """Five batches in one graph give the names, labels, shapes and dtypes of eager frames, and their ranges."""
+    model, inputs = MODELS[name]()
+    eager = _run(model, model, inputs)
+    compiled = _run(model, torch.compile(model, backend=backend, fullgraph=True), inputs)
+    assert list(map(_facts, compiled.frames)) == list(map(_facts, eager.frames))
+    if backend == "inductor":  # which computes in another order
+        assert _ranges(compiled) == pytest.approx(_ranges(eager), rel=1e-3, abs=1e-5)
+    else:
+        assert compiled.frames == eager.frames
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.usefixtures("_recorder")
+def test_a_model_inside_a_compiled_function_has_whole_batches(backend: str) -> None:
+    """Where even the outermost call is in the graph, it begins and ends the batch."""
+    model, inputs = _nested()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def step(x: Tensor) -> Tensor:
+        return model(model(x)["states"][0])["states"][0].sum()
+
+    def plain(x: Tensor) -> Tensor:
+        return model(model(x)["states"][0])["states"][0].sum()
+
+    assert _run(model, step, inputs).frames == _run(model, plain, inputs).frames
+
+
+def test_shapes_are_those_of_each_call() -> None:
+    """A graph for any size shows the size of the call, and is the only one."""
+    model = mlp()
+    call = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    w = _run(model, call, lambda seed: {"input": torch.randn(2 + seed, 3)})
+    assert [f.records[-1].shape for f in w.frames if f.name == ""] == [(2 + n, 2) for n in range(5)]
+
+
+@pytest.mark.usefixtures("_recorder")
+def test_eager_and_compiled_calls_keep_their_order() -> None:
+    """A graph break in the middle: frames of compiled and interpreted calls come in the order of the calls."""
+
+    class Breaks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return x + 1
+
+    model = nn.Sequential(Scale(2.0), nn.Sequential(Scale(3.0), Breaks(), Scale(4.0)), Scale(5.0))
+    eager = _run(model, model, lambda seed: {"input": torch.ones(2)})
+    assert _run(model, torch.compile(model, backend="eager"), lambda _: {"input": torch.ones(2)}).frames == (
+        eager.frames
+    )
+
+
+def test_a_tensor_without_values_to_read_says_so() -> None:
+    """A subclass and a sparse tensor inside a graph are named as not checked, and the graph is whole."""
+
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, other: Any) -> Tensor:
+            return x * 2
+
+    model = Takes()
+    with watch(model) as w:
+        step = torch.compile(lambda x, y: model(x, y), backend="eager", fullgraph=True)
+        step(torch.ones(2), torch.ones(2).to_sparse())
+    assert w.frames[0].records[1].note == "not checked: in compiled code only plain tensors are read"
+
+
+# Failures
+
+
+class Log(nn.Module):
+    """Inf where the input has a zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x)
+
+
+def _failing() -> nn.Module:
+    return nn.Sequential(Scale(2.0), nn.Sequential(nn.ReLU(), Log()), Scale(3.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("inlined", [False, True])
+@pytest.mark.parametrize("check", ["module", "batch"])
+@pytest.mark.usefixtures("_recorder")
+def test_a_fault_is_reported_as_in_the_interpreter(backend: str, inlined: bool, check: Any) -> None:
+    """NonFiniteError comes out of the compiled call, and its report is that of the interpreter to the letter."""
+    texts = []
+    for compiled in (False, True):
+        model = _failing()
+        call: Any = model
+        if compiled:
+            call = torch.compile(
+                (lambda x, m=model: m(x)) if inlined else model, backend=backend, fullgraph=True
+            )
+        with watch(model, check=check, microscope=False) as w:
+            call(torch.ones(2))
+            with pytest.raises(NonFiniteError) as error:
+                call(torch.tensor([1.0, -1.0]))
+            call(torch.ones(2))
+        assert [batch for batch, name in names(w) if name == ""] == (
+            [0, 1, 2] if check == "batch" else [0, 2]
+        )
+        texts.append(error.value.report.to_json())
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.usefixtures("_recorder")
+@pytest.mark.parametrize("inlined", [False, True])
+def test_a_compiled_batch_is_examined_where_its_arguments_are_known(inlined: bool) -> None:
+    """The second run is made operation by operation; a call that lies in the graph says that it was not run again."""
+    model = Log()
+    with watch(model) as w:
+        compiled = torch.compile((lambda x: model(x)) if inlined else model, backend="eager", fullgraph=True)
+        compiled(torch.ones(2))
+        with pytest.raises(NonFiniteError):
+            compiled(torch.zeros(2))
+    finding = w.report().finding
+    assert finding is not None
+    if inlined:
+        assert finding.operation is None
+        assert "compiled" in finding.remarks[0]
+    else:
+        assert finding.operation == "aten.log.default"
+        assert finding.transient is False
+
+
+@pytest.mark.usefixtures("_recorder")
+def test_the_compiler_does_not_follow_the_recorder(caplog: pytest.LogCaptureFixture) -> None:
+    """A root whose call the interpreter makes inside torch.compile: of what a fault runs there, nothing is compiled."""
+    model = Log()
+    with watch(model, on_nonfinite="record") as w:
+        call = torch.compile(model, backend="eager", fullgraph=True)
+        call(torch.ones(2))
+        call(torch.zeros(2))
+    finding = w.report().finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.origin) == ("", "output", "produced")
+    seen = {code().co_filename for code in torch._dynamo.convert_frame.input_codes.seen if code() is not None}
+    assert __file__ in seen
+    assert not [file for file in seen if "nanwatch" in Path(file).parts]
+    assert not [record for record in caplog.records if record.levelname not in ("DEBUG", "INFO")]
+
+
+@pytest.mark.usefixtures("_recorder")
+def test_origins_are_those_of_the_interpreter() -> None:
+    """Data, a weight, and what the caller computed between two modules are told apart in compiled code too."""
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.last = nn.Identity()
+            self.factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.layer(x) * self.factor)
+
+    def run(compiled: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = Between()
+        call: Any = torch.compile(lambda x: model(x), backend="aot_eager") if compiled else model
+        found = []
+        for factor, weight, value in ((1.0, 1.0, INF), (INF, 1.0, 1.0), (1.0, INF, 1.0)):
+            model.factor = factor
+            with torch.no_grad():
+                model.layer.weight[0, 0] = weight
+            with watch(model, microscope=False), pytest.raises(NonFiniteError) as error:
+                call(torch.tensor([1.0, value]))
+            found.append(error.value.report.finding)
+        return found
+
+    assert run(compiled=True) == run(compiled=False)
+    assert [one.origin for one in run(compiled=True)] == ["data", "received", "weight"]
+
+
+@pytest.mark.parametrize("mode", ["warn", "record", "callable"])
+@pytest.mark.filterwarnings("ignore:inf first seen")
+@pytest.mark.usefixtures("_recorder")
+def test_other_ways_to_act_work_in_compiled_code(mode: str) -> None:
+    """A warning, a silent record and a function of the user's, each with the report of the first fault."""
+    seen: list[Any] = []
+    model = _failing()
+
+    def keep(report: Any) -> None:
+        seen.append(report)
+        model(torch.ones(2))  # which is no batch, and does not end the one under way
+
+    how: Any = keep if mode == "callable" else mode
+    with watch(model, on_nonfinite=how) as w:
+        call = torch.compile(lambda x: model(x), backend="eager", fullgraph=True)
+        if mode == "warn":
+            with pytest.warns(RuntimeWarning, match=r"inf first seen in `output` of 1\.1"):
+                call(torch.zeros(2))
+        else:
+            call(torch.zeros(2))
+    finding = w.report().finding
+    assert finding is not None
+    assert (finding.module, w.batch) == ("1.1", 0)
+    assert len(seen) == (mode == "callable")
+    assert names(w)[-1] == (0, "")
+
+
+def test_after_an_error_in_the_graph_the_next_batch_is_whole() -> None:
+    """An operator that raises in the middle of a graph ends its batch, for the graph and for the interpreter."""
+    model = nn.Sequential(nn.Embedding(4, 2), Scale(2.0))
+    with watch(model) as w:
+        call = torch.compile(lambda x: model(x), backend="eager", fullgraph=True)
+        call(torch.tensor([1]))
+        for following in (call, model):
+            with pytest.raises(IndexError):
+                call(torch.tensor([7]))
+            following(torch.tensor([2]))
+    whole = [(batch, name) for batch in (0, 2, 4) for name in ("0", "1", "")]
+    assert names(w) == whole
+
+
+# Nothing else changes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["nested", "gpt2"])
+def test_training_is_bit_for_bit_that_of_an_unwatched_model(backend: str, name: str) -> None:
+    """Three compiled steps give the losses and gradients of the same backend without a watch."""
+
+    def train(watched: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        model, inputs = MODELS[name]()
+        w = watch(model, enabled=watched)
+        call = torch.compile(model, backend=backend, fullgraph=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        kept = []
+        for seed in range(3):
+            output = call(**inputs(seed))
+            loss = output["states"][0].square().sum() if name == "nested" else output.loss
+            loss.backward()
+            kept += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert w.batch == (2 if watched else None)
+        return kept
+
+    for seen, expected in zip(train(watched=True), train(watched=False), strict=True):
+        assert torch.equal(seen, expected)
+
+
+def test_weights_are_read_again_only_when_they_changed() -> None:
+    """In compiled code too: a known weight is not read, and each way to change it is seen in the next batch."""
+    if _extension.C is None:
+        pytest.skip(f"no compiled part: {_extension.reason}")
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
+    seen = []
+
+    def look() -> None:
+        seen.append(w.frames[-1].records[0].abs_max == model.weight.abs().max().item())
+
+    with watch(model, _verify_hits=True) as w:
+        for step in range(6):
+            loss = call(torch.ones(1, 2)).sum()
+            look()
+            if step == 1:
+                loss.backward()
+                optimizer.step()
+            elif step == 3:
+                with torch.no_grad():
+                    model.weight.mul_(2)
+    assert all(seen)
+    assert w.counters["cache_hits"] == 3
+    assert w.counters["stale_hits"] == 0

@@ -1,0 +1,367 @@
+"""What comes before what: watching, compiling, stopping, pausing; and what else a compiled program does meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import nanwatch
+from nanwatch.cli.outermost import Outermost
+from nanwatch.instrumentation.compile import compile_ops, compiled
+from nanwatch.session.watch import watch
+from support.toys import Scale, mlp, names
+
+
+class Model(nn.Module):
+    """Of a class of its own: the interpreter makes its call, and only what is inside is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+WHOLE = ["first", "last", ""]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Graphs:
+    """A backend that keeps the graphs it is given and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+
+    def __call__(self, graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        self.graphs.append(graph)
+        return graph.forward
+
+    @property
+    def targets(self) -> list[list[str]]:
+        return [[str(node.target) for node in graph.graph.nodes] for graph in self.graphs]
+
+
+def of_batch(w: nanwatch.Watch, batch: int) -> list[str]:
+    return [name for one, name in names(w) if one == batch]
+
+
+# Order
+
+
+def test_a_model_that_is_already_compiled_is_compiled_anew_with_the_watch() -> None:
+    """Watched after its first compiled call, a model has frames from the next call on."""
+    model, x = Model(), torch.randn(2, 3)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    watch(Scale()).stop()  # from the first watch in a process on, graphs notice a watch
+    expected = call(x)
+    with watch(model) as w:
+        assert torch.equal(call(x), expected)
+        assert names(w) == [(0, name) for name in WHOLE]
+
+
+def test_what_torch_compile_made_can_be_watched() -> None:
+    """`watch(torch.compile(model))` is a watch on the model, with the model's own names."""
+    call = torch.compile(Model(), backend="aot_eager", fullgraph=True)
+    with watch(call, include="first") as w:
+        call(torch.randn(2, 3))
+    assert names(w) == [(0, "first")]
+
+
+def test_compile_in_place_before_the_watch() -> None:
+    """After `model.compile()` the frames are those of the interpreter."""
+    model, plain, x = Model(), Model(), torch.randn(2, 3)
+    model.compile(backend="aot_eager", fullgraph=True)
+    frames = []
+    for one in (model, plain):
+        with watch(one) as w:
+            one(x)
+            one(x)
+        frames.append(w.frames)
+    assert frames[0] == frames[1]
+
+
+@pytest.mark.filterwarnings("error")
+def test_compile_in_place_after_the_watch() -> None:
+    """`model.compile()` goes behind the watch, which sees each batch, and is left as it is by stop()."""
+    model, x = Model(), torch.randn(2, 3)
+    with watch(model) as w:
+        model.compile(backend="aot_eager", fullgraph=True)
+        place = vars(model)["_compiled_call_impl"]
+        for _ in range(3):
+            model(x)
+        assert [of_batch(w, batch) for batch in range(3)] == [WHOLE, WHOLE, WHOLE]
+    assert model._compiled_call_impl is place
+
+
+def test_a_watch_after_a_graph_that_was_made_while_models_are_looked_for() -> None:
+    """What `nanwatch run` does until it has found the model is no reason to miss a later watch in compiled code."""
+    model, x = Model(), torch.randn(2, 3)
+    call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
+    watch(Scale()).stop()
+    with Outermost(lambda _: None, class_name="no model"):
+        call(x)
+    with watch(model) as w:
+        call(x)
+    assert names(w) == [(0, name) for name in WHOLE]
+
+
+def test_parts_compiled_one_by_one() -> None:
+    """Layers compiled in place, in a model that is not: the frames and batches of the interpreter."""
+    model, x = nn.Sequential(Model(), nn.Linear(2, 3), Model()), torch.ones(1, 3)
+    frames = []
+    for compiles in (False, True):
+        if compiles:
+            model[0].compile(backend="aot_eager", fullgraph=True)
+            model[2].compile(backend="aot_eager", fullgraph=True)
+        with watch(model) as w:
+            model(x)
+            model(x)
+        frames.append(w.frames)
+    assert frames[0] == frames[1]
+
+
+# Stop
+
+
+def test_stop_leaves_the_graph_of_an_unwatched_model() -> None:
+    """After stop() the graph is the plain one, and a second watch of the same kind finds its graph as it was."""
+    model, plain, x = mlp(), mlp(), torch.randn(2, 3)
+    backend, other = Graphs(), Graphs()
+    call = torch.compile(model, backend=backend, fullgraph=True)
+    expected = torch.compile(plain, backend=other, fullgraph=True)(x)
+    with watch(model):
+        call(x)
+    assert torch.equal(call(x), expected)
+    assert sum("record_" in target for target in backend.targets[0]) == 4
+    assert backend.targets[1:] == other.targets
+    with torch._dynamo.config.patch(error_on_recompile=True), watch(model) as w:
+        call(x)
+        assert names(w) == [(0, name) for name in ("0", "1", "2", "")]
+        w.stop()
+        call(x)
+    assert len(backend.graphs) == 2
+
+
+def test_a_graph_that_outlives_its_watch_does_nothing() -> None:
+    """The operators of a watch that has stopped look at nothing and raise nothing."""
+    model = mlp()
+    backend = Graphs()
+    with watch(model) as w:
+        torch.compile(model, backend=backend, fullgraph=True)(torch.ones(1, 3))
+    (graph,) = backend.graphs
+    inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    graph(*(torch.full(x.shape, float("nan")).to(x.dtype) for x in inputs))
+    assert w.batch == 0
+    assert len(w.frames) == 4
+
+
+def test_a_compiled_model_and_its_watch_are_freed() -> None:
+    """The compiler keeps neither the model nor the recorder."""
+    model = Model()
+    w = watch(model)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    call(torch.randn(2, 3))
+    references = [weakref.ref(model), weakref.ref(w)]
+    w.stop()
+    del model, w, call
+    torch._dynamo.reset()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+# Several, seldom, paused
+
+
+def test_two_watches_on_one_compiled_model() -> None:
+    """Each has its own frames, and the one that stays keeps them when the other stops."""
+    model, x = Model(), torch.randn(2, 3)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with watch(model) as outer:
+        with watch(model, inputs=False) as inner:
+            call(x)
+        call(x)
+    assert names(outer) == [(batch, name) for batch in (0, 1) for name in WHOLE]
+    assert names(inner) == [(0, name) for name in WHOLE]
+    assert {record.role for frame in inner.frames for record in frame.records} == {"weight", "output"}
+
+
+def test_pause_every_and_exclude_need_no_new_graph() -> None:
+    """One graph serves batches that are looked at, skipped and not counted."""
+    model, x = mlp(), torch.randn(2, 3)
+    call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
+    with watch(model, every=2, exclude="1") as w:
+        call(x)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            call(x)
+            w.pause()
+            call(x)
+            w.resume()
+            call(x)
+    assert names(w) == [(batch, name) for batch in (0, 2) for name in ("0", "2", "")]
+    assert w.batch == 2
+
+
+def test_a_traced_batch_is_printed_as_in_the_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
+    """Header and frames of a traced batch, and BatchLimitError after the last, come from compiled code as well."""
+    model, x = mlp(), torch.randn(2, 3)
+    printed = []
+    for call in (model, torch.compile(lambda x: model(x), backend="eager", fullgraph=True)):
+        with watch(model, trace_batches=[1], abort_after_batch=1):
+            call(x)
+            with pytest.raises(nanwatch.BatchLimitError):
+                call(x)
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != ""
+
+
+# What else goes on
+
+
+def test_what_the_model_does_not_use_is_not_guarded_on() -> None:
+    """Numbers and objects that a module is only given make no new graph when they change."""
+
+    class Given(nn.Module):
+        def forward(self, x: Tensor, *rest: Any, **named: Any) -> Tensor:
+            return x * 2
+
+    model = Given()
+    call = torch.compile(lambda x, y, z: model(x, y, z=z), backend="eager", fullgraph=True)
+    with watch(model) as w:
+        call(torch.ones(1), 0, {"a": 0.5})
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for step in range(1, 5):
+                call(torch.ones(1), step, {"a": step / 3})
+    assert len(w.frames) == 5
+
+
+def test_hooks_and_transforms_inside_a_graph() -> None:
+    """A frame shows the output after the user's hooks; inside vmap nothing is looked at and the result is right."""
+    model = nn.Sequential(Scale(2.0), Scale(3.0))
+    model[0].register_forward_hook(lambda module, args, output: output + 1)
+    x = torch.ones(3, 2)
+    with watch(model) as w:
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        mapped = torch.compile(lambda x: torch.vmap(model)(x), backend="aot_eager", fullgraph=True)(x)
+    assert [frame.records[-1].abs_max for frame in w.frames] == [3.0, 9.0, 9.0]
+    assert torch.equal(mapped, torch.full((3, 2), 9.0))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_in_a_graph_looks_once(reentrant: bool) -> None:
+    """A checkpointed part of a graph has the frames of its forward, once, and the gradients it had."""
+    from torch.utils.checkpoint import checkpoint
+
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    x = torch.ones(1, 2)
+
+    def forward(x: Tensor) -> Tensor:
+        return checkpoint(layers, x, use_reentrant=reentrant).sum()
+
+    layers(x).sum().backward()
+    expected = [p.grad for p in layers.parameters()]
+    layers.zero_grad()
+    with watch(layers) as w:
+        torch.compile(forward, backend="aot_eager", fullgraph=True)(x).backward()
+    assert names(w) == [(0, "0"), (0, "1"), (0, "")]
+    assert all(torch.equal(p.grad, e) for p, e in zip(layers.parameters(), expected, strict=True))
+
+
+def test_an_unknown_dynamo_costs_the_frames_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When something inside Dynamo is not as expected there is one warning, and the model compiles and runs."""
+
+    def broken(*_: Any) -> Any:
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr(compiled, "_sites", broken)
+    monkeypatch.setattr(compiled, "_warned", False)
+    model, x = Model(), torch.randn(2, 3)
+    with watch(model) as w, pytest.warns(RuntimeWarning, match="inside torch.compile are not seen") as caught:
+        output = torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert len(caught) == 1
+    assert torch.equal(output, Model()(x))
+    assert names(w) == [(0, "")]
+
+
+_PROGRAM = """
+import sys
+import torch
+from torch import nn
+class Model(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * 2
+plain, own, inside = nn.Sequential(nn.Identity()), Model(nn.Identity()), Model(nn.Identity())
+def function(x):
+    return inside(x) + 1
+compile_all = lambda: [torch.compile(one, backend="eager") for one in (plain, own, function)]
+calls = compile_all() if {compiled_first} else []
+for call in calls:
+    call(torch.ones(1))
+import nanwatch
+watches = [nanwatch.watch(one) for one in (plain, own, inside)]
+assert ("torch._dynamo" in sys.modules) == {compiled_first}
+calls = calls or compile_all()
+for call in calls:
+    call(torch.ones(1))
+print([[frame.name for frame in w.frames] for w in watches])
+assert not any(getattr(finder, "_name", "") == "torch._dynamo" for finder in sys.meta_path)
+"""
+
+
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_dynamo_may_come_before_or_after_the_first_watch(compiled_first: bool) -> None:
+    """A watch does not import Dynamo, changes it when it comes, and has all that was compiled before compiled anew."""
+    program = _PROGRAM.format(compiled_first=compiled_first)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[['0', ''], ['0', ''], ['0', '']]"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_the_operators_keep_the_rules(device: str) -> None:
+    """Schema, fake and behaviour under AOTAutograd agree; without a watch of that number they only count."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    x = torch.randn(3, 2, device=device, requires_grad=True)
+    sequence = torch.zeros(1, dtype=torch.int64)
+    torch.library.opcheck(compile_ops.begin_, (sequence, 10**6, 0, [x]))
+    torch.library.opcheck(compile_ops.record_, (sequence, 10**6, 0, -1, "Linear\not output", [x]))
+
+
+def test_a_module_that_nobody_watches_is_none_of_its_business() -> None:
+    """Values that Dynamo cannot spell, given to an unwatched module: no warning, while another model is watched."""
+
+    class Key:
+        pass
+
+    class Sums(nn.Module):
+        def forward(self, values: dict[object, Tensor]) -> Tensor:
+            total = torch.zeros(2)
+            for value in values.values():
+                total = total + value
+            return total
+
+    key, sums = Key(), Sums()
+    with warnings.catch_warnings(), watch(nn.Linear(2, 2)):
+        warnings.simplefilter("error", RuntimeWarning)
+        assert torch.compile(lambda x: sums({key: x, "b": x}), backend="eager")(torch.ones(2)).tolist() == [
+            2,
+            2,
+        ]

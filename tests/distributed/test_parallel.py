@@ -1,0 +1,243 @@
+"""Training in the ways that torch makes parallel, with real ranks: bit-equal, no collective more, the user's names."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from filelock import FileLock
+
+from support.netcheck_ranks import run_ranks
+from support.parallel_models import NAMES
+from support.paths import SCRIPTS
+from support.scripts.parallel_job import SCENARIOS
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo"),
+]
+
+_JOB = SCRIPTS / "parallel_job.py"
+_SECONDS = 480  # on a machine that does ten other things; alone two cores take one
+TRAINED = {
+    2: [
+        *("ddp", "fsdp1", "fsdp2", "fsdp2_blocks", "fsdp2_each_layer", "fsdp2_mixed_precision"),
+        *("fsdp2_checkpointed", "tensor_parallel", "sequence_parallel"),
+    ],
+    4: ["ddp", "fsdp2", "fsdp2_blocks", "tensor_parallel", "both", "hybrid"],
+}
+OTHERS = {
+    2: ["pipeline", "traced_pipeline", "fsdp2_written", "fsdp2_bad_gradient", "fsdp2_raised", "places"],
+    4: ["pipeline_of_shards", "fsdp2_raised", "places", "strided"],
+}
+
+
+def run_job(folder: Path, size: int) -> list[dict[str, Any]]:
+    """What each rank of one job saw in all scenarios."""
+    command = [str(_JOB), str(folder / f"store-{size}"), *TRAINED[size], *OTHERS[size]]
+    seen = []
+    for rank, done in enumerate(run_ranks(size, command, _SECONDS)):
+        assert done.stdout.strip(), f"rank {rank} ended with {done.returncode}: {done.stderr[-2000:]}"
+        seen.append(json.loads(done.stdout.splitlines()[-1]))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def jobs(folder_of_all: Path) -> dict[int, list[dict[str, Any]]]:
+    """One job of two ranks and one of four, by the first test process that asks: they take a minute of all cores."""
+    folder = folder_of_all / "parallel"
+    done = folder / "seen.json"
+    with FileLock(f"{folder}.lock"):
+        if not done.exists():
+            folder.mkdir(exist_ok=True)
+            done.write_text(json.dumps([run_job(folder, size) for size in (2, 4)]), encoding="utf-8")
+    return dict(zip((2, 4), json.loads(done.read_text(encoding="utf-8")), strict=True))
+
+
+def seen_by_all(jobs: dict[int, list[dict[str, Any]]], size: int, name: str) -> list[dict[str, Any]]:
+    for rank, saw in enumerate(jobs[size]):
+        for done, what in saw.items():
+            assert "error" not in what, f"rank {rank} in {done}: {what['error']}"
+        assert name in saw, f"rank {rank} did not come to {name}"
+    return [saw[name] for saw in jobs[size]]
+
+
+CASES = [(size, name) for size, listed in TRAINED.items() for name in listed]
+
+
+def test_every_scenario_is_run() -> None:
+    """None of the job's scenarios is left out."""
+    wanted = {name for listed in (TRAINED, OTHERS) for names in listed.values() for name in names}
+    assert wanted == set(SCENARIOS)
+
+
+@pytest.mark.parametrize(("size", "name"), CASES)
+def test_watched_training_is_bit_equal_and_sends_no_more(jobs: Any, size: int, name: str) -> None:
+    """Watched before and after the model is made parallel, with gradients and without: same weights, same traffic."""
+    for saw in seen_by_all(jobs, size, name):
+        assert saw.pop("collectives") > 0  # or the counting would see nothing
+        assert sum(saw.pop("events").values()) > 0
+        assert len(saw) == 4
+        for when, one in saw.items():
+            assert one["equal"], when
+            assert set(one["more"]) == {0}, when
+            assert one["same events"], when
+            assert not one["finding"], when
+            assert one["batches"] == 2
+            assert one["stale"] == 0
+            assert one["same report"]
+
+
+@pytest.mark.parametrize(("size", "name"), CASES)
+def test_frames_have_the_users_names(jobs: Any, size: int, name: str) -> None:
+    """In forward and backward, whatever was put around or into the model."""
+    expected = (
+        sorted([*(f"net.{part}" if part else "net" for part in NAMES), "norm", ""])
+        if name == "ddp"
+        else NAMES
+    )
+    for saw in seen_by_all(jobs, size, name):
+        for when in ("before", "after"):
+            assert saw[f"{when}, gradients=False"]["names"] == expected
+            assert saw[f"{when}, gradients=True"]["names"] == expected
+            assert saw[f"{when}, gradients=True"]["backward names"] == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "roles", "dims"),
+    [
+        (2, "fsdp2_each_layer", ["weight"], {"dp": 2}),
+        (2, "tensor_parallel", ["gradient", "weight"], {"tp": 2}),
+        (2, "sequence_parallel", ["gradient", "input", "output", "weight"], {"tp": 2}),
+        (4, "tensor_parallel", ["gradient", "weight"], {"tp": 4}),
+        (4, "both", ["gradient", "weight"], {"tp": 2}),
+    ],
+)
+def test_frames_say_which_shard_was_read(
+    jobs: Any, size: int, name: str, roles: list[str], dims: dict[str, int]
+) -> None:
+    """Each rank's shards are at its own coordinates, and its report has its rank."""
+    for rank, saw in enumerate(seen_by_all(jobs, size, name)):
+        (dim, ranks) = next(iter(dims.items()))
+        coordinate = rank % ranks  # in the last dimension of the mesh, the only one in these records
+        for when in ("before", "after"):
+            one = saw[f"{when}, gradients=True"]
+            assert one["roles of shards"] == roles
+            assert f"{dim}={coordinate} of {ranks}" in one["mesh"]
+            assert one["rank"] == rank
+            notes = [note for note in one["notes"] if note]
+            assert notes
+            assert all(f" at {dim}={coordinate} of {ranks}" in note for note in notes)
+
+
+def places_in_the_mesh(size: int, name: str, rank: int) -> list[str]:
+    """What init_device_mesh makes of a rank, row by row."""
+    if name in ("ddp", "fsdp1"):  # both have no mesh of their own
+        return []
+    if name in ("both", "hybrid"):
+        first, last = ("dp", "tp") if name == "both" else ("replica", "shard")
+        return [f"{first}={rank // 2} of 2", f"{last}={rank % 2} of 2"]
+    return [f"{'tp' if name.endswith('_parallel') else 'dp'}={rank} of {size}"]
+
+
+@pytest.mark.parametrize(("size", "name"), CASES)
+def test_reports_say_where_the_rank_is_in_the_mesh(jobs: Any, size: int, name: str) -> None:
+    """Also where every weight in the frames was gathered, so that no frame has a shard."""
+    for rank, saw in enumerate(seen_by_all(jobs, size, name)):
+        for when in ("before", "after"):
+            for gradients in (False, True):
+                assert saw[f"{when}, gradients={gradients}"]["mesh"] == places_in_the_mesh(size, name, rank)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_reports_of_a_failure_say_where_the_rank_is_in_the_mesh(jobs: Any, size: int) -> None:
+    """Made inside a forward or backward, while FSDP2 has put gathered weights in the place of all or of some shards."""
+    for rank, saw in enumerate(seen_by_all(jobs, size, "fsdp2_raised")):
+        assert len(saw) == 6
+        for when, one in saw.items():
+            assert one["phase"] == when.rpartition(", ")[2]
+            assert one["mesh"] == [f"dp={rank} of {size}"], when
+            assert one["text"] == f"This rank in the device mesh: dp={rank} of {size}."
+        assert not any(one["shards"] for when, one in saw.items() if when.endswith("forward"))
+
+
+@pytest.mark.parametrize(("size", "name"), [(2, "pipeline"), (4, "pipeline_of_shards")])
+def test_stages_of_a_pipeline(jobs: Any, size: int, name: str) -> None:
+    """Each rank has the frames of its own stage; what goes between them is what went before.
+
+    The call on memory that was never written, here filled with nan, by which a stage learns its shapes is no batch.
+    """
+    expected = [["", "0", "0.down", "0.norm", "0.up"], ["", "0", "0.down", "0.norm", "0.up", "1"]]
+    for rank, saw in enumerate(seen_by_all(jobs, size, name)):
+        assert saw["stage"] == rank // (size // 2)
+        assert saw["events"]["gloo:send"] == saw["events"]["gloo:recv"] > 0
+        for when, gradients in product(("before", "after"), (False, True)):
+            one = saw[f"{when}, gradients={gradients}"]
+            assert one["equal"]
+            assert set(one["more"]) == {0}
+            assert one["same events"]
+            assert one["names"] == expected[saw["stage"]]
+            assert one["backward names"] == (expected[saw["stage"]] if gradients else [])
+            assert one["read"] == [True]
+            assert not one["finding"]
+            assert one["batches"] == 5  # two microbatches a step
+            assert one["stale"] == 0
+
+
+def test_stages_of_a_traced_pipeline(jobs: Any) -> None:
+    """Watched as they are they have the names of the model; the model itself is called no more."""
+    expected = [
+        ["", "blocks.0", "blocks.0.down", "blocks.0.norm", "blocks.0.up"],
+        ["", "blocks.1", "blocks.1.down", "blocks.1.norm", "blocks.1.up", "head"],
+    ]
+    for rank, saw in enumerate(seen_by_all(jobs, 2, "traced_pipeline")):
+        assert saw["forward"] == saw["backward"] == expected[rank]
+        assert saw["batches"] == 3
+        assert not saw["finding"]
+        assert saw["new batches of the model"] == 0
+
+
+def test_weights_written_to_a_sharded_model_are_seen(jobs: Any) -> None:
+    """FSDP gathers into the same storage past the version counter: the next batch reads what is there."""
+    for saw in seen_by_all(jobs, 2, "fsdp2_written"):
+        assert saw["stale"] == 0
+        for first, second, third in saw["seen"]:
+            assert (second, third) == (2 * first, 4 * first)
+
+
+def test_a_bad_gradient_that_fsdp_reduced_is_stopped(jobs: Any) -> None:
+    """One weight's gradient overflows on one rank, and is reduced past all hooks: neither rank takes the step."""
+    for saw in seen_by_all(jobs, 2, "fsdp2_bad_gradient"):
+        assert saw["labels"] == ["output.grad"]  # that is: the hooks did not see it
+        assert saw["seen"] == ["stepped", ["head", "weight.grad", "backward", 1, True]]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_bad_element_is_named_in_the_whole_tensor(jobs: Any, size: int) -> None:
+    """The place that the report names is where a gather of the shards has the bad value, even and uneven."""
+    for saw in seen_by_all(jobs, size, "places"):
+        told = [one for one in saw["seen"] if one["cut"] and not one["empty"]]
+        assert len(told) >= 6 * size // 2
+        for one in told:
+            assert one["bad in the whole"]
+            assert one["says so"]
+            assert [one["value there"]] == one["last of the shard"]
+            assert one["start"] == one["start by torch"]
+            assert one["shape"]
+        for one in saw["seen"]:
+            assert one["start"] is None or one["cut"]
+
+
+def test_blocks_of_weights_sharded_twice_are_where_they_are_said_to_be(jobs: Any) -> None:
+    """Tensor parallel weights that are sharded by FSDP2 too, in even and uneven blocks."""
+    ranks = seen_by_all(jobs, 4, "strided")
+    assert any(
+        one["words"] == "StridedShard(0, 2) at dp=1 of 2, Shard(0) at tp=1 of 2, from [12, 0]"
+        for one in ranks[3].values()
+    )
+    for saw in ranks:
+        assert all(one["equal"] for one in saw.values() if one["numel"])

@@ -1,0 +1,273 @@
+"""Real jobs of several ranks, with and without torchrun: whichever fails, every rank says where it was first."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nanwatch import Report
+from nanwatch.distributed.merge import merge
+from support.netcheck_ranks import free_port, rank_environment, run_ranks
+from support.paths import SCRIPTS
+
+_SCRIPT = SCRIPTS / "rank_scenarios.py"
+_GUILTY = re.compile(
+    r"first seen in `\S+` of (\S+) \(\w+\) in batch \d+ on (?:rank (\d+)|(?:all )?(\d+) ranks)"
+)
+_IN_STAGES = ("pipeline", "stages")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+    ),
+]
+
+
+_ports: set[int] = set()
+
+
+def scenario(way: str, kind: str, rank: int, batch: int = 3, **more: Any) -> dict[str, Any]:
+    # Two scenarios of one job with one port would meet in one store, and wait for each other.
+    while (port := free_port()) in _ports:
+        pass
+    _ports.add(port)
+    return {"way": way, "kind": kind, "rank": rank, "batch": batch, "port": port, **more}
+
+
+def random_scenarios(ways: tuple[str, ...], world_size: int, count: int, seed: int) -> list[dict[str, Any]]:
+    """Each way in turn; what happens, where and when is drawn."""
+    draw = random.Random(seed)
+    found = []
+    for number in range(count):
+        way = ways[number % len(ways)]
+        # A batch of a pipeline begins in its first stage, and its stages never fail at once.
+        kinds = ["module", "data", "straggler", "all"]
+        kind = draw.choice(kinds[:3] if way in _IN_STAGES else kinds)
+        # Only ranks of the first stage are given data.
+        first = {"pipeline": 1, "stages": world_size // 2}.get(way, world_size)
+        rank = draw.randrange(first if kind == "data" else world_size)
+        if kind == "data" and way == "tp":
+            kind = "module"  # its ranks share their data
+        check = draw.choice(["auto", "batch"])
+        found.append(scenario(way, kind, rank, draw.randrange(1, 6), check=check))
+    return found
+
+
+def told_by(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def launch(
+    scenarios: list[dict[str, Any]], world_size: int, folder: Path, *options: str
+) -> subprocess.CompletedProcess[str]:
+    """torchrun with these options, when it has ended; with the status that the last scenario makes."""
+    given = folder / "scenarios.json"
+    given.write_text(json.dumps(scenarios))
+    line = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}", *options]
+    done = subprocess.run(
+        [*line, str(_SCRIPT), str(given), str(folder)],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60 + 30 * len(scenarios),
+    )
+    assert done.returncode == int(bool(scenarios[-1].get("exits"))), done.stderr[-3000:]
+    return done
+
+
+def run(
+    scenarios: list[dict[str, Any]], world_size: int, folder: Path, *options: str
+) -> list[dict[str, Any]]:
+    """What the ranks print, under torchrun."""
+    done = launch(scenarios, world_size, folder, *(options or ("--master_port", str(free_port()))))
+    told = told_by(done)
+    assert told, done.stderr[-3000:]
+    return told
+
+
+def check(
+    played: dict[str, Any],
+    told: list[dict[str, Any]],
+    world_size: int,
+    folder: Path,
+    attempt: str | None = None,
+) -> None:
+    """All ranks name the guilty one, in time; so do the files that they have left, of this attempt if there are two."""
+    guilty = 0 if played["kind"] == "all" else played["rank"]
+    for rank in range(world_size):
+        mine = [one for one in told if one["rank"] == rank]
+        assert mine, f"rank {rank} of {played} said nothing"
+        for one in mine:
+            words = one["said"]
+            found = _GUILTY.search(words)
+            assert found is not None, words
+            assert found[1] == ("up" if played["way"] in _IN_STAGES else "0.up") or played["kind"] != "data"
+            if played["kind"] == "all":
+                assert found[3] == str(world_size), (played, words)
+            else:
+                assert found[2] == str(guilty), (played, words)
+            if one.get("origin"):
+                assert one["origin"][0] == guilty
+                assert one["origin"][4] == (world_size if played["kind"] == "all" else 1)
+                assert one["seconds"] < 30
+                assert one.get("destroyed_in", 0) < 30
+                assert one["is_peer"] is (not (played["kind"] == "all" or rank == guilty)) or (
+                    # where it may have come through a collective first
+                    played["way"] in ("tp", "fsdp2", "stages") or played["kind"] == "backward"
+                )
+    merged = merge(folder, attempt=attempt)
+    assert merged.origins[0].rank == guilty
+    assert merged.ranks == list(range(world_size))
+
+
+@pytest.mark.parametrize(("world_size", "count"), [(2, 10), (4, 4)])
+def test_data_parallel_and_pipelined_jobs_name_the_guilty_rank(world_size, count, tmp_path):
+    """Random faults, one after another in the same processes: each has a verdict, and the group can be destroyed."""
+    scenarios = random_scenarios(("ddp", "pipeline"), world_size, count, seed=world_size)
+    told = run(scenarios, world_size, tmp_path)
+    for number, played in enumerate(scenarios):
+        mine = [one for one in told if one["scenario"] == number]
+        assert sum("destroyed_in" in one for one in mine) == world_size
+        check(played, mine, world_size, tmp_path / str(number))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "way", "seed"),
+    [
+        *((2, "fsdp2", 0), (2, "fsdp2", 1), (2, "tp", 2), (2, "tp", 3)),
+        *((4, "fsdp2", 4), (4, "tp", 5), (4, "stages", 7), (4, "stages", 8)),
+    ],
+)
+def test_sharded_jobs_name_the_guilty_rank(world_size, way, seed, tmp_path):
+    """The process that raises ends, and torchrun then ends the others: by then each has told the origin."""
+    played = random_scenarios((way,), world_size, 1, seed)[0] | {"exits": True}
+    check(played, run([played], world_size, tmp_path), world_size, tmp_path / "0")
+
+
+def test_a_rank_that_is_killed_once_it_has_told_is_still_the_origin(tmp_path):
+    """Without a launcher the others live on: they raise what the dead one found."""
+    played = scenario("ddp", "module", 1, exits=True, dies="settling")
+    given = tmp_path / "scenarios.json"
+    given.write_text(json.dumps([played]))
+    ranks = run_ranks(3, [str(_SCRIPT), str(given), str(tmp_path)], 120)
+    assert ranks[1].returncode == -signal.SIGKILL
+    for done in (ranks[0], ranks[2]):
+        told = told_by(done)
+        assert [one["error"] for one in told if "error" in one] == ["PeerNonFiniteError"], done.stderr[-2000:]
+        assert told[-1]["origin"][:2] == [1, "1.down"]
+        assert done.returncode == 1
+
+
+@pytest.mark.parametrize(("world_size", "way", "count"), [(2, "ddp", 3), (4, "ddp", 2), (2, "fsdp2", 1)])
+def test_a_backward_that_overflows_on_one_rank_is_that_ranks(world_size, way, count, tmp_path):
+    """In half precision. The all-reduce hands it to the others, who step and hear of it, or see it, a batch later."""
+    scenarios = [
+        scenario(way, "backward", (number + 1) % world_size, 2 + number, exits=way == "fsdp2")
+        for number in range(count)
+    ]
+    told = run(scenarios, world_size, tmp_path)
+    for number, played in enumerate(scenarios):
+        mine = [one for one in told if one["scenario"] == number]
+        check(played, mine, world_size, tmp_path / str(number))
+        origins = [one["origin"] for one in mine if one.get("origin")]
+        assert [one[:3] for one in origins] == [[played["rank"], "1.down", "produced"]] * world_size
+        assert {one[3] for one in origins} in ({"input[0].grad"}, {"weight.grad"})
+
+
+@pytest.mark.parametrize("second", ["healthy", "data"])
+def test_the_second_attempt_of_an_elastic_job_has_its_own_verdict(second, tmp_path):
+    """It trains on to its end, or fails somewhere else and says so: nothing is left of the first one's failure.
+
+    Both write into one folder, and a merge tells them apart.
+    """
+    given = {"port": None, "folder": "run"}
+    first = scenario("ddp", "module", 1, exits=True, attempt=0) | given
+    then = scenario("ddp", second, 0, 5, exits=second != "healthy", attempt=1) | given
+    folder = tmp_path / "run"
+    told = run([first, then], 2, tmp_path, "--max_restarts=1", "--standalone")
+    check(first, [one for one in told if one["scenario"] == 0], 2, folder, "0")
+    latest = merge(folder)
+    again = [one for one in told if one["scenario"] == 1]
+    if second == "healthy":
+        assert [one["error"] for one in again] == [None, None]
+        assert (latest.attempt.number, latest.others) == (0, ())
+        assert sorted(path.name for path in folder.iterdir()) == ["batch-3-rank-1", "peer-rank-0"]
+    else:
+        check(then, again, 2, folder, "1")
+        assert (latest.attempt.number, [one.attempt.number for one in latest.others]) == (1, [0])
+        assert len(list(folder.rglob("report.json"))) == 4
+        assert [one["origin"][:3] for one in again if one.get("origin")] == [[0, "0.up", "data"]] * 2
+
+
+def test_launchers_that_count_restarts_for_themselves_have_one_verdict(tmp_path):
+    """One worker quits, and only its launcher counts that: after it the ranks hear of each other all the same."""
+    port = free_port()
+    launchers = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"),
+                *("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=job7"),
+                *(f"--max_restarts={restarts}", "--local_addr=127.0.0.1"),
+                *(str(_SCRIPT.with_name("elastic_node.py")), name, str(tmp_path)),
+            ],
+            env=rank_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, restarts in (("steady", 0), ("quits", 1))
+    ]
+    try:
+        ended = [one.communicate(timeout=120) for one in launchers]
+    finally:
+        for one in launchers:
+            one.kill()
+            one.wait()
+    told = {}
+    for out, errors in ended:
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        assert len(lines) == 1, errors[-3000:]
+        told[lines[0]["node"]] = lines[0]
+    assert {name: one["restarts"] for name, one in told.items()} == {"steady": 0, "quits": 1}
+    origins = [one["origin"] for one in told.values()]
+    assert origins[0] == origins[1]
+    assert f"on rank {told['quits']['rank']}, already in the data of the batch" in origins[0]
+    merged = merge(tmp_path)
+    assert (merged.ranks, merged.attempt.number, merged.others) == ([0, 1], 1, ())
+
+
+@pytest.mark.parametrize("dies", ["told", "settling"])
+def test_a_launcher_that_finds_a_rank_killed_ends_in_time(dies, tmp_path):
+    """It ends the others at once: what they have said and written by then is right, and every file is whole.
+
+    `launch` waits for the ends of all processes, 90 s at most.
+    """
+    played = scenario("ddp", "module", 1, exits=True, dies=dies) | {"port": None}
+    done = launch([played], 3, tmp_path, "--standalone")
+    for one in told_by(done):
+        found = _GUILTY.search(one["said"])
+        assert found is not None, one
+        assert (found[1], found[2]) == ("1.down", "1")
+    reports = [Report.from_json(path.read_text()) for path in tmp_path.rglob("report.json")]
+    assert (1 in {report.rank for report in reports}) is (dies == "settling")
+    assert {report.finding.module for report in reports if report.finding is not None} <= {"1.down"}
+
+
+def test_a_rank_that_goes_on_holds_the_others_until_the_groups_timeout(tmp_path):
+    """It has caught its error and keeps its wrapper: gloo gives up after the seconds of init_process_group."""
+    played = scenario("ddp", "module", 1, timeout=6, keeps=10)
+    told = run([played], 2, tmp_path)
+    check(played, told, 2, tmp_path / "0")
+    waited = [one for one in told if one["rank"] == 0]
+    assert ["waits for a rank that has failed" in one["said"] for one in waited] == [True, False]
+    assert "Timed out waiting 6000ms" in waited[1]["cause"]

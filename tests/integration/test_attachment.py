@@ -1,0 +1,273 @@
+"""A watch leaves nothing in its modules, their copies, pickles, scripts and exports, and asks modules for nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import re
+import subprocess
+import sys
+import weakref
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import watch
+from nanwatch.instrumentation import links
+from nanwatch.numerics import _extension
+from support.toys import mlp, names
+
+pytestmark = pytest.mark.usefixtures("each_recorder")
+
+
+class CopiesItsDict(nn.Module):
+    """Its state is its `__dict__`, as that of nn.RNNBase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class ReducesToItsDict(CopiesItsDict):
+    """Its pickle holds `vars(self)` itself."""
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (None,), vars(self)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: nn.LSTM(3, 4),
+    "GRU in a model": lambda: nn.Sequential(nn.Linear(3, 4), nn.GRU(4, 2)),
+    "RNN": lambda: nn.RNN(3, 4),
+    "Linear": lambda: nn.Linear(3, 4),
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2),
+    "copies its __dict__": CopiesItsDict,
+    "reduces to its __dict__": ReducesToItsDict,
+}
+
+
+def saved(model: nn.Module) -> bytes:
+    """The pickle in a file of torch.save; the other entries are the weights."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    with zipfile.ZipFile(file) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+
+
+def all_vars(model: nn.Module) -> list[dict[str, Any]]:
+    return [vars(module).copy() for module in model.modules()]
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_pickles_and_copies_are_those_of_the_unwatched_model(make: Callable[[], nn.Module]) -> None:
+    """`torch.save`, `pickle`, `vars` and `state_dict` have the bytes and keys they have without a watch."""
+    torch.manual_seed(0)
+    model = make()
+    expected, pickled, variables = saved(model), pickle.dumps(model), all_vars(model)
+    keys = list(model.state_dict())
+    with watch(model), watch(model, gradients=True):
+        assert saved(model) == expected
+        assert pickle.dumps(model) == pickled
+        assert [one.keys() for one in all_vars(model)] == [one.keys() for one in variables]
+        assert list(model.state_dict()) == keys
+        if not isinstance(model, ReducesToItsDict):
+            for other in (copy.copy(model), copy.deepcopy(model)):
+                assert not links.chain(other)
+                assert [one.keys() for one in all_vars(other)] == [one.keys() for one in variables]
+    assert saved(model) == expected
+
+
+def test_a_watched_lstm_is_loaded_with_weights_only() -> None:
+    """No class of nanwatch's, nor `type`, is in the file: what loads the unwatched model loads this one."""
+    model = nn.Sequential(nn.LSTM(3, 4))
+    file = io.BytesIO()
+    with watch(model):
+        torch.save(model, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([nn.Sequential, nn.LSTM]):
+        loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded[0].weight_ih_l0, model[0].weight_ih_l0)
+
+
+def test_a_copy_of_the_dict_is_no_watched_module() -> None:
+    """As DataParallel makes replicas: the copy's calls are its own, and recorded nowhere."""
+    model = mlp()
+    replica = nn.Sequential.__new__(nn.Sequential)
+    with watch(model) as w:
+        replica.__dict__ = model.__dict__.copy()
+        replica(torch.ones(1, 3))
+    assert [name for _, name in names(w)] == ["0", "1", "2"]  # shared children, each called from outside
+
+
+# What modules are asked
+
+
+ASKED: list[str] = []
+QUESTIONS = [
+    *("__eq__", "__hash__", "__bool__", "__len__", "__iter__", "__contains__", "__repr__"),
+    *("modules", "named_modules", "children", "named_children", "parameters", "named_parameters", "buffers"),
+]
+
+
+def refuse(question: str) -> Callable[..., Any]:
+    def asked(self: Any, *_: Any, **__: Any) -> Any:
+        ASKED.append(question)
+        raise RuntimeError(question)
+
+    return asked
+
+
+class Private(nn.Module):
+    """Answers nothing but its call."""
+
+    locals().update({question: refuse(question) for question in QUESTIONS})
+    device = device_ids = dtype = config = property(refuse("property"))
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        for number, part in enumerate(parts):
+            vars(self)["_modules"][str(number)] = part
+
+    def __getattr__(self, name: str) -> Any:
+        ASKED.append(name)
+        raise AttributeError(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in vars(self)["_modules"].values():
+            x = part(x)
+        return x * vars(self)["_parameters"]["scale"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradients": True}, {"include": "1"}, {"on_nonfinite": "record"}], ids=str
+)
+def test_modules_are_asked_for_their_identity_only(options: dict[str, Any]) -> None:
+    """No operator, attribute or method of a module's class is called by a watch of a healthy run."""
+    model = Private(Private(), Private())
+    weights = [vars(one)["_parameters"]["scale"] for one in (model, *vars(model)["_modules"].values())]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    ASKED.clear()
+    with watch(model, **options) as w:
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert ASKED == []
+    assert w.batch == 1
+
+
+# What reads modules
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rnn = nn.Linear(2, 2), nn.GRU(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x))
+
+
+READERS: dict[str, Callable[[nn.Module, Tensor], str]] = {
+    "script": lambda model, _: str(torch.jit.script(model).inlined_graph),
+    # Without the number that TorchScript gives each class of this name.
+    "trace": lambda model, x: re.sub(
+        r"___torch_mangle_\d+\.", "", str(torch.jit.trace(model, (x,)).inlined_graph)
+    ),
+    "export": lambda model, x: str(torch.export.export(model, (x,)).graph),
+    "strict export": lambda model, x: str(torch.export.export(model, (x,), strict=True).graph),
+    "fx": lambda model, _: str(torch.fx.symbolic_trace(model).graph),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS.keys())
+def test_scripts_and_exports_are_those_of_the_unwatched_model(
+    read: Callable[[nn.Module, Tensor], str],
+) -> None:
+    """The graph of a watched model is that of the model, and the watch goes on afterwards."""
+    model, x = Net(), torch.ones(1, 2)
+    expected = read(model, x)
+    with watch(model) as w:
+        assert read(model, x) == expected
+        model(x)
+        assert names(w)[-2:] == [(w.batch, "linear"), (w.batch, "")]
+
+
+# The life of what is attached
+
+
+def test_nothing_is_left_of_a_model_that_is_gone() -> None:
+    """A freed model takes its entries with it, so that no other module at its address is taken for it."""
+    gc.collect()
+    before = len(links._alive)
+    model = mlp()
+    reference = weakref.ref(model)
+    watch(model)
+    assert len(links._alive) == before + 4
+    del model
+    gc.collect()
+    assert reference() is None
+    assert len(links._alive) == before
+
+
+def test_compile_and_its_end_behind_a_watch() -> None:
+    """`module.compile()` and its removal go where they go without a watch, and the watch calls what is there."""
+    model = mlp()
+    calls: list[Any] = []
+
+    def compiled(*args: Any) -> Any:
+        calls.append(args)
+        return model._call_impl(*args)
+
+    with watch(model) as w:
+        model._compiled_call_impl = compiled
+        assert vars(model)["_compiled_call_impl"] is compiled
+        model(torch.ones(1, 3))
+        del model._compiled_call_impl
+        model(torch.ones(1, 3))
+        with pytest.raises(AttributeError):
+            del model._compiled_call_impl
+    assert len(calls) == 1
+    assert w.batch == 1
+    assert model._compiled_call_impl is None
+
+
+@pytest.mark.skipif(_extension.C is None, reason="it is this process that has no compiled part")
+def test_all_of_it_without_the_compiled_part(request: pytest.FixtureRequest) -> None:
+    """The same tests in a process that has none: the descriptor itself is another there."""
+    if request.node.callspec.params["each_recorder"] != "python":
+        pytest.skip("once is enough")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-n0",
+            "-k",
+            "python",
+            __file__,
+        ],
+        env={**os.environ, "NANWATCH_EXT": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout

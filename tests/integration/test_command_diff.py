@@ -1,0 +1,183 @@
+"""`python -m nanwatch diff`, `show` and `formats`: exit status, output, bad use, and one JSON document."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanwatch import __main__ as command
+from nanwatch.report.report import Report
+from nanwatch.session.watch import watch
+from nanwatch.trace.trace_file import Trace
+from support.toys import mlp
+
+pytest.importorskip("pyarrow")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two traces of two batches, of which the second model has a larger weight, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    for name, factor in (("a", 1.0), ("b", 3.0)):
+        model = mlp()
+        with torch.no_grad():
+            model[2].weight.mul_(factor)
+        with watch(model, trace=f"{name}.parquet"):
+            for batch in (1.0, 2.0):
+                model(torch.full((2, 3), batch))
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = command.main(list(arguments))
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def test_traces_that_differ(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 1; text that names the place; as JSON the one document that programs may rely on."""
+    status, out, err = run(capsys, "diff", "a.parquet", "b.parquet")
+    assert (status, err) == (1, "")
+    assert "First: `weight` of 2 (Linear) in batch 0: abs_max" in out
+    assert "x     3.00" in out
+    status, out, err = run(capsys, "diff", "a.parquet", "b.parquet", "--json")
+    found = json.loads(out)
+    assert (status, err, set(found)) == (1, "", {"differs", "first", "grew"})
+    assert found["differs"] is True
+    assert set(found["first"]) == {"batch", "module", "label", "what"}
+    assert (found["first"]["batch"], found["first"]["module"], found["first"]["label"]) == (0, "2", "weight")
+    assert found["grew"][0]["factor"] == pytest.approx(3)
+
+
+def test_traces_that_do_not_differ(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 0, also by a tolerance or what is ignored."""
+    assert run(capsys, "diff", "a.parquet", "a.parquet")[0] == 0
+    status, out, _ = run(capsys, "diff", "a.parquet", "a.parquet", "--json")
+    assert (status, json.loads(out)) == (0, {"differs": False, "first": None, "grew": []})
+    assert run(capsys, "diff", "a.parquet", "b.parquet", "--rtol", "0.99")[0] == 0
+    assert run(capsys, "diff", "a.parquet", "b.parquet", "--ignore", "range")[0] == 0
+
+
+def test_batches_of_one_trace(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two numbers and one file."""
+    status, out, _ = run(capsys, "diff", "a.parquet", "--batches", "0", "1")
+    assert status == 1
+    assert "`input[0]` of 0 (Linear) in batch 0 and batch 1: abs_max 1 against 2" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("diff", "a.parquet"), "name a second one"),
+        (("diff", "a.parquet", "none.parquet"), "there is no trace at none.parquet"),
+        (("diff", "a.parquet", "--batches", "0", "9"), "no batch 9; it has batches 0 to 1"),
+        (("diff", "a.parquet", "b.parquet", "--rtol", "2"), "rtol should be"),
+        (("diff", "a.parquet", "b.parquet", "--html", "no/such/page.html"), "No such file"),
+        (("show", "none.json"), "there is no trace at none.json"),
+        (("show", "a.parquet", "--batch", "7"), "no batch 7"),
+        (("show", "words.txt"), "no Parquet file"),
+        (("show", "bad.json"), "not a nanwatch report"),
+        (("formats", "none"), "there is no trace"),
+        (("formats", "a.parquet", "--margin-bits", "-1"), "margin_bits"),
+    ],
+)
+def test_bad_use_is_status_2_and_one_line(
+    place: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    """Nothing on stdout, and what was wrong on stderr."""
+    (place / "words.txt").write_text("words")
+    (place / "bad.json").write_text('{"schema": 1}')
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_show_prints_a_batch_as_a_report(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The latest batch, or the one that was asked for; as JSON a report that can be shown again."""
+    status, out, _ = run(capsys, "show", "a.parquet")
+    assert status == 0
+    assert out.endswith(f"{Trace.open('a.parquet').report(1).to_text()}\n")
+    status, out, _ = run(capsys, "show", "a.parquet", "--batch", "0", "--json")
+    report = Report.from_json(out)
+    assert (status, report.frames) == (0, Trace.open("a.parquet").frames(0))
+    (place / "report.json").write_text(out)
+    status, again, _ = run(capsys, "show", "report.json")
+    assert (status, again) == (0, f"{report.to_text()}\n")
+    assert "--batch is for a trace" in run(capsys, "show", "report.json", "--batch", "0")[2]
+
+
+def test_pages_are_written_beside_the_text(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--html of both commands, and stdout as without it."""
+    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
+    plain = run(capsys, "diff", "a.parquet", "b.parquet")
+    assert run(capsys, "diff", "a.parquet", "b.parquet", "--html", "d.html") == plain
+    assert "They part at weight of 2" in (place / "d.html").read_text(encoding="utf-8")
+    assert run(capsys, "show", "a.parquet", "--html", "s.html")[0] == 0
+    assert "All finite up to batch 1" in (place / "s.html").read_text(encoding="utf-8")
+
+
+def test_formats_for_people_and_programs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line a module and part; as JSON the same."""
+    status, out, _ = run(capsys, "formats", "a.parquet", "--json")
+    found = json.loads(out)
+    assert (status, found["margin_bits"]) == (0, 1.0)
+    parts = [(one["module"], one["part"]) for one in found["modules"]]
+    weights = [("0", "weights"), ("2", "weights")]
+    assert sorted(parts) == sorted(weights + [(name, "outputs") for name in ("0", "1", "2", "")])
+    status, out, _ = run(capsys, "formats", "a.parquet")
+    assert status == 0
+    assert len([line for line in out.splitlines() if " of " in line and "(float32)" in line]) == 6
+
+
+def test_formats_answers_whether_one_fits(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A verdict first, the status with it; where it does not fit, the modules; as JSON the same."""
+    status, out, _ = run(capsys, "formats", "a.parquet", "--for", "float16")
+    assert (status, out.splitlines()[0]) == (
+        0, "float16: fits all 6 outputs and weights of modules. Nothing overflows, with 1 bit to spare."
+    )  # fmt: skip
+    status, out, _ = run(capsys, "formats", "a.parquet", "--for", "float16", "--margin-bits", "40")
+    assert status == 1
+    assert out.startswith("float16: does not fit 6 of 6 outputs and weights of modules.")
+    assert len([line for line in out.splitlines() if " no room " in line and "(float32)" in line]) == 6
+    status, out, _ = run(capsys, "formats", "a.parquet", "--for", "float16", "--json")
+    found = json.loads(out)
+    assert (status, found["format"], found["fits"], found["lost"]) == (0, "float16", True, 0.01)
+    assert {one["verdict"] for one in found["modules"]} == {"fits"}
+    assert all(one["overflow"] == [0.0, 0.0] for one in found["modules"])
+
+
+def test_without_pyarrow_the_extra_is_named(place: Path) -> None:
+    """Each command, and watch(trace=...), say what to install; a watch without a trace needs nothing."""
+    script = """
+import sys
+sys.modules["pyarrow"] = None
+import torch, nanwatch
+from nanwatch.__main__ import main
+for arguments in (["diff", "a.parquet", "b.parquet"], ["show", "a.parquet"], ["formats", "a.parquet"]):
+    assert main(arguments) == 2
+model = torch.nn.Linear(2, 2)
+with nanwatch.watch(model):
+    model(torch.ones(1, 2))
+try:
+    nanwatch.watch(model, trace="c.parquet")
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("pip install pyarrow") == 3
+    assert "trace= needs the package `pyarrow`" in done.stdout
+    assert not (place / "c.parquet").exists()
+
+
+def test_importing_nanwatch_does_not_import_pyarrow() -> None:
+    """Whoever does not trace pays nothing for it."""
+    script = "import sys, nanwatch; sys.exit('pyarrow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0

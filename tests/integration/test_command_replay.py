@@ -1,0 +1,136 @@
+"""`python -m nanwatch replay`: verdicts, exit status, bad use, and one JSON document."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import nanwatch
+from nanwatch import __main__ as command
+from nanwatch import write_capsule
+from support.processes import environment
+
+pytest.importorskip("safetensors")
+
+X = torch.full((2, 4), 3.0)
+
+FACTORY = """
+import torch
+from torch import nn
+
+print("from the user's own code")
+
+class Scale(nn.Module):
+    def forward(self, x):
+        if x.dtype is torch.float64:
+            raise RuntimeError("no float64 here")
+        return x * 1e4 * 1e4
+
+def make():
+    return nn.Sequential(nn.Linear(4, 4), Scale())
+
+def FAILS():
+    return 1 / 0
+
+model = make()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with `zoo.py`, a good capsule and a bad one, as the current directory."""
+    (tmp_path / "zoo.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "zoo", raising=False)
+    import zoo
+
+    write_capsule("good", zoo.model, "", (X,))
+    write_capsule("bad", copy.deepcopy(zoo.model).half(), "", (X.half(),))
+    yield tmp_path
+    sys.modules.pop("zoo", None)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    status = command.main(["replay", *arguments])
+    return status, *capsys.readouterr()
+
+
+def test_command_verdicts_and_exit_status(place, capsys):
+    """A line for each dtype, the capsule's own first, then the report of the first that failed."""
+    status, out, _ = run(capsys, "good", "--model", "zoo:make")
+    assert status == 0
+    assert out.splitlines()[1].split(maxsplit=3) == ["float32", "(as", "recorded)", "all finite"]
+    status, out, _ = run(capsys, "good", "--model", "zoo:model", "--dtype", "bfloat16", "float16", "float64")
+    lines = out.splitlines()
+    assert status == 1
+    assert lines[0].startswith("good: the root module (Sequential) on cpu, torch")
+    assert [line.split()[0] for line in lines[1:5]] == ["float32", "bfloat16", "float16", "float64"]
+    assert "all finite" in lines[2]
+    assert "inf first seen in `output` of 1 (Scale)" in lines[3]
+    assert "could not be run: RuntimeError: no float64 here" in lines[4]
+    assert "Detected inf in batch 0" in lines[6]
+    assert run(capsys, "bad", "--model", "zoo:make")[0] == 1
+    assert run(capsys, "good", "--model", "zoo:make", "--dtype", "float64")[0] == 2
+
+
+def test_command_bad_use(place, capsys):
+    """Status 2 and one line on stderr for a wrong capsule, model or option; nothing on stdout."""
+    for arguments, expected in [
+        (("none", "--model", "zoo:make"), "none/capsule.json: No such file"),
+        (("good", "--model", "zoo"), "--model should be PKG.MOD:NAME"),
+        (("good", "--model", "zoo_no:make"), "ModuleNotFoundError: No module named 'zoo_no'"),
+        (("good", "--model", "zoo:nothing"), "has no attribute 'nothing'"),
+        (("good", "--model", "zoo:torch.finfo"), "should be a torch.nn.Module or make one, got finfo"),
+        (("good", "--model", "zoo:FAILS"), "ZeroDivisionError"),
+    ]:
+        status, out, err = run(capsys, *arguments)
+        assert (status, out) == (2, "")
+        assert expected in err
+    for arguments in (("good",), ("good", "--model", "zoo:make", "--dtype", "int8")):
+        with pytest.raises(SystemExit) as stopped:
+            run(capsys, *arguments)
+        assert stopped.value.code == 2
+
+
+def test_command_in_a_process_of_its_own(place):
+    """--json is one document on stdout whatever the user's code prints; the current directory is found."""
+    arguments = ["replay", "bad", "--model", "zoo:make", "--dtype", "float32", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "nanwatch", *arguments] if sys.version_info >= (3, 11)
+        else [sys.executable, "-m", "nanwatch", *arguments],
+        env=environment(), cwd=place, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    document = json.loads(done.stdout)
+    assert "from the user's own code" in done.stderr
+    first, second = document["runs"]
+    assert (first["dtype"], first["as_recorded"], first["verdict"]) == (
+        "float16 (as recorded)",
+        True,
+        "non-finite",
+    )
+    assert (second["dtype"], second["as_recorded"], second["verdict"]) == ("float32", False, "finite")
+    report = nanwatch.Report.from_json(json.dumps(first["report"]))
+    assert report.finding is not None
+    assert report.finding.class_name == "Scale"
+
+
+def test_the_doctor_knows_the_commands(capsys):
+    """--help lists them, and a word that is none is refused with those that there are."""
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    assert "replay" in capsys.readouterr().out
+    for arguments in (["rpelay"], ["--json", "replay"]):
+        with pytest.raises(SystemExit) as stopped:
+            command.main(arguments)
+        assert stopped.value.code == 2
+        assert "replay" in capsys.readouterr().err

@@ -1,0 +1,477 @@
+"""`nanwatch run`: unchanged scripts in a process of their own, their stdout, exit status and report."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import runpy
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+import nanwatch
+from nanwatch import __main__ as command
+from nanwatch.cli import _command_run
+from nanwatch.cli._run_options import run_parser
+from support.first_fault import first_fault
+from support.paths import SCRIPTS
+from support.processes import environment
+
+ENVIRONMENT = environment(OMP_NUM_THREADS="1")
+HF = [
+    "--use_cpu",
+    "--bf16",
+    "--optim",
+    "sgd",
+    "--max_grad_norm",
+    "0",
+    "--max_steps",
+    "8",
+    "--report_to",
+    "none",
+]
+HF += ["--save_strategy", "no", "--disable_tqdm", "true", "--output_dir", "out"]
+
+
+def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments],
+        env=ENVIRONMENT | environment, cwd=cwd, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "nanwatch", "run", *arguments, cwd=cwd, **environment)
+
+
+def script(folder: Path, body: str, name: str = "script.py") -> str:
+    """A script that begins with a model `net` and an optimizer."""
+    head = "import sys, torch\nfrom torch import nn\nnet = nn.Sequential(nn.Linear(2, 2))\nx = torch.ones(1, 2)\n"
+    (folder / name).write_text(head + body)
+    return name
+
+
+UNMODIFIED = [
+    pytest.param("plain_loop.py", ["--lr", "3"], ["--lr", "0.01"], "Net", id="plain-fp32"),
+    pytest.param("plain_loop.py", ["--lr", "3", "--dtype", "bfloat16"], ["--lr", "0.01"], "Net", id="plain-bf16"),
+    pytest.param(
+        "trainer_script.py", [*HF, "--learning_rate", "1000"], [*HF, "--learning_rate", "1e-3"], "GPT2LMHeadModel",
+        id="trainer", marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "lightning_script.py", ["1e3", "bf16-mixed"], ["0.01", "bf16-mixed"], "LitModel",
+        id="lightning", marks=pytest.mark.slow,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "bad", "good", "model"), UNMODIFIED)
+def test_an_unchanged_script(name, bad, good, model, tmp_path):
+    """The overflow ends it with status 3, report and files; a good run has the script's own status and stdout."""
+    path = str(SCRIPTS / name)
+    done = run("--json", "report.json", "--output-dir", "found", path, *bad, cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    report = nanwatch.Report.from_json((tmp_path / "report.json").read_text())
+    finding = report.finding
+    assert finding is not None
+    assert (finding.label, finding.origin) == ("output", "produced")
+    assert finding.operation is not None
+    assert f"What:  {finding.value} first seen in `output` of {finding.module}" in done.stderr
+    assert f"of {model}: {finding.value} first seen" in done.stderr
+    assert "runpy" not in done.stderr
+    assert not any(line.startswith(("trained:", "done")) for line in done.stdout.splitlines())
+    assert "Detected" not in done.stdout
+    assert {file.name for file in (tmp_path / "found" / f"batch-{finding.batch}").iterdir()} >= {
+        "report.txt", "report.json",
+    }  # fmt: skip
+
+    watched, plain = run(path, *good, cwd=tmp_path), python(path, *good, cwd=tmp_path)
+    assert watched.returncode == plain.returncode == 0, watched.stderr
+    # The Trainer prints how long it took.
+    timeless = [
+        [line for line in one.stdout.splitlines() if "runtime" not in line] for one in (watched, plain)
+    ]
+    assert timeless[0] == timeless[1]
+    assert f"of {model}: all that was read is finite" in watched.stderr
+
+
+def test_the_module_is_the_one_that_hooks_find(tmp_path, monkeypatch):
+    """The finding under `nanwatch run` is what plain hooks see first in the same training."""
+    found, path = tmp_path / "report.json", str(SCRIPTS / "plain_loop.py")
+    assert command.main(["run", "--json", str(found), path, "--lr", "3"]) == 3
+    scope = runpy.run_path(path)
+    torch.manual_seed(0)
+    torch.randn(64, 4)  # the data, which the script makes before the model
+    model = scope["Net"](8)
+    monkeypatch.setattr(sys, "argv", ["plain_loop.py", "--lr", "3"])
+    monkeypatch.setitem(scope["main"].__globals__, "Net", lambda hidden: model)
+    finding = nanwatch.Report.from_json(found.read_text()).finding
+    assert finding is not None
+    assert finding.module == first_fault(model, scope["main"])
+
+
+@pytest.mark.slow
+def test_the_script_sees_what_it_would_see(tmp_path):
+    """sys.argv, __name__, __file__, sys.path[0] and __main__ are those of `python SCRIPT` and `python -m MODULE`."""
+    body = "import os\nprint(sys.argv, __name__, os.path.realpath(__file__), sys.path[0])\n"
+    body += "print(sys.modules['__main__'].x is x)\n"
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    script(tmp_path, body)
+    script(tmp_path / "package", body, "mod.py")
+    script(tmp_path / "package", body, "__main__.py")
+    for arguments in (
+        ["script.py"],
+        [str(tmp_path / "script.py")],
+        ["package/mod.py"],
+        ["-m", "package.mod"],
+        ["-m", "package"],
+    ):
+        arguments = [*arguments, "--every", "x", "-m"]
+        watched, plain = run(*arguments, cwd=tmp_path), python(*arguments, cwd=tmp_path)
+        assert watched.stdout == plain.stdout
+        assert plain.stdout
+        assert watched.returncode == 0, watched.stderr
+    # A folder is run by its __main__.py, through runpy, which makes the paths its own way.
+    assert run("package", "1", cwd=tmp_path).stdout.startswith("['package', '1'] __main__")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "net(x); sys.exit(7)", "sys.exit('words')", "sys.exit()", "net(x); raise RuntimeError('its own')", "1 +",
+        "import os, signal; os.kill(os.getpid(), signal.SIGINT)", "raise KeyboardInterrupt",
+    ],
+)  # fmt: skip
+def test_the_exit_is_the_scripts_own(body, tmp_path):
+    """Exit status and the last lines of stderr are those of the script, however it ends."""
+    name = script(tmp_path, body)
+    watched, plain = run(name, cwd=tmp_path), python(name, cwd=tmp_path)
+    assert watched.returncode == plain.returncode
+    if plain.stderr.strip():
+        assert plain.stderr.strip().splitlines()[-1] in watched.stderr
+    assert "_command_run.py" not in watched.stderr or "KeyboardInterrupt" in watched.stderr
+
+
+def test_an_exception_hook_of_the_script_is_called(tmp_path):
+    """A script that shows its exceptions itself still does, and the report is not lost."""
+    body = "sys.excepthook = lambda kind, error, place: print('mine', kind.__name__)\n"
+    body += "net[0].weight.data.fill_(3e38)\nnet(x)\n"
+    done = run(script(tmp_path, body), cwd=tmp_path)
+    assert done.returncode == 3
+    assert done.stdout == "mine NonFiniteError\n"
+    assert "inf first seen in `output` of 0 (Linear)" in done.stderr
+
+
+def test_warnings_and_records_leave_the_status_alone(tmp_path):
+    """With --on-nonfinite warn or record, or an error that the script catches, its own status counts."""
+    body = "net[0].weight.data.fill_(3e38)\nnet(x)\nprint('end')\n"
+    caught = "net[0].weight.data.fill_(3e38)\ntry: net(x)\nexcept ValueError: sys.exit(5)\n"
+    for options, text, status in (
+        (["--on-nonfinite", "warn"], body, 0),
+        (["--on-nonfinite", "record"], body, 0),
+        ([], caught, 5),
+    ):
+        done = run(*options, script(tmp_path, text), cwd=tmp_path)
+        assert done.returncode == status
+        assert "What:  inf first seen in `output` of 0 (Linear)" in done.stderr
+        assert done.stdout == ("end\n" if text is body else "")
+
+
+def test_nothing_to_watch_is_said(tmp_path):
+    """An evaluation trains nothing: stderr says so and how to name the model; named, it is watched."""
+    name = script(
+        tmp_path, "net.eval()\nfor p in net.parameters(): p.requires_grad_(False)\nnet(x)\nnet(x)\n"
+    )
+    done = run("--json", "report.json", name, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "nothing was watched" in done.stderr
+    assert "Sequential" in done.stderr
+    assert "--model" in done.stderr
+    assert nanwatch.Report.from_json((tmp_path / "report.json").read_text()).frames == ()
+    done = run("--model", "Seq*", name, cwd=tmp_path)
+    assert "2 batches of Sequential: all that was read is finite" in done.stderr
+    assert "NANWATCH=0" in run("--model", "Seq*", name, cwd=tmp_path, NANWATCH="0").stderr
+
+
+def test_options_reach_the_watch(tmp_path):
+    """Options of `watch` do under `run` what they do there."""
+    name = script(tmp_path, "for _ in range(5): net(x)\nprint('end')\n")
+    done = run("--abort-after-batch", "2", name, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "stopped after batch 2" in done.stderr
+    done = run("--trace-batches", "1,3", name, cwd=tmp_path)
+    assert done.stdout.count("*** Starting batch number=") == 2
+    done = run(
+        "--json", "report.json", "--max-frames", "3", "--no-weights", "--include", "0", name, cwd=tmp_path
+    )
+    frames = nanwatch.Report.from_json((tmp_path / "report.json").read_text()).frames
+    assert [(frame.name, [record.role for record in frame.records]) for frame in frames] == [
+        ("0", ["input", "output"])
+    ] * 3
+    done = run("--trace", "run.parquet", name, cwd=tmp_path)
+    assert nanwatch.Trace.open(tmp_path / "run.parquet").batches == tuple(range(5)), done.stderr
+
+
+def test_two_models_are_two_watches(tmp_path):
+    """Each of two models is watched by itself, and the report is of the one that failed."""
+    body = "other = nn.Sequential(nn.Identity(), nn.Linear(2, 2))\nother[1].weight.data.fill_(3e38)\nnet(x)\nother(x)\n"
+    done = run("--json", "report.json", script(tmp_path, body), cwd=tmp_path)
+    assert done.returncode == 3
+    finding = nanwatch.Report.from_json((tmp_path / "report.json").read_text()).finding
+    assert finding is not None
+    assert finding.module == "1"
+    assert "1 batch of Sequential: all that was read is finite" in done.stderr
+
+
+def test_bad_use(tmp_path, capsys):
+    """Status 2 and one line on stderr, before the script runs."""
+    name = script(tmp_path, "print('ran')\n")
+    for arguments, expected in [
+        (["nosuch.py"], "there is no script 'nosuch.py'"),
+        (["--every", "0", str(tmp_path / name)], "every should be at least 1, got 0"),
+        (["--json", str(tmp_path / "no" / "file.json"), str(tmp_path / name)], "No such file"),
+        (["--output-dir", str(tmp_path / name), str(tmp_path / name)], "output_dir should be a folder"),
+    ]:
+        assert command.main(["run", *arguments]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert expected in err
+    for arguments in ([], ["--evry", "2", "x.py"], ["--trace-batches", "one", "x.py"]):
+        with pytest.raises(SystemExit) as stopped:
+            command.main(["run", *arguments])
+        assert stopped.value.code == 2
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["run", "--help"])
+    assert stopped.value.code == 0
+    assert "examples:" in capsys.readouterr().out
+
+
+def in_process(tmp_path, body, *options):
+    """The exit status of a script that is run in this process."""
+    return command.main(["run", *options, str(tmp_path / script(tmp_path, body))])
+
+
+def test_a_model_is_watched_in_its_evaluation_before_its_training(tmp_path, capsys):
+    """In evaluation mode under no_grad, known by its optimizer: a nan there is found."""
+    body = "opt = torch.optim.SGD(net.parameters(), 0.1)\nnet[0].weight.data.fill_(float('nan'))\n"
+    body += "net.eval()\nwith torch.no_grad(): net(x)\n"
+    assert in_process(tmp_path, body) == 3
+    assert "1 batch of Sequential: nan first seen in `weight` of 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--include", "encoder.*"), "include pattern 'encoder.*' matches no module"),
+        (("--allow-inf", "1"), "allow_inf pattern '1' matches no module"),
+        (("--exclude", "*"), "leave no module to watch"),
+        (("--model", "Nowhere*"), "--model 'Nowhere*' matches the class of no module"),
+    ],
+)
+def test_what_matches_nothing_ends_the_run_at_the_first_call(tmp_path, capsys, options, expected):
+    """Status 2 and a line that names the candidates, though the script catches exceptions."""
+    body = "print('begins')\ntry: net(x)\nexcept Exception: pass\nprint('hours later')\n"
+    assert in_process(tmp_path, body, *options) == 2
+    out, err = capsys.readouterr()
+    assert out == "begins\n"
+    assert expected in err
+    # Of --model the classes of all living models, here those of other tests too, of which eight are shown.
+    assert ("the models are" if "--model" in options else "Sequential") in err
+    assert "finite" not in err
+    assert err.count("nanwatch run:") == 1
+
+
+def test_a_later_model_need_not_match(tmp_path, capsys):
+    """A pattern for the first model of a program costs a second one its watch, and a line, not the run."""
+    body = "net(x)\nnn.Linear(2, 2)(x)\nprint('end')\n"
+    assert in_process(tmp_path, body, "--include", "0") == 0
+    out, err = capsys.readouterr()
+    assert out == "end\n"
+    assert "Linear is not watched: include pattern '0' matches no module" in err
+    assert "1 batch of Sequential: all that was read is finite" in err
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("", "nothing was watched: no call of a module was seen"),
+        ("nn.MSELoss()(x, x)\n", "no module with parameters to train was called, only such as MSELoss;"),
+        ("torch.jit.trace(net, x)(x)\n", "3 batches of Sequential: all that was read is finite"),
+        ("torch.jit.script(net)(x)\n", "nothing was watched: RecursiveScriptModule cannot be"),
+        (
+            "nets = [nn.Linear(2, 2) for _ in range(9)]\nfor one in nets: one(x)\n",
+            "8 models were found; those",
+        ),
+    ],
+)
+def test_the_closing_lines_are_true(tmp_path, capsys, body, expected):
+    """One for each way in which a run may end without a failure."""
+    assert in_process(tmp_path, body) == 0
+    assert expected in capsys.readouterr().err
+
+
+def test_a_search_that_failed_is_told(tmp_path, capsys, monkeypatch):
+    """Not as if no module had been called."""
+    monkeypatch.setattr(_command_run, "watch", lambda *_, **__: 1 / 0)
+    with pytest.warns(RuntimeWarning, match="looks for no more models"):
+        assert in_process(tmp_path, "net(x)\n") == 0
+    assert "the search for models ended by ZeroDivisionError" in capsys.readouterr().err
+
+
+class Ended:
+    """A watch whose latest batch an exception has ended."""
+
+    batch, counters, _ended_by_exception = 3, {"tensors": 7}, True
+
+
+def test_an_exception_in_a_watched_call_is_told_in_the_closing_line():
+    """Not that all was finite: what the call computed last nobody has read."""
+    line = _command_run._line("Net", Ended(), nanwatch.Report((), None, 3, 0))
+    assert line.startswith("4 batches of Net, the last ended by an exception")
+    assert "finite" not in line
+
+
+OWN_CHECK = """
+def check(module, args, output):
+    if not torch.isfinite(output).all(): raise ValueError("nan, says the script")
+net[0].register_forward_hook(check)
+"""
+
+
+@pytest.mark.parametrize(("value", "status"), [("3e38", 3), ("1", 1)])
+def test_a_check_of_the_scripts_own(tmp_path, capsys, value, status):
+    """It raises before nanwatch has a frame: status 3, one report. Another error in a call: no word of finite."""
+    body = f"{OWN_CHECK}net(x)\nnet[0].weight.data.fill_({value})\nnet(x)\nnet(x[:, :1])\n"
+    report_file = tmp_path / "report.json"
+    assert in_process(tmp_path, body, "--json", str(report_file)) == status
+    err = capsys.readouterr().err
+    finding = nanwatch.Report.from_json(report_file.read_text()).finding
+    assert (finding is not None) == (status == 3)
+    assert err.count("What:  inf first seen in `output` of 0 (Linear)") == (1 if finding else 0)
+    assert ("batches of Sequential, the last ended by an exception" in err) == (status == 1)
+    assert "all that was read is finite" not in err
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes are of Python 3.11 and later")
+def test_a_report_that_a_note_has_is_not_printed_again(tmp_path, capsys):
+    """The interpreter prints the notes of an exception."""
+    body = "net[0].weight.data.fill_(3e38)\nnet(x)\nerror = LookupError('mine')\n"
+    note = "error.add_note('nanwatch: inf first seen in `output` of 0 (Linear) in batch 0')\n"
+    for more, count in ((note, 0), ("", 1)):
+        assert in_process(tmp_path, f"{body}{more}raise error\n", "--on-nonfinite", "record") == 1
+        assert capsys.readouterr().err.count("What:  inf first seen") == count
+
+
+ENDINGS = {
+    "end": "",
+    "exit": "sys.exit(0)\n",
+    "exit status": "sys.exit(7)\n",
+    "exception": "raise LookupError('mine')\n",
+    "Ctrl-C": "raise KeyboardInterrupt\n",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("finding", [True, False])
+def test_an_error_that_comes_out_at_the_end(tmp_path, capsys, monkeypatch, ending, finding):
+    """A row of a device that came last, with two models watched: status 3, one whole document, both left alone."""
+    plain = nanwatch.Watch.stop
+    stopped = []
+
+    def stop(watch):
+        plain(watch)
+        if watch.batch is not None:  # not that which tries the options
+            stopped.append(watch)
+        if len(stopped) == 1:
+            report = watch.report()
+            raise nanwatch.NonFiniteError(report) if finding else RuntimeError("the device is gone")
+
+    monkeypatch.setattr(nanwatch.Watch, "stop", stop)
+    body = "other = nn.Sequential(nn.Linear(2, 2))\nnet(x)\nother(x)\n"
+    body += ENDINGS[ending]
+    report_file = tmp_path / "report.json"
+    usual = {"end": 0, "exception": 1}
+    if finding or ending in usual:
+        status = in_process(tmp_path, body, "--json", str(report_file))
+        assert status == (3 if finding else usual[ending])
+    else:
+        with pytest.raises(KeyboardInterrupt if ending == "Ctrl-C" else SystemExit) as left:
+            in_process(tmp_path, body, "--json", str(report_file))
+        assert getattr(left.value, "code", None) == {"exit": 0, "exit status": 7, "Ctrl-C": None}[ending]
+    assert [repr(watch).partition(": ")[2] for watch in stopped] == ["1 batch, stopped>"] * 2
+    assert len(nanwatch.Report.from_json(report_file.read_text()).frames) == 2
+    err = capsys.readouterr().err
+    assert ("NonFiniteError" if finding else "the device is gone") in err
+    assert err.count("1 batch of Sequential") == 2
+
+
+def test_a_held_gradient_is_in_the_document_and_the_lines(tmp_path, capsys):
+    """A bad gradient that no step was about to take: the status is the script's, the report has it."""
+    body = "net(x).sum().mul(float('inf')).backward()\n"
+    report_file = tmp_path / "report.json"
+    in_process(tmp_path, body, "--gradients", "--json", str(report_file))
+    finding = nanwatch.Report.from_json(report_file.read_text()).finding
+    assert finding is not None
+    assert finding.phase == "backward"
+    assert "in the backward" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "try: net(x)\nexcept ValueError as error: raise RuntimeError('training failed') from error\n",
+        "import threading\none = threading.Thread(target=net, args=(x,))\none.start()\none.join()\n",
+        "sys.excepthook = lambda *_: sys.exit(7)\nnet(x)\n",
+    ],
+    ids=["wrapped", "thread", "hook that exits"],
+)
+def test_an_error_that_nobody_caught_is_status_3(tmp_path, capsys, body, monkeypatch):
+    """Wrapped in another one, in a thread, or shown by a hook of the script's own."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    assert in_process(tmp_path, "net[0].weight.data.fill_(3e38)\n" + body) == 3
+    assert "What:  inf first seen in `output` of 0 (Linear)" in capsys.readouterr().err
+    assert threading.excepthook is threading.__excepthook__
+
+
+def test_a_script_that_changes_its_folder(tmp_path, monkeypatch):
+    """Files are written where they were when the run began; a forked child writes none."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    body = "import os\nnet[0].weight.data.fill_(3e38)\nos.chdir('elsewhere')\n"
+    body += "if (child := os.fork()) == 0:\n    sys.exit(0)\nassert os.waitpid(child, 0)[1] == 0\n"
+    body += "assert not os.path.getsize('../report.json')\nnet(x)\n"
+    script(tmp_path, body)
+    try:
+        status = command.main(["run", "--json", "report.json", "--output-dir", "found", "script.py"])
+    except SystemExit:  # the child
+        os._exit(0)
+    assert status == 3
+    assert {one.name for one in tmp_path.iterdir()} >= {"report.json", "found"}
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_every_option_of_watch_has_a_flag():
+    """An option that `watch` has and `run` has not is noticed here; objects have no spelling on a command line."""
+    flags = {action.dest: action for action in run_parser()._actions}
+    assert tuple(flags["check"].choices) == get_args(nanwatch.session.options.Check)
+    assert not any("nanwatch.watch" in (one.help or "") for one in flags.values())
+    options = {
+        name
+        for name, one in inspect.signature(nanwatch.watch).parameters.items()
+        if one.kind is one.KEYWORD_ONLY and not name.startswith("_")
+    }
+    assert options - set(flags) == {"enabled", "optimizer", "scaler"}
+
+
+def test_other_processes_of_torchrun_have_files_of_their_own(monkeypatch):
+    """--json names one file; a rank other than 0 puts its number in."""
+    assert _command_run._of_this_rank("a/report.json") == Path("a/report.json").absolute()
+    monkeypatch.setenv("RANK", "3")
+    assert _command_run._of_this_rank("a/report.json") == Path("a/report-rank-3.json").absolute()

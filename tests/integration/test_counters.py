@@ -1,0 +1,129 @@
+"""How much a forward and a training step read, derived from the tensors themselves and not from the machine."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch.numerics import _extension
+from nanwatch.recording.walk import call_leaves, leaves
+from nanwatch.session.watch import Watch, watch
+from support.architectures import built, inputs_of
+
+pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder reads everything")
+NAMES = ["gpt2", "mt5", "llama", "vit", "resnet"]
+
+
+def watched(name: str) -> tuple[nn.Module, Watch]:
+    """The model in evaluation, and a watch that rereads no weight by age."""
+    model = copy.deepcopy(built(name)).eval()
+    return model, watch(model, reread_weights=10**6, _verify_hits=True)
+
+
+def gained(w: Watch, before: dict[str, int]) -> dict[str, int]:
+    """What was added to each counter since."""
+    return {key: count - before[key] for key, count in w.counters.items()}
+
+
+def size_of(x: Tensor) -> int:
+    """The bytes of its elements."""
+    return x.numel() * x.element_size()
+
+
+def bytes_of(tensors: list[Tensor]) -> int:
+    """The bytes of all of them."""
+    return sum(map(size_of, tensors))
+
+
+def passing(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Of one forward: the distinct tensors that go in and out of modules, and those that the model returns.
+
+    Held until the end, so that no address comes twice. The same part of the same storage at the same version is the
+    same tensor, whatever its shape.
+    """
+    found: dict[Any, Tensor] = {}
+    returned: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        returned[:] = [x for _, x in leaves(output, "output") if isinstance(x, Tensor)]
+        given = [x for _, x in call_leaves(args, kwargs) if isinstance(x, Tensor)]
+        # What the model itself returns is read in any case.
+        for x in given if module is model else given + returned:
+            layout = () if x.is_contiguous() else (x.shape, x.stride())
+            key = (x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.numel(), layout, x._version)
+            found.setdefault(key, x)
+
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
+    with torch.no_grad():
+        model(**inputs)
+    for handle in handles:
+        handle.remove()
+    weights = {x.untyped_storage()._cdata for x in [*model.parameters(), *model.buffers()]}
+    return [x for x in found.values() if x.untyped_storage()._cdata not in weights], returned
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_forward_reads_each_activation_once(name: str) -> None:
+    """No weight is read again: the tensors read are the distinct ones that pass between modules, and the outputs."""
+    model, w = watched(name)
+    inputs = inputs_of(name, 0)
+    with torch.no_grad():
+        model(**inputs)
+        before = w.counters
+        model(**inputs)
+    gain = gained(w, before)
+    w.stop()
+    distinct, returned = passing(model, inputs)
+    assert gain["stale_hits"] == 0
+    assert gain["tensors_read"] + gain["cache_hits"] == gain["tensors"]
+    # Now and then two tensors share a place in the cache, by their addresses, and one is read once more.
+    assert 0 <= gain["tensors_read"] - len(distinct) - len(returned) <= 10
+    assert (
+        0 <= gain["bytes_read"] - bytes_of(distinct) - bytes_of(returned) <= 10 * max(map(size_of, distinct))
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_an_optimizer_step_each_weight_is_read_once(name: str) -> None:
+    """A forward after a step reads what a second forward reads, and the weights of the modules that are called."""
+    model, w = watched(name)
+    inputs = inputs_of(name, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    called: set[nn.Module] = set()
+    handles = [module.register_forward_hook(lambda m, *_: called.add(m)) for module in model.modules()]
+    with torch.no_grad():
+        model(**inputs)
+        before = w.counters
+        model(**inputs)
+        second, before = gained(w, before), w.counters
+        optimizer.step()
+        model(**inputs)
+        after = gained(w, before)
+    w.stop()
+    for handle in handles:
+        handle.remove()
+    weights = {id(x): x for module in called for x in module.parameters(recurse=False)}
+    weights |= {id(x): x for module in called for x in module.buffers(recurse=False) if x.is_floating_point()}
+    assert after["stale_hits"] == 0
+    # Either forward may read a few activations once more, see above.
+    assert abs(after["tensors_read"] - second["tensors_read"] - len(weights)) <= 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_training_step_has_no_stale_hit(name: str) -> None:
+    """Five steps with a fused optimizer, every cache hit read again and compared."""
+    model, w = watched(name)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    for step in range(5):
+        output = model(**inputs_of(name, step))
+        (output.loss if getattr(output, "loss", None) is not None else output.logits.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert w.counters["cache_hits"] > 0
+    assert w.counters["stale_hits"] == 0
+    w.stop()

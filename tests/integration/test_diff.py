@@ -1,0 +1,426 @@
+"""Differences between traces: the module that was changed is the module that is named."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Sequence
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nanwatch.report.frame import FrameRows
+from nanwatch.report.record import Row
+from nanwatch.session.watch import watch
+from nanwatch.trace import trace
+from nanwatch.trace.comparison import diff
+from nanwatch.trace.difference import Difference
+from nanwatch.trace.trace_file import Trace
+from support.architectures import built, inputs_of
+from support.html_page import HOSTILE, Page
+from support.toys import Scale, mlp
+
+parquet = pytest.importorskip("pyarrow.parquet")
+
+FACTS = {"version": 1, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
+
+
+def run(path: Path, model: nn.Module, *inputs: Any, **options: Any) -> Trace:
+    """The trace of one call for each of the inputs."""
+    with watch(model, trace=path, on_nonfinite="record", **options), torch.no_grad():
+        for one in inputs:
+            model(**one) if isinstance(one, dict) else model(one)
+    return Trace.open(path)
+
+
+def row(label: str = "output", low: float | None = 0.5, high: float | None = 1.0, **changes: Any) -> Row:
+    read = low is not None
+    finite = None if not read else high not in (inf,) and high == high
+    made = {
+        "role": label.partition("[")[0],
+        "shape": (2,),
+        "dtype": "float32",
+        "note": "" if read else "None",
+    }
+    made |= changes
+    return label, made["role"], made["shape"], made["dtype"], low, high, finite, None, made["note"]
+
+
+def written(path: Path, *frames: FrameRows) -> Trace:
+    """A trace of these frames."""
+    table = trace.Tabulator(0).table(frames)
+    parquet.write_table(table.replace_schema_metadata(trace.schema(FACTS).metadata), path)
+    return Trace.open(path)
+
+
+def one(path: Path, *rows: Row, name: str = "m", kind: str = "M") -> Trace:
+    """A trace of one frame."""
+    return written(path, FrameRows(0, name, kind, list(rows)))
+
+
+# Which module was changed
+
+
+def scaled(module: nn.Module) -> None:
+    weight = max(module.parameters(recurse=False), key=lambda x: x.ndim)
+    with torch.no_grad():
+        weight.mul_(1.7)
+
+
+def cast(module: nn.Module) -> None:
+    """float64 inside, as if run in another precision."""
+    module.double()
+    module.register_forward_pre_hook(lambda _, args: tuple(x.double() for x in args))
+    module.register_forward_hook(lambda _, args, output: output.float())
+
+
+def swapped(module: nn.Module) -> None:
+    """Another activation in its place."""
+    module.forward = lambda x: torch.relu(x) + 0.25  # type: ignore[method-assign]
+
+
+Change = Callable[[nn.Module], None]
+
+
+def candidates(model: nn.Module) -> list[tuple[str, Change]]:
+    """Changes that can be made, each with the name of the module."""
+    found: list[tuple[str, Change]] = []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        own = [x for x in module.parameters(recurse=False) if x.ndim > 1]
+        if own:
+            found.append((name, scaled))
+        if kind in ("Linear", "Conv1D"):
+            found.append((name, cast))
+        if "GELU" in kind or kind == "ReLU":
+            found.append((name, swapped))
+    return found
+
+
+def in_half(model: nn.Module, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """Both in float16."""
+    numbers = {name: x.half() for name, x in inputs.items() if torch.is_tensor(x) and x.is_floating_point()}
+    return copy.deepcopy(model).half(), inputs | numbers
+
+
+def compiled(path: Path, model: nn.Module, inputs: dict[str, Any]) -> Trace:
+    """The trace of a call of the compiled model."""
+    torch._dynamo.reset()
+    try:
+        with watch(model, trace=path, on_nonfinite="record"), torch.no_grad():
+            torch.compile(model, backend="aot_eager")(**inputs)
+    finally:
+        torch._dynamo.reset()
+    return Trace.open(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["runs", "precisions", "eager and compiled", "batches"])
+def test_twenty_random_changes_are_all_named(tmp_path: Path, way: str) -> None:
+    """On GPT-2, T5, Llama and ResNet: whichever module is changed, and however, is where the traces first part.
+
+    Of two runs; of one in float32 and, changed, in float16; of one in the interpreter and, changed, in compiled code;
+    of two batches, with the change between them.
+    """
+    rng = random.Random(way)
+    for number in range(20):
+        name = ("gpt2", "t5", "llama", "resnet")[number % 4]
+        model = copy.deepcopy(built(name)).eval()
+        inputs, more = inputs_of(name, number), inputs_of(name, number + 1)
+        before = run(tmp_path / f"{number}a.parquet", model, inputs, more)
+        # A module that nobody calls has no frame.
+        called = {frame.name for frame in before.frames(0)}
+        possible = [one for one in candidates(model) if one[0] in called]
+        if way == "precisions":  # a dtype inside would be one difference among many
+            possible = [one for one in possible if one[1] is not cast]
+        changed, change = rng.choice(possible)
+        path = tmp_path / f"{number}b.parquet"
+        if way == "batches":
+            with watch(model, trace=path), torch.no_grad():
+                model(**inputs)
+                change(model.get_submodule(changed))
+                model(**inputs)
+            found = diff(path, batches=(0, 1))
+        else:
+            change(model.get_submodule(changed))
+            if way == "runs":
+                found = diff(before, run(path, model, inputs, more))
+            elif way == "precisions":
+                found = diff(before, run(path, *in_half(model, inputs)), rtol=0.02, ignore=["dtype"])
+            else:
+                found = diff(before, compiled(path, model, inputs))
+        assert found.first is not None, (number, name, changed)
+        assert found.first.module == changed, (number, name, change, found.to_text())
+
+
+@pytest.mark.parametrize("change", [scaled, cast])
+def test_a_changed_module_is_named(tmp_path: Path, change: Change) -> None:
+    """The same in short, on a small model."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    before = run(tmp_path / "a.parquet", model, x, x)
+    change(model[2])
+    found = diff(before, run(tmp_path / "b.parquet", model, x, x))
+    assert found.first is not None
+    assert (found.first.batch, found.first.module, found.first.label) == (0, "2", "weight")
+    assert found.first.kind == ("range" if change is scaled else "dtype")
+
+
+def test_a_module_swapped_for_another_is_named_with_both_classes(tmp_path: Path) -> None:
+    """GELU in A and ReLU in B."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    before = run(tmp_path / "a.parquet", model, x)
+    model[1] = nn.ReLU()
+    found = diff(before, run(tmp_path / "b.parquet", model, x))
+    assert found.first is not None
+    assert (found.first.module, found.first.class_name, found.first.class_b) == ("1", "GELU", "ReLU")
+    assert "in B 1 (ReLU)" in found.to_text()
+
+
+def test_an_inserted_module_is_no_difference_and_is_listed(tmp_path: Path) -> None:
+    """An Identity in the middle of a Sequential renames what follows; all ranges agree."""
+    model = mlp()
+    x = torch.randn(3, 3)
+    before = run(tmp_path / "a.parquet", model, x)
+    longer = nn.Sequential(model[0], nn.Identity(), model[1], model[2])
+    found = diff(before, run(tmp_path / "b.parquet", longer, x))
+    assert not found.differs
+    assert found.only_a == ()
+    assert found.only_b == (("1", 2),)
+    assert "only in B: 1 (2 records)" in found.to_text()
+    assert found.num_records == Trace.open(before.path).table(["batch"]).num_rows
+
+
+def test_the_eager_backend_makes_no_difference(tmp_path: Path) -> None:
+    """A model under torch.compile(backend="eager") is aligned and equal, whatever wrappers are in the names."""
+    torch._dynamo.reset()
+    model = nn.Sequential(mlp(), nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2), nn.GELU()))
+    x = torch.randn(4, 3)
+    before = run(tmp_path / "a.parquet", model, x, x)
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = model
+
+        def forward(self, x: Any) -> Any:
+            return self.module(x)
+
+    wrapped = Wrapper()
+    with watch(wrapped, trace=tmp_path / "b.parquet"), torch.no_grad():
+        compiled = torch.compile(wrapped, backend="eager")
+        compiled(x)
+        compiled(x)
+    found = diff(before, tmp_path / "b.parquet")
+    assert not found.differs, found.to_text()
+    assert found.num_records == before.table(["batch"]).num_rows
+
+
+def test_half_precision_is_dtype_first_and_range_where_it_matters(tmp_path: Path) -> None:
+    """float32 against float16: dtype differs from the first weight on, and finiteness where it overflows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Scale(1e3), Scale(1e3), nn.Linear(8, 2))
+    x = torch.randn(4, 8)
+    full = run(tmp_path / "a.parquet", model, x)
+    half = run(tmp_path / "b.parquet", copy.deepcopy(model).half(), x.half())
+    found = diff(full, half, rtol=0.02)
+    kinds = {place.kind: place for place in found.firsts}
+    assert found.first is not None
+    assert (found.first.module, found.first.label, found.first.kind) == ("0", "weight", "dtype")
+    assert (kinds["isfinite"].module, kinds["isfinite"].label) == ("2", "output")
+    numbers = diff(full, half, rtol=0.02, ignore=["dtype"])
+    assert numbers.first == kinds["isfinite"]
+    assert "finite against inf" in numbers.to_text()
+
+
+def test_two_batches_of_one_trace(tmp_path: Path) -> None:
+    """Batch 1 against batch 3 of a run in which a weight grew between them."""
+    model = mlp()
+    with watch(model, trace=tmp_path / "run.parquet"):
+        for batch in range(4):
+            model(torch.ones(2, 3))
+            if batch == 2:
+                with torch.no_grad():
+                    model[2].weight.mul_(3)
+    path = tmp_path / "run.parquet"
+    assert not diff(path, batches=(0, 1)).differs
+    found = diff(path, batches=(1, 3))
+    assert found.first is not None
+    assert (found.first.batch, found.first.batch_b, found.first.module) == (1, 3, "2")
+    assert found.first.label == "weight"
+    assert found.grew[0].factor == pytest.approx(3)
+    assert found.a.endswith("run.parquet batch 1")
+
+
+# What is apart
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "what"),
+    [
+        (row(high=1.0), row(high=1.0), None),
+        (row(high=1.0), row(high=1.0005), None),
+        (row(high=1.0), row(high=1.002), "abs_max 1 against 1.002"),
+        (row(low=0.5), row(low=0.4), "abs_min 0.5 against 0.4"),
+        (row(low=1e-8), row(low=3e-8), None),  # rounding of what was near 1
+        (row(low=1e-8, high=1e-7), row(low=3e-8, high=1e-7), "abs_min 1e-08 against 3e-08"),
+        (row(low=1e-3, dtype="float16"), row(low=0.0, dtype="float16"), None),
+        (row(high=1.0), row(high=inf), "finite against inf"),
+        (row(low=nan, high=nan), row(high=inf), "nan against inf"),
+        (row(low=nan, high=nan), row(low=nan, high=nan), None),
+        (row(high=inf), row(high=inf), None),
+        (row(), row(shape=(3,)), "shape [2] against [3]"),
+        (row(), row(dtype="float16"), "dtype float32 against float16"),
+        (row(), row(high=inf, shape=(3,)), "finite against inf"),
+        (row(low=None, high=None), row(), None),
+        (row(low=0.0, high=0.0), row(low=0.0, high=0.0), None),
+        (row(low=inf, high=0.0), row(low=inf, high=0.0), None),  # an empty tensor
+        (row(dtype="int64", low=7.0, high=9.0), row(dtype="int64", low=8.0, high=9.0), "abs_min 7 against 8"),
+    ],
+)
+def test_two_records(tmp_path: Path, a: Row, b: Row, what: str | None) -> None:
+    """One record on each side: equal, or apart in these words."""
+    found = diff(one(tmp_path / "a.parquet", a), one(tmp_path / "b.parquet", b))
+    if what is None:
+        assert found.first is None
+    else:
+        assert found.first is not None
+        assert found.first.what.startswith(what)
+
+
+def test_what_grew_is_sorted_and_leaves_out_inputs_zeros_and_nan(tmp_path: Path) -> None:
+    """By the factor, each record once, in the batch where it is largest."""
+
+    def frames(*factors: float) -> list[FrameRows]:
+        made = []
+        for batch, factor in enumerate(factors):
+            rows = [
+                row("input[0]", high=factor * 9),
+                row("output", high=factor),
+                row("weight", high=1 + factor / 10),
+                row("output[1]", low=0.0, high=0.0 if factor == 1 else 1.0),
+                row("output[2]", high=1.0 if factor == 1 else nan, low=1.0 if factor == 1 else nan),
+            ]
+            made.append(FrameRows(batch, "m", "M", rows))
+        return made
+
+    a = written(tmp_path / "a.parquet", *frames(1, 1, 1))
+    b = written(tmp_path / "b.parquet", *frames(2, 8, 4))
+    found = diff(a, b)
+    assert [(g.label, g.batch, round(g.factor, 6)) for g in found.grew] == [
+        ("output", 1, 8.0),
+        ("weight", 1, round(1.8 / 1.1, 6)),
+    ]
+    assert diff(b, a).grew == ()
+    numbers = json.loads(found.to_json())["grew"][0]
+    assert numbers == {"batch": 1, "module": "m", "label": "output", "abs_max": [1.0, 8.0], "factor": 8.0}
+
+
+def test_a_factor_beyond_all_numbers_is_json(tmp_path: Path) -> None:
+    """From 1e-300 to 1e300 in float64."""
+    a = one(tmp_path / "a.parquet", row(low=0.0, high=1e-300, dtype="float64"))
+    b = one(tmp_path / "b.parquet", row(low=0.0, high=1e300, dtype="float64"))
+    assert json.loads(diff(a, b).to_json())["grew"][0]["factor"] == "inf"
+
+
+def test_calls_of_threads_that_stand_in_turns_are_sorted(tmp_path: Path) -> None:
+    """Two batches interleaved in the file are compared call by call."""
+
+    def frame(batch: int, name: str, high: float = 1.0) -> FrameRows:
+        return FrameRows(batch, name, "M", [row(high=high)])
+
+    a = written(tmp_path / "a.parquet", frame(0, "x"), frame(0, "y"), frame(1, "x"), frame(1, "y"))
+    b = written(tmp_path / "b.parquet", frame(1, "x"), frame(0, "x"), frame(1, "y", 3.0), frame(0, "y"))
+    found = diff(a, b)
+    assert found.num_records == 4
+    assert found.first is not None
+    assert (found.first.batch, found.first.module) == (1, "y")
+
+
+# What cannot be compared
+
+
+def test_bad_use_is_named(tmp_path: Path) -> None:
+    """Each error says what came and what is accepted."""
+    a = one(tmp_path / "a.parquet", row())
+    later = written(tmp_path / "b.parquet", FrameRows(5, "m", "M", [row()]))
+    other = one(tmp_path / "c.parquet", row(), name="x", kind="X")
+    for wrong, words in (
+        (lambda: diff(a), "one trace alone"),
+        (lambda: diff(a, a, rtol=-1), "rtol should be at least 0 and below 1, got -1"),
+        (lambda: diff(a, a, rtol=nan), "rtol should be"),
+        (lambda: diff(a, a, ignore=["values"]), "some of isfinite, shape, dtype, range, got 'values'"),  # type: ignore[list-item]
+        (lambda: diff(a, batches=(0, 3)), "no batch 3; it has batch 0"),
+        (lambda: diff(a, later), "no batch is in both"),
+        (lambda: diff(a, other), "no call of a module in common"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            wrong()
+    assert not diff(a, later, batches=(0, 5)).differs
+
+
+def test_batches_of_one_side_are_told_and_not_compared(tmp_path: Path) -> None:
+    """A run that went on for longer agrees as far as both go."""
+    model = mlp()
+    x = torch.ones(2, 3)
+    a = run(tmp_path / "a.parquet", model, x)
+    b = run(tmp_path / "b.parquet", model, x, x * 2, x)
+    found = diff(a, b)
+    assert not found.differs
+    assert "2 batches are in" in found.to_text()
+
+
+# The page
+
+
+def page_of(found: Difference) -> Page:
+    page = Page(found.to_html())
+    assert page.unbalanced == []
+    return page
+
+
+def test_the_page_has_two_lines_for_each_module(tmp_path: Path) -> None:
+    """Its data has, for what parts and what grew, A and B over the batches, and every output of the batch."""
+    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
+    model = mlp()
+    x = torch.ones(2, 3)
+    a = run(tmp_path / "a.parquet", model, x, x)
+    scaled(model[0])
+    found = diff(a, run(tmp_path / "b.parquet", model, x, x))
+    page = page_of(found)
+    data = json.loads(page.scripts["data"])
+    assert data["calls"]["x"] == ["0 output", "1 output", "2 output", "(root) output"]
+    first = data["series"][0]
+    assert (first["name"], first["x"]) == ("0 weight", [0, 1])
+    assert first["b"] == pytest.approx([1.7 * value for value in first["a"]])
+    assert "They part at weight of 0" in page.text
+
+
+def test_hostile_names_stay_names(tmp_path: Path) -> None:
+    """Names that are markup, script or templates are text in the page, and its only scripts are its own."""
+    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
+
+    def frames(factor: float) -> Sequence[FrameRows]:
+        return [
+            FrameRows(batch, name, name, [row(high=factor), ("x" + name, *row("weight", high=factor)[1:])])
+            for batch in range(2)
+            for name in HOSTILE
+        ]
+
+    a, b = written(tmp_path / "a.parquet", *frames(1)), written(tmp_path / "b.parquet", *frames(5))
+    page = page_of(diff(a, b))
+    assert {tag for tag, _ in page.tags} <= {
+        "html", "head", "meta", "title", "link", "style", "body", "header", "span", "main", "section", "h1", "h2", "dl",
+        "div", "dt", "dd", "code", "noscript", "p", "table", "thead", "tbody", "tr", "th", "td", "footer", "script",
+    }  # fmt: skip
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    assert set(page.scripts) == {"data", "packed-plotly", "own"}

@@ -1,0 +1,579 @@
+"""watch(gradients=True): what is seen of a backward, against torch.autograd.grad on graphs made at random."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nanwatch.report.report import Report
+from nanwatch.session.watch import Watch
+from support.gradient_models import Length, Net, Spoiling, backward_frames, dead, failing_backward, loss_of
+from support.recorders import RECORDERS, WITH_DEVICE, available, watched
+from support.toys import mlp
+
+Seen = tuple[str, str, tuple[int, ...], float, float]  # module, label, shape, abs_min, abs_max
+
+
+def seen(w: Watch) -> list[Seen]:
+    """All that is in them."""
+    return [
+        (frame.name, record.label, record.shape, record.abs_min, record.abs_max)  # type: ignore[misc]
+        for frame in backward_frames(w)
+        for record in frame.records
+    ]
+
+
+# Random graphs
+
+
+def expected(model: Net, x: Tensor) -> tuple[Counter[Seen], Counter[Seen]]:
+    """The same by plain hooks of the forward and torch.autograd.grad: what must be seen, and what may be, too."""
+    calls: list[tuple[str, nn.Module, list[tuple[str, Tensor]]]] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                outputs = [("output", output)]
+            else:
+                items = output.items() if isinstance(output, dict) else enumerate(output)
+                outputs = [(f"output[{i}]", one) for i, one in items]
+            if all(one.is_leaf for _, one in outputs):
+                return
+            outputs = [(label, one) for label, one in outputs if not one.is_leaf]
+            edges = {(id(one.grad_fn), one.output_nr) for _, one in outputs}
+            inputs = [
+                (f"input[{i}]", one)
+                for i, one in enumerate(args)
+                if one.is_leaf or (id(one.grad_fn), one.output_nr) not in edges
+            ]
+            calls.append((name, module, [*inputs, *outputs]))
+
+        return hook
+
+    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
+    loss = loss_of(model(x))
+    for handle in handles:
+        handle.remove()
+    tensors = [one for _, _, found in calls for _, one in found if one.requires_grad]
+    weights = [(name, module, label, p) for name, module, label, p in own_weights(model) if p.requires_grad]
+    wanted = [*tensors, *(p for *_, p in weights)]
+    gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
+    by_id = {id(one): gradient for one, gradient in zip(wanted, gradients, strict=True)}
+    reached = [
+        (name, module, found)
+        for name, module, found in calls
+        if any(by_id.get(id(one)) is not None for label, one in found if label.startswith("output"))
+    ]
+    rows, loose = [], []
+    for name, _, found in reached:
+        behind = ancestors([one for label, one in found if label.startswith("output")])
+        for label, one in found:
+            if one.requires_grad and (gradient := by_id[id(one)]) is not None:
+                # What the outputs were not made from may have its gradient, from elsewhere, before the call is reached.
+                is_loose = label.startswith("input") and edge(one) not in behind
+                (loose if is_loose else rows).append(row(name, label, gradient))
+    called = {id(module) for _, module, _ in calls}
+    rows += [
+        row(name, label, by_id[id(p)])
+        for name, module, label, p in weights
+        if id(module) in called and by_id[id(p)] is not None
+    ]
+    return Counter(rows), Counter(loose)
+
+
+def edge(x: Tensor) -> Any:
+    """The node of the graph to which its gradient goes."""
+    return torch.autograd.graph.get_gradient_edge(x).node
+
+
+def ancestors(tensors: list[Tensor]) -> set[Any]:
+    """All nodes that the gradients of these lead to."""
+    left, found = [edge(x) for x in tensors if x.requires_grad], set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [following for following, _ in node.next_functions]
+    return found
+
+
+def own_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Every module's own parameters."""
+    for name, module in model.named_modules():
+        for label, p in module.named_parameters(recurse=False):
+            yield name, module, label, p
+
+
+def row(name: str, label: str, gradient: Tensor | None) -> Seen:
+    """What a record should hold."""
+    assert gradient is not None
+    magnitude = gradient.detach().abs()
+    return name, f"{label}.grad", tuple(gradient.shape), magnitude.min().item(), magnitude.max().item()
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), leaf=st.booleans())
+def test_the_gradients_are_those_of_autograd(seed: int, leaf: bool) -> None:
+    """Every gradient that exists has its record, with its range, and no other: both recorders, the same frames."""
+    model = Net(seed)
+    x = torch.randn(2, 4).requires_grad_(leaf)
+    required, allowed = expected(model, x)
+    found = {}
+    for recorder in [recorder for recorder in ("native", "python") if recorder in available()]:
+        with watched(model, recorder, gradients=True, max_frames=10_000, on_nonfinite="record") as w:
+            loss_of(model(x)).backward()
+            found[recorder] = backward_frames(w)
+            found_rows = Counter(seen(w))
+        assert required <= found_rows <= required + allowed
+        assert all(r.role == "gradient" for frame in found[recorder] for r in frame.records)
+    assert len({repr(frames) for frames in found.values()}) == 1
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), behind=st.booleans())
+def test_the_module_that_spoils_a_gradient_is_found(seed: int, behind: bool) -> None:
+    """One step spoils what goes through it: it produced the value, or its part received it, or both share a tensor."""
+    findings = {}
+    for recorder in available():
+        model = Net(seed)
+        model.steps[0] = Spoiling(model.steps[0], behind)
+        with watched(model, recorder, gradients=True, max_frames=10_000, on_nonfinite="record") as w:
+            loss_of(model(torch.randn(2, 4, requires_grad=True))).backward()
+            is_spoilt = any(r.isfinite is False for f in backward_frames(w) for r in f.records)
+            finding = w.report().finding
+        findings[recorder] = repr(finding)
+        assert is_spoilt == (finding is not None)
+        if finding is None:
+            continue
+        if finding.origin == "received":
+            assert finding.source_module == "steps.0"
+            assert finding.module.startswith("steps.0.")
+        else:
+            assert finding.module == "steps.0" or any("steps.0" in remark for remark in finding.remarks)
+    assert len(set(findings.values())) == 1
+
+
+# Order, batches, lifetimes
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_frame_is_made_when_its_last_gradient_has_come(recorder: str) -> None:
+    """Backward order: last module first, a parent after its children; its records in the order of their arrival."""
+    model = nn.Sequential(mlp(), nn.Tanh())
+    x = torch.randn(2, 3, requires_grad=True)
+    with watched(model, recorder, gradients=True, max_frames=100) as w:
+        model(x).sum().backward()
+        names = [frame.name for frame in backward_frames(w)]
+    assert names == ["1", "0.2", "0.1", "0.0", "0", ""]
+    assert [r.label for r in backward_frames(w)[1].records] == [
+        "output.grad",
+        "bias.grad",
+        "weight.grad",
+        "input[0].grad",
+    ]
+    assert {frame.class_name for frame in w.frames} == {"Sequential", "Tanh", "Linear", "ReLU"}
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_gradient_bears_the_batch_of_its_forward(recorder: str) -> None:
+    """Two forwards before their backwards, the later one first."""
+    model = mlp()
+    with watched(model, recorder, gradients=True, max_frames=100) as w:
+        first, second = model(torch.ones(1, 3)).sum(), model(torch.ones(1, 3)).sum()
+        second.backward()
+        first.backward()
+        batches = [(f.batch, f.name) for f in backward_frames(w)]
+    assert batches == [(b, name) for b in (1, 0) for name in ("2", "1", "0", "")]
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_every_backward_of_a_forward_has_frames(recorder: str) -> None:
+    """retain_graph, twice: the same frames twice, as only what comes is looked at, not what has accumulated."""
+    model = mlp()
+    with watched(model, recorder, gradients=True, max_frames=100) as w:
+        loss = model(torch.ones(1, 3)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        frames = backward_frames(w)
+    assert len(frames) == 8
+    assert frames[:4] == frames[4:]
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_autograd_grad_is_seen_as_backward_is(recorder: str) -> None:
+    """Gradients handed to the caller: of weights and of a leaf input, to the end of a double backward."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    x = torch.randn(4, 3, requires_grad=True)
+    with watched(model, recorder, gradients=True, max_frames=100) as w:
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        first = len(backward_frames(w))
+        penalty = grad.square().sum()
+        penalty.backward()
+        frames = backward_frames(w)
+    assert first == 3
+    by_label = {(f.name, r.label): r for f in frames[:3] for r in f.records}
+    assert by_label["", "input[0].grad"].abs_max == grad.abs().max().item()
+    assert ("0", "weight.grad") not in by_label
+    weights = [r.abs_max for f in frames[3:] for r in f.records if r.label == "weight.grad"]
+    assert weights == [model[0].weight.grad.abs().max().item()]
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_accumulation_shows_what_each_backward_adds(recorder: str) -> None:
+    """The records are of the gradients that come; param.grad is their sum, and is not touched."""
+    model = nn.Linear(2, 1, bias=False)
+    with watched(model, recorder, gradients=True, max_frames=100) as w:
+        for scale in (1.0, 2.0, 4.0):
+            model(torch.full((1, 2), scale)).sum().backward()
+        found = [r.abs_max for f in backward_frames(w) for r in f.records if r.label == "weight.grad"]
+    assert found == [1.0, 2.0, 4.0]
+    assert model.weight.grad.tolist() == [[7.0, 7.0]]
+
+
+class Checkpointed(nn.Module):
+    """Its middle part runs again in the backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(3, 3), mlp(), nn.Linear(2, 1)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.middle, self.first(x), use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_checkpointed_modules_have_their_gradients(recorder: str, reentrant: bool) -> None:
+    """Each weight's gradient once, as without checkpointing, whichever of the two runs built the graph."""
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant)
+    x = torch.randn(2, 3)
+    with watched(model, recorder, gradients=True, max_frames=100) as w:
+        model(x).sum().backward()
+        found = {(n, label): high for n, label, _, _, high in seen(w) if not label.startswith(("in", "out"))}
+        assert len(found) == sum(not one[1].startswith(("in", "out")) for one in seen(w))
+    assert found == {
+        (name.rpartition(".")[0], f"{name.rpartition('.')[2]}.grad"): p.grad.abs().max().item()
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_what_a_user_does_on_a_weight_leaves_the_watch_in_place(recorder: str) -> None:
+    """The first Python hook on a leaf throws out the others: at the next forward the watch is back."""
+    model = nn.Linear(2, 1, bias=False)
+    calls: list[float] = []
+    with watched(model, recorder, gradients=True, max_frames=100) as w:
+        model(torch.ones(1, 2)).sum().backward()
+        model.weight.register_hook(lambda g: calls.append(g.sum().item()))
+        model(torch.ones(1, 2)).sum().backward()
+        assert [label for _, label, *_ in seen(w)].count("weight.grad") == 2
+    model(torch.ones(1, 2)).sum().backward()
+    assert calls == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_hooks_keep_nothing_alive_and_do_nothing_after_the_end(recorder: str) -> None:
+    """Graph, activations and watch go when they would; a leaf is as it was, and later backwards are not seen."""
+    model = mlp()
+    w = watched(model, recorder, gradients=True)
+    x = torch.ones(1, 3, requires_grad=True)
+    hidden = model[0](x)
+    weak = weakref.ref(hidden)
+    loss = model[2](model[1](hidden)).sum()
+    del hidden
+    loss.backward()
+    del loss
+    gc.collect()
+    assert weak() is None
+    loss = model(x).sum()
+    w.stop()
+    frames = w.frames
+    loss.backward()
+    model(x).sum().backward()
+    assert w.frames == frames
+    assert all(not p._backward_hooks for p in model.parameters())
+    gone = weakref.ref(w)
+    del w
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_backward_that_raises_leaves_what_came_until_then(recorder: str) -> None:
+    """A user's hook raises: its error comes through, and the frames have the gradients before it."""
+    model = mlp()
+
+    def fails(gradient: Tensor) -> None:
+        raise LookupError("mine")
+
+    with watched(model, recorder, gradients=True, max_frames=100) as w:
+        hidden = model[1](model[0](torch.ones(1, 3)))
+        hidden.register_hook(fails)
+        with pytest.raises(LookupError, match="mine"):
+            model[2](hidden).sum().backward()
+        labels = [(f.name, [r.label for r in f.records]) for f in backward_frames(w)]
+    assert ("2", ["output.grad", "bias.grad", "weight.grad", "input[0].grad"][: len(labels[0][1])]) in labels
+    assert all(name != "0" for name, _ in labels)
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_threads_that_share_a_model_have_whole_backwards(recorder: str) -> None:
+    """Forwards and backwards of several threads run into each other: each call has one frame, and it is whole."""
+    model = mlp()
+    failures: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            for _ in range(50):
+                model(torch.ones(2, 3)).sum().backward()
+        except BaseException as error:
+            failures.append(error)
+
+    with watched(model, recorder, gradients=True, max_frames=10_000) as w:
+        threads = [threading.Thread(target=train) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        frames = backward_frames(w)
+    assert not failures
+    expected = {"": 1, "2": 4, "1": 2, "0": 3}
+    assert Counter((f.name, len(f.records)) for f in frames) == dict.fromkeys(expected.items(), 200)
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_only_what_is_asked_for_is_followed(recorder: str) -> None:
+    """include, every, weights=False and inputs=False say what of a backward is looked at, too."""
+    model = mlp()
+    with watched(model, recorder, gradients=True, include="2", every=2, weights=False, inputs=False) as w:
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+        assert [(f.batch, f.name, [r.label for r in f.records]) for f in backward_frames(w)] == [
+            (0, "2", ["output.grad"]),
+            (2, "2", ["output.grad"]),
+        ]
+    with watched(model, recorder) as w:
+        model(torch.ones(1, 3)).sum().backward()
+        assert backward_frames(w) == []
+
+
+def test_gradients_need_the_outputs() -> None:
+    """The graph is found from a call's outputs; without them the option says so."""
+    with pytest.raises(ValueError, match="leave outputs=True"):
+        watched(mlp(), "python", gradients=True, outputs=False)
+
+
+# torch.compile
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_a_compiled_model_trains_in_one_graph(recorder: str, backend: str) -> None:
+    """fullgraph=True, no second compilation; gradients of weights are seen, those of activations where they exist."""
+    torch._dynamo.reset()
+    model = mlp()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    x = torch.ones(2, 3)
+    with (
+        watched(model, recorder, gradients=True, max_frames=100) as w,
+        torch._dynamo.config.patch(error_on_recompile=True),
+    ):
+        for _ in range(3):
+            model.zero_grad()
+            compiled(x).sum().backward()
+        found = {(name, label): high for name, label, _, _, high in seen(w)}
+    for name, p in model.named_parameters():
+        assert found[name.split(".")[0], f"{name.split('.')[1]}.grad"] == p.grad.abs().max().item()
+    assert ("2", "output.grad") in found or backend == "aot_eager"
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_compiled_autograd_runs_as_without_a_watch(recorder: str) -> None:
+    """A backward that is compiled itself ends well, with the gradients that it should have."""
+    torch._dynamo.reset()
+    model = mlp()
+    with watched(model, recorder, gradients=True), torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: model(torch.ones(2, 3)).sum().backward(), backend="aot_eager")()
+    expected = copy.deepcopy(model)
+    expected.zero_grad()
+    expected(torch.ones(2, 3)).sum().backward()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    torch._dynamo.reset()
+
+
+# Findings
+
+
+class Root(nn.Module):
+    """A root whose derivative at zero is inf, times zero: nan."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, torch.sqrt(x * 1.0), x)
+
+
+class Power(nn.Module):
+    """A power below one at zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs().pow(0.5) * 1.0
+
+
+class Logarithm(nn.Module):
+    """The logarithm of zero is cut off, its derivative is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x.abs()).clamp(min=-10) * 1.0
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+@pytest.mark.parametrize(
+    ("kind", "operation"), [(Root, "SqrtBackward0"), (Length, "SqrtBackward0"), (Power, "PowBackward0")]
+)
+def test_the_operation_and_its_line_are_found(kind: type[nn.Module], operation: str, recorder: str) -> None:
+    """Derivatives that are not finite: the module, the operation of the backward and the line of its forward."""
+    report = failing_backward(dead(kind()), torch.ones(2, 3), recorder=recorder)
+    finding = report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.phase, finding.origin) == (
+        "1",
+        "input[0].grad",
+        "backward",
+        "produced",
+    )
+    assert finding.operation == operation
+    file, _, line = (finding.source or "").rpartition(":")
+    assert file == __file__
+    code = kind.forward.__code__
+    assert code.co_firstlineno < int(line) <= max(at for _, _, at in code.co_lines() if at)
+    assert report.frames[-1].fault is not None
+    text = report.to_text()
+    assert "in the backward of batch 0" in text
+    assert f"By:    {operation}" in text
+    assert "<-- " in text
+    assert repr(Report.from_json(report.to_json())) == repr(report)
+
+
+@pytest.mark.parametrize("kind", [Root, Length])
+def test_the_operation_is_that_of_anomaly_mode(kind: type[nn.Module]) -> None:
+    """Torch's own detector, which stops at the first nan, names the same function or one that got its inf."""
+    finding = failing_backward(dead(kind()), torch.ones(2, 3)).finding
+    assert finding is not None
+    model = dead(kind())
+    with (
+        pytest.warns(UserWarning, match="Error detected in"),
+        torch.autograd.detect_anomaly(),
+        pytest.raises(RuntimeError, match="returned nan values") as error,
+    ):
+        model(torch.ones(2, 3)).sum().backward()
+    named = str(error.value).split("'")[1]
+    assert named in (finding.operation, "MulBackward0", "PowBackward0")
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_an_overflow_in_half_precision_is_produced_where_it_happens(recorder: str) -> None:
+    """A scaled loss, weights of 30: the product with the weight leaves float16."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 64, bias=False)).half()
+    nn.init.constant_(model[1].weight, 30.0)
+    x = torch.full((2, 8), 1e-3).half()
+    report = failing_backward(model, x, lambda y: y.float().sum() * 2**14, recorder=recorder)
+    finding = report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.value) == ("1", "input[0].grad", "inf")
+    assert finding.operation in ("MmBackward0", "TBackward0", "UnsafeViewBackward0")
+    assert "float16 ends at 65504" in report.to_text()
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_gradient_from_the_loss_is_received(recorder: str) -> None:
+    """The root of the loss at zero: the last module got it, nobody in the model made it."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False))
+    nn.init.zeros_(model[0].weight)
+    report = failing_backward(model, torch.ones(2, 3), lambda y: y.sqrt().sum(), recorder=recorder)
+    finding = report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.origin, finding.source_module) == (
+        "0",
+        "output.grad",
+        "received",
+        None,
+    )
+    assert "it came from the loss" in report.to_text()
+
+
+class Between(nn.Module):
+    """Code of its own between two submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.first, self.last = nn.Linear(3, 3, bias=False), nn.Linear(3, 1)
+        nn.init.zeros_(self.first.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.sqrt(self.first(x)) * 1.0)
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_code_between_submodules_is_named_by_its_module(recorder: str) -> None:
+    """The submodule before it received the value from its parent, whose operation and line are found."""
+    finding = failing_backward(nn.Sequential(Between()), torch.ones(2, 3), recorder=recorder).finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.origin, finding.source_module) == (
+        "0.first",
+        "output.grad",
+        "received",
+        "0",
+    )
+    assert finding.operation == "SqrtBackward0"
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_the_report_ends_with_the_frame_that_failed(recorder: str) -> None:
+    """However many frames the backward had after it: they are consequences."""
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(10)], Root(), nn.Linear(3, 3))
+    nn.init.zeros_(model[9].weight)
+    nn.init.zeros_(model[9].bias)
+    report = failing_backward(model, torch.ones(2, 3), max_frames=4, recorder=recorder)
+    assert [(f.phase, f.name) for f in report.frames] == [
+        ("forward", "11"),
+        ("forward", ""),
+        ("backward", "11"),
+        ("backward", "10"),
+    ]
+
+
+def test_a_shared_weight_says_with_whom() -> None:
+    """Its gradient is the sum over all modules that use it: the finding does not accuse one."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.table(x) + 1e30)
+
+    model = Tied()
+    finding = failing_backward(model, torch.tensor([0, 1]), lambda y: (y * 1e10).sum()).finding
+    assert finding is not None
+    assert (finding.label, finding.origin) == ("weight.grad", "produced")
+    assert any("shared with" in remark for remark in finding.remarks)

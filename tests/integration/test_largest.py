@@ -1,0 +1,171 @@
+"""The largest magnitudes of a batch: those of its frames, by both recorders."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nanwatch.numerics import _extension
+from nanwatch.numerics.formats import limits
+from nanwatch.recording import largest
+from nanwatch.recording.largest import Largest, Name
+from nanwatch.report.frame import Frame, FrameRows
+from nanwatch.report.record import MASK
+from nanwatch.session.watch import watch
+from nanwatch.session.watching import Watch
+from support.architectures import built, inputs_of
+
+pytestmark = pytest.mark.usefixtures("each_recorder")
+
+
+def watched(model: nn.Module, **options: Any) -> Watch:
+    """A watch that gathers and whose own forecasts take nothing away."""
+    w = watch(model, forecast=False, max_frames=10_000, on_nonfinite="record", microscope=False, **options)
+    w._recorder.gathers_largest = True
+    return w
+
+
+class Taker:
+    """Puts names and values together, from one taking to the next."""
+
+    def __init__(self, w: Watch) -> None:
+        self.recorder = w._recorder
+        self.names: list[Name] = []
+
+    def take(self) -> tuple[int, dict[Name, float]]:
+        batch, new, values = self.recorder.take_largest()
+        self.names += new
+        found = np.frombuffer(values)
+        assert len(found) == len(self.names) == len(set(self.names))
+        return batch, {name: value for name, value in zip(self.names, found, strict=True) if value > 0}
+
+
+def of_frames(frames: tuple[Frame, ...], batch: int) -> dict[Name, float]:
+    """The same from the frames of the batch."""
+    found: dict[Name, float] = {}
+    for frame in frames:
+        for r in frame.records:
+            # Of what has a format, was made or is held here, and is neither a fault nor a mask.
+            if frame.batch != batch or frame.recomputed or limits(r.dtype) is None or r.role == "input":
+                continue
+            if r.isfinite and r.abs_max and r.note != MASK:
+                name = (frame.name, r.label, r.dtype)
+                found[name] = max(found.get(name, 0.0), r.abs_max)
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mt5", "resnet", "vit"])
+def test_they_are_those_of_the_frames(name: str) -> None:
+    """Of real architectures, batch after batch, in training and not."""
+    model = built(name).eval()
+    with watched(model) as w, torch.no_grad():
+        taker = Taker(w)
+        for batch in range(3):
+            model(**inputs_of(name, batch))
+            assert taker.take() == (batch, of_frames(w.frames, batch))
+    assert len(taker.names) > 20
+
+
+class Mixed(nn.Module):
+    """A buffer that is a mask, another, and outputs of every kind; some of them only now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.register_buffer("scale", torch.tensor([2.0, 5.0]))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        self.calls += 1
+        made = {
+            "half": x.half(),
+            "complex": torch.complex(x, x * self.calls),
+            "integer": torch.tensor(7),
+            "nothing": None,
+            "zero": x * 0,
+            "sparse": torch.eye(2).to_sparse(),
+            "bad": x / 0,
+        }
+        if self.calls % 2:
+            made = dict(reversed(made.items())) | {f"only{self.calls % 4}": x * self.calls}
+        return made
+
+
+def test_of_every_kind_of_value() -> None:
+    """Integers, masks, faults and zeros are left out, whatever was seen before and in whatever order it comes."""
+    shared = Mixed()
+    model = nn.ModuleList([shared])
+    model.forward = lambda x: [shared(x), shared(-3 * x)]  # type: ignore[method-assign]
+    with watched(model) as w:
+        taker = Taker(w)
+        for batch in range(6):
+            model(torch.tensor([1.0, float(batch)]))
+            assert taker.take() == (batch, of_frames(w.frames, batch))
+    dtypes = {name[2] for name in taker.names}
+    assert dtypes == {"float32", "float16", "complex64"}
+
+
+def test_nothing_of_another_batch_is_left() -> None:
+    """A batch that nobody asked about, one that raised, and what a checkpoint computes again in the backward."""
+    linear = nn.Linear(2, 2)
+    model = nn.Sequential(linear, nn.Tanh())
+    with watched(model) as w:
+        taker = Taker(w)
+        model(torch.full((1, 2), 1e6))
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 3))
+        loss = checkpoint(model, torch.ones(1, 2), use_reentrant=False).sum()
+        assert taker.take() == (2, of_frames(w.frames, 2))
+        with torch.no_grad():
+            linear.weight.mul_(100)
+        loss.backward()
+        assert any(frame.recomputed for frame in w.frames)
+        assert taker.take() == (-1, {})
+        w._recorder.gathers_largest = False
+        model(torch.ones(1, 2))
+        assert taker.take() == (-1, {})
+
+
+def test_names_without_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules with ever new keys: the compiled part too has no more names than its limit, and goes on with those."""
+
+    class Named(nn.Module):
+        """Thousands of new keys a call."""
+
+        calls = 0
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            self.calls += 1
+            return {f"{self.calls}.{i}": x for i in range(4000)}
+
+    if _extension.C is None:
+        monkeypatch.setattr(largest, "MOST", 30_000)
+    model = nn.ModuleList([Named() for _ in range(5)])
+    model.forward = lambda x: [module(x) for module in model][:0]  # type: ignore[method-assign]
+    with watch(model, forecast=False, inputs=False) as w:
+        w._recorder.gathers_largest = True
+        taker = Taker(w)
+        for _ in range(largest.MOST // 20_000 + 1):
+            model(torch.ones(1))
+            taker.take()
+        assert len(taker.names) == largest.MOST
+        for module in model:
+            module.calls = 0
+        model(torch.full((1,), 2.0))
+        assert set(taker.take()[1].values()) == {2.0}
+
+
+def test_the_gathering_itself_skips_what_is_recomputed() -> None:
+    """Rows as the Python recorder gives them."""
+    gathered = Largest()
+    row = ("output", "output", (1,), "float16", 0.0, 3.0, True, None, "")
+    gathered.add(FrameRows(4, "m", "M", [row], recomputed=True))
+    gathered.add(FrameRows(5, "m", "M", [row]))
+    assert gathered.take() == (5, [("m", "output", "float16")], np.array([3.0]).tobytes())
+    assert gathered.take() == (-1, [], np.array([0.0]).tobytes())

@@ -1,0 +1,157 @@
+"""A watched training ends as an unwatched one does: same bits everywhere, and no tensor lives longer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanwatch.session.watch import watch
+from support.architectures import ARCHITECTURES, built, inputs_of
+from support.training import assert_same_bits, loss_of
+
+STEPS = 20
+
+
+def with_dropout(model: nn.Module) -> nn.Module:
+    """The model in training, each of its dropouts at 0.1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    return model.train()
+
+
+def train(
+    name: str, watched: bool, how: str, checkpointing: bool, **options: Any
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Twenty steps from the same seed: the losses, and all that is left at the end."""
+    model = with_dropout(copy.deepcopy(built(name)))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{how: True})
+    watcher = watch(model, reread_weights=3, **options) if watched else None
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(STEPS):
+        loss = loss_of(model(**ARCHITECTURES[name].inputs()))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    if watcher is not None:
+        assert watcher.batch == STEPS - 1
+        assert watcher.report().finding is None
+        watcher.stop()
+    end = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    return losses, end
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_watched_training_ends_with_the_same_bits(name: str, how: str) -> None:
+    """Weights, buffers, losses, optimizer state and random state; also checkpointed where the architecture can."""
+    can = bool(getattr(built(name), "supports_gradient_checkpointing", False))
+    for checkpointing in {False, can}:
+        assert_same_bits(train(name, True, how, checkpointing), train(name, False, how, checkpointing))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_training_whose_gradients_are_watched_ends_with_the_same_bits(name: str) -> None:
+    """The same with gradients=True, fused and, where the architecture can, checkpointed."""
+    checkpointing = bool(getattr(built(name), "supports_gradient_checkpointing", False))
+    watched = train(name, True, "fused", checkpointing, gradients=True)
+    assert_same_bits(watched, train(name, False, "fused", checkpointing))
+
+
+class _Lives(TorchDispatchMode):
+    """How many bytes of operations' results are alive, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in self.known:
+                self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        number, size = storage._cdata, storage.nbytes()
+        self.known.add(number)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+        def gone() -> None:
+            self.known.discard(number)
+            self.bytes -= size
+
+        weakref.finalize(storage, gone)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "mt5", "vit"])
+def test_the_peak_of_tensor_memory_is_the_same(name: str, gradients: bool) -> None:
+    """Forward and backward hold as many bytes at their peak, and as many when done."""
+    found = []
+    for watched in (False, True):
+        model = with_dropout(copy.deepcopy(built(name)))
+        inputs = inputs_of(name, 0)
+        watcher = watch(model, gradients=gradients) if watched else None
+        gc.collect()
+        with _Lives() as lives:
+            for _ in range(2):
+                loss_of(model(**inputs)).backward()
+        gc.collect()
+        found.append((lives.peak, lives.bytes))
+        if watcher is not None:
+            assert watcher.batch == 1
+            watcher.stop()
+    assert found[0] == found[1]
+    assert found[0][0] > 0
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_every_activation_is_gone_when_it_would_be(mode: str) -> None:
+    """At each module's call the activations alive, by weak references, are those alive unwatched."""
+    alive: dict[bool, list[list[int]]] = {}
+    for watched in (False, True):
+        model = with_dropout(copy.deepcopy(built("gpt2")))
+        references: list[weakref.ref[Tensor]] = []
+        counts: list[list[int]] = []
+
+        def note(
+            module: nn.Module, args: Any, output: Any, references: Any = references, counts: Any = counts
+        ) -> None:
+            counts.append([i for i, reference in enumerate(references) if reference() is not None])
+            tensors = output if isinstance(output, tuple) else [output]
+            references += [weakref.ref(x) for x in tensors if isinstance(x, Tensor)]
+
+        for module in model.modules():
+            module.register_forward_hook(note)
+        watcher = watch(model) if watched else None
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(mode == "training"):
+            for step in range(2):
+                output = model(**inputs_of("gpt2", step))
+                if mode == "training":
+                    loss_of(output).backward()
+                del output
+                counts.append([i for i, reference in enumerate(references) if reference() is not None])
+        alive[watched] = counts
+        if watcher is not None:
+            watcher.stop()
+    assert alive[True] == alive[False]
+    assert alive[True][-1] == []

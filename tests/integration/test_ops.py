@@ -1,0 +1,357 @@
+from __future__ import annotations
+
+import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanwatch.numerics import _reference, ranges
+from support.implementations import Implementation
+from support.oracle import DTYPES, FLOATS_8, expected, random_patterns, same
+
+ops = torch.ops.nanwatch
+NAN = math.nan
+NO_ARITHMETIC = (*FLOATS_8, torch.uint16, torch.uint32, torch.uint64)
+
+
+def _samples() -> list[torch.Tensor]:
+    """Every dtype, with and without grad, in the shapes that are easy to get wrong."""
+    samples = [random_patterns(dtype, (5, 3)) for dtype in DTYPES]
+    samples += [torch.ones(2, 3).to(dtype) for dtype in DTYPES]
+    samples += [torch.randn(4, dtype=dtype, requires_grad=True) for dtype in (torch.float32, torch.complex64)]
+    samples += [
+        torch.randn(6, 6)[::2, 1::3],
+        torch.randn(3, 1).expand(3, 4),
+        torch.empty(0, 2),
+        torch.tensor(NAN),
+    ]
+    return samples
+
+
+# In a process of its own: importing torch's test suite changes global flags and takes seconds.
+_WRITE_TORCH_SAMPLES = """
+import sys, torch
+from torch.testing._internal.common_methods_invocations import op_db
+samples = []
+for op in op_db:
+    if op.name not in ("abs", "isfinite", "aminmax", "as_strided"):
+        continue
+    for name in ("float32", "float64", "bfloat16", "float16", "complex64", "int64", "bool"):
+        dtype = getattr(torch, name)
+        if dtype in op.supported_dtypes("cpu"):
+            samples += [s.input for s in op.sample_inputs("cpu", dtype, requires_grad=False)]
+torch.save(samples, sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def torch_samples(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+    """Inputs that torch's own test suite tries the same operations on."""
+    pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
+    path: Path = tmp_path_factory.mktemp("samples") / "samples.pt"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _WRITE_TORCH_SAMPLES, str(path)], check=True)
+    samples: list[torch.Tensor] = torch.load(path)
+    assert len(samples) > 20
+    return samples
+
+
+@pytest.mark.parametrize("name", ["abs_range", "health"])
+def test_opcheck(name: str) -> None:
+    """Schema, fake, autograd registration and AOT dispatch hold on torch's sample inputs and every dtype."""
+    for x in _samples():
+        # The schema test perturbs its input by arithmetic that torch has for neither float8 nor wide unsigned.
+        utils = ["test_autograd_registration", "test_faketensor"]
+        if x.dtype not in NO_ARITHMETIC:
+            utils.append("test_schema")
+        # The AOT test compares rows for equality, and a nan is not equal to itself.
+        if not ops.abs_range(x).isnan().any():
+            utils.append("test_aot_dispatch_dynamic")
+        torch.library.opcheck(getattr(ops, name).default, (x,), test_utils=utils)
+
+
+def test_opcheck_of_many() -> None:
+    """The operator on a list passes opcheck, alone, mixed and empty."""
+    for xs in ([torch.randn(3, requires_grad=True)], [torch.randn(2), torch.ones(3, dtype=torch.int8)], []):
+        torch.library.opcheck(ops.abs_ranges.default, (xs,))
+
+
+def test_torch_sample_inputs(implementation: Implementation, torch_samples: list[torch.Tensor]) -> None:
+    """On torch's own sample inputs the public functions give what the bits say."""
+    for x in torch_samples:
+        placed = implementation.place(x)
+        assert same(implementation.abs_range(placed), expected(x)[:3]), x
+        assert same(implementation.tensor_health(placed), expected(x)), x
+
+
+def test_opcheck_on_torch_sample_inputs(torch_samples: list[torch.Tensor]) -> None:
+    """Schema and fake hold on torch's own sample inputs."""
+    for x in torch_samples:
+        torch.library.opcheck(ops.health.default, (x,), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", ["abs_range", "health"])
+def test_native_rows_equal_the_reference(name: str) -> None:
+    """Whatever kernel the dispatcher finds gives the row of the reference, value for value."""
+    for x in _samples():
+        got, want = getattr(ops, name)(x), getattr(_reference, name)(x)
+        assert got.dtype is want.dtype is torch.float64
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_have_no_graph() -> None:
+    """The row of a tensor that requires grad does not."""
+    x = torch.ones(3, requires_grad=True) * 2
+    for row in (ops.abs_range(x), ops.health(x), ops.abs_ranges([x]), _reference.abs_range(x)):
+        assert not row.requires_grad
+        assert row.grad_fn is None
+
+
+def test_one_device_a_call() -> None:
+    """The reference refuses tensors of several devices and names them."""
+    with pytest.raises(ValueError, match=r"tensors on cpu, meta.*Group them"):
+        _reference.abs_ranges([torch.ones(1), torch.ones(1, device="meta")])
+
+
+@pytest.mark.parametrize(
+    ("call", "shape"),
+    [
+        (lambda x: ops.abs_range(x), (3,)),
+        (lambda x: ops.health(x), (11,)),
+        (lambda x: ops.abs_ranges([x, x]), (2, 3)),
+    ],
+)
+def test_meta_and_fake_rows(call: Any, shape: tuple[int, ...]) -> None:
+    """The operators give a row without data for a tensor without data, on its device."""
+    row = call(torch.empty(5, device="meta"))
+    assert (row.shape, row.dtype, row.device.type) == (shape, torch.float64, "meta")
+    with FakeTensorMode():
+        row = call(torch.empty(5))
+        assert type(row).__name__ == "FakeTensor"
+        assert (row.shape, row.dtype, row.device.type) == (shape, torch.float64, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_tensors_without_data_are_refused(implementation: Implementation) -> None:
+    """Meta, fake, lazily shaped and masked tensors raise a TypeError that says which, and where to go."""
+    from torch.masked import masked_tensor
+
+    with FakeTensorMode():
+        fake = torch.ones(3)
+        fake_parameter = torch.nn.Parameter(torch.ones(3))
+    cases = {
+        "meta tensor, no data": torch.ones(3, device="meta"),
+        "FakeTensor, no data": fake,
+        "FakeTensor, no data ": fake_parameter,
+        "uninitialized, no shape yet": torch.nn.LazyLinear(3).weight,
+    }
+    masked = masked_tensor(torch.ones(2), torch.tensor([True, False]))
+    cases["MaskedTensor, some elements have no value"] = masked
+    for reason, x in cases.items():
+        assert ranges.unreadable(x) == reason.strip()
+        for read in (
+            implementation.abs_range,
+            implementation.tensor_health,
+            lambda x: implementation.abs_ranges([x]),
+        ):
+            with pytest.raises(TypeError, match=reason.strip()):
+                read(x)
+
+
+def test_real_tensors_under_a_fake_mode(implementation: Implementation) -> None:
+    """A real tensor is read as it is while a FakeTensorMode is active."""
+    x = implementation.place(torch.tensor([1.0, -2.0]))
+    with FakeTensorMode():
+        assert implementation.abs_range(x) == (1.0, 2.0, True)
+        assert implementation.abs_ranges([x]) == [(1.0, 2.0, True)]
+        assert implementation.tensor_health(x).abs_max == 2.0
+
+
+def test_modes_do_not_see_the_reading(implementation: Implementation) -> None:
+    """A counting or default-device mode is neither asked nor obeyed."""
+    seen: list[object] = []
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = implementation.place(torch.tensor([1.0, -2.0]))
+    for mode in (Dispatch(), torch.device("meta")):
+        with mode:
+            assert implementation.abs_range(x) == (1.0, 2.0, True)
+            assert implementation.abs_ranges([x]) == [(1.0, 2.0, True)]
+            assert implementation.tensor_health(x).abs_max == 2.0
+    assert not seen
+
+
+def test_function_transforms(implementation: Implementation) -> None:
+    """Inside vmap, grad and functionalize the public functions refuse, naming it, and the program is unharmed."""
+    seen: list[str] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(TypeError, match=r"functorch transform|functionalized"):
+            implementation.abs_range(x)
+        with pytest.raises(TypeError, match=r"functorch transform|functionalized"):
+            implementation.tensor_health(x)
+        seen.append(ranges.unreadable(x))
+        return (x * x).sum()
+
+    x = torch.arange(6.0).reshape(2, 3)
+    assert torch.vmap(look)(x).tolist() == [5.0, 50.0]
+    assert torch.func.grad(look)(x).tolist() == (2 * x).tolist()
+    torch.func.functionalize(look)(x)
+    assert len(seen) == 3
+    assert all(seen)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_of_the_operator() -> None:
+    """vmap of the operator is one row per example."""
+    x = torch.randn(4, 5)
+    assert torch.equal(torch.vmap(ops.abs_range)(x), torch.stack([ops.abs_range(row) for row in x]))
+
+
+def test_compiles_without_a_break() -> None:
+    """torch.compile takes the operator into one graph, and its row is that of eager."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return ops.abs_range(y), ops.health(y.t())
+
+    x = torch.tensor([[1.0, NAN], [-3.0, math.inf]])
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(x), function(x), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+def test_compiled_code_may_call_the_public_function() -> None:
+    """`abs_range` in compiled code breaks the graph or runs in it, and gives the right answer."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, tuple[float, float, bool]]:
+        y = x + 1
+        return y, tuple(ranges.abs_range(y))
+
+    y, got = torch.compile(function, backend="eager")(torch.tensor([1.0, -5.0]))
+    assert y.tolist() == [2.0, -4.0]
+    assert got == (2.0, 4.0, True)
+
+
+def test_exports() -> None:
+    """torch.export keeps the operator as one node."""
+
+    class Watched(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ops.abs_range(x)
+
+    program = torch.export.export(Watched(), (torch.ones(3),))
+    assert "nanwatch.abs_range" in str(program.graph)
+
+
+def test_function_subclass_is_read_past_its_override(implementation: Implementation) -> None:
+    """A subclass with `__torch_function__` is read without calling it."""
+
+    class Refuses(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(f"{func} was called")
+
+    x = implementation.place(torch.tensor([1.0, -2.0])).as_subclass(Refuses)
+    assert implementation.abs_range(x) == (1.0, 2.0, True)
+    assert implementation.tensor_health(x).abs_max == 2.0
+
+
+class _Scaled(torch.Tensor):
+    """A wrapper subclass without storage: its values exist only through its own dispatch."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, scale: float) -> _Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: torch.Tensor, scale: float) -> None:
+        self.inner, self.scale = inner, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "aten":
+            raise NotImplementedError(f"{func} is unknown here")
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner.detach(), args[0].scale)
+        plain = torch.utils._pytree.tree_map_only(cls, lambda x: x.inner * x.scale, args)
+        return func(*plain, **(kwargs or {}))
+
+
+class _Opaque(_Scaled):
+    """A wrapper subclass that answers nothing."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError("this tensor keeps its values to itself")
+
+
+def test_wrapper_subclass_is_read_through_public_operations(implementation: Implementation) -> None:
+    """A subclass without storage that knows torch's operations, not ours, is read through those."""
+    x = _Scaled(implementation.place(torch.tensor([1.0, -2.0, NAN])), 10.0)
+    got = implementation.tensor_health(x)
+    assert (got.finite_abs_min, got.finite_abs_max, got.first_nonfinite) == (10.0, 20.0, (2,))
+    assert not implementation.abs_range(x).isfinite
+    assert not implementation.abs_ranges([x])[0].isfinite
+
+
+def test_wrapper_subclass_that_refuses_is_named(implementation: Implementation) -> None:
+    """A subclass that answers nothing is a TypeError with its name and its own words."""
+    x = _Opaque(torch.ones(2), 1.0)
+    for read in (implementation.abs_range, implementation.tensor_health):
+        with pytest.raises(TypeError, match=r"_Opaque.*keeps its values to itself"):
+            read(x)
+
+
+def test_dtensor_is_its_local_shard(implementation: Implementation, one_process_mesh: object) -> None:
+    """A DTensor gives the range of the shard on this rank."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    for placement in (Shard(0), Replicate()):
+        x = distribute_tensor(torch.tensor([1.0, -math.inf]), one_process_mesh, [placement])
+        assert ranges.unreadable(x) == ""
+        assert implementation.abs_range(x) == (1.0, math.inf, False)
+        assert implementation.tensor_health(x).first_nonfinite == (1,)
+        assert implementation.abs_ranges([x]) == [(1.0, math.inf, False)]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_readable_tensors_have_no_reason(implementation: Implementation) -> None:
+    """`unreadable` is empty for what the functions read."""
+    for x in (
+        torch.ones(2),
+        torch.empty(0),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.nn.Buffer(torch.ones(2)),
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        torch.ones(3).expand(4, 3),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch._efficientzerotensor(3),
+    ):
+        assert ranges.unreadable(x) == ""
+        implementation.abs_range(x)
+
+
+def test_values_are_plain_and_pickle() -> None:
+    """The results are tuples of Python numbers that survive a pickle."""
+    x = torch.tensor([1.0, math.inf])
+    for value in (ranges.abs_range(x), ranges.tensor_health(x)):
+        assert pickle.loads(pickle.dumps(value)) == value
+        assert all(type(part) in (float, bool, int, tuple) for part in value)

@@ -1,0 +1,362 @@
+"""What a real model meets: each situation does what a user would expect, and none crashes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.session.watch import watch
+from support.architectures import built, inputs_of
+from support.toys import Scale, fault_of, in_threads, mlp, names
+
+INF = float("inf")
+
+
+# Batches
+
+
+def test_each_step_of_generate_is_a_batch() -> None:
+    """`generate` calls the model once a token: as many batches, each ended by a frame of the root."""
+    model = built("gpt2").eval()
+    prompt = inputs_of("gpt2", 0)["input_ids"]
+    with watch(model, max_frames=1000) as w:
+        output = model.generate(
+            prompt, min_new_tokens=4, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+    assert output.shape[1] - prompt.shape[1] == 4
+    assert [batch for batch, name in names(w) if name == ""] == [0, 1, 2, 3]
+    assert {batch for batch, _ in names(w)} == {0, 1, 2, 3}
+
+
+def test_generate_of_an_encoder_and_decoder_calls_the_encoder_alone() -> None:
+    """The encoder's own call is a batch, before those of the whole model."""
+    model = built("mt5").eval()
+    with watch(model, max_frames=1000) as w:
+        model.generate(inputs_of("mt5", 0)["input_ids"], min_new_tokens=2, max_new_tokens=2, do_sample=False)
+    outermost = [[name for _, name in group][-1] for _, group in itertools.groupby(names(w), lambda x: x[0])]
+    assert outermost == ["encoder", "", ""]
+
+
+def test_accumulation_and_evaluation_count_each_call() -> None:
+    """Four calls for two optimizer steps, then one under no_grad: five batches."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with watch(model, _verify_hits=True) as w:
+        for step in range(4):
+            model(torch.randn(2, 3)).sum().backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(2, 3))
+    assert w.batch == 4
+    assert [batch for batch, name in names(w) if name == ""] == [0, 1, 2, 3, 4]
+    assert w.counters.get("stale_hits", 0) == 0
+
+
+def test_gradient_checkpointing_of_a_real_model() -> None:
+    """transformers' own checkpointing: as many recomputed frames of the blocks as recorded ones, same batch."""
+    for reentrant in (True, False):
+        model = copy.deepcopy(built("gpt2")).train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with watch(model, max_frames=10_000) as w:
+            for step in range(2):
+                model(**inputs_of("gpt2", step)).loss.backward()
+        assert w.batch == 1
+        first = [f for f in w.frames if f.name == "transformer.h.0.mlp.c_fc"]
+        assert [(f.batch, f.recomputed) for f in first] == [(0, False), (0, True), (1, False), (1, True)]
+        assert not any(frame.recomputed for frame in w.frames if frame.name == "")
+
+
+def test_a_fault_in_a_recomputed_forward_is_told() -> None:
+    """What only the recomputation makes infinite is found, in the batch of its forward."""
+    scale = Scale()
+    model = nn.Sequential(scale, nn.Linear(2, 2))
+
+    def run(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+
+    with watch(model, on_nonfinite="record") as w:
+        loss = run(torch.ones(1, 2)).sum()
+        scale.factor = INF
+        loss.backward()
+    finding = w.report().finding
+    assert finding is not None
+    assert (finding.module, finding.batch, w.batch) == ("0", 0, 0)
+    assert w.report().frames[-1].recomputed
+
+
+@pytest.mark.parametrize("check", ["module", "batch"])
+def test_after_an_exception_the_next_batch_is_whole(check: Any) -> None:
+    """A forward that raises, or a fault that does, leaves its frames and nothing in the next batch."""
+    model = nn.Sequential(Scale(), Scale(), Scale())
+    with watch(model, check=check, max_frames=100) as w:
+        with pytest.raises(TypeError):
+            model("text", 3)
+        model[1].factor = INF
+        fault_of(model, torch.ones(1))
+        model[1].factor = 1.0
+        model(torch.ones(1))
+    whole = [(2, "0"), (2, "1"), (2, "2"), (2, "")]
+    assert [entry for entry in names(w) if entry[0] == 2] == whole
+
+
+class Countdown(nn.Module):
+    """Calls itself as often as it is told, then its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Scale(2.0)
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        return self.part(x) if times == 0 else self(x, times - 1) * 1.5
+
+
+@pytest.mark.parametrize("recorder", ["native", "python"])
+def test_a_module_that_calls_itself_is_one_batch(recorder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame for each call as it returns, innermost first, each with its own output; nothing is left for the next."""
+    if recorder == "python":
+        monkeypatch.setattr(_extension, "C", None)
+    model = Countdown()
+    with watch(model, max_frames=100) as w:
+        for _ in range(2):
+            model(torch.ones(1), 3)
+    assert names(w) == [(batch, name) for batch in (0, 1) for name in ("part", "", "", "", "")]
+    outputs = [frame.records[-1].abs_max for frame in w.frames if frame.batch == 1]
+    assert outputs == [2.0, 2.0, 3.0, 4.5, 6.75]
+    model.part.factor = INF
+    with watch(model):
+        finding = fault_of(model, torch.ones(1), 2).finding
+    assert finding is not None
+    assert (finding.module, finding.label) == ("part", "output")
+
+
+def test_a_module_called_several_times_has_a_frame_for_each_call() -> None:
+    """Under one name, in the order of the calls."""
+    shared = Scale(3.0)
+    model = nn.Sequential(shared, nn.Identity(), shared, shared)
+    with watch(model) as w:
+        model(torch.ones(1))
+    calls = [frame for frame in w.frames if frame.name == "0"]
+    assert [frame.records[-1].abs_max for frame in calls] == [3.0, 9.0, 27.0]
+
+
+@pytest.mark.parametrize("moment", ["before the first batch", "in between", "within a batch", "after stop()"])
+def test_a_healthy_run_has_a_report_at_any_time(moment: str) -> None:
+    """The latest frames, whole, and no finding."""
+    model = nn.Sequential(Scale(), Scale())
+    reports = []
+    w = watch(model, max_frames=2)
+    if moment == "before the first batch":
+        reports.append(w.report())
+    if moment == "within a batch":
+        model[1].register_forward_hook(lambda *_: reports.append(w.report()))
+    model(torch.ones(1))
+    if moment == "in between":
+        reports.append(w.report())
+    w.stop()
+    if moment == "after stop()":
+        reports.append(w.report())
+    (report,) = reports
+    assert report.finding is None
+    latest = {"before the first batch": [], "within a batch": ["0"]}.get(moment, ["1", ""])
+    assert [frame.name for frame in report.frames] == latest
+    assert report.batch == (None if moment == "before the first batch" else 0)
+
+
+# The model changes
+
+
+def test_modules_added_and_replaced_later_are_watched() -> None:
+    """Children of any depth, put in by attribute, add_module, append or assignment, have frames and their names."""
+    model = nn.Sequential(Scale())
+    with watch(model) as w:
+        model.append(nn.Sequential(Scale(), Scale()))
+        model.add_module("head", Scale())
+        model[0] = nn.Tanh()
+        model(torch.ones(1))
+        assert [name for _, name in names(w)] == ["0", "1.0", "1.1", "1", "head", ""]
+        assert w.frames[0].class_name == "Tanh"
+    model(torch.ones(1))
+    assert w.batch == 0
+    assert all(module._compiled_call_impl is None for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_moved_to_another_dtype_stays_watched(dtype: torch.dtype) -> None:
+    """After `to(dtype)` the frames have the new dtype and the ranges of the converted weights."""
+    model = mlp()
+    with watch(model, _verify_hits=True) as w:
+        model(torch.randn(2, 3))
+        model.to(dtype)
+        model(torch.randn(2, 3, dtype=dtype))
+        record = next(f for f in w.frames if f.name == "0" and f.batch == 1).records[0]
+    assert (record.label, record.dtype) == ("weight", str(dtype).removeprefix("torch."))
+    assert record.abs_max == model[0].weight.abs().max().item()
+    assert w.counters.get("stale_hits", 0) == 0
+
+
+def test_parameters_swapped_in_place_are_seen() -> None:
+    """With torch's swap of parameters, `to` and load_state_dict work on a watched model."""
+    model = mlp()
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with watch(model) as w:
+            model(torch.randn(2, 3))
+            model.double()
+            model.load_state_dict({key: torch.full_like(x, 7.0) for key, x in model.state_dict().items()})
+            model(torch.randn(2, 3).double())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    record = next(f for f in w.frames if f.name == "0" and f.batch == 1).records[0]
+    assert (record.abs_min, record.abs_max, record.dtype) == (7.0, 7.0, "float64")
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_parametrized_modules_compute_the_same_and_are_seen(when: str) -> None:
+    """Weight norm put on before or during the watch: same output, and frames of the parametrization's modules."""
+    model, plain = mlp(), mlp()
+    if when == "before":
+        parametrizations.weight_norm(model[0])
+    with watch(model) as w:
+        if when == "during":
+            parametrizations.weight_norm(model[0])
+        x = torch.randn(2, 3)
+        output = model(x)
+        found = [name for _, name in names(w)]
+        assert found == ["0.parametrizations.weight.0", "0.parametrizations.weight", "0", "1", "2", ""]
+        with torch.no_grad():
+            model[0].parametrizations.weight.original0[0, 0] = INF
+        finding = fault_of(model, x).finding
+    assert finding is not None
+    assert (finding.module, finding.label) == ("0.parametrizations.weight.0", "input[0]")
+    parametrizations.weight_norm(plain[0])
+    assert torch.equal(output, plain(x))
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert model(x).shape == (2, 2)
+
+
+# Several at once
+
+
+def test_threads_share_a_model_and_its_weights() -> None:
+    """Four threads, forwards and backwards: every batch whole, no stale hit, a fault told to the thread it is in."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    errors: list[tuple[int, str]] = []
+
+    def work(number: int) -> None:
+        for step in range(25):
+            x = torch.full((2, 8), INF if (number, step) == (2, 20) else 1.0)
+            try:
+                model(x).sum().backward()
+            except NonFiniteError as error:
+                errors.append((number, error.report.finding.origin if error.report.finding else ""))
+
+    with watch(model, max_frames=10_000, _verify_hits=True) as w:
+        in_threads(4, work)
+    assert errors == [(2, "data")]
+    assert w.batch == 99
+    sizes = [sum(frame.batch == batch for frame in w.frames) for batch in range(100)]
+    assert sorted(sizes) == [1] + [4] * 99
+    assert w.counters.get("stale_hits", 0) == 0
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_several_watches_stop_in_any_order(order: tuple[int, ...]) -> None:
+    """Three watches on one model, stopped in every order: each sees its own batches, then the model is as it was."""
+    model = nn.Sequential(Scale(), Scale())
+    watches = [watch(model) for _ in range(3)]
+    for stopped in order:
+        model(torch.ones(1))
+        watches[stopped].stop()
+    model(torch.ones(1))
+    assert [watches[stopped].batch for stopped in order] == [0, 1, 2]
+    assert [names(watches[order[0]])] == [[(0, "0"), (0, "1"), (0, "")]]
+    assert all(module._compiled_call_impl is None for module in model.modules())
+
+
+def test_several_models_have_batches_of_their_own() -> None:
+    """A generator and a discriminator that takes what it makes: each counts its calls, and raises of its own fault."""
+    generator, discriminator = nn.Sequential(Scale()), nn.Sequential(Scale())
+    with watch(generator) as g, watch(discriminator) as d:
+        for _ in range(3):
+            discriminator(torch.ones(1))
+            discriminator(generator(torch.ones(1)))
+        generator[0].factor = INF
+        assert fault_of(generator, torch.ones(1)).batch == 3
+        assert fault_of(discriminator, torch.full((1,), INF)).batch == 6
+    assert (g.batch, d.batch) == (3, 6)
+    assert d.report().finding is not None
+    assert d.report().finding.origin == "data"
+
+
+def test_each_watch_reports_the_fault_its_own_way() -> None:
+    """The first watch records, the second raises: both have the report."""
+    model = nn.Sequential(Scale(INF))
+    first = watch(model, on_nonfinite="record")
+    second = watch(model)
+    fault_of(model, torch.ones(1))
+    second.stop()
+    model(torch.ones(1))
+    first.stop()
+    for report in (first.report(), second.report()):
+        assert report.finding is not None
+        assert report.finding.module == "0"
+
+
+def test_a_model_that_was_compiled_in_place_is_watched_as_before() -> None:
+    """`module.compile()` uses the same place as a watch: the compiled call is still made, and put back by stop()."""
+    model = mlp()
+    model.compile(backend="eager")
+    compiled = model._compiled_call_impl
+    x = torch.randn(2, 3)
+    with watch(model) as w:
+        output = model(x)
+    assert model._compiled_call_impl is compiled
+    assert torch.equal(output, mlp()(x))
+    assert names(w)[-1] == (0, "")
+
+
+# The life of a watch
+
+
+def test_a_watched_model_is_freed_like_any_other() -> None:
+    """Deleting the model frees it and its weights at once, without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = mlp()
+        w = watch(model)
+        model(torch.randn(2, 3))
+        references = [weakref.ref(model), weakref.ref(model[0]), weakref.ref(model[0].weight)]
+        del model
+        assert [reference() for reference in references] == [None, None, None]
+        assert len(w.frames) == 4
+        w.stop()
+    finally:
+        gc.enable()
+
+
+def test_a_watch_nobody_holds_goes_on_and_goes_with_the_model() -> None:
+    """`watch(model)` without a name keeps watching; the watch is collected after the model."""
+    model = nn.Sequential(Scale(INF))
+    reference = weakref.ref(watch(model))
+    gc.collect()
+    fault_of(model, torch.ones(1))
+    assert reference() is not None
+    del model
+    gc.collect()  # the model, which the error's traceback held
+    gc.collect()
+    assert reference() is None

@@ -1,0 +1,413 @@
+"""`watch(trace=...)`: what comes to the file is what the calls held, from every thread and batch, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import BatchLimitError, NonFiniteError
+from nanwatch.report.frame import Frame
+from nanwatch.session.options import Check
+from nanwatch.session.watch import watch
+from nanwatch.trace import tracer
+from nanwatch.trace.trace_file import Trace
+from support.architectures import built, inputs_of
+from support.stand_in_device import stand_in
+from support.toys import Scale, mlp
+
+pytest.importorskip("pyarrow")
+
+needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
+
+
+@pytest.fixture(params=[pytest.param("native", marks=needs_native), "python"])
+def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each recorder in turn."""
+    if request.param == "python":
+        monkeypatch.setattr(_extension, "C", None)
+    return str(request.param)
+
+
+def traced(path: Path) -> list[Frame]:
+    """All frames of a trace, batch by batch."""
+    found = Trace.open(path)
+    return [frame for batch in found.batches for frame in found.frames(batch)]
+
+
+def with_records(frames: tuple[Frame, ...]) -> list[Frame]:
+    """As a trace has them: without the frames that show no value."""
+    return [frame for frame in frames if frame.records]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
+def test_a_trace_holds_every_frame_of_every_batch(tmp_path: Path, recorder: str, name: str) -> None:
+    """The frames of the file are those of a watch that keeps all of its frames in memory."""
+    model = copy.deepcopy(built(name)).eval()
+    path = tmp_path / "run.parquet"
+    with watch(model, trace=path, max_frames=5) as w, watch(model, max_frames=100_000) as oracle:
+        for seed in range(6):
+            model(**inputs_of(name, seed))
+        assert len(w.frames) == 5
+        kept = oracle.frames
+        assert w.frames == kept[-5:]
+    assert w.trace_path == path
+    assert traced(path) == with_records(kept)
+
+
+def test_fetching_from_a_ring_loses_and_doubles_nothing(
+    tmp_path: Path, recorder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for three batches and a thread that fetches as often as it can, each frame comes exactly once."""
+    monkeypatch.setattr(tracer, "_LEAST_RING", 1)
+    monkeypatch.setattr(tracer, "_RING_PER_MODULE", 3)
+    monkeypatch.setattr(tracer, "_GATHER_SECONDS", 0.0)
+    model = mlp()
+    with watch(model, trace=tmp_path / "run.parquet") as w:
+        for _ in range(300):
+            model(torch.ones(2, 3))
+    found = Trace.open(tmp_path / "run.parquet")
+    assert found.lost_frames == 0
+    assert [frame.name for frame in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""] * 300
+    assert w.counters["frames"] == 1200
+
+
+def test_frames_beyond_the_ring_are_counted(
+    tmp_path: Path, recorder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that is larger than the ring keeps its latest frames; the others are counted, and one warning says so."""
+    monkeypatch.setattr(tracer, "_LEAST_RING", 10)
+    monkeypatch.setattr(tracer.Tracer, "tick", lambda self: 30.0)  # the thread does not help
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = Scale()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(49):
+                x = self.step(x)
+            return x
+
+    model = Loop()
+    w = watch(model, trace=tmp_path / "run.parquet", max_frames=3)
+
+    def run() -> None:
+        for _ in range(4):
+            model(torch.ones(2))
+        w.stop()
+
+    with pytest.warns(RuntimeWarning, match="lacks frames"):
+        run()
+    found = Trace.open(tmp_path / "run.parquet")
+    assert len(traced(found.path)) == 40
+    assert found.lost_frames == 4 * 50 - 40
+
+
+def test_chosen_batches_are_written_and_not_printed(
+    tmp_path: Path, recorder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With trace_batches the file has these batches, and stdout nothing; without trace they are printed as before."""
+    model = mlp()
+    with watch(model, trace=tmp_path / "run.parquet", trace_batches=(1, 3)):
+        for _ in range(5):
+            model(torch.ones(2, 3))
+    assert capsys.readouterr().out == ""
+    assert Trace.open(tmp_path / "run.parquet").batches == (1, 3)
+    assert [one.name for one in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""] * 2
+    with watch(model, trace_batches=(0,)):
+        model(torch.ones(2, 3))
+    assert "batch number=0" in capsys.readouterr().out
+
+
+def test_every_leaves_batches_out(tmp_path: Path, recorder: str) -> None:
+    """`every` says which batches are looked at, and so which are written."""
+    model = mlp()
+    with watch(model, trace=tmp_path / "run.parquet", every=3):
+        for _ in range(8):
+            model(torch.ones(2, 3))
+    assert Trace.open(tmp_path / "run.parquet").batches == (0, 3, 6)
+
+
+@pytest.mark.parametrize("chosen", [(), (0, 1)])
+def test_a_recomputed_forward_is_in_the_trace(tmp_path: Path, recorder: str, chosen: tuple[int, ...]) -> None:
+    """Frames of the backward come after their batch has ended, and bear its number and their mark."""
+    inner = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False, early_stop=False)
+
+    model = Outer()
+    with watch(model, trace=tmp_path / "run.parquet", trace_batches=chosen):
+        for _ in range(2):
+            model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    found = [(one.batch, one.name, one.recomputed) for one in traced(tmp_path / "run.parquet")]
+    names = ["inner.0", "inner.1", "inner"]
+    one = [(name, False) for name in [*names, ""]] + [(name, True) for name in names]
+    assert found == [(batch, *rest) for batch in range(2) for rest in one]
+
+
+def test_the_batch_that_failed_is_in_the_trace_with_its_counts(tmp_path: Path, recorder: str) -> None:
+    """A NonFiniteError ends the run: the frames up to the faulty one are there, and the health of that one."""
+    model = nn.Sequential(nn.Linear(3, 3), Scale(1e38), Scale(1e38))
+    w = watch(model, trace=tmp_path / "run.parquet")
+    with pytest.raises(NonFiniteError) as error:
+        model(torch.ones(2, 3))
+    w.stop()
+    assert traced(tmp_path / "run.parquet") == with_records(error.value.report.frames)
+    report = Trace.open(tmp_path / "run.parquet").report(0)
+    assert report.finding is not None
+    assert error.value.report.finding is not None
+    assert report.finding.module == error.value.report.finding.module
+
+
+def test_the_limit_of_batches_loses_no_batch(tmp_path: Path, recorder: str) -> None:
+    """`abort_after_batch` raises at the end of a batch that is written whole."""
+    model = mlp()
+    with watch(model, trace=tmp_path / "run.parquet", abort_after_batch=2):
+        model(torch.ones(2, 3))
+        model(torch.ones(2, 3))
+        with pytest.raises(BatchLimitError):
+            model(torch.ones(2, 3))
+    assert [one.name for one in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""] * 3
+
+
+def test_frames_of_several_threads_all_arrive(
+    tmp_path: Path, recorder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that call the model at once: as many frames of each module as calls, none lost and none doubled."""
+    monkeypatch.setattr(tracer, "_GATHER_SECONDS", 0.001)
+    model = mlp()
+    with watch(model, trace=tmp_path / "run.parquet", microscope=False) as w:
+
+        def work() -> None:
+            for _ in range(150):
+                model(torch.ones(2, 3))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    found = traced(tmp_path / "run.parquet")
+    assert w.counters["frames"] == len(found) == 4 * 4 * 150
+    for name in ("0", "1", "2", ""):
+        assert sum(one.name == name for one in found) == 600
+
+
+def test_counts_that_were_asked_for_are_in_the_trace(tmp_path: Path, recorder: str) -> None:
+    """Of every row of every batch; without being asked for only of what is not finite."""
+    model = mlp()
+    for counts in (True, False):
+        with watch(model, trace=tmp_path / f"{counts}.parquet", counts=counts, max_frames=100) as w:
+            for _ in range(2):
+                model(torch.tensor([[0.0, 1e-39, 2.0]]))
+        table = Trace.open(tmp_path / f"{counts}.parquet").table()
+        records = [record for frame in w.frames for record in frame.records]
+        columns = ("numel", "num_nan", "num_zero", "num_subnormal")
+        found = list(zip(*(table[name].to_pylist() for name in columns), strict=True))
+        if counts:
+            assert found == [tuple(getattr(record.health, name) for name in columns) for record in records]
+            assert found[2] == (3, 0, 1, 1)  # what the first layer was given, after its weight and bias
+        else:
+            assert set(found) == {(None,) * 4}
+
+
+class Interrupted:
+    """A recorder in whose work the garbage collector comes, and with it somebody who runs a batch."""
+
+    def __init__(self, recorder: Any, come: Callable[[], object]) -> None:
+        self._recorder = recorder
+        self._come = come
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._recorder, name)
+
+    def frames_since(self, kept: int) -> Any:
+        """The frames, and then a batch before anybody has them."""
+        found = self._recorder.frames_since(kept)
+        come, self._come = self._come, lambda: None
+        come()
+        return found
+
+
+def test_a_batch_within_the_fetching_is_written_once(tmp_path: Path, recorder: str) -> None:
+    """Its end asks for frames again, while those before it are on their way."""
+    model = mlp()
+    with watch(model, trace=tmp_path / "run.parquet") as w:
+        assert w._tracer is not None
+
+        def come() -> None:
+            model(torch.ones(2, 3))
+            w._tracer.gather()
+
+        w._tracer._recorder = Interrupted(w._tracer._recorder, come)
+        model(torch.ones(2, 3))
+        w._tracer.gather()
+        w._tracer._recorder = w._tracer._recorder._recorder
+    assert [one.name for one in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""] * 2
+
+
+def test_a_compiled_model_gives_the_rows_of_the_interpreter(tmp_path: Path) -> None:
+    """With torch.compile(backend="eager") the trace has the same frames as without."""
+    torch._dynamo.reset()
+    made = []
+    for name, compile_ in (("plain", False), ("compiled", True)):
+        model = mlp().eval()
+        with watch(model, trace=tmp_path / f"{name}.parquet"):
+            called = torch.compile(model, backend="eager") if compile_ else model
+            for _ in range(3):
+                called(torch.ones(2, 3))
+        made.append(traced(tmp_path / f"{name}.parquet"))
+    assert made[0] == made[1]
+    assert len(made[0]) == 12
+
+
+def test_training_is_bit_for_bit_what_it_was(tmp_path: Path, recorder: str) -> None:
+    """A traced and an unwatched training end with equal weights; copies and pickles know nothing of the trace."""
+    ends = []
+    for path in (None, tmp_path / "run.parquet"):
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters())
+        w = None if path is None else watch(model, trace=path)
+        torch.manual_seed(1)
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other(torch.randn(4, 3))
+        if w is not None:
+            w.stop()
+        ends.append([x.clone() for x in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert Trace.open(tmp_path / "run.parquet").batches == tuple(range(10))
+
+
+def test_a_watch_that_goes_away_with_its_model_leaves_a_whole_trace(tmp_path: Path, recorder: str) -> None:
+    """Without stop(): the thread keeps neither the watch nor the model, and writes what there was."""
+    model = mlp()
+    gone = weakref.ref(model)
+    w = watch(model, trace=tmp_path / "run.parquet")
+    assert w._tracer is not None
+    thread = w._tracer.writer._thread
+    model(torch.ones(2, 3))
+    del model, w
+    gc.collect()
+    assert gone() is None
+    thread.join(20)
+    assert (tmp_path / "run.parquet").is_file()
+    assert [one.name for one in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""]
+
+
+def test_ranks_write_traces_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun's environment the rank is in the name and in the rows."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    model = mlp()
+    with watch(model, trace=tmp_path / "run.parquet") as w:
+        model(torch.ones(2, 3))
+    assert w.trace_path == tmp_path / "run-rank3.parquet"
+    assert Trace.open(tmp_path / "run-rank3.parquet").rank == 3
+
+
+def test_a_disk_that_is_full_from_the_start_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is watched all the same; what else is wrong with a path is an error at once."""
+
+    def full(path: Path) -> Path:
+        raise OSError(28, "No space left on device", str(path))
+
+    (tmp_path / "file").write_text("")
+    model = mlp()
+    with pytest.raises(ValueError, match="file"):
+        watch(model, trace=tmp_path / "file" / "run.parquet")
+    assert model[0]._compiled_call_impl is None
+    monkeypatch.setattr(tracer, "claim", full)
+    with pytest.warns(RuntimeWarning, match="there is no trace"):
+        w = watch(model, trace=tmp_path / "run.parquet")
+    model(torch.ones(2, 3))
+    w.stop()
+    assert w.trace_path is None
+    assert len(w.frames) == 4
+
+
+def test_a_watch_that_is_off_makes_no_file(tmp_path: Path) -> None:
+    """Neither a file nor a thread."""
+    before = threading.active_count()
+    with watch(mlp(), trace=tmp_path / "run.parquet", enabled=False) as w:
+        assert threading.active_count() == before
+    assert list(tmp_path.iterdir()) == []
+    assert w.trace_path is None
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(3, TypeError), ("", TypeError), (b"x", TypeError), ("/", ValueError)]
+)
+def test_what_is_no_path_is_refused(value: Any, error: type[Exception]) -> None:
+    """The error says what came and what belongs there."""
+    with pytest.raises(error, match="trace should be the path of a file"):
+        watch(mlp(), trace=value)
+
+
+def test_a_run_that_changes_its_folder_writes_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path means the folder of the start."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    model = mlp()
+    with watch(model, trace="run.parquet"):
+        os.chdir(tmp_path / "b")
+        model(torch.ones(2, 3))
+    assert [one.name for one in (tmp_path / "a").iterdir()] == ["run.parquet"]
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_no_warning_in_a_run_that_goes_well(tmp_path: Path) -> None:
+    """A trace that is whole says nothing."""
+    model = mlp()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with watch(model, trace=tmp_path / "run.parquet"):
+            for _ in range(200):
+                model(torch.ones(2, 3))
+    assert told == []
+
+
+@needs_native
+@pytest.mark.parametrize("check", ["module", "batch", "async"])
+def test_rows_that_come_late_are_written_once(check: Check, tmp_path: Path) -> None:
+    """A trace over a device that delivers when it is told has the rows of one over the host."""
+    written = []
+    for on_device in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+        path = tmp_path / f"{on_device}.parquet"
+        device = stand_in(place=lambda x, on_device=on_device: 0 if on_device else -1)  # type: ignore[misc]
+        with device, watch(model, trace=path, check=check):
+            for batch in range(5):
+                model(torch.full((2, 3), float(batch)))
+        written.append(Trace.open(path).table().to_pylist())
+    assert written[0]
+    assert written[1] == written[0]

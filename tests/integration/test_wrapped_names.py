@@ -1,0 +1,291 @@
+"""Wrappers are no part of a module's name, and each name leads back to one module."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import nanwatch
+from nanwatch.instrumentation.wrapped_names import (
+    find_module,
+    for_names,
+    is_recorded,
+    name_of,
+    named_modules,
+    parameter_names,
+    unwrapped,
+)
+from nanwatch.session.optimizer_state import state_rows
+from nanwatch.session.watch import watch
+from support.toys import Scale, mlp, names
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "compile": lambda module: torch.compile(module, backend="eager"),  # type: ignore[dict-item]
+    "DataParallel": nn.DataParallel,
+    "checkpoint": checkpoint_wrapper,
+    "AveragedModel": torch.optim.swa_utils.AveragedModel,
+}
+
+
+class Holder(nn.Module):
+    """A model of the user's own that calls its only child `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+def plain_tree(shape: Any) -> nn.Module:
+    """A tree of containers: a list of subtrees, each with a flag for each wrapper around it."""
+    children = OrderedDict(
+        (("module", "a", "b", "0")[i], plain_tree(child)) for i, (child, _) in enumerate(shape)
+    )
+    return nn.Sequential(children) if children else nn.Linear(1, 1)
+
+
+def wrap_tree(module: nn.Module, shape: Any) -> nn.Module:
+    """Put the wrappers in, from the leaves up; the modules stay the same objects."""
+    for key, (child, wrappers) in zip(list(module._modules), shape, strict=True):
+        held = wrap_tree(module._modules[key], child)  # type: ignore[arg-type]
+        for wrapper in wrappers:
+            held = WRAPPERS[wrapper](held)
+        module._modules[key] = held
+    return module
+
+
+_flags = st.lists(st.sampled_from(["compile", "DataParallel", "checkpoint"]), max_size=2, unique=True)
+_shapes = st.recursive(
+    st.just([]), lambda inner: st.lists(st.tuples(inner, _flags), max_size=3), max_leaves=6
+)
+
+
+@given(shape=_shapes, around=_flags)
+def test_names_are_those_without_wrappers(shape: Any, around: list[str]) -> None:
+    """Of any tree with wrappers anywhere: the plain tree's names, none given twice, each leading to its module."""
+    plain = plain_tree(shape)
+    expected = {module: name for name, module in plain.named_modules()}
+    model = wrap_tree(plain, shape)
+    for wrapper in around:
+        model = WRAPPERS[wrapper](model)
+    found = list(named_modules(model))
+    assert {one.module: one.name for one in found if one.module in expected} == expected
+    assert [one.module for one in found] == list(model.modules())
+    for one in found:
+        assert model.get_submodule(one.path) is one.module
+        if one.module in expected:
+            assert (led := find_module(model, one.name)) is not None
+            assert led.module is one.module
+            assert name_of(model, one.module) == one.name
+    wrappers = [one.name for one in found if one.module not in expected]
+    assert all(name.endswith(")") for name in wrappers)
+    assert unwrapped(model) is plain
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_frames_of_a_wrapped_model_are_those_of_the_model(wrapper: str) -> None:
+    """Same frames and batches, whatever is around the model; the wrapper's own call makes none."""
+    x = torch.randn(2, 3)
+    plain, wrapped = mlp(), WRAPPERS[wrapper](mlp())
+    with watch(plain) as w, torch.no_grad():
+        plain(x)
+    with watch(wrapped) as v, torch.no_grad():
+        wrapped(x)
+    assert v.frames == w.frames
+    assert names(v) == [(0, "0"), (0, "1"), (0, "2"), (0, "")]
+
+
+@pytest.mark.parametrize("wrapper", ["DataParallel", "checkpoint"])
+def test_a_module_wrapped_while_it_is_watched_keeps_its_name(wrapper: str) -> None:
+    """A wrapper put around a layer later, and a layer put inside a wrapper later."""
+    model = nn.Sequential(Scale(), nn.Sequential(Scale()))
+    with watch(model) as w:
+        model[0] = WRAPPERS[wrapper](model[0])
+        model[1] = WRAPPERS[wrapper](nn.Sequential(Scale()))
+        unwrapped(model[1]).append(Scale())  # type: ignore[operator]
+        model(torch.ones(1))
+    assert [name for _, name in names(w)] == ["0", "1.0", "1.1", "1", ""]
+
+
+def test_a_child_called_module_is_no_wrapper() -> None:
+    """A user's own `module` stays in the names, also where a wrapper is around it."""
+    for model in (Holder(mlp()), nn.DataParallel(Holder(mlp()))):
+        with watch(model, include="module.*") as w:
+            model(torch.randn(2, 3))
+        assert [name for _, name in names(w)] == ["module.0", "module.1", "module.2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"include": "0"}, ["0"]),
+        ({"include": "module.0"}, ["0"]),
+        ({"include": "module.*"}, ["0", "1", "2", ""]),
+        ({"include": ["module", "2"]}, ["2", ""]),
+        ({"exclude": ["module.1", "2"]}, ["0", ""]),
+        ({"exclude": "module.head"}, ["0", "1", "2", ""]),
+    ],
+)
+def test_patterns_with_and_without_the_prefix(options: dict[str, Any], expected: list[str]) -> None:
+    """Both ways to write a name choose the same modules of a wrapped model."""
+    model = nn.DataParallel(mlp())
+    with watch(model, **options) as w:
+        model(torch.randn(2, 3))
+    assert [name for _, name in names(w)] == expected
+
+
+def test_a_pattern_is_shortened_only_where_it_has_to_be() -> None:
+    """What matches as it is, or matches in neither form, stays as it is."""
+    assert for_names("module.a", ["module.a", "a"]) == "module.a"
+    assert for_names("module.a", ["a"]) == "a"
+    assert for_names("module.b", ["a"]) == "module.b"
+
+
+def test_an_unknown_pattern_names_the_users_modules() -> None:
+    """The error for a pattern that matches nothing proposes names without prefixes."""
+    model = nn.DataParallel(nn.ModuleDict({"encoder": nn.Linear(1, 1)}))
+    with pytest.raises(ValueError, match=r"close names: encoder$"):
+        watch(model, include="module.encode")
+
+
+def test_a_shared_module_is_found_under_each_of_its_names() -> None:
+    """Tied modules have one name in the frames, and any of their names leads to them."""
+    shared = nn.Linear(1, 1)
+    model = nn.DataParallel(nn.Sequential(shared, nn.Sequential(shared)))
+    for name in ("0", "1.0", "module.1.0"):
+        found = find_module(model, name)
+        assert found is not None
+        assert found.module is shared
+    assert name_of(model, shared) == "0"
+    assert find_module(model, "1.1") is None
+    wrapper = find_module(model, "(DataParallel)")
+    assert wrapper is not None
+    assert wrapper.module is model
+
+
+def test_data_parallel_over_several_devices_is_recorded() -> None:
+    """It calls copies of the model that nobody sees, so its own call is a frame."""
+    model = nn.DataParallel(mlp())
+    assert not is_recorded(model)
+    model.device_ids = [0, 1]
+    assert is_recorded(model)
+    assert is_recorded(mlp())
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_training_under_data_parallel_is_bit_equal(when: str, gradients: bool) -> None:
+    """Watched before it is wrapped and after, as unwatched; the frames have the model's names."""
+
+    def trained(when: str) -> tuple[list[Tensor], list[str]]:
+        torch.manual_seed(0)
+        model: nn.Module = mlp()
+        seen = [watch(model, gradients=gradients)] if when == "before" else []
+        model = nn.DataParallel(model)
+        if when == "after":
+            seen.append(watch(model, gradients=gradients))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for _ in range(3):
+            model(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for one in seen:
+            one.stop()
+        names = sorted({frame.name for one in seen for frame in one.frames})
+        return [x.detach() for x in model.parameters()], names
+
+    plain, none = trained("never")
+    weights, names = trained(when)
+    assert none == []
+    assert names == ["", "0", "1", "2"]
+    assert [x.numpy().tobytes() for x in weights] == [x.numpy().tobytes() for x in plain]
+
+
+def test_parameters_and_optimizer_state_have_the_users_names() -> None:
+    """As in the plain model, tied parameters once."""
+    plain = mlp()
+    expected = {id(x): name for name, x in plain.named_parameters()}
+    model = nn.DataParallel(nn.Sequential(*map(checkpoint_wrapper, plain)))
+    assert parameter_names(model) == expected
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    assert state_rows(optimizer, parameter_names(model))[0][0] == "exp_avg[0.weight]"
+
+
+def test_float32_is_asked_for_by_either_name() -> None:
+    """run_in_fp32 and fp32_modules take the user's name and the one with the prefix."""
+    for name in ("0", "module.0"):
+        model = nn.DataParallel(mlp().half())
+        with nanwatch.run_in_fp32(name, model), watch(model) as w:
+            model(torch.randn(2, 3).half())
+        with nanwatch.fp32_modules(model, name):
+            assert "forward" in model.module[0].__dict__
+        assert w.frames[0].name == "0"
+    with pytest.raises(ValueError, match=r"has no module 'module\.9'"):
+        nanwatch.run_in_fp32("module.9", model)
+
+
+class Big(nn.Module):
+    """Overflows float16 in the product of two sums."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 300) * (x * 300)
+
+
+def test_a_failure_is_examined_and_cured_under_the_users_names() -> None:
+    """The operation is found in the wrapped module, and the cure's code reaches it in the model as it is."""
+    model = nn.DataParallel(nn.Sequential(checkpoint_wrapper(Big()), nn.Sigmoid()))
+    with watch(model, check="module"), pytest.raises(nanwatch.NonFiniteError) as error:
+        model(torch.ones(1, dtype=torch.float16))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.operation, finding.transient) == ("0", "aten.mul.Tensor", False)
+    code = next(cure.what for cure in finding.cures if "run_in_fp32" in cure.what)
+    reached = eval(code[code.index("run_in_fp32(") + len("run_in_fp32(") : -1], {"model": model})
+    assert isinstance(unwrapped(reached), Big)
+
+
+def test_a_bad_gradient_is_stopped_and_examined_under_the_users_names() -> None:
+    """The backward of a wrapped model: the module, and the operation in it, before the step."""
+
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sqrt()
+
+    first = nn.Linear(1, 1)
+    nn.init.zeros_(first.weight)
+    nn.init.zeros_(first.bias)
+    model = nn.DataParallel(nn.Sequential(first, checkpoint_wrapper(Root())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, gradients=True):
+        model(torch.ones(1, 1)).sum().backward()
+        with pytest.raises(nanwatch.NonFiniteError) as error:
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.phase, finding.operation) == ("1", "backward", "SqrtBackward0")
+    assert first.weight.item() == 0.0
+
+
+def test_a_capsule_of_a_wrapped_root_is_replayed_on_the_model(tmp_path: Any) -> None:
+    """Names of root modules agree whichever of the two, the recorded and the given model, is wrapped."""
+    pytest.importorskip("safetensors")
+    big = Big()
+    wrapped = nn.DataParallel(big)
+    with watch(wrapped, output_dir=tmp_path), pytest.raises(nanwatch.NonFiniteError):
+        wrapped(torch.ones(1, dtype=torch.float16))
+    folder = next(tmp_path.glob("*/capsule"))
+    for model in (copy.deepcopy(big), nn.DataParallel(copy.deepcopy(big))):
+        assert nanwatch.replay(folder, model).finding is not None

@@ -1,0 +1,54 @@
+// The CUDA sources as a library of host code, with what a test may ask of the stand-in.
+// clang-format off
+#include "cuda_runtime.h"
+#include "cuda/range_cuda.cu"
+#include "cuda/exponents_cuda.cu"
+// clang-format on
+
+extern "C" {
+
+// Bytes from the first element of a walk to this one and its position in C order, the plain way. Whether the fast
+// kernel would follow the walk.
+int cuda_host_walk(const NanwatchTensor* tensor, int64_t element, int64_t* offset, int64_t* position) {
+  using namespace nanwatch;
+  Dim dim[kNanwatchMaxDims];
+  const CoalescedDims shape = coalesce_dims(tensor->dims, tensor->sizes, tensor->strides, true, dim);
+  Walk<kNanwatchMaxWalkDims> walk = {};
+  const bool fast = fill(walk, *tensor, shape, dim);
+  *offset = walk.offset(element);
+  *position = walk.position(element);
+  return fast;
+}
+
+int64_t cuda_host_launches(void) {
+  return std::exchange(cuda_host::state().launches, 0);
+}
+int64_t cuda_host_blocks(void) {
+  return std::exchange(cuda_host::state().blocks, 0);
+}
+int64_t cuda_host_clears(void) {
+  return std::exchange(cuda_host::state().clears, 0);
+}
+int64_t cuda_host_waits(void) {
+  return std::exchange(cuda_host::state().waits, 0);
+}
+void cuda_host_shuffle_blocks(unsigned seed) {
+  cuda_host::state().shuffle = seed;
+}
+void cuda_host_set_capturing(int capturing) {
+  cuda_host::state().capturing = capturing;
+}
+void cuda_host_fail_next(int code) {
+  cuda_host::state().fail_next = code;
+}
+void cuda_host_query_next(int code) {
+  cuda_host::state().query_next = code;
+}
+void cuda_host_set_pending_error(int code) {
+  cuda_host::state().last_error = code;
+}
+int cuda_host_pending_error(void) {
+  return cuda_host::state().last_error;
+}
+
+}  // extern "C"

@@ -1,0 +1,58 @@
+"""What the compiled CUDA part does where there is no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.paths import ROOT
+from support.processes import environment
+
+NO_GPU_ERRORS = (35, 100)  # insufficient driver (none at all, too), no device
+
+
+def test_import_does_not_touch_cuda() -> None:
+    """Importing nanwatch and reading a CPU tensor neither initialises CUDA in torch nor loads the driver."""
+    script = (
+        "import torch\n"
+        "driver = lambda: 'libcuda.so' in open('/proc/self/maps').read()\n"
+        "before = driver()\n"
+        "import nanwatch.numerics._ops as ops\n"
+        "ops.abs_range(torch.ones(3))\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert driver() == before\n"
+    )
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("/proc/self/maps is how this test sees which libraries are loaded")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_cleanly_and_report_a_missing_gpu(tmp_path: Path) -> None:
+    """nvcc compiles the source without a warning, and without a driver a call returns an error in words."""
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if nvcc is None:
+        pytest.skip("nvcc was not found")
+    library = tmp_path / "range_cuda.so"
+    command = [nvcc, "-shared", "-O1", "-std=c++17", "-arch=sm_75", "-cudart=static"]
+    command += [f"-I{ROOT / 'csrc'}", "-Xcompiler=-fPIC,-Wall,-Wextra"]
+    command += [str(ROOT / "csrc/cuda/range_cuda.cu"), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stdout + done.stderr
+    if torch.cuda.is_available():
+        pytest.skip("compiled cleanly; this machine has a GPU")
+    kernels = ctypes.CDLL(str(library))
+    kernels.nanwatch_cuda_error.restype = ctypes.c_char_p
+    # A tensor of no dimensions with null for everything: the error comes before anything is looked at.
+    tensor = ctypes.create_string_buffer(64)
+    error = kernels.nanwatch_cuda_ranges(tensor, ctypes.c_int64(1), None, None, 0, None)
+    assert error in NO_GPU_ERRORS
+    assert kernels.nanwatch_cuda_error(error)

@@ -1,0 +1,211 @@
+"""The operators' CUDA part over the stand-in for CUDA: who serves a tensor, and what the errors say."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.paths import ROOT
+from support.processes import environment
+
+OPERATORS_SCRIPT = """
+import ctypes, sys, warnings
+import torch
+from nanwatch.numerics import _ops, _reference
+
+torch.ops.load_library(sys.argv[1])
+library = ctypes.CDLL(sys.argv[1])
+launches = library.cuda_host_launches
+
+def check(got, expected):
+    assert torch.allclose(got, expected, rtol=0, atol=0, equal_nan=True), (got, expected)
+
+def message(error, call, *arguments):
+    try:
+        call(*arguments)
+    except error as caught:
+        return str(caught)
+    raise AssertionError(f"no {error.__name__}")
+
+clears, waits = library.cuda_host_clears, library.cuda_host_waits
+x = torch.randn(100, requires_grad=True)
+launches()
+check(_ops.abs_range(x), _reference.abs_range(x))
+assert launches() == 1 and not _ops.abs_range(x).requires_grad
+assert clears() == 1  # the stream's workspace, once
+check(_ops.health(x), _reference.health(x))
+assert clears() == 0 and waits() == 0
+
+# In a capture each call has a workspace, and a memset, of its own.
+library.cuda_host_set_capturing(1)
+large = torch.randn(100_000)
+check(_ops.abs_range(large), _reference.abs_range(large))
+check(_ops.abs_ranges([large, x]), torch.stack([_reference.abs_range(large), _reference.abs_range(x)]))
+assert clears() == 2
+library.cuda_host_set_capturing(0)
+check(_ops.abs_range(large), _reference.abs_range(large))
+assert clears() == 0
+
+# Complex goes to the reference, alone and in a list, and disturbs no neighbour.
+c = torch.randn(5, dtype=torch.complex64)
+launches()
+check(_ops.abs_range(c), _reference.abs_range(c))
+assert launches() == 0
+xs = [x, c, torch.empty(0, dtype=torch.int8), torch.tensor(float("nan")), x[::2]]
+check(_ops.abs_ranges(xs), torch.stack([_reference.abs_range(each) for each in xs]))
+assert launches() == 1
+
+# The lazy negative bit: the sign of an inf counts in a health.
+n = torch._neg_view(torch.tensor([float("inf"), 1.0]))
+check(_ops.health(n), _reference.health(n))
+
+# The counts: one launch each over any strides, no workspace; more codes than a launch takes go to the reference.
+launches(), clears(), waits()
+counting = ((_ops.exponent_histogram, ()), (_ops.count_from, ([1, 1 << 30, -1],)))
+for op, more in counting:
+    for each in (x, large.view(100, 1000).t()[::3], n, x[:0]):
+        check(op(each, *more), getattr(_reference, op.__name__)(each, *more))
+assert (launches(), clears(), waits()) == (6, 0, 0)
+check(_ops.count_from(x, [1] * 6), _reference.count_from(x, [1] * 6))
+assert launches() == 0
+for op, more in counting:
+    library.cuda_host_fail_next(209)
+    check(op(x, *more), getattr(_reference, op.__name__)(x, *more))
+    assert "view_as_real" in message(TypeError, op, c, *more)
+
+# What cannot be walked or run here is served by the reference; what went wrong is an error.
+launches()
+many = torch.as_strided(torch.ones(1000), (1, 2) * 9, (1, 3) * 9)
+check(_ops.abs_range(many), _reference.abs_range(many))
+for code in (35, 209, 222, 223):
+    for op, argument in ((_ops.abs_range, x), (_ops.health, x), (_ops.abs_ranges, [x, c])):
+        library.cuda_host_fail_next(code)
+        check(op(argument), getattr(_reference, op.__name__)(argument))
+library.cuda_host_fail_next(700)
+assert "CUDA error 700" in message(RuntimeError, _ops.abs_range, x)
+
+# Three numbers at once: one launch, one wait; what it does not take goes the way above.
+now = ctypes.PyDLL(sys.argv[1]).ops_host_range_now
+row = torch.empty(3, dtype=torch.float64)
+
+def range_now(tensor):
+    return now(ctypes.py_object(tensor), ctypes.c_void_p(row.data_ptr()))
+
+launches(), waits()
+for each in (x, torch.nn.Parameter(large), large.view(100, 1000).t()[::3], torch.tensor([float("inf")]), x[:0]):
+    assert range_now(each) == 1
+    check(row, _reference.abs_range(each))
+assert (launches(), waits(), clears()) == (5, 5, 0)
+assert [range_now(each) for each in (c, 3, torch.ones(2).to_sparse(), torch.ones(2, device="meta"))] == [0] * 4
+for code in (35, 209):
+    library.cuda_host_fail_next(code)
+    assert range_now(x) == 0
+launches(), waits()
+library.cuda_host_fail_next(700)
+assert range_now(x) == -1  # and says so on stdout
+library.cuda_host_set_capturing(1)
+assert range_now(x) == -1
+library.cuda_host_set_capturing(0)
+assert (launches(), waits()) == (1, 0)
+assert range_now(x) == 1
+
+# What the recorder asks of CUDA: rows where it wants them, one launch, no wait.
+from support.stand_in_device import Backend, Row, Target, values_of
+from support.cuda_emulation import DescribedTensor, describe
+
+library.ops_host_backend.restype = ctypes.c_void_p
+backend = Backend.from_address(library.ops_host_backend())
+assert not backend.takes_host_memory
+memory, address, stream, event = (ctypes.c_void_p() for _ in range(4))
+capture = ctypes.c_uint64(7)
+assert backend.stream(0, ctypes.pointer(stream), ctypes.pointer(capture)) == 0 and capture.value == 0
+assert backend.allocate(0, 16 * ctypes.sizeof(Row), ctypes.pointer(memory), ctypes.pointer(address)) == 0
+xs = [large, x.detach(), torch.tensor([0.0, float("-inf")]), torch.ones(3, dtype=torch.int8)]
+described = (DescribedTensor * len(xs))(*map(describe, xs))
+rows = (Row * 16).from_address(memory.value)
+
+def observe(first, step=None, spacing=1):
+    target = Target(address.value, spacing, first, step)
+    return backend.observe(described, len(xs), ctypes.pointer(target), 0, stream)
+
+assert observe(1) == 0
+launches(), waits(), clears()
+assert observe(5) == 0
+assert (launches(), waits(), clears()) == (1, 0, 0)
+for i, each in enumerate(xs):
+    values, examined = values_of(each)
+    assert rows[i].stamp == 5 + i and bool(rows[i].examined) == examined
+    assert repr(list(rows[i].values)[: 12 if examined else 3]) == repr(values[: 12 if examined else 3])
+
+# Events: one is used again once it was released; not ready is no error; in a capture nothing is marked.
+assert backend.record(0, stream, ctypes.pointer(event)) == 0
+library.cuda_host_query_next(600)
+assert backend.query(event) == -3 and backend.query(event) == 0
+library.cuda_host_query_next(710)
+assert backend.query(event) == 710
+assert backend.wait(event) == 0 and waits() == 1
+first = event.value
+backend.release(event)
+assert backend.record(0, stream, ctypes.pointer(event)) == 0 and event.value == first
+
+# In a capture a row goes by the counter, with a workspace of the graph's; a call that is not the graph's is refused.
+library.cuda_host_set_capturing(1)
+other = ctypes.c_void_p()
+assert backend.record(0, stream, ctypes.pointer(other)) == -4 and not other.value
+counter = (ctypes.c_uint64 * 2)(6, 0)
+assert observe(9) == -4
+assert clears() == 0
+assert backend.step(ctypes.addressof(counter), None, 0, stream) == 0
+assert observe(0, ctypes.addressof(counter), 4) == 0
+assert clears() == 1
+assert backend.step(ctypes.addressof(counter), ctypes.addressof(counter) + 8, 0, stream) == 0
+assert list(counter) == [7, 7]
+assert [rows[4 * i + 3].stamp for i in range(4)] == [7] * 4
+library.cuda_host_set_capturing(0)
+assert observe(0, ctypes.addressof(counter), 4) == -4
+
+# A launch that fails is an error; only what can never run is for good, and said once.
+library.cuda_host_fail_next(700)
+assert observe(50) == 700
+assert [bool(backend.cannot_run(code)) for code in (700, -1, -2, -4, -5, 35, 209)] == [False] * 5 + [True] * 2
+ctypes.pythonapi.PyErr_Clear()
+
+freed = torch.ones(100)
+freed.untyped_storage().resize_(0)
+assert "freed or resized" in message(ValueError, _ops.abs_range, freed)
+assert range_now(freed) == 0
+packed = torch.zeros(4, dtype=torch.float4_e2m1fn_x2)
+assert "float4_e2m1fn_x2" in message(TypeError, _ops.abs_range, packed)
+"""
+
+
+@pytest.mark.slow
+def test_operators_choose_between_kernel_and_reference(tmp_path: Path) -> None:
+    """With the CUDA part registered for the CPU: what the kernels read, what the reference serves, what fails."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ was not found: the CUDA source cannot be compiled for the host")
+    library = tmp_path / "ops_host.so"
+    home = Path(torch.__file__).parent
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    flags += [f"-I{ROOT / 'tests/native/cuda_host'}", f"-I{ROOT / 'csrc'}"]
+    flags += [f"-isystem{home / 'include'}", f"-isystem{home / 'include/torch/csrc/api/include'}"]
+    flags += [f"-isystem{sysconfig.get_path('include')}"]
+    source = str(ROOT / "tests/native/cuda_host/ops_host.cpp")
+    link = [f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch_python", "-lc10", "-o", str(library)]
+    done = subprocess.run([compiler, *flags, source, *link], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # Without the compiled part the CPU key is free, and a process of its own keeps it that way for other tests.
+    command = [sys.executable, "-c", OPERATORS_SCRIPT, str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(NANWATCH_EXT="0"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("CUDA kernels cannot run here") == 1
+    assert "CUDA error 700" in done.stdout
+    assert "torch.ops.nanwatch.abs_range(x), which does not wait" in done.stdout

@@ -1,0 +1,42 @@
+"""examples/compare_tools.py: that the tools see what its page says they see."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from support.paths import ROOT
+from support.processes import environment
+
+
+def test_what_each_tool_says(tmp_path):
+    """Those that look at the forward stop in the first bad step, anomaly mode not before; nanwatch names the module."""
+    pytest.importorskip("lightning")
+    pytest.importorskip("transformers")
+    script = [sys.executable, str(ROOT / "examples" / "compare_tools.py"), "--quick"]
+    done = subprocess.run(
+        [*script, "--json", "-", "--markdown", str(tmp_path / "cost.md")],
+        env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    bad, said = document["first_bad_step"], document["said"]
+    stops = {name: one["stopped_at_step"] for name, one in said.items()}
+    anomaly = [name for name in said if "anomaly" in name]
+    assert len(anomaly) == 2
+    assert {stops[name] for name in said if name not in anomaly} == {bad}
+    assert all(stops[name] >= bad for name in anomaly)
+    assert "(Linear) in batch" in said["nanwatch"]["raised"]
+    assert "By:    aten." in said["nanwatch"]["raised"]
+    assert set(document["cost"]) == set(said)
+    assert all(ratio > 0 for ratio in document["cost"].values())
+    table = (tmp_path / "cost.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert {name: float(ratio) for name, _, ratio in rows} == pytest.approx(document["cost"], abs=0.0051)
+    assert {name: stop for name, stop, _ in rows} == {
+        name: "never" if stop is None else str(stop) for name, stop in stops.items()
+    }
+    assert document["torch"] in table

@@ -1,0 +1,98 @@
+"""The page of a difference in headless Chromium: it draws both sides, takes names as text, and asks for nothing."""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from nanwatch.trace.difference import Difference, Growth, Place, Series, diff_html
+from support import chromium
+from support.chromium import Browser, Tab, overlaps
+from support.html_page import HOSTILE
+
+pytestmark = [
+    pytest.mark.skipif(chromium.PATH is None, reason="needs Chromium: apt-get install chromium"),
+]
+pytest.importorskip("plotly", reason="the page needs plotly: pip install plotly")
+pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
+
+DRAWN = "['calls', 'series'].every((id) => document.getElementById(id)?.dataset.drawn)"
+
+
+def difference(names: tuple[str, ...]) -> Difference:
+    """Two runs of six batches that part in every module, one of which overflows in B."""
+    series = tuple(
+        Series(name, tuple(range(6)), (1.0 + i,) * 6, (2.0, 4.0, 8.0, 0.0, 32.0, inf))
+        for i, name in enumerate(names)
+    )
+    first = Place(0, names[0], "Linear", "output", "range", "abs_max 1 against 2", 0, names[0], "Linear")
+    grew = tuple(Growth(name, "output", 4, 1.0 + i, 32.0) for i, name in enumerate(names))
+    calls = Series("batch 0", names, tuple(1.0 + i for i in range(len(names))), (2.0,) * len(names))
+    return Difference(
+        "a.parquet", "b.parquet", 1e-3, first, (first,), grew, 12, 6, ((0, 5),) * 6, (), ((names[-1], 3),), (),
+        calls, series,
+    )  # fmt: skip
+
+
+def show(browser: Browser, path: Path, found: Difference, width: int = 1280) -> Tab:
+    path.write_text(diff_html(found), encoding="utf-8")
+    tab = browser.open(path)
+    tab.call(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+    )
+    tab.wait(f"document.readyState === 'complete' && {DRAWN}")
+    return tab
+
+
+def test_both_sides_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    """A line a side for the calls and for each module; zero and inf are gaps, and told where the mouse is."""
+    tab = show(browser, tmp_path / "diff.html", difference(("encoder.0.wo", "encoder.1.wo", "head")))
+    assert tab.ask("calls.data.map((one) => one.y)") == [[1.0, 2.0, 3.0], [2.0, 2.0, 2.0]]
+    lines = tab.ask("series.data.map((one) => [one.name, one.y, one.showlegend])")
+    assert lines[0] == ["encoder.0.wo", [1.0] * 6, True]
+    assert lines[1] == ["encoder.0.wo", [2.0, 4.0, 8.0, None, 32.0, None], False]
+    assert len(lines) == 6
+    assert tab.ask("series.data[1].hovertext") == [
+        f"encoder.0.wo, batch {i}<br>B: {told}"
+        for i, told in enumerate(("2.00e+0", "4.00e+0", "8.00e+0", "0.00e+0", "3.20e+1", "inf"))
+    ]
+    assert tab.ask("series.querySelectorAll('.scatterlayer .trace').length") == 6
+    assert tab.ask("calls.querySelectorAll('.scatterlayer .points path').length") == 6
+    assert (tab.requests, tab.complaints) == ([], [])
+
+
+def test_hostile_names_stay_text(browser: Browser, tmp_path: Path) -> None:
+    """Nothing of a name runs, leads anywhere or is fetched, on the page, in the legend and under the mouse."""
+    tab = show(browser, tmp_path / "diff.html", difference(HOSTILE))
+    assert tab.ask("document.querySelectorAll('img, iframe, object, a, svg[onload]').length") == 0
+    assert tab.ask("document.querySelectorAll('script').length") == 4
+    cells = tab.ask("[...document.querySelectorAll('.operands tbody tr')].map((r) => r.cells[0].textContent)")
+    # HTML has no NUL, and reads a carriage return as a new line.
+    assert cells == [name.replace("\x00", "").replace("\r\n", "\n") for name in HOSTILE]
+    shown = tab.ask("[...series.querySelectorAll('.legendtext')].map((one) => one.textContent)")
+    assert len(shown) == len(HOSTILE)
+    assert "<script>alert(1)</script>" in shown
+    assert (tab.requests, tab.complaints) == ([], [])
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_legend_and_buttons_have_room(browser: Browser, tmp_path: Path, width: int) -> None:
+    """Above the plot nothing lies over anything else, and the page is no wider than the screen."""
+    names = tuple(f"encoder.block.{i}.layer.{i}.feed_forward.wo" for i in range(8))
+    tab = show(browser, tmp_path / "diff.html", difference(names), width)
+    tab.wait(f"!{overlaps('calls')}.length && !{overlaps('series')}.length")
+    assert tab.ask("document.documentElement.scrollWidth") <= width
+
+
+def test_the_charts_follow_the_colour_scheme(browser: Browser, tmp_path: Path) -> None:
+    """They turn dark, and light again, while the page is open."""
+    tab = show(browser, tmp_path / "diff.html", difference(("a", "b")))
+    for scheme, ink in (("dark", "#e4e6e8"), ("light", "#1c2024")):
+        tab.call(
+            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        )
+        tab.wait(f"[calls, series].every((one) => one.layout.font.color === '{ink}')")
+    assert tab.complaints == []

@@ -1,0 +1,320 @@
+"""The build: what it gives where it cannot compile, what it refuses, and what it records."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import stat
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+pytestmark = [
+    pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree"),
+]
+
+# Not the real source: it takes a minute, `make` compiles it anyway, and these tests are about what goes around it.
+TINY_MODULE = """
+#include <Python.h>
+static PyModuleDef def = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&def); }
+"""
+
+FAKE_NVCC = """#!/bin/sh
+case "$*" in
+  *--version*) echo "Cuda compilation tools, release 12.9, V12.9.1" ;;
+  *--dryrun*) echo "#$ TOP={home}" ;;
+  *--list-gpu-code*) printf 'sm_75\\nsm_80\\nsm_90\\nsm_90a\\nsm_120\\n' ;;
+  *) {compile} ;;
+esac
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A copy of what a source distribution holds, without anything built."""
+    copy = tmp_path / "source"
+    ignore = shutil.ignore_patterns("*.so", "_build.json", "__pycache__", "*.egg-info")
+    for folder in ("csrc", "python"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
+    for file in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / file, copy / file)
+    return copy
+
+
+@pytest.fixture
+def tiny(source: Path) -> Path:
+    """The copy with a C++ source that compiles in a second, and without the CUDA source."""
+    for path in (source / "csrc").rglob("*.c*"):
+        path.unlink()
+    (source / "csrc" / "bindings.cpp").write_text(TINY_MODULE)
+    return source
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This environment without the switches that `make test` or a developer may have set."""
+    switches = (
+        "NANWATCH_REQUIRE_EXT",
+        "NANWATCH_EXT",
+        "FORCE_CUDA",
+        "FORCE_CPU",
+        "TORCH_CUDA_ARCH_LIST",
+        "MAX_JOBS",
+        "PYTHONPATH",
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in switches}
+    scripts = str(Path(sys.executable).parent)  # ninja lies beside this Python
+    return {**kept, "PATH": f"{scripts}{os.pathsep}{kept['PATH']}", **changes}
+
+
+def pip_wheel(source: Path, **changes: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "-v",
+        "-w",
+        "wheels",
+        ".",
+    ]
+    return subprocess.run(command, cwd=source, env=environment(**changes), capture_output=True, text=True)
+
+
+def build_in_place(source: Path, **changes: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    return subprocess.run(command, cwd=source, env=environment(**changes), capture_output=True, text=True)
+
+
+def facts(source: Path) -> dict[str, str]:
+    return json.loads((source / "python" / "nanwatch" / "_build.json").read_text())
+
+
+def unpack(source: Path) -> Path:
+    """Where the one wheel that was built is unpacked; it must be a pure-Python one."""
+    (wheel,) = (source / "wheels").glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    place = source / "installed"
+    zipfile.ZipFile(wheel).extractall(place)
+    assert not list(place.glob("nanwatch/_C*.so"))
+    return place
+
+
+def python(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    env = environment(PYTHONPATH=str(place))
+    return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
+
+
+USE = """
+import warnings, torch, nanwatch
+from nanwatch import _extension
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        assert tuple(nanwatch.abs_range(torch.tensor([1.0, -3.0]))) == (1.0, 3.0, True)
+    assert nanwatch.tensor_health(torch.tensor([1.0, float("nan")])).num_nan == 1
+assert _extension.C is None
+print(len([w for w in seen if w.category is RuntimeWarning]), [str(w.message) for w in seen])
+print(_extension.reason)
+"""
+
+
+def without_compiler(source: Path, folder: Path) -> dict[str, str]:
+    return {"CXX": "/bin/false", "CC": "/bin/false"}
+
+
+def with_broken_source(source: Path, folder: Path) -> dict[str, str]:
+    for path in (source / "csrc").rglob("*.cpp"):
+        path.unlink()
+    (source / "csrc" / "broken.cpp").write_text("int broken = ;\n")
+    return {"FORCE_CPU": "1"}
+
+
+def without_torch(source: Path, folder: Path) -> dict[str, str]:
+    stub = folder / "stub" / "torch"
+    stub.mkdir(parents=True)
+    (stub / "__init__.py").write_text('raise ImportError("torch is hidden")\n')
+    return {"PYTHONPATH": str(stub.parent)}
+
+
+FAILURES = [
+    pytest.param(without_compiler, "no working C++ compiler", id="no compiler"),
+    pytest.param(with_broken_source, "Error compiling objects", id="broken source"),
+    pytest.param(without_torch, "torch is hidden", id="no torch"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "reason"), FAILURES)
+def test_a_build_that_cannot_compile_gives_a_pure_wheel_that_works_and_says_why(
+    source, tmp_path, spoil, reason
+):
+    """Loud at build time, right in its answers, and the reason is told at first use, once, and by the doctor."""
+    done = pip_wheel(source, **spoil(source, tmp_path))
+    assert done.returncode == 0, done.stderr
+    spoken = done.stdout + done.stderr
+    assert spoken.count("WITHOUT its compiled part") == 1
+    assert reason in spoken
+    assert "--no-build-isolation" in spoken
+
+    place = unpack(source)
+    used = python(place, "-c", USE)
+    assert used.returncode == 0, used.stderr
+    warned, told = used.stdout.splitlines()
+    assert warned.startswith("1 ")
+    assert reason in warned
+    assert reason in told
+
+    doctor = python(place, "-m", "nanwatch", "--json")
+    compiled = json.loads(doctor.stdout)["compiled"]
+    assert not compiled["loaded"]
+    assert reason in compiled["reason"]
+
+
+@pytest.mark.parametrize(("spoil", "reason"), FAILURES)
+def test_require_ext_makes_a_failed_build_an_error(source, tmp_path, spoil, reason):
+    """With NANWATCH_REQUIRE_EXT=1 there is no wheel, and the reason is in the output."""
+    done = pip_wheel(source, NANWATCH_REQUIRE_EXT="1", **spoil(source, tmp_path))
+    assert done.returncode != 0
+    assert reason in done.stdout + done.stderr
+    assert not list((source / "wheels").glob("*.whl"))
+
+
+def test_a_failed_build_leaves_no_older_module_behind(tiny):
+    """A module of an earlier source would answer for a source it was not made from."""
+    assert build_in_place(tiny, FORCE_CPU="1").returncode == 0
+    assert list(tiny.glob("python/nanwatch/_C*.so"))
+    assert build_in_place(tiny, CXX="/bin/false").returncode == 0
+    assert not list(tiny.glob("python/nanwatch/_C*.so"))
+    assert "C++ compiler" in facts(tiny)["failure"]
+
+
+def test_a_good_build_records_what_it_was_built_with_and_drops_an_older_failure(tiny):
+    """The recorded torch is what decides later whether the module may be loaded."""
+    import torch
+
+    assert build_in_place(tiny, CXX="/bin/false").returncode == 0
+    assert build_in_place(tiny, FORCE_CPU="1").returncode == 0
+    assert facts(tiny)["torch"] == torch.__version__
+    assert facts(tiny)["cuda_reason"] == "built with FORCE_CPU=1"
+    assert "failure" not in facts(tiny)
+
+
+@pytest.mark.parametrize("value", ["true", "2"])
+def test_a_switch_with_another_value_is_refused_by_name(tiny, value):
+    """A misspelt switch must not count as off."""
+    done = build_in_place(tiny, NANWATCH_REQUIRE_EXT=value)
+    assert done.returncode != 0
+    assert f"NANWATCH_REQUIRE_EXT={value!r}" in done.stdout + done.stderr
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> Path:
+    """A stand-in for CUDA_HOME whose nvcc "compiles" anything to an empty object."""
+    return make_toolkit(
+        tmp_path / "cuda", 'while [ "$1" != -o ]; do shift; done; c++ -c -x c++ /dev/null -o "$2"'
+    )
+
+
+def make_toolkit(home: Path, compile_command: str) -> Path:
+    (home / "bin").mkdir(parents=True)
+    (home / "lib64").mkdir()
+    subprocess.run(["ar", "rcs", str(home / "lib64" / "libcudart_static.a")], check=True)
+    nvcc = home / "bin" / "nvcc"
+    nvcc.write_text(FAKE_NVCC.format(home=home, compile=compile_command))
+    nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
+    return home
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")
+@pytest.mark.parametrize(
+    ("listed", "archs"),
+    [
+        ("", "sm_75 sm_80 sm_90 sm_120 compute_120"),
+        ("9.0", "sm_90"),
+        ("8.0;9.0a+PTX", "sm_80 sm_90a compute_90a"),
+        ("7.0 8.0", "sm_80"),  # an entry that this nvcc has forgotten
+        ("Hopper", "sm_90 compute_90"),
+        ("Volta;Hopper", "sm_90 compute_90"),  # a name of which this nvcc has forgotten all
+        ("Kepler+Tesla Maxwell Pascal Volta+Tegra Ampere+Tegra Turing", "sm_75 compute_75"),
+    ],
+)
+def test_the_cuda_part_is_built_for_the_architectures_asked_for(tiny, toolkit, listed, archs):
+    """TORCH_CUDA_ARCH_LIST decides; without it, every generation this nvcc knows, and PTX for those to come."""
+    (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
+    done = build_in_place(tiny, CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST=listed, FORCE_CUDA="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert facts(tiny)["cuda_archs"] == archs
+    assert "-DNANWATCH_CUDA=1" in done.stdout
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")
+def test_a_wrong_number_of_jobs_costs_nothing(tiny, toolkit):
+    """MAX_JOBS=many is named and not used; both parts are built."""
+    (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
+    done = build_in_place(tiny, CUDA_HOME=str(toolkit), MAX_JOBS="many", FORCE_CUDA="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MAX_JOBS='many' is not a number" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "cuda_archs" in facts(tiny)
+
+
+LOADED = """
+7f00-7f01 r-xp 00000000 08:01 11                 /usr/lib/libc.so.6
+7f02-7f03 r--p 00000000 00:00 0
+7f04-7f05 r-xp 00000000 08:01 12                 {path}
+7f06-7f07 r-xp 00000000 08:01 13                 /opt/libgomp.so.1.d/other.so
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "linked"),
+    [
+        ("/home/a b/torch/lib/libgomp-24e2ab19.so.1.0.0", "/home/a b/torch/lib/libgomp-24e2ab19.so.1.0.0"),
+        ("/usr/lib/libgomp.so.1", "/usr/lib/libgomp.so.1"),
+        ("/usr/lib/libiomp5.so", "-fopenmp"),
+    ],
+)
+def test_the_openmp_of_torch_is_found_wherever_it_lies(monkeypatch, tmp_path, path, linked):
+    """The library that torch has loaded is linked by its whole path, spaces and all; without one, the compiler's."""
+    import setuptools
+
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    built = runpy.run_path(str(ROOT / "setup.py"), run_name="nanwatch_setup")
+    maps = tmp_path / "maps"
+    maps.write_text(LOADED.format(path=path))
+    monkeypatch.setitem(built["openmp_link"].__globals__, "Path", lambda *_: maps)
+    assert built["openmp_link"]() == [linked]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")
+def test_an_nvcc_that_fails_costs_the_cuda_part_and_nothing_else(tiny, tmp_path):
+    """The CPU part is built, the loss is loud and recorded, and FORCE_CUDA=1 makes it an error."""
+    (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
+    home = str(make_toolkit(tmp_path / "cuda", "exit 1"))
+    done = build_in_place(tiny, CUDA_HOME=home)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "without its CUDA part" in done.stderr
+    assert "could not compile" in facts(tiny)["cuda_reason"]
+    assert list(tiny.glob("python/nanwatch/_C*.so"))
+    forced = build_in_place(tiny, CUDA_HOME=home, FORCE_CUDA="1")
+    assert forced.returncode != 0
+    assert "could not compile" in forced.stdout + forced.stderr
+
+
+def test_a_wrong_architecture_list_is_answered_with_what_is_accepted(tiny, toolkit):
+    """The error names the entry and shows the forms that are understood."""
+    (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
+    done = build_in_place(tiny, CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST="sm_90", FORCE_CUDA="1")
+    assert done.returncode != 0
+    assert "'sm_90'" in done.stderr
+    assert "9.0a" in done.stderr

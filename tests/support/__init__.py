@@ -1,0 +1,1 @@
+"""Models, harnesses, oracles and fakes: the only package that tests import."""

@@ -1,0 +1,50 @@
+"""The table of docs/failures.md: `PYTHONPATH=python:tests python -m support.failures.table` writes it anew."""
+
+from __future__ import annotations
+
+from support.paths import ROOT
+
+from .case import CASES, PRODUCTS, Case
+
+PAGE = ROOT / "docs" / "failures.md"
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+HEAD = (
+    "| cause | first seen | where it comes from | made by | finite in float32 |",
+    "|---|---|---|---|---|",
+)
+
+
+def rows() -> list[str]:
+    """The lines of the table, one for each case, by the files' order."""
+    return [*HEAD, *(f"| {' | '.join(_cells(case))} |" for case in CASES)]
+
+
+def page(text: str) -> str:
+    """The page with the table of now between its marks."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return "\n".join([before + BEGIN, *rows(), END + after])
+
+
+def _cells(case: Case) -> tuple[str, ...]:
+    origin = case.origin
+    if case.source_module is not None:
+        origin += f" from {_name(case.source_module)}"
+    if case.transient:
+        made_by = "nothing that a second run shows: transient"
+    elif case.operations == tuple(PRODUCTS.split()):
+        made_by = "a matrix product"
+    else:
+        made_by = f"`{case.operations[0]}`" if case.operations else "–"
+    seen = f"{case.value} in `{case.label}` of {_name(case.module)}"
+    return case.cause, seen, origin, made_by, "yes" if case.format_cause else ""
+
+
+def _name(module: str) -> str:
+    return f"`{module}`" if module else "the root"
+
+
+if __name__ == "__main__":
+    from support import failures  # noqa: F401  # the import fills CASES
+
+    PAGE.write_text(page(PAGE.read_text()))

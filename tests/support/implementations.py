@@ -1,0 +1,82 @@
+"""Implementations of the range functions: the reference, each native level, CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from nanwatch.numerics import _extension, _ops, _reference, ranges
+
+NATIVE_LEVELS = ("baseline", "avx2", "avx512")
+
+
+IMPLEMENTATIONS = ("reference", *(f"native-{level}" for level in NATIVE_LEVELS), "cuda")
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """The public functions as one implementation serves them."""
+
+    name: str
+    abs_range: Callable[[torch.Tensor], ranges.AbsRange]
+    abs_ranges: Callable[[Sequence[torch.Tensor]], list[ranges.AbsRange]]
+    tensor_health: Callable[[torch.Tensor], ranges.TensorHealth]
+    device: str = "cpu"
+
+    @property
+    def is_native(self) -> bool:
+        return self.name.startswith("native")
+
+    def place(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` where this implementation reads it, with the same strides, offset and overlaps."""
+        if self.device == "cpu" or x.layout is not torch.strided:
+            return x.to(self.device)
+        moved = torch.empty(0, dtype=x.dtype, device=self.device)
+        plain = x.resolve_conj().resolve_neg()
+        storage = plain.detach().untyped_storage().to(device=torch.device(self.device))
+        return moved.set_(storage, plain.storage_offset(), plain.shape, plain.stride())
+
+
+def missing(name: str) -> str:
+    """Why the implementation cannot run here; "" when it can."""
+    if name == "reference":
+        return ""
+    if name == "cuda":
+        return "" if torch.cuda.is_available() else "no CUDA device"
+    if _extension.C is None:
+        return f"no compiled part: {_extension.reason}"
+    level = name.removeprefix("native-")
+    return "" if level in _extension.C.cpu_capabilities() else f"this CPU has no {level}"
+
+
+@contextlib.contextmanager
+def active(name: str) -> Iterator[Implementation]:
+    """The implementation, held in force inside the block and put back after it."""
+    if name == "reference":
+        with (
+            mock.patch.multiple(
+                _ops,
+                abs_range=_reference.abs_range,
+                abs_ranges=_reference.abs_ranges,
+                health=_reference.health,
+                exponent_histogram=_reference.exponent_histogram,
+                count_from=_reference.count_from,
+            ),
+            mock.patch.object(_extension, "C", None),
+        ):
+            yield Implementation(name, ranges._abs_range, ranges.abs_ranges, ranges.tensor_health)
+        return
+    native = _extension.C
+    if name == "cuda" or native is None:
+        yield Implementation(name, ranges.abs_range, ranges.abs_ranges, ranges.tensor_health, "cuda")
+        return
+    before = native.cpu_capability()
+    native.set_cpu_capability(name.removeprefix("native-"))
+    try:
+        yield Implementation(name, ranges.abs_range, ranges.abs_ranges, ranges.tensor_health)
+    finally:
+        native.set_cpu_capability(before)

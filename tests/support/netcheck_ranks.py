@@ -1,0 +1,106 @@
+"""Ranks as processes; those of netcheck, and what they print taken apart."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from support.processes import PYTHONPATH
+
+HOST = socket.gethostname()
+MARGIN = 30  # seconds beyond the timeout: a busy machine takes long to import torch in several processes
+_SMALL = ("--sizes", "8", "--memory", "1KiB")
+
+
+def rank_environment(**changes: str) -> dict[str, str]:
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("TORCHELASTIC", "SLURM", "NANWATCH"))
+    }
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    return env | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def run_ranks(
+    world_size: int, command: Sequence[str], seconds: float
+) -> list[subprocess.CompletedProcess[str]]:
+    """Python with this command, a process a rank and no launcher; what each of them left when all had ended."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=rank_environment(RANK=str(rank), WORLD_SIZE=str(world_size)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        said = [rank.communicate(timeout=seconds) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [
+        subprocess.CompletedProcess(rank.args, rank.returncode, *one)
+        for rank, one in zip(ranks, said, strict=True)
+    ]
+
+
+class Ranks:
+    """Ranks started by hand, as many as asked for."""
+
+    def __init__(self) -> None:
+        self.started: dict[int, subprocess.Popen[str]] = {}
+        self.port = free_port()
+
+    def start(
+        self, rank: int, world_size: int, *arguments: str, before: tuple[str, ...] = (), **changes: str
+    ) -> subprocess.Popen[str]:
+        env = rank_environment(
+            **{
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.port),
+                **changes,
+            }
+        )
+        line = [*before, sys.executable, "-m", "nanwatch.netcheck", *_SMALL, *arguments]
+        self.started[rank] = subprocess.Popen(
+            line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        return self.started[rank]
+
+    def end_of(self, rank: int, seconds: float) -> tuple[int, str]:
+        out, _ = self.started[rank].communicate(timeout=seconds)
+        return self.started[rank].returncode, out
+
+    def kill(self) -> None:
+        for process in self.started.values():
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+def why(out: str) -> str:
+    found = re.search(r"^    why:  (.*)$", out, re.MULTILINE)
+    assert found, out
+    return found[1]
+
+
+def step(out: str) -> str:
+    found = re.search(r"^    step: (.*)$", out, re.MULTILINE)
+    assert found, out
+    return found[1]

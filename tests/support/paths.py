@@ -1,0 +1,12 @@
+"""Folders that tests name, so that no test computes them from its own place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
+BENCHMARKS = ROOT / "benchmarks"
+GOLDEN = TESTS / "golden"
+SCRIPTS = TESTS / "support" / "scripts"
+CUDA_HOST = TESTS / "native" / "cuda_host"

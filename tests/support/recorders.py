@@ -1,0 +1,35 @@
+"""Both recorders as parameters of a test, and a watch with either."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import nn
+
+from nanwatch.numerics import _extension
+from nanwatch.recording.recorder import PythonRecorder
+from nanwatch.session.watch import Watch, watch
+
+needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
+
+
+RECORDERS = [pytest.param("native", marks=needs_native), "python"]
+
+
+# With all tensors on a device that does nothing before somebody waits; see conftest.py.
+WITH_DEVICE = [*RECORDERS, pytest.param("device", marks=needs_native)]
+
+
+def watched(model: nn.Module, recorder: str, **options: Any) -> Watch:
+    """A watch with that recorder."""
+    if recorder != "python":
+        return watch(model, _verify_hits=True, **options)
+    with mock.patch("nanwatch.session.watching.make_recorder", PythonRecorder):
+        return watch(model, **options)
+
+
+def available() -> list[str]:
+    """The recorders that can run here."""
+    return ["python"] if needs_native.args[0] else ["native", "python"]

@@ -1,0 +1,333 @@
+"""A device that runs only when it is told, over the memory of the host: csrc/device/device_backend.h through ctypes.
+
+Whatever a tensor holds when its read is enqueued is what the read finds, as in a stream; the row is written when the
+queue is run, or when somebody waits. So a test can show that nobody waited, that no row is used before it has come, and
+what is left after an error that ends the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanwatch.numerics import _extension, _reference
+from nanwatch.numerics.ranges import _is_plain, only_our_dispatch, unreadable
+from support.cuda_emulation import FORMATS, DescribedTensor
+
+DTYPES = {number: dtype for dtype, number in FORMATS.items()}
+NOT_READY = -3
+CAPTURING = -4
+BROKEN = 710
+OLD_DRIVER = 35
+
+
+class Row(ctypes.Structure):
+    """NanwatchRow."""
+
+    _fields_ = (
+        ("values", ctypes.c_double * 12),
+        ("examined", ctypes.c_double),
+        ("reserved", ctypes.c_uint64 * 2),
+        ("stamp", ctypes.c_uint64),
+    )
+
+
+class Target(ctypes.Structure):
+    """NanwatchTarget."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("spacing", ctypes.c_int64),
+        ("first", ctypes.c_uint64),
+        ("step", ctypes.c_void_p),
+    )
+
+
+_OUT = ctypes.POINTER(ctypes.c_void_p)
+_KINDS: dict[str, Any] = {
+    "device_of": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
+    "stream": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _OUT, ctypes.POINTER(ctypes.c_uint64)),
+    "allocate": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_size_t, _OUT, _OUT),
+    "observe": ctypes.CFUNCTYPE(
+        ctypes.c_int,
+        ctypes.POINTER(DescribedTensor),
+        ctypes.c_int64,
+        ctypes.POINTER(Target),
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ),
+    "step": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
+    "record": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, _OUT),
+    "query": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
+    "wait": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
+    "release": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
+    "cannot_run": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int),
+    "error": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int),
+}
+
+
+class Backend(ctypes.Structure):
+    """NanwatchBackend."""
+
+    _fields_ = (("takes_host_memory", ctypes.c_int64), *_KINDS.items())
+
+
+def tensor_at(described: DescribedTensor) -> Tensor:
+    """A copy of what lies there now."""
+    dtype = DTYPES[described.format]
+    shape = [described.sizes[d] for d in range(described.dims)]
+    strides = [described.strides[d] for d in range(described.dims)]
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    length = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    memory = bytearray(ctypes.string_at(described.data, length * dtype.itemsize))
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+def values_of(x: Tensor) -> tuple[list[float], bool]:
+    """What the device writes of a tensor, and whether it had to look closer."""
+    values = [*_reference.health(x).tolist(), float(is_mask_like(x))]
+    if values[2] != 0 and not values[11]:
+        return [*values[:3], *[float("nan")] * 9], False
+    return values, True
+
+
+def is_mask_like(x: Tensor) -> bool:
+    """Zeros and -inf, or zeros and the lowest number of 16 bits and more; a zero in each row."""
+    if not x.dtype.is_floating_point or x.numel() == 0:
+        return False
+    wide = x.double().reshape(-1, x.shape[-1] if x.dim() else 1)
+    is_zero = wide == 0
+    lowest = [float("-inf")] + ([torch.finfo(x.dtype).min] if x.dtype.itemsize > 1 else [])
+    return bool(is_zero.any(dim=1).all()) and any(
+        bool((is_zero | (wide == low)).all() and (wide == low).any()) for low in lowest
+    )
+
+
+def write_row(address: int, stamp: int, values: list[float], examined: bool) -> None:
+    """What the device does last."""
+    row = Row.from_address(address)
+    row.values[:] = values
+    row.examined = float(examined)
+    row.stamp = stamp
+
+
+def copied(structure: Any) -> Any:
+    """The same, in memory of its own."""
+    copy = type(structure).from_buffer_copy(structure)
+    if isinstance(copy, DescribedTensor):
+        longs = ctypes.c_int64 * max(copy.dims, 1)
+        sizes, strides = (
+            longs(*(which[d] for d in range(copy.dims))) for which in (copy.sizes, copy.strides)
+        )
+        copy.sizes = ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64))
+        copy.strides = ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64))
+        copy.kept = sizes, strides
+    return copy
+
+
+def write_replay(described: DescribedTensor, i: int, target: Target) -> None:
+    """A node of a graph: the row for what is there now, in its place for this replay."""
+    step = ctypes.c_uint64.from_address(target.step).value
+    place = i * target.spacing + step % target.spacing
+    write_row(target.rows + place * ctypes.sizeof(Row), step, *values_of(tensor_at(described)))
+
+
+@dataclass
+class StandIn:
+    """The device, and what was done with it."""
+
+    place: Callable[[Tensor], int] = lambda x: 0  # the number of the tensor's device; -1: the host
+    holds: bool = True  # else every operation runs at once
+    stream: int = 1  # the current one, of every device
+    capturing: bool = False
+    capture: int = 1  # its number while it is
+    broken: bool = False
+    fail_next: int = 0  # the next observe fails with this
+    waits: int = 0
+    launches: list[int] = field(default_factory=list)  # how many tensors each had
+    errors: list[BaseException] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._queue: list[tuple[int, Callable[[], None]]] = []
+        self._graph: list[Callable[[], None]] = []
+        self._done: set[int] = set()
+        self._where: dict[int, int] = {}
+        self._numbers = itertools.count(1)
+        self._texts: dict[int, Any] = {}
+        self._memory: list[Any] = []
+        self._lock = threading.RLock()
+
+    # What a test does
+
+    def run(self, count: int | None = None) -> None:
+        """Run so many of the queued operations, oldest first; all of them unless told."""
+        with self._lock:
+            for _ in range(len(self._queue) if count is None else count):
+                if not self._queue or self.broken:
+                    return
+                self._queue.pop(0)[1]()
+
+    def replay(self, count: int | None = None) -> None:
+        """Run what was captured, or so many operations of it, over the memory as it is now."""
+        for operation in self._graph[:count]:
+            operation()
+
+    def break_down(self) -> None:
+        """From here on every call fails, and what is queued is never done."""
+        self.broken = True
+
+    # What the recorder calls
+
+    def _device_of(self, address: int) -> int:
+        assert _extension.C is not None
+        x = _extension.C.tensor_at(address)
+        if unreadable(x) or x.is_neg():
+            return -1
+        return self.place(x) if _is_plain(x) and x.device.type == "cpu" else -1
+
+    def _stream(self, device: int, stream: Any, capture: Any) -> int:
+        stream[0] = self.stream
+        capture[0] = self.capture if self.capturing else 0
+        return 0
+
+    def _allocate(self, device: int, size: int, memory: Any, address: Any) -> int:
+        # Slots are zeroed on purpose with garbage: nobody may read what was not written.
+        block = ctypes.create_string_buffer(b"\xa5" * size, size)
+        self._memory.append(block)
+        memory[0] = address[0] = ctypes.addressof(block)
+        return 0
+
+    def _observe(self, tensors: Any, count: int, target: Any, device: int, stream: int) -> int:
+        if self.broken:
+            return BROKEN
+        if self.fail_next:
+            code, self.fail_next = self.fail_next, 0
+            return code
+        self.launches.append(count)
+        if target[0].step:
+            assert self.capturing
+            for i in range(count):
+                self._graph.append(functools.partial(write_replay, copied(tensors[i]), i, copied(target[0])))
+            return 0
+        assert not self.capturing, "an operation in a capture that is none of the graph's"
+        for i in range(count):
+            values, examined = values_of(tensor_at(tensors[i]))
+            address = target[0].rows + i * ctypes.sizeof(Row)
+            self._enqueue(
+                stream, functools.partial(write_row, address, target[0].first + i, values, examined)
+            )
+        return 0
+
+    def _step(self, step: int, done: int | None, device: int, stream: int) -> int:
+        assert self.capturing
+
+        def count() -> None:
+            counter = ctypes.c_uint64.from_address(step)
+            if done:
+                ctypes.c_uint64.from_address(done).value = counter.value
+            else:
+                counter.value += 1
+
+        self._graph.append(count)
+        return 0
+
+    def _enqueue(self, stream: int, operation: Callable[[], None]) -> None:
+        with self._lock:
+            self._queue.append((stream, operation))
+            if not self.holds:
+                self.run()
+
+    def _record(self, device: int, stream: int, event: Any) -> int:
+        if self.broken or self.capturing:
+            return BROKEN if self.broken else CAPTURING
+        number = next(self._numbers)
+        event[0] = number
+        self._where[number] = stream
+        self._enqueue(stream, lambda: self._done.add(number))
+        return 0
+
+    def _query(self, event: int) -> int:
+        if self.broken:
+            return BROKEN
+        return 0 if event in self._done else NOT_READY
+
+    def _wait(self, event: int) -> int:
+        self.waits += 1
+        with self._lock:
+            # What the device does meanwhile: its stream, up to the event.
+            while event not in self._done and not self.broken:
+                position = next(i for i, (one, _) in enumerate(self._queue) if one == self._where[event])
+                self._queue.pop(position)[1]()
+        return BROKEN if self.broken else 0
+
+    def _release(self, event: int) -> None:
+        self._done.discard(event)
+
+    def _cannot_run(self, error: int) -> int:
+        return int(error == OLD_DRIVER)
+
+    def _error(self, code: int) -> int:
+        text = self._texts.setdefault(
+            code, ctypes.create_string_buffer(f"error {code} of the stand-in".encode())
+        )
+        return ctypes.addressof(text)
+
+    def table(self) -> Backend:
+        """The functions; they live as long as the table."""
+
+        def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+            @torch.compiler.disable  # as it is called in the middle of what is compiled
+            def call(*arguments: Any) -> Any:
+                try:
+                    with only_our_dispatch(), torch.no_grad():
+                        return function(*arguments)
+                except BaseException as error:
+                    self.errors.append(error)
+                    return BROKEN
+
+            return call
+
+        functions = {name: kind(guarded(getattr(self, f"_{name}"))) for name, kind in _KINDS.items()}
+        return Backend(takes_host_memory=1, **functions)
+
+
+@contextlib.contextmanager
+def stand_in(**settings: Any) -> Iterator[StandIn]:
+    """The stand-in in the place of all devices, for the watches that begin inside."""
+    assert _extension.C is not None
+    device = StandIn(**settings)
+    table = device.table()
+    before = _extension.C.device_backend()
+    _extension.C.set_device_backend(ctypes.addressof(table))
+    try:
+        yield device
+    finally:
+        _extension.C.set_device_backend(before)
+        _KEPT.append((device, table))
+    assert not device.errors, device.errors
+
+
+# A watch may outlive the block, and rows that it remembers lie in the memory of the stand-in.
+_KEPT: list[Any] = []
+
+
+class ReadsFoundInf(torch.amp.GradScaler):
+    """One whose gradients are on the device: it has run when `found_inf` is read."""
+
+    def __init__(self, device: StandIn, init_scale: float = 4.0) -> None:
+        super().__init__("cpu", init_scale=init_scale)
+        self.device = device
+
+    def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.device.run()
+        return super()._maybe_opt_step(*args, **kwargs)

@@ -1,0 +1,131 @@
+"""Small modules that several tests watch, and what they ask of a Watch."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.record import Record
+from nanwatch.report.report import Report
+from nanwatch.session.watch import Watch, watch
+
+
+class Scale(nn.Module):
+    """Multiplies by its factor."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Own(nn.Module):
+    """Owns a weight of any shape, and hands its input on without using it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.1, 7.0).reshape(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Root(nn.Module):
+    """Its derivative at 0 is inf."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+def mlp() -> nn.Sequential:
+    """Two layers, the same weights each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def breaks_its_log(target: Any, words: str) -> None:
+    """What is logged there fails: one warning in the first batch, none in the next, and the run goes on."""
+    model = mlp()
+    with watch(model, log_to=target, log_every=1):
+        with pytest.warns(RuntimeWarning, match=words):
+            model(torch.ones(1, 3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(torch.ones(1, 3))
+
+
+def fresh(x: Tensor) -> tuple[float, float]:
+    """The range as torch computes it now."""
+    magnitude = x.detach().abs()
+    return magnitude.min().item(), magnitude.max().item()
+
+
+def latest(w: Watch, label: str, name: str = "") -> Record:
+    """The record of that label in the latest frame of that module."""
+    frame = [frame for frame in w.frames if frame.name == name][-1]
+    (found,) = [record for record in frame.records if record.label == label]
+    return found
+
+
+def seen(w: Watch, label: str, name: str = "") -> tuple[float | None, float | None]:
+    """The range in the latest frame of that module."""
+    record = latest(w, label, name)
+    return record.abs_min, record.abs_max
+
+
+def names(w: Watch) -> list[tuple[int, str]]:
+    """Batch and module of each frame."""
+    return [(frame.batch, frame.name) for frame in w.frames]
+
+
+def fault_of(model: nn.Module, *args: Any, **kwargs: Any) -> Report:
+    """The report of the error that the call raises."""
+    with pytest.raises(NonFiniteError) as error:
+        model(*args, **kwargs)
+    return error.value.report
+
+
+def in_threads(count: int, work: Callable[[int], object]) -> None:
+    """`work(number)` in so many threads at once, until all are done."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class Plant(nn.Module):
+    """Hands its input on, with one element replaced in the batches named."""
+
+    def __init__(self, **values: float) -> None:
+        super().__init__()
+        self.values, self.calls = {int(key[1:]): value for key, value in values.items()}, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.values.get(self.calls)
+        self.calls += 1
+        if value is None:
+            return x + 0
+        x = x.clone()
+        x.view(-1)[-1] = value
+        return x
+
+
+def chain(*parts: nn.Module) -> nn.Sequential:
+    """The parts one after the other, between two layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), *parts, nn.Linear(3, 3))
+
+
+def text_of(w: Watch) -> str:
+    """All of its report, and of its frames."""
+    return w.report().to_json() + repr(w.frames)

@@ -1,0 +1,54 @@
+"""The folders of csrc/: includes point down only, and the kernels do not know PyTorch. Text only, nothing is compiled."""
+
+from __future__ import annotations
+
+import graphlib
+import re
+from pathlib import Path
+
+import pytest
+
+CSRC = next(folder for folder in Path(__file__).resolve().parents if (folder / "csrc").is_dir()) / "csrc"
+# From the bottom to the top. A folder includes itself and those of lower rank.
+RANKS = {"numerics": 0, "cpu": 1, "cuda": 1, "ops": 2, "device": 3, "recorder": 4, "gradients": 5, "": 6}
+TORCH_FREE = ("numerics", "cpu", "cuda")
+INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
+FILES = sorted(
+    str(path.relative_to(CSRC)) for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu")
+)
+
+
+def includes(file: str) -> tuple[list[str], list[str]]:
+    """Return the own files and the foreign headers that a file includes."""
+    found = INCLUDE.findall((CSRC / file).read_text())
+    return [own for own, _ in found if own], [foreign for _, foreign in found if foreign]
+
+
+def folder_of(file: str) -> str:
+    return file.rpartition("/")[0]
+
+
+def may_include(file: str, other: str) -> bool:
+    here, there = folder_of(file), folder_of(other)
+    return here == there or RANKS[there] < RANKS[here]
+
+
+def test_every_file_lies_in_a_folder_that_has_a_rank():
+    assert {folder_of(file) for file in FILES} == set(RANKS)
+
+
+def test_includes_are_written_from_csrc_and_point_down():
+    edges = [(file, own) for file in FILES for own in includes(file)[0]]
+    assert [edge for edge in edges if edge[1] not in FILES] == []
+    assert [edge for edge in edges if not may_include(*edge)] == []
+
+
+def test_no_file_includes_itself_by_way_of_others():
+    graphlib.TopologicalSorter({file: includes(file)[0] for file in FILES}).prepare()
+
+
+@pytest.mark.parametrize("folder", TORCH_FREE)
+def test_the_kernels_include_neither_torch_nor_python(folder):
+    foreign = re.compile(r"(torch|ATen|c10|pybind11)/|Python\.h")
+    files = [file for file in FILES if folder_of(file) == folder]
+    assert [(file, name) for file in files for name in includes(file)[1] if foreign.match(name)] == []

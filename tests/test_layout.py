@@ -1,0 +1,76 @@
+"""Rules of the folder tests: who imports what, and what a unit test does without."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from support.paths import ROOT, TESTS
+
+FILES = sorted(TESTS.rglob("*.py"))
+UNIT = sorted((TESTS / "unit").rglob("*.py"))
+FOLDERS = {"compile", "distributed", "gpu", "integration", "native", "slow", "thirdparty", "unit"}
+HEAVY = {"subprocess", "multiprocessing", "transformers", "lightning", "accelerate", "support.architectures"}
+EXCEPTIONS = {"unit/precision/test_precision.py": {"transformers"}}  # for one container of its
+
+
+def name(path: Path) -> str:
+    return path.relative_to(TESTS).as_posix()
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the dotted names that a file imports, wherever in it."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_nothing_imports_a_test_file() -> None:
+    """What tests share is in `support`; scripts in strings count too."""
+    files = {path.stem for path in FILES if path.stem.startswith("test_") or path.stem == "conftest"}
+    script = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(sorted(files))})\b", re.MULTILINE)
+    faults = [
+        (name(path), module)
+        for path in FILES
+        for module in {*imported(path), *script.findall(path.read_text(encoding="utf-8"))}
+        if files & set(re.findall(r"\w+", module))
+    ]
+    assert not faults
+
+
+def test_every_test_file_has_a_room() -> None:
+    """A unit's test is in a folder of its package; no test but this one lies beside the folders."""
+    rooms = {path.parent.name for path in (ROOT / "python" / "nanwatch").glob("*/__init__.py")}
+    places = {path.relative_to(TESTS).parts[:-1] for path in FILES if path.stem.startswith("test_")} - {()}
+    assert {place[0] for place in places} == FOLDERS
+    assert {place[1] for place in places if place[0] == "unit"} <= rooms
+
+
+def test_unit_tests_are_light() -> None:
+    """No process, no package of others' models; a function that compiles a model has the marker."""
+    heavy = {}
+    for path in UNIT:
+        modules = {*imported(path), *(module.partition(".")[0] for module in imported(path))}
+        if modules & HEAVY:
+            heavy[name(path)] = modules & HEAVY
+    assert heavy == EXCEPTIONS
+    unmarked = [
+        (name(path), function.name)
+        for path in UNIT
+        for function in tree(path).body
+        if isinstance(function, ast.FunctionDef) and "torch.compile(" in ast.unparse(function)
+        if "pytest.mark.compile" not in map(ast.unparse, function.decorator_list)
+    ]
+    assert not unmarked

@@ -1,0 +1,194 @@
+"""Accelerate, and plain loops with autocast and GradScaler: a watch before or after `prepare`, nothing else to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from support.first_fault import first_fault
+
+
+class Net(nn.Module):
+    """A residual network of two layers, without bounds on what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.act = nn.ReLU()
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def data() -> Tensor:
+    return torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+
+
+def accelerate_loop(
+    model: nn.Module,
+    lr: float,
+    *,
+    precision: str = "no",
+    watch: str = "",
+    watch_options: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Any:
+    """Train under Accelerate; returns the Watch, which begins before or after `prepare`."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    watched = nanwatch.watch(model, **watch_options) if watch == "before" else None
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    watched = nanwatch.watch(prepared, **watch_options) if watch == "after" else watched
+    x = data().to(next(model.parameters()).dtype)
+    for _ in range(12):
+        with accelerator.accumulate(prepared):
+            loss = (prepared(x).float() - 3).abs().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert accelerator.unwrap_model(prepared) is model
+    return watched
+
+
+def plain_loop(model: nn.Module, lr: float, *, precision: str = "no", watch: str = "") -> Any:
+    """The same with torch's own autocast and GradScaler."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}[precision]
+    watched = nanwatch.watch(model) if watch else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=precision == "fp16")
+    x = data().to(next(model.parameters()).dtype)
+    for _ in range(12):
+        with torch.amp.autocast("cpu", dtype, enabled=dtype is not None):
+            output = model(x)
+        loss = (output.float() - 3).abs().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return watched
+
+
+Loop = Callable[..., Any]
+CASES = [
+    pytest.param(accelerate_loop, "no", False, 1e3, id="accelerate-fp32"),
+    pytest.param(accelerate_loop, "bf16", False, 1e3, id="accelerate-bf16"),
+    pytest.param(accelerate_loop, "no", True, 30.0, id="accelerate-fp16-weights"),
+    pytest.param(plain_loop, "no", False, 1e3, id="plain-fp32"),
+    pytest.param(plain_loop, "bf16", False, 1e3, id="plain-bf16"),
+    pytest.param(plain_loop, "fp16", False, 30.0, id="plain-fp16"),
+]
+
+
+@pytest.mark.parametrize("watch", ["before", "after"])
+@pytest.mark.parametrize(("loop", "precision", "half", "lr"), CASES)
+def test_an_overflow_is_found_and_named(loop: Loop, precision, half, lr, watch):
+    """A learning rate that is too high makes the forward leave the format; the module is the one that hooks find."""
+
+    def made() -> nn.Module:
+        return net().half() if half else net()
+
+    plain = made()
+    expected = first_fault(plain, lambda: loop(plain, lr, precision=precision))
+    with pytest.raises(nanwatch.NonFiniteError) as error:
+        loop(made(), lr, precision=precision, watch=watch)
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.origin) == (expected, "output", "produced")
+    assert finding.transient is False  # the batch could be run again, autocast and all
+
+
+@pytest.mark.parametrize("watch", ["before", "after"])
+@pytest.mark.parametrize(("loop", "precision", "half", "lr"), CASES)
+def test_a_watched_training_ends_bit_equal(loop: Loop, precision, half, lr, watch):
+    """The watch counts every forward, changes no number, and leaves the model as it was found."""
+    plain, watched = net(), net()
+    loop(plain, 0.01, precision=precision)
+    seen = loop(watched, 0.01, precision=precision, watch=watch)
+    assert seen.batch == 11
+    assert seen.report().finding is None
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+    seen.stop()
+    assert all(one._compiled_call_impl is None for one in watched.modules())
+
+
+def test_gradient_accumulation_counts_each_forward():
+    """Under `accelerator.accumulate` each forward is a batch."""
+    seen = accelerate_loop(net(), 0.01, watch="after", gradient_accumulation_steps=4)
+    assert seen.batch == 11
+
+
+@pytest.mark.parametrize("watch", ["before", "after"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_gradients_are_watched_bit_equal(precision, watch):
+    """gradients=True under `accumulate`: weights of an unwatched training, frames of each backward, no step skipped."""
+    plain, watched = net(), net()
+    accelerate_loop(plain, 0.01, precision=precision, gradient_accumulation_steps=4)
+    seen = accelerate_loop(
+        watched,
+        0.01,
+        precision=precision,
+        watch=watch,
+        watch_options={"gradients": True, "max_frames": 1000},
+        gradient_accumulation_steps=4,
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+    frames = [(f.batch, f.name) for f in seen.frames if f.phase == "backward"]
+    assert sorted(frames) == [(batch, name) for batch in range(12) for name in ("", "act", "down", "up")]
+    assert seen.skipped_steps == ()
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_the_state_of_a_prepared_optimizer_is_seen(prepared):
+    """`optimizer=` takes what `prepare` returns, whose step is made by the optimizer inside, or that one itself."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    inner = torch.optim.AdamW((model := net()).parameters())
+    model, outer = accelerator.prepare(model, inner)
+    with nanwatch.watch(model, optimizer=outer if prepared else inner, max_frames=100) as watched:
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(data()).square().mean())
+                outer.step()
+                outer.zero_grad()
+        frames = [frame for frame in watched.frames if frame.phase == "step"]
+    assert [frame.batch for frame in frames] == [1, 3]
+    assert {record.label: record.abs_max for record in frames[-1].records} == {
+        f"{key}[{name}]": inner.state[p][key].abs().max().item()
+        for name, p in model.named_parameters()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def test_fp16_on_a_cpu_is_float32():
+    """`mixed_precision="fp16"` casts nothing here and has no scaler: nothing of half precision is seen, as docs say."""
+    seen = accelerate_loop(net(), 0.01, precision="fp16", watch="after", watch_options={"max_frames": 1000})
+    assert {record.dtype for frame in seen.frames for record in frame.records} == {"float32"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("watch", ["before", "after"])
+def test_a_compiled_model_is_watched(watch):
+    """Accelerate's `dynamo_backend`: the prepared model is a compiled one, whose parts are seen by their names."""
+    plain = net()
+    expected = first_fault(plain, lambda: accelerate_loop(plain, 1e3))
+    with pytest.raises(nanwatch.NonFiniteError) as error:
+        accelerate_loop(net(), 1e3, watch=watch, dynamo_backend="eager")
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.module == expected

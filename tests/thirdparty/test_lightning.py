@@ -1,0 +1,226 @@
+"""Lightning's Trainer, of both packages, with the callback."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import subprocess
+import sys
+from importlib import import_module
+from math import inf, log2
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import nanwatch
+from support.first_fault import first_fault
+from support.processes import environment
+
+pytest.importorskip("lightning")
+pytestmark = pytest.mark.filterwarnings("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+ENVIRONMENT = environment(OMP_NUM_THREADS="1")
+
+
+def callback_of(**options: Any) -> Any:
+    return import_module("nanwatch.integrations.lightning").NanWatchCallback(**options)
+
+
+def module_of(package: str, lr: float) -> Any:
+    """A LightningModule whose training_step calls two parts and computes in between."""
+
+    class Module(import_module(package).LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+            self.head = nn.Linear(8, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            return functional.l1_loss(self.head(self.encoder(x.to(self.dtype))).float(), y)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.head(self.encoder(batch[0].to(self.dtype)))
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any) -> Any:
+            return self.head(self.encoder(batch[0].to(self.dtype)))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=lr)
+
+    torch.manual_seed(0)
+    return Module()
+
+
+def loader() -> Any:
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
+
+
+def trainer_of(package: str, folder: Path, *callbacks: Any, **options: Any) -> Any:
+    given = {"max_epochs": 5, "accelerator": "cpu", "logger": False, "log_every_n_steps": 3}
+    return import_module(package).Trainer(
+        default_root_dir=folder, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=list(callbacks), **given | options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(("precision", "lr"), [("bf16-mixed", 1e3), ("32-true", 1e3), ("16-true", 30.0)])
+def test_an_overflow_is_found_and_named(package, precision, lr, tmp_path):
+    """A learning rate that is too high makes the forward leave the format; the module is the one that hooks find."""
+    pytest.importorskip(package)
+    plain = module_of(package, lr)
+    expected = first_fault(
+        plain, lambda: trainer_of(package, tmp_path, precision=precision).fit(plain, loader())
+    )
+    module, callback = module_of(package, lr), callback_of()
+    with pytest.raises(nanwatch.NonFiniteError) as error:
+        trainer_of(package, tmp_path, callback, precision=precision).fit(module, loader())
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.origin) == (expected, "output", "produced")
+    assert callback.watch.report() is error.value.report
+    # Lightning calls no teardown after an exception.
+    assert all(one._compiled_call_impl is None for one in module.modules())
+    if sys.version_info >= (3, 11):
+        batch = finding.batch // 2  # encoder and head are a batch each
+        (note,) = error.value.__notes__
+        assert note == f"Lightning was at epoch {batch // 4}, global step {batch}, batch_idx {batch % 4}."
+
+
+def test_a_watched_training_ends_bit_equal(tmp_path):
+    """Accumulation, validation within fit and the sanity check change nothing, and all their calls are batches."""
+    options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1}
+    plain, watched, callback = module_of(PACKAGES[0], 0.1), module_of(PACKAGES[0], 0.1), callback_of()
+    trainer_of(PACKAGES[0], tmp_path, **options).fit(plain, loader(), loader())
+    trainer_of(PACKAGES[0], tmp_path, callback, **options).fit(watched, loader(), loader())
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+    assert callback.watch.batch == 2 * (1 + 2 * (4 + 4)) - 1
+    assert all(one._compiled_call_impl is None for one in watched.modules())
+
+
+def test_gradients_are_watched_bit_equal(tmp_path):
+    """With gradients=True, accumulation and clipping: the weights of an unwatched training, and no step is skipped."""
+    options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    plain, watched = module_of(PACKAGES[0], 0.1), module_of(PACKAGES[0], 0.1)
+    callback = callback_of(gradients=True, max_frames=1000)
+    trainer_of(PACKAGES[0], tmp_path, **options).fit(plain, loader(), loader())
+    trainer_of(PACKAGES[0], tmp_path, callback, **options).fit(watched, loader(), loader())
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+    frames = [frame.name for frame in callback.watch.frames if frame.phase == "backward"]
+    assert sorted(set(frames)) == ["encoder", "encoder.0", "encoder.1", "head"]
+    assert len(frames) == 4 * 2 * 4
+    assert callback.watch.skipped_steps == ()
+
+
+def test_steps_that_the_scaler_skips_are_counted(tmp_path):
+    """The gradient of its head's weight, 2^24 times as large, leaves float16 until the scale has come down: skipped
+    steps, as many as the scaler skips unwatched, with its scales though there is another one, and the same weights.
+    """
+
+    def fit(module: Any, *callbacks: Any) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+        plugin = import_module(f"{PACKAGES[0]}.plugins.precision").MixedPrecision("16-mixed", "cpu", scaler)
+        trainer_of(PACKAGES[0], tmp_path, *callbacks, plugins=[plugin]).fit(module, loader())
+        return scaler.get_scale()
+
+    plain, watched = module_of(PACKAGES[0], 0.01), module_of(PACKAGES[0], 0.01)
+    callback = callback_of(gradients=True)
+    scale = fit(plain)
+    assert fit(watched, callback) == scale
+    skipped = round(24 - log2(scale))
+    assert skipped > 2
+    assert len(callback.watch.skipped_steps) == skipped
+    assert str(callback.watch.skipped_steps[0]) == "skipped step (scale 16777216 → 8388608)"
+    assert callback.watch.report().finding is None
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+    # With no step to spare it is a failure.
+    with pytest.raises(nanwatch.NonFiniteError, match="max_skipped_steps=1") as error:
+        fit(module_of(PACKAGES[0], 0.01), callback_of(gradients=True, max_skipped_steps=1))
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.phase == "backward"
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_every_stage_is_watched(stage, tmp_path):
+    """A run without training is watched from its start to its end."""
+    module, callback = module_of(PACKAGES[0], 0.1), callback_of()
+    getattr(trainer_of(PACKAGES[0], tmp_path, callback), stage)(module, loader())
+    assert callback.watch.batch == 2 * 4 - 1
+    assert all(one._compiled_call_impl is None for one in module.modules())
+    with torch.no_grad():
+        module.head.weight.fill_(3e38)
+    with pytest.raises(nanwatch.NonFiniteError, match="head"):
+        getattr(trainer_of(PACKAGES[0], tmp_path, callback), stage)(module, loader())
+
+
+def test_the_least_headroom_of_each_interval_is_logged(tmp_path):
+    """What the loggers get is what torch finds in all weights and outputs since the last time."""
+    least, logged, steps = inf, [], 0
+    module = module_of(PACKAGES[0], 0.5)
+
+    def hook(one: nn.Module, args: Any, output: Any) -> None:
+        nonlocal least
+        for x in (*one.parameters(recurse=False), output):
+            least = min(least, log2(torch.finfo(x.dtype).max) - log2(x.detach().abs().max().item()))
+
+    class Oracle(import_module(PACKAGES[0]).Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, *rest: Any) -> None:
+            nonlocal least, steps
+            steps += 1
+            if steps % 3 == 0 or steps == 8:
+                logged.append(least)
+                least = inf
+
+    for one in module.modules():
+        one.register_forward_hook(hook)
+    logger = import_module("lightning.pytorch.loggers").CSVLogger(tmp_path)
+    callback = callback_of(on_nonfinite="record")
+    trainer_of(PACKAGES[0], tmp_path, callback, Oracle(), logger=logger, max_epochs=2).fit(module, loader())
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        rows = [(int(row["step"]), float(row["nanwatch/headroom_bits"])) for row in csv.DictReader(file)]
+    assert [step for step, _ in rows] == [3, 6, 8]
+    assert [bits for _, bits in rows] == pytest.approx(logged, abs=1e-9)
+    assert callback.least.bits == rows[-1][1]
+    assert callback.least.module in dict(module.named_modules())
+
+
+def test_bad_options_are_refused_at_once():
+    """What needs no model is checked when the callback is made."""
+    for options in ({"every": 0}, {"max_frame": 3}, {"headroom": 1}):
+        with pytest.raises((TypeError, ValueError)):
+            callback_of(**options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "missing", [(), ("lightning",), ("pytorch_lightning",), ("lightning", "pytorch_lightning")]
+)
+def test_the_packages_there_may_be(missing):
+    """Either package will do; with neither, the error names the extra."""
+    code = f"""
+import sys
+for name in {missing!r}:
+    sys.modules[name] = None
+import nanwatch.integrations.lightning as ours
+print(ours.NanWatchCallback.__mro__[1].__module__.split(".")[0])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
+    if len(missing) == 2:
+        assert "pip install lightning" in done.stderr
+    else:
+        assert done.stdout.strip() == ("pytorch_lightning" if "lightning" in missing else "lightning"), (
+            done.stderr
+        )

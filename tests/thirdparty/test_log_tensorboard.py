@@ -1,0 +1,145 @@
+"""A log in TensorBoard's event files, read back with TensorBoard's own EventAccumulator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nanwatch
+from nanwatch.cli import _command_run
+from nanwatch.monitoring.log import Histogram, LogEntry
+from support.toys import Scale, breaks_its_log, mlp
+
+pytest.importorskip("tensorboard", reason="needs TensorBoard: pip install tensorboard")
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+from nanwatch.monitoring.backends import TensorBoardBackend
+from support.paths import SCRIPTS
+
+ENTRY = LogEntry(
+    7,
+    {"nanwatch/headroom_bits": 3.5, "nanwatch_headroom_bits/encoder.0": 3.5},
+    {"nanwatch_log2_abs_max/output": Histogram.of([-1.5, -1.25, 2.0])},
+    {"nanwatch/finding": "words of `output`"},
+)
+
+
+def read(folder: Path) -> Any:
+    made = EventAccumulator(str(folder), size_guidance={"tensors": 0, "histograms": 0, "scalars": 0})
+    made.Reload()
+    return made
+
+
+def test_an_entry_comes_back_whole(tmp_path: Path) -> None:
+    """Numbers, histogram and words, at the number of the batch, among what the user logs."""
+    writer = SummaryWriter(str(tmp_path))
+    writer.add_scalar("loss", 1.0, 3)
+    sink = TensorBoardBackend(writer)
+    sink.write(ENTRY)
+    sink.close()
+    writer.add_scalar("loss", 2.0, 4)
+    writer.close()
+    events = read(tmp_path)
+    assert [(e.step, e.value) for e in events.Scalars("nanwatch_headroom_bits/encoder.0")] == [(7, 3.5)]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 1.0), (4, 2.0)]
+    (histogram,) = events.Histograms("nanwatch_log2_abs_max/output")
+    found = histogram.histogram_value
+    assert (histogram.step, found.min, found.max, found.num, found.sum) == (7, -1.5, 2.0, 3.0, -0.75)
+    assert found.sum_squares == pytest.approx(1.5**2 + 1.25**2 + 4.0)
+    counts = dict(zip(found.bucket_limit, found.bucket, strict=True))
+    assert {limit: count for limit, count in counts.items() if count} == {-1.0: 2.0, 3.0: 1.0}
+    (words,) = events.Tensors("nanwatch/finding/text_summary")
+    assert words.tensor_proto.string_val == [b"words of `output`"]
+
+
+def test_a_watch_logs_through_the_users_writer(tmp_path: Path) -> None:
+    """A run until its fault: headroom of each module, then the flag 0, on disk before the error is raised."""
+    writer = SummaryWriter(str(tmp_path), flush_secs=10_000)
+    model = nn.Sequential(Scale(), Scale())
+    with nanwatch.watch(model, log_to=writer, log_every=1000, forecast=False):
+        model(torch.full((2,), 8.0, dtype=torch.float16))
+        model[0].factor = float("inf")
+        with pytest.raises(nanwatch.NonFiniteError):
+            model(torch.ones(2, dtype=torch.float16))
+        events = read(tmp_path)
+        assert [(e.step, e.value) for e in events.Scalars("nanwatch/is_finite")] == [(0, 1.0), (1, 0.0)]
+        (bits,) = events.Scalars("nanwatch_headroom_bits/0")
+        assert bits.value == pytest.approx(torch.log2(torch.tensor(65504.0 / 8)).item())
+        (told,) = events.Tensors("nanwatch/finding/text_summary")
+        assert b"inf" in told.tensor_proto.string_val[0]
+    writer.add_scalar("still/open", 1.0, 9)
+    writer.close()
+    assert "still/open" in read(tmp_path).Tags()["scalars"]
+
+
+def test_a_folder_gets_a_writer_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made with the first entry, closed by stop(); with several processes a folder each."""
+    with nanwatch.watch(mlp(), log_to=tmp_path / "idle"):
+        pass
+    assert not (tmp_path / "idle").exists()
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model = mlp()
+    with nanwatch.watch(model, log_to=str(tmp_path / "runs")):
+        model(torch.ones(1, 3))
+    assert [e.value for e in read(tmp_path / "runs-rank3").Scalars("nanwatch/is_finite")] == [1.0]
+
+
+@pytest.mark.slow
+def test_a_whole_script_logs_into_a_folder(tmp_path: Path) -> None:
+    """`nanwatch run --log-to DIR` needs no change of the script, and logs the fault that ends it."""
+    script = SCRIPTS / "plain_loop.py"
+    command = [sys.executable, "-m", "nanwatch", "run", "--log-to", str(tmp_path / "log"), "--log-every", "3"]
+    done = subprocess.run(
+        [*command, str(script), "--lr", "1e3"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 3, done.stderr
+    flags = [(e.step, e.value) for e in read(tmp_path / "log").Scalars("nanwatch/is_finite")]
+    assert flags[0] == (0, 1.0)
+    assert flags[-1][1] == 0.0
+
+
+def test_a_writer_that_the_user_closed_stays_closed(tmp_path: Path) -> None:
+    """No second event file is begun, and nobody is warned: the run is over for the writer."""
+    writer = SummaryWriter(str(tmp_path))
+    model = mlp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with nanwatch.watch(model, log_to=writer, log_every=1):
+            model(torch.ones(1, 3))
+            writer.close()
+            model(torch.ones(1, 3))
+    assert len(list(tmp_path.iterdir())) == 1
+    assert [e.step for e in read(tmp_path).Scalars("nanwatch/is_finite")] == [0]
+
+
+def test_a_writer_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a full disk makes it fail: TensorBoard's thread hands its error to the next call."""
+    writer = SummaryWriter(str(tmp_path))
+    monkeypatch.setattr(writer, "add_scalar", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    breaks_its_log(writer, "raised OSError: disk full")
+    writer.close()
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where a folder asks for a writer, and not before the watch would begin."""
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match=r"`tensorboard`.*pip install .*'\.\[tensorboard\]'"):
+        nanwatch.watch(mlp(), log_to=tmp_path)
+
+
+def test_a_script_does_not_start_without_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`nanwatch run --log-to` says on stderr what to install, with the status of options that make no sense."""
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert _command_run.main(["--log-to", str(tmp_path), __file__]) == 2
+    assert "nanwatch run: watch(log_to=<folder>) needs the package `tensorboard`" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""A log in a run of W&B: the real package in offline mode, its file read back."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import nanwatch
+from support.toys import Scale, breaks_its_log, mlp
+from support.wandb_file import records
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A run that talks to nobody."""
+    wandb = pytest.importorskip("wandb", reason="needs W&B: pip install wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    made = wandb.init(
+        project="nanwatch", mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off")
+    )
+    yield made
+    made.finish()
+
+
+def history(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The rows of a run that was finished: step, and values by name."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    until = time.monotonic() + 60
+    while True:
+        found = [wandb_internal_pb2.Record.FromString(data) for data in records(file)]
+        if found and found[-1].HasField("exit"):
+            break
+        # W&B's own process writes it, and may not be done when finish() returns.
+        assert time.monotonic() < until, "W&B did not finish its file"
+        time.sleep(0.05)
+    rows = []
+    for record in found:
+        if record.HasField("history"):
+            items = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            rows.append((record.history.step.num, items))
+    return rows
+
+
+@pytest.mark.slow
+def test_entries_go_with_the_users_own_rows(run: Any, tmp_path: Path) -> None:
+    """No row and no step is added, and none of the user's is lost; the batch is the x axis of what is nanwatch's."""
+    model = mlp()
+    with nanwatch.watch(model, log_to=run, log_every=4, forecast=False):
+        for i in range(9):
+            model(torch.ones(1, 3))
+            run.log({"loss": float(i)}, step=10 * i)
+    run.finish()
+    rows = history(tmp_path)
+    assert [(step, row["loss"]) for step, row in rows] == [(10 * i, float(i)) for i in range(9)]
+    ours = [row for _, row in rows if "nanwatch/batch" in row]
+    # How many more there are is a matter of time: an entry that took long is followed by a pause.
+    assert ours[0]["nanwatch/batch"] == 0
+    assert ours[0]["nanwatch/is_finite"] == 1
+    assert ours[0]["nanwatch_headroom_bits/(root)"] > 100
+    assert ours[0]["nanwatch_log2_abs_max/weight/_type"] == "histogram"
+    assert sum(ours[0]["nanwatch_log2_abs_max/weight/values"]) == 4
+
+
+@pytest.mark.slow
+def test_the_module_stands_for_its_run_and_a_fault_outlives_it(run: Any, tmp_path: Path) -> None:
+    """log_to=wandb; the flag of a fault is in the file though the script logs nothing after it."""
+    import wandb
+
+    model = torch.nn.Sequential(Scale(float("inf")))
+    with nanwatch.watch(model, log_to=wandb), pytest.raises(nanwatch.NonFiniteError):
+        model(torch.ones(1))
+    run.finish()
+    ((_, row),) = [one for one in history(tmp_path) if "nanwatch/is_finite" in one[1]]
+    assert (row["nanwatch/is_finite"], row["nanwatch/batch"]) == (0, 0)
+    assert "inf" in row["nanwatch/finding"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_over_is_one_warning(run: Any) -> None:
+    """The training goes on after run.finish()."""
+    run.finish()
+    breaks_its_log(run, "logs no more to log_to=")
+
+
+def test_the_module_without_a_run_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what to call first."""
+    pytest.importorskip("wandb", reason="needs W&B: pip install wandb")
+    import wandb
+
+    monkeypatch.setattr(wandb, "run", None)
+    breaks_its_log(wandb, r"has no run: call wandb.init\(\) before the first batch")
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something that logs as a run does, where wandb cannot be imported."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    likeness = SimpleNamespace(log=print, define_metric=print)
+    with pytest.raises(ImportError, match=r"pip install .*'\.\[wandb\]'"):
+        nanwatch.watch(mlp(), log_to=likeness)

@@ -1,0 +1,360 @@
+"""transformers' Trainer: the callback, and the class behind `--debug underflow_overflow`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from math import inf, log2
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nanwatch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import Trainer, TrainingArguments  # noqa: E402
+
+from nanwatch.integrations import debug_option  # noqa: E402
+from nanwatch.integrations.transformers import HEADROOM, PLACE, NanWatchCallback  # noqa: E402
+from support.architectures import ARCHITECTURES  # noqa: E402
+from support.first_fault import first_fault  # noqa: E402
+from support.processes import environment  # noqa: E402
+
+trainer_module = import_module("transformers.trainer")
+THEIRS = import_module("transformers.debug_utils").DebugUnderflowOverflow
+ENVIRONMENT = environment(OMP_NUM_THREADS="1")
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    """Each test begins and ends with Trainer's own class."""
+    nanwatch.unpatch_transformers()
+    yield
+    nanwatch.unpatch_transformers()
+
+
+def trainer_of(
+    folder: Path,
+    model: nn.Module | None = None,
+    *,
+    callbacks: Any = (),
+    half: bool = False,
+    name: str = "gpt2",
+    compute_loss_func: Any = None,
+    **options: Any,
+) -> Trainer:
+    torch.manual_seed(0)
+    model = model or ARCHITECTURES[name].build()
+    words = torch.randint(2, 64, (32, 5), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row, "labels": row} for row in words]
+    given = {
+        "max_steps": 12, "per_device_train_batch_size": 2, "logging_steps": 3, "save_strategy": "no", "optim": "sgd",
+        "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "learning_rate": 1e-3,
+    }  # fmt: skip
+    args = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=0,
+        **given | options,
+    )
+    return Trainer(
+        model.half() if half else model,
+        args,
+        train_dataset=rows,
+        eval_dataset=rows[:6],
+        compute_loss_func=compute_loss_func,
+        callbacks=list(callbacks),
+    )
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+OVERFLOWS: dict[str, dict[str, Any]] = {
+    "bf16 autocast": {"name": "gpt2", "bf16": True, "learning_rate": 1000.0},
+    "fp16 weights": {"name": "t5", "half": True, "learning_rate": 30.0},
+}
+
+
+@pytest.mark.parametrize("case", OVERFLOWS)
+def test_an_overflow_is_found_and_named(case, tmp_path):
+    """A learning rate that is too high makes the forward leave the format; the module is the one that hooks find."""
+    plain = trainer_of(tmp_path, **OVERFLOWS[case])
+    expected = first_fault(plain.model, plain.train)
+    callback = NanWatchCallback()
+    trainer = trainer_of(tmp_path, callbacks=[callback], **OVERFLOWS[case])
+    with pytest.raises(nanwatch.NonFiniteError) as error:
+        trainer.train()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.origin) == (expected, "output", "produced")
+    assert finding.operation is not None
+    assert callback.watch is not None
+    assert callback.watch.report() is error.value.report
+
+
+@pytest.mark.slow
+def test_gradients_under_torch_compile(tmp_path):
+    """`torch_compile=True` with gradients: the weights end as those of an unwatched compiled training, each gradient of
+    a weight has its record, and an overflow is stopped before it is in a weight.
+    """
+    compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3}
+    plain = trainer_of(tmp_path, **compiled)
+    plain.train()
+    callback = NanWatchCallback(gradients=True, max_frames=1000)
+    watched = trainer_of(tmp_path, callbacks=[callback], **compiled)
+    watched.train()
+    assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(watched), strict=True))
+    assert callback.watch is not None
+    seen = {
+        f"{frame.name}.{record.label}"
+        for frame in callback.watch.frames
+        if frame.phase == "backward"
+        for record in frame.records
+    }
+    assert {f"{name}.grad" for name, p in watched.model.named_parameters() if p.requires_grad} <= seen
+    trainer = trainer_of(
+        tmp_path,
+        callbacks=[NanWatchCallback(gradients=True)],
+        compute_loss_func=lambda output, labels, num_items_in_batch: output["logits"].sum() * 1e38,
+        **compiled,
+    )
+    before = weights(trainer)
+    with pytest.raises(nanwatch.NonFiniteError) as error:
+        trainer.train()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.phase == "backward"
+    assert all(torch.equal(a, b) for a, b in zip(weights(trainer), before, strict=True))
+
+
+@pytest.mark.slow
+def test_an_overflow_is_found_under_torch_compile(tmp_path):
+    """`torch_compile=True`: what Trainer compiles is the watched model."""
+    options = OVERFLOWS["bf16 autocast"]
+    plain = trainer_of(tmp_path, **options)
+    compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    trainer = trainer_of(tmp_path, callbacks=[NanWatchCallback()], **compiled, **options)
+    with pytest.raises(nanwatch.NonFiniteError) as error:
+        trainer.train()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.module == first_fault(plain.model, plain.train)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_accumulation_and_evaluation_count_as_batches(gradients, tmp_path):
+    """Each forward is a batch, also of an evaluation; weights end bit-equal to an unwatched training's."""
+    options: dict[str, Any] = {
+        "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 2,
+        "max_steps": 8, "bf16": True, "max_grad_norm": 1.0,
+    }  # fmt: skip
+    plain = trainer_of(tmp_path, **options)
+    plain.train()
+    callback = NanWatchCallback(on_nonfinite="record", gradients=gradients)
+    watched = trainer_of(tmp_path, callbacks=[callback], **options)
+    watched.train()
+    assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(watched), strict=True))
+    assert callback.watch is not None
+    assert callback.watch.batch == 8 * 2 + 2 * 3 - 1
+    assert callback.watch.skipped_steps == ()
+    assert all(module._compiled_call_impl is None for module in watched.model.modules())
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_resumed_training_is_watched(gradients, tmp_path):
+    """`resume_from_checkpoint`: the rest of the training is watched and ends as the whole one did."""
+    whole = trainer_of(
+        tmp_path / "whole", save_strategy="steps", save_steps=5, callbacks=[NanWatchCallback()], max_steps=8
+    )
+    whole.train()
+    callback = NanWatchCallback(gradients=gradients)
+    resumed = trainer_of(tmp_path / "rest", callbacks=[callback], max_steps=8)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
+    assert callback.watch is not None
+    assert callback.watch.batch == 2
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed), strict=True))
+
+
+class _Oracle(transformers.TrainerCallback):
+    """The least room of weights and outputs between two logs, by plain torch in forward hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.least, self.logged = inf, []
+        for module in model.modules():
+            module.register_forward_hook(self.hook)
+
+    def hook(self, module: nn.Module, args: Any, output: Any) -> None:
+        leaves, _ = torch.utils._pytree.tree_flatten(output)
+        for x in [*module.parameters(recurse=False), *leaves]:
+            if (
+                isinstance(x, torch.Tensor)
+                and x.is_floating_point()
+                and x.numel()
+                and (top := x.detach().abs().max()) > 0
+            ):
+                self.least = min(self.least, log2(torch.finfo(x.dtype).max) - log2(top.item()))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        # The callback's own entry causes a log too.
+        if HEADROOM not in logs and self.least < inf:
+            self.logged.append(self.least)
+            self.least = inf
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_least_headroom_of_each_interval_is_logged(accumulation, tmp_path):
+    """`nanwatch/headroom_bits` is what torch finds in all weights and outputs since the last log, with its module."""
+    model = ARCHITECTURES["gpt2"].build()
+    options: dict[str, Any] = {
+        "bf16": True, "learning_rate": 3.0, "gradient_accumulation_steps": accumulation, "eval_strategy": "steps",
+        "eval_steps": 4, "max_steps": 7,
+    }  # fmt: skip
+    trainer = trainer_of(tmp_path, model, callbacks=[NanWatchCallback(on_nonfinite="record")], **options)
+    oracle = _Oracle(model)
+    trainer.add_callback(oracle)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if HEADROOM in entry]
+    assert [entry[HEADROOM] for entry in entries] == pytest.approx(oracle.logged, abs=1e-9)
+    assert len(entries) >= 3
+    names = {name for name, _ in model.named_modules()}
+    assert all(entry[PLACE].split()[0] in names | {"the"} for entry in entries)
+    json.loads(json.dumps(trainer.state.log_history))
+
+
+def test_headroom_reaches_callbacks_before_and_after(tmp_path):
+    """It is logged with `Trainer.log`, so reporters that came first get it; a failure of theirs is not hidden."""
+
+    class Reporter(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            self.seen += [logs[HEADROOM]] if HEADROOM in logs else []
+
+    first, last = Reporter(), Reporter()
+    trainer = trainer_of(tmp_path, callbacks=[first, NanWatchCallback(), last])
+    trainer.train()
+    assert first.seen == last.seen
+    assert len(first.seen) == 4
+    quiet = trainer_of(tmp_path, callbacks=[NanWatchCallback(headroom=False), last := Reporter()])
+    quiet.train()
+    assert last.seen == []
+
+
+def test_reports_stay_as_long_as_asked(tmp_path):
+    """The callback holds whole batches for the headroom, and reports no more than `max_frames`."""
+    callback = NanWatchCallback(max_frames=5)
+    trainer_of(tmp_path, callbacks=[callback]).train()
+    assert callback.watch is not None
+    assert len(callback.watch.frames) == 5
+    assert callback.watch.frames[-1].name == ""
+
+
+def test_bad_options_are_refused_at_once():
+    """What needs no model is checked when the callback is made."""
+    for options in ({"every": 0}, {"on_nonfinite": "shout"}, {"max_frame": 3}, {"headroom": 1}):
+        with pytest.raises((TypeError, ValueError)):
+            NanWatchCallback(**options)
+
+
+def printed(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    with pytest.raises(ValueError, match=r"nan|inf"):
+        trainer.train()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", OVERFLOWS)
+def test_the_debug_option_prints_the_same(case, tmp_path, capsys):
+    """`debug="underflow_overflow"` served by nanwatch: the same stdout as with transformers' class."""
+    options = OVERFLOWS[case] | {"debug": "underflow_overflow", "logging_strategy": "no"}
+    theirs = printed(trainer_of(tmp_path, **options), capsys)
+    nanwatch.patch_transformers()
+    ours = printed(trainer_of(tmp_path, **options), capsys)
+    assert "Detected inf/nan during batch_number=" in ours
+    assert ours == theirs
+
+
+def test_patching_twice_and_undoing():
+    """To patch twice is to patch once; undone, Trainer has its own class; debug_utils always has."""
+    assert trainer_module.DebugUnderflowOverflow is THEIRS
+    for _ in range(2):
+        nanwatch.patch_transformers()
+        assert issubclass(trainer_module.DebugUnderflowOverflow, nanwatch.DebugUnderflowOverflow)
+        assert transformers.debug_utils.DebugUnderflowOverflow is THEIRS
+    for _ in range(2):
+        nanwatch.unpatch_transformers()
+        assert trainer_module.DebugUnderflowOverflow is THEIRS
+
+
+def test_undoing_leaves_a_third_class_alone(monkeypatch):
+    """Who has replaced the class after nanwatch keeps what he put there."""
+    third = type("Third", (), {})
+    monkeypatch.setattr(trainer_module, "DebugUnderflowOverflow", THEIRS)
+    nanwatch.patch_transformers()
+    trainer_module.DebugUnderflowOverflow = third
+    nanwatch.unpatch_transformers()
+    assert trainer_module.DebugUnderflowOverflow is third
+
+
+def test_a_second_training_has_no_second_hooks(tmp_path):
+    """Trainer makes one at each `train()`: the new one takes the place of the last."""
+    nanwatch.patch_transformers()
+    trainer = trainer_of(tmp_path, debug="underflow_overflow", max_steps=1)
+    for _ in range(2):
+        trainer.train()
+        assert {len(module._forward_hooks) for module in trainer.model.modules()} == {1}
+
+
+FRESH = """
+import sys, {imports}
+before = "transformers.trainer" in sys.modules
+import transformers.trainer as trainer
+print(before, trainer.DebugUnderflowOverflow.__module__)
+import nanwatch; nanwatch.unpatch_transformers()
+print(trainer.DebugUnderflowOverflow.__module__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("imports", "switch", "expected"),
+    [
+        ("nanwatch", "", "transformers.debug_utils"),
+        ("nanwatch", "0", "transformers.debug_utils"),
+        ("nanwatch", "1", "nanwatch.integrations.debug_option"),
+        ("nanwatch", "yes", "transformers.debug_utils"),
+        ("nanwatch.integrations.transformers", "", "nanwatch.integrations.debug_option"),
+    ],
+)
+def test_the_ways_to_patch_in_a_fresh_process(imports, switch, expected):
+    """The import of nanwatch patches nothing; the switch does and the integration does, before Trainer is there."""
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH.format(imports=imports)],
+        env=ENVIRONMENT | {debug_option.SWITCH: switch}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == [f"False {expected}", "transformers.debug_utils"]
+    assert ("is not understood" in done.stderr) == (switch == "yes")
+
+
+def test_without_transformers_the_error_names_the_extra():
+    """The import of the integration says what to install."""
+    code = "import sys; sys.modules['transformers'] = None; import nanwatch.integrations.transformers"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
+    assert "pip install transformers" in done.stderr

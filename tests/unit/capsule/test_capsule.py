@@ -1,0 +1,300 @@
+"""A capsule holds a call bit for bit, says what it leaves out, and appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch import Capsule, write_capsule
+from nanwatch.capsule.tree import LeftOut
+from nanwatch.instrumentation.execution_context import Autocast, RngState
+from support.capsules import Batch, Pair, bits, round_trip, same
+from support.oracle import DTYPES, random_patterns
+from support.strategies import tensors, views
+from support.toys import Scale, fault_of, mlp
+
+pytest.importorskip("safetensors")
+
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
+
+plain_values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats().filter(lambda x: not math.isnan(x)),
+    st.just(math.nan),
+    st.text(max_size=8),
+    st.sampled_from([*DTYPES, *COMPLEX]),
+    st.sampled_from([torch.device("cpu"), torch.device("cuda:3"), torch.device("meta")]),
+    st.lists(st.integers(0, 9), max_size=3).map(torch.Size),
+    st.just(...),
+    st.builds(slice, st.none() | st.integers(), st.none() | st.integers(), st.none() | st.integers()),
+)
+keys = st.one_of(
+    st.text(max_size=4), st.integers(5), st.tuples(st.text(max_size=2), st.integers()), st.none()
+)
+values = st.recursive(
+    plain_values | views(),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+        st.builds(Pair, inner, inner),
+        st.builds(Batch, inner, inner),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150)
+@given(st.lists(values, max_size=3), st.dictionaries(st.sampled_from(["x", "mask", "y"]), values, max_size=2))
+def test_arguments_come_back_bit_for_bit(args: list[Any], kwargs: dict[str, Any]):
+    """Any nesting of any plain values and tensors, of any strides and overlap, is read as it was given."""
+    capsule = round_trip(*args, **kwargs)
+    assert same(list(capsule.args), args)
+    assert same(capsule.kwargs, kwargs)
+    assert capsule.left_out == ()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *COMPLEX], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 5)])
+def test_every_dtype_comes_back_bit_for_bit(dtype, shape):
+    """All formats, those too that safetensors has no name for, as inputs and as buffers."""
+    x = random_patterns(dtype, shape, seed=3)
+    module = nn.Module()
+    module.register_buffer("held", x, persistent=False)
+    with tempfile.TemporaryDirectory() as folder:
+        capsule = Capsule.open(write_capsule(f"{folder}/c", module, "", (x.clone(),)))
+    assert same(capsule.args[0], x)
+    assert same(capsule.state["held"], x)
+
+
+def test_the_file_is_safetensors(tmp_path):
+    """Its bytes are read by hand, from the definition of the format, and are those of the input."""
+    x = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    raw = (write_capsule(tmp_path / "c", nn.Identity(), "", (x,)) / "tensors.safetensors").read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    entry = json.loads(raw[8 : 8 + size])["input[0]"]
+    start, end = entry["data_offsets"]
+    found = np.frombuffer(raw[8 + size :][start:end], dtype="<f4").reshape(entry["shape"])
+    assert entry["dtype"] == "F32"
+    assert np.array_equal(found, np.arange(6).reshape(2, 3))
+
+
+def test_strides_are_put_back_where_nothing_overlaps():
+    """A transposed matrix and a third of a fused one have their strides again; an expanded row is contiguous."""
+    fused = torch.randn(4, 9)
+    given = fused.t(), fused[:, 3:6], fused[:1].expand(5, 9), fused[::4, :1]
+    capsule = round_trip(*given)
+    assert [x.stride() for x in capsule.args[:3]] == [(1, 9), (9, 1), (9, 1)]
+    assert all(same(got, want) for got, want in zip(capsule.args, given, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_one_element_with_odd_strides(dtype):
+    """A single element has strides that mean nothing and is contiguous whatever they are."""
+    x = torch.randn(8, dtype=dtype).as_strided((1, 1), (2, 3), 4)
+    assert same(round_trip(x).args[0], x)
+
+
+def test_one_tensor_given_twice_is_one_and_two_views_are_two():
+    """Attention asks whether query `is` key: what was one object is one again, and what was not is not."""
+    x = torch.randn(3)
+    capsule = round_trip(x, [x], x.view(3), key=x)
+    assert capsule.args[0] is capsule.args[1][0]
+    assert capsule.args[0] is capsule.kwargs["key"]
+    assert capsule.args[2] is not capsule.args[0]
+
+
+def test_gradients_are_asked_for_as_before():
+    """requires_grad of inputs is kept, also of those that an operation made."""
+    x = torch.randn(3, requires_grad=True)
+    capsule = round_trip(x, x * 2, x.detach())
+    assert [one.requires_grad for one in capsule.args] == [True, True, False]
+
+
+def test_weights_and_buffers_are_kept_and_tied_ones_once(tmp_path):
+    """The whole sub-tree, buffers that are not persistent too; two names of one weight are one tensor in the file."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].weight = model[0].weight
+    model.register_buffer("mask", torch.tensor([True, False]), persistent=False)
+    folder = write_capsule(tmp_path / "c", model, "", ())
+    capsule = Capsule.open(folder)
+    want = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    assert capsule.state.keys() == want.keys()
+    assert all(same(capsule.state[name], want[name]) for name in want)
+    assert capsule.state["0.weight"] is capsule.state["1.weight"]
+    assert len(json.loads((folder / "capsule.json").read_text())["tensors"]) == len(want) - 1 + 1  # tied, rng
+
+
+def test_training_flags_that_differ_are_kept():
+    """The flag of the module itself, and of each submodule that has another."""
+    model = nn.Sequential(nn.Dropout(), nn.Linear(1, 1)).train()
+    model[0].eval()
+    with tempfile.TemporaryDirectory() as folder:
+        capsule = Capsule.open(write_capsule(f"{folder}/c", model, "", ()))
+    assert capsule.training == {"": True, "0": False}
+
+
+def test_the_situation_is_kept(tmp_path):
+    """Name, class, rank, versions, autocast, random states and the finding as it was handed in."""
+    finding = fault_of(_watched(Scale(math.inf)), torch.ones(2)).finding
+    rng = RngState.capture()
+    torch.rand(3)
+    autocast = (Autocast("cpu", torch.bfloat16, True), Autocast("cuda", torch.float16, False))
+    folder = write_capsule(
+        tmp_path / "c", mlp(), "a.b", (), finding=finding, rank=3, rng=rng, autocast=autocast
+    )
+    capsule = Capsule.open(folder)
+    assert (capsule.module, capsule.class_name, capsule.rank) == ("a.b", "Sequential", 3)
+    assert capsule.device == "cpu"
+    assert finding is not None
+    assert capsule.finding == finding
+    assert capsule.autocast == autocast
+    assert torch.equal(capsule.rng.torch, rng.torch)
+    assert not torch.equal(capsule.rng.torch, torch.get_rng_state())
+    assert capsule.versions["torch"] == torch.__version__
+    assert capsule.versions["nanwatch"] == nanwatch.__version__
+
+
+def _watched(model: nn.Module) -> nn.Module:
+    nanwatch.watch(model)
+    return model
+
+
+def test_the_largest_weights_are_left_out_first_and_inputs_last(tmp_path):
+    """Beyond max_bytes the largest weight goes first, the inputs go last, and each is named with its bytes."""
+    model = nn.Sequential(nn.Linear(100, 10), nn.Linear(10, 20))  # 4000, 40, 800 and 80 bytes
+    x = torch.ones(2, 100)  # 800 bytes
+
+    def left_out(max_bytes: int) -> list[tuple[str, int | None]]:
+        capsule = Capsule.open(write_capsule(tmp_path / "c", model, "", (x,), max_bytes=max_bytes))
+        missing = {f"state[{name}]" for name, x in capsule.state.items() if isinstance(x, LeftOut)}
+        assert missing == {one.what for one in capsule.left_out if one.what.startswith("state")}
+        return [(one.what, one.bytes) for one in capsule.left_out]
+
+    assert left_out(5720) == []
+    assert left_out(5719) == [("state[0.weight]", 4000)]
+    assert left_out(1719) == [("state[0.weight]", 4000), ("state[1.weight]", 800)]
+    assert left_out(0) == [
+        ("state[0.weight]", 4000),
+        ("state[1.weight]", 800),
+        ("state[1.bias]", 80),
+        ("state[0.bias]", 40),
+        ("input[0]", 800),
+    ]
+
+
+def test_an_existing_folder_is_never_touched(tmp_path):
+    """A number is appended, whatever is there: a folder, an empty one, a file, a link to nowhere."""
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c.2").write_text("mine")
+    (tmp_path / "c.3").symlink_to(tmp_path / "nowhere")
+    assert write_capsule(tmp_path / "c", nn.Identity(), "", ()) == tmp_path / "c.4"
+    assert list((tmp_path / "c").iterdir()) == []
+    assert (tmp_path / "c.2").read_text() == "mine"
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    """The error is the caller's, and there is neither a folder that looks whole nor a half one."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nanwatch.capsule.files.save", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_capsule(tmp_path / "c", nn.Identity(), "", (torch.ones(2),))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_others_may_read_the_tensors_as_they_may_read_the_document(tmp_path):
+    """safetensors writes files for nobody else; a capsule on a shared disk is for colleagues."""
+    folder = write_capsule(tmp_path / "c", nn.Identity(), "", (torch.ones(2),))
+    modes = {(folder / name).stat().st_mode for name in os.listdir(folder)}
+    assert len(modes) == 1
+
+
+def test_writing_changes_nothing_of_the_call(tmp_path):
+    """Inputs, weights, random states and grads are as before, and no graph is built."""
+    model, x = mlp(), torch.randn(4, 3, requires_grad=True)
+    model(x).sum().backward()
+    before = [bits(p) + bits(p.grad) for p in (*model.parameters(), x)], torch.get_rng_state()
+    versions = [p._version for p in model.parameters()]
+    write_capsule(tmp_path / "c", model, "", (x,))
+    assert before[0] == [bits(p) + bits(p.grad) for p in (*model.parameters(), x)]
+    assert torch.equal(before[1], torch.get_rng_state())
+    assert versions == [p._version for p in model.parameters()]
+
+
+def test_a_capsule_is_written_in_inference_mode_and_past_modes(tmp_path):
+    """Neither inference mode nor a dispatch mode of the user's changes or sees what is written."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Seen.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(3, 4).t()
+    with torch.inference_mode():
+        held = torch.ones(2) * 3
+        with Seen():
+            folder = write_capsule(tmp_path / "c", nn.Identity(), "", (held, x))
+    capsule = Capsule.open(folder)
+    assert Seen.calls == 0
+    assert torch.equal(capsule.args[0], torch.full((2,), 3.0))
+    assert same(capsule.args[1], x)
+
+
+def test_a_sharded_weight_is_left_out(one_process_mesh, tmp_path):
+    """A DTensor's shard is not its value: it is named, and the rest is kept."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), one_process_mesh, [Replicate()]))
+    capsule = Capsule.open(write_capsule(tmp_path / "c", model, "", ()))
+    assert isinstance(capsule.state["weight"], LeftOut)
+    assert "DTensor" in capsule.state["weight"].type_name
+    assert isinstance(capsule.state["bias"], Tensor)
+
+
+def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch):
+    """Writing and opening both say what to install, and leave nothing behind."""
+    folder = write_capsule(tmp_path / "c", nn.Identity(), "", ())
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install .*'\.\[capsule\]'"):
+        write_capsule(tmp_path / "d", nn.Identity(), "", ())
+    with pytest.raises(ImportError, match=r"pip install .*'\.\[capsule\]'"):
+        Capsule.open(folder)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@settings(max_examples=30)
+@given(tensors(), st.booleans())
+def test_memory_is_the_capsules_own(x, delete):
+    """What was opened stays as it was when the folder is overwritten or deleted."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = write_capsule(f"{folder}/c", nn.Identity(), "", (x,))
+        capsule = Capsule.open(place)
+        if delete:
+            (place / "tensors.safetensors").unlink()
+        else:
+            size = (place / "tensors.safetensors").stat().st_size
+            (place / "tensors.safetensors").write_bytes(b"\xff" * size)
+        assert same(capsule.args[0], x)

@@ -1,0 +1,261 @@
+"""Which module of a running program is its model, and that looking for it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import nanwatch
+from nanwatch.cli.outermost import MAX_MODELS, Outermost, is_inside_a_call, made, may_be_trained, topmost
+
+X = torch.ones(2, 3)
+
+
+class Teacher(nn.Module):
+    """Holds a model where nobody sees that it is one: in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(3, 3)
+        self.hidden = [nn.Linear(3, 3)]
+
+    def forward(self, x):
+        return self.hidden[0](self.own(x))
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize("free", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("held", [True, False])
+def test_what_may_be_trained(free, training, held):
+    """Parameters that require a gradient, and training mode or an optimizer: the whole table."""
+    module = nn.Linear(3, 3).train(training)
+    if not free:
+        frozen(module)
+    ids = {id(module.weight)} if held else {1}
+    assert may_be_trained(module, lambda: ids) == (free and (training or held))
+
+
+def test_a_module_without_parameters_is_not_trained():
+    """Losses, activations and transforms are never the model."""
+    assert not may_be_trained(nn.MSELoss(), lambda: {id(X)})
+
+
+def test_the_topmost_holds_the_others():
+    """The module at the end of all chains of holders; the module itself where there are two ends, or none."""
+    inner = nn.Linear(3, 3)
+    middle = nn.Sequential(inner)
+    outer = nn.ModuleDict({"a": middle, "b": middle, "c": inner})
+    other = nn.ModuleList([inner])
+    assert topmost(inner, [inner]) is inner
+    assert topmost(inner, [outer, middle, inner]) is outer
+    assert topmost(inner, [outer, middle, inner, other]) is inner
+    assert topmost(middle, [outer, middle, inner, other]) is outer
+    loop = nn.Sequential(inner)
+    loop.loop = loop
+    assert topmost(inner, [loop, inner]) is inner  # a chain without an end
+
+
+def test_the_living_are_found():
+    """Objects of a class and of those derived from it, as long as they live."""
+    net = nn.Sequential(nn.Linear(3, 3))
+    assert any(one is net for one in made(nn.Module))
+    optimizer = torch.optim.Adam(net.parameters())
+    assert any(one is optimizer for one in made(torch.optim.Optimizer))
+    mark = id(optimizer)
+    del optimizer
+    gc.collect()
+    assert not any(id(one) == mark for one in made(torch.optim.Adam))
+
+
+def found_in(program, class_name=None):
+    found: list[nn.Module] = []
+    with Outermost(found.append, class_name) as outermost:
+        program()
+    assert nn.Module._compiled_call_impl is None
+    return found, outermost
+
+
+def test_the_model_is_found_among_other_modules():
+    """A loss, a metric, a frozen teacher in evaluation mode and one in training mode come first."""
+    net, loss, teacher = nn.Linear(3, 3), nn.MSELoss(), frozen(nn.Linear(3, 3))
+
+    def program():
+        loss(X, X)
+        teacher.eval()(X)
+        teacher.train()(X)
+        net(X)
+        net(X)
+
+    found, outermost = found_in(program)
+    assert found == [net]
+    assert list(outermost.passed_over) == ["MSELoss", "Linear"]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_model_in_evaluation_mode_is_known_by_its_optimizer(grad):
+    """One that is made before the first call is found then, an evaluation under no_grad among them; one that is made
+    later, when it has made a step."""
+    early, late, unknown = (nn.Linear(3, 3).eval() for _ in range(3))
+    optimizer = torch.optim.SGD(early.parameters())
+
+    def program():
+        with torch.set_grad_enabled(grad):
+            early(X)
+            late(X)
+            unknown(X)
+        step = torch.optim.SGD(late.parameters())
+        late.weight.grad = torch.ones(3, 3)
+        step.step()
+        assert not any(one is late for one in seen)
+        with torch.set_grad_enabled(grad):
+            late(X)
+            unknown(X)
+
+    seen: list[nn.Module] = []
+    with Outermost(seen.append):
+        program()
+    assert seen == [early, late]
+    assert optimizer.param_groups
+
+
+def test_an_optimizer_made_after_an_evaluation_is_found_in_training():
+    """Evaluated under no_grad before its optimizer is made, trained in evaluation mode: found by the first forward."""
+    net = nn.Linear(3, 3).eval()
+
+    def program():
+        with torch.no_grad():
+            net(X)
+        optimizer = torch.optim.SGD(net.parameters())
+        net(X)
+        assert optimizer.param_groups
+
+    found, _ = found_in(program)
+    assert found == [net]
+
+
+@pytest.mark.parametrize(("pattern", "expected"), [("NoSuch", 1), ("Lin*", 0), ("Teacher", 0)])
+def test_a_class_that_no_module_has_is_told_at_the_first_call(pattern, expected):
+    """Once, at the first call of a module with parameters, with the classes of those that no other holds; not where
+    such a module lives and is not called yet."""
+    net, other = nn.Sequential(nn.Linear(3, 3)), Teacher()
+    told: list[list[str]] = []
+    with Outermost(lambda model: None, pattern, told.append):
+        nn.MSELoss()(X, X)
+        assert told == []
+        net(X)
+        assert len(told) == expected
+        other(X)
+    assert len(told) == expected
+    for names in told:
+        assert {"Sequential", "Teacher"} <= set(names)
+        assert "MSELoss" not in names
+
+
+def test_what_is_called_inside_is_not_passed_over():
+    """Only modules that were called from outside any other could have been the model."""
+    net = frozen(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    _, outermost = found_in(lambda: net(X))
+    assert list(outermost.passed_over) == ["Sequential"]
+
+
+def test_the_holder_is_the_model():
+    """Parts that are called one by one belong to the module that holds them, as with a LightningModule."""
+    whole = nn.ModuleDict({"encoder": nn.Linear(3, 3), "head": nn.Linear(3, 3)})
+    found, _ = found_in(lambda: whole["head"](whole["encoder"](X)))
+    assert found[0] is whole
+
+
+def test_what_is_called_inside_is_not_the_model():
+    """Neither a hidden part of a model that is watched, nor the parts of one that is not."""
+    model = Teacher()
+    watches = []
+    with Outermost(lambda one: watches.append(nanwatch.watch(one))):
+        model(X)
+        model(X)
+    assert len(watches) == 1
+    assert watches[0].batch == 1
+    teacher = frozen(Teacher())  # all but the hidden part
+    assert may_be_trained(teacher.hidden[0], set)
+    found, _ = found_in(lambda: teacher(X))
+    assert found == []
+    assert not is_inside_a_call(None)
+
+
+def test_by_class_name():
+    """With a pattern only classes that match count, trained or not, and inside a call too."""
+    net = frozen(nn.Sequential(nn.Linear(3, 3), nn.ReLU())).eval()
+    found, outermost = found_in(lambda: net(X), "Lin*")
+    assert found == [net[0]]
+    assert "Sequential" in outermost.passed_over
+
+
+def test_the_first_call_is_watched_whole():
+    """What is found is watched from its very first call on, the root's frame and all."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    watches = []
+    with Outermost(lambda one: watches.append(nanwatch.watch(one))):
+        net(X)
+        net(X)
+    (watch,) = watches
+    assert [(frame.batch, frame.name) for frame in watch.frames] == [
+        (b, n) for b in (0, 1) for n in ("0", "1", "")
+    ]
+
+
+def test_it_ends_after_many_models():
+    """A program that makes its model anew again and again does not gather watches without end."""
+    found, _ = found_in(lambda: [nn.Linear(3, 3)(X) for _ in range(2 * MAX_MODELS)])
+    assert len(found) == MAX_MODELS
+
+
+def test_an_error_ends_the_search_alone():
+    """What goes wrong while it looks is a warning; the call is made."""
+
+    def fail(model):
+        raise RuntimeError("no")
+
+    net = nn.Linear(3, 3)
+    with Outermost(fail):
+        with pytest.warns(RuntimeWarning, match="looks for no more models: RuntimeError: no"):
+            result = net(X)
+        assert nn.Module._compiled_call_impl is None
+    assert torch.equal(result, net(X))
+
+
+def test_two_at_once_are_refused():
+    """The place where it looks holds one."""
+    with Outermost(print), pytest.raises(RuntimeError, match="another Outermost"), Outermost(print):
+        pass
+    assert nn.Module._compiled_call_impl is None
+
+
+@pytest.mark.compile
+def test_programs_go_on_as_they_did():
+    """Results, errors, copies, pickles, scripts, traces and compilation are those of a program that nobody looks at."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    expected = net(X)
+    for wanted in (None, "NoSuch"):
+        with Outermost(lambda model: None, wanted):
+            compiled = torch.compile(lambda x: net(x), backend="eager", fullgraph=True)
+            assert torch.equal(compiled(X), expected)
+            assert torch.equal(torch.compile(net, backend="eager", fullgraph=True)(X), expected)
+            assert torch.equal(net(X), expected)
+            assert torch.equal(copy.deepcopy(net)(X), expected)
+            assert torch.equal(pickle.loads(pickle.dumps(net))(X), expected)
+            assert torch.equal(torch.jit.script(net)(X), expected)
+            assert torch.equal(torch.fx.symbolic_trace(net)(X), expected)
+            assert torch.equal(torch.export.export(net, (X,)).module()(X), expected)
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                net(torch.ones(2, 2))
+        torch._dynamo.reset()

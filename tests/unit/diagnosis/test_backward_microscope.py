@@ -1,0 +1,215 @@
+"""The second run of a backward that failed: it finds the operation, and nobody else notices it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import Report
+from nanwatch.session.watch import watch
+from support.recorders import WITH_DEVICE, watched
+from support.training import assert_same_bits
+
+
+class Product(nn.Module):
+    """The gradient of its weight is the product of what comes from both sides: 1e20 times 1e20 leaves float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def loss_of(model: nn.Module, size: float = 1e20) -> Tensor:
+    return (model(torch.full((2,), size)) * size).sum()
+
+
+class Around(torch.optim.Optimizer):
+    """An object around an optimizer, of an optimizer's class, as Accelerate and Lightning make."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Callable[[], Tensor]) -> None:  # type: ignore[override]
+        """The backward is made in here, and the step after it."""
+        closure()
+        self.optimizer.step()
+
+
+def after_the_backward(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor]) -> None:
+    closure()
+    optimizer.step()
+
+
+def with_a_closure(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor]) -> None:
+    optimizer.step(closure)
+
+
+def from_around(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor]) -> None:
+    Around(optimizer).step(closure)
+
+
+WAYS = [after_the_backward, with_a_closure, from_around]
+
+
+def closure_of(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        found = loss()
+        found.backward()
+        return found
+
+    return closure
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_the_operation_behind_a_weights_gradient_is_found(recorder: str, way: Callable[..., None]) -> None:
+    """Wherever the step is made from; frames are those of the one backward that there was, and no weight is changed."""
+    model = nn.Sequential(Product())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watched(model, recorder, gradients=True) as w:
+        with pytest.raises(NonFiniteError) as error:
+            way(optimizer, closure_of(optimizer, lambda: loss_of(model)))
+        assert [(f.phase, f.name) for f in w.frames] == [
+            ("forward", "0"),
+            ("forward", ""),
+            ("backward", "0"),
+            ("backward", ""),
+        ]
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.operation) == ("0", "weight.grad", "MulBackward0")
+    assert finding.source == f"{__file__}:{Product.forward.__code__.co_firstlineno + 1}"
+    assert torch.equal(model[0].weight, torch.ones(2))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_run_that_goes_on_is_as_it_was(recorder: str, way: Callable[..., None]) -> None:
+    """Told of it, the user drops the gradient: the weights are those of a run that had none, and no step is skipped."""
+    reports: list[Report] = []
+    plain, model = nn.Sequential(Product()), nn.Sequential(Product())
+
+    def drop(report: Report) -> None:
+        reports.append(report)
+        model[0].weight.grad.zero_()
+
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for size in (1.0, 0.0, 1.0):
+        way(optimizer, closure_of(optimizer, lambda size=size: loss_of(plain, size)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watched(model, recorder, gradients=True, on_nonfinite=drop, microscope=True) as w:
+        for size in (1.0, 1e20, 1.0):
+            way(optimizer, closure_of(optimizer, lambda size=size: loss_of(model, size)))
+        assert w.skipped_steps == ()
+    assert [one.finding.operation for one in reports if one.finding] == ["MulBackward0"]
+    assert_same_bits(plain.state_dict(), model.state_dict())
+
+
+def test_hooks_and_other_watches_are_not_called_for_it() -> None:
+    """A hook of the user's on the weight is called once a backward, and a second watch sees one backward."""
+    model = nn.Sequential(Product())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[float] = []
+    model[0].weight.register_hook(lambda g: calls.append(g.max().item()))
+    with (
+        watch(model, gradients=True, on_nonfinite="record") as other,
+        watch(model, gradients=True),
+    ):
+        with pytest.raises(NonFiniteError) as error:
+            with_a_closure(optimizer, closure_of(optimizer, lambda: loss_of(model)))
+        assert len([f for f in other.frames if f.phase == "backward"]) == 2
+        assert other.skipped_steps == ()
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.operation == "MulBackward0"
+    assert len(calls) == 1
+    assert list(model[0]._parameters) == ["weight"]
+    assert model[0].weight is optimizer.param_groups[0]["params"][0]
+
+
+def test_weights_that_a_module_keeps_in_a_list_of_its_own() -> None:
+    """nn.RNN reads its weights from there: the operation is found all the same, and the list is as it was."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RNN(2, 2, nonlinearity="relu", bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.full((3, 1, 2), 1e20)
+    with watch(model, gradients=True), pytest.raises(NonFiniteError) as error:
+        with_a_closure(optimizer, closure_of(optimizer, lambda: (model(x)[0] * 1e20).sum()))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.label.startswith("weight_")
+    assert finding.operation is not None
+    assert finding.operation.endswith("Backward0")
+    assert all(a is b for a, b in zip(model[0]._flat_weights, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_an_overflow_of_a_sum_with_both_signs_is_found(recorder: str) -> None:
+    """The signs of inputs and gradients fit each other, so that all products of the sum are positive: from equal
+    gradients it would be zero. A user's hook on the weight sees one backward.
+    """
+    model = nn.Sequential(nn.Linear(1, 2, bias=False).half())
+    nn.init.zeros_(model[0].weight)
+    signs = torch.tensor([[1.0], [-1.0]]).repeat(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[bool] = []
+    model[0].weight.register_hook(lambda g: calls.append(True))
+    with watched(model, recorder, gradients=True):
+        (model(100 * signs.half()).float() * signs * torch.tensor([1.0, -50.0])).sum().backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.label, finding.index, finding.operation) == ("weight.grad", (1, 0), "MmBackward0")
+    assert len(calls) == 1
+    assert model[0].weight.grad is not None
+    assert not model[0].weight.any()
+
+
+class NoSecond(torch.autograd.Function):
+    """A product that has a first derivative and no second."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class OnceDifferentiable(nn.Module):
+    """Such a product with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1).half())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoSecond.apply(x, self.weight)
+
+
+def test_where_signs_cannot_be_told_the_rest_stands() -> None:
+    """Without a second derivative nothing is found here: that is a remark, and the finding is what it was."""
+    model = nn.Sequential(OnceDifferentiable())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    signs = torch.tensor([[1.0], [-1.0]]).repeat(8, 1)
+    with watch(model, gradients=True):
+        (model(100 * signs.half()).float() * signs * 50).sum().backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.operation) == ("0", "weight.grad", None)
+    assert any("no operation made a bad gradient" in one for one in finding.remarks)

@@ -1,0 +1,268 @@
+"""BatchSnapshot: a second call is as the first was, and afterwards everything is as it was before it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.instrumentation.execution_context import RngState
+
+
+class Does(nn.Module):
+    """A module whose forward is the given function, with the module first."""
+
+    def __init__(self, forward: Callable[..., Any], **buffers: Tensor) -> None:
+        super().__init__()
+        self.function = forward
+        for name, x in buffers.items():
+            self.register_buffer(name, x)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def started(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> BatchSnapshot:
+    """The start of a batch of a module that does this."""
+    return BatchSnapshot.capture(Does(forward), args, kwargs)
+
+
+def rerun(start: BatchSnapshot) -> Any:
+    """What the second call returns."""
+    with start.again() as call:
+        return call()
+
+
+def raises_if(fail: bool) -> Any:
+    """A context in which the error that a test makes on purpose has to come, or none may."""
+    return pytest.raises(RuntimeError, match="on purpose") if fail else contextlib.nullcontext()
+
+
+# The second call is as the first
+
+
+def test_the_same_random_numbers() -> None:
+    """Dropout drops the same elements as the first time, whatever was drawn in between."""
+    model = nn.Dropout(0.5)
+    x = torch.ones(64)
+    start = BatchSnapshot.capture(model, (x,), None)
+    first = model(x)
+    torch.rand(7)
+    assert torch.equal(rerun(start), first)
+    assert torch.equal(rerun(start), first)
+
+
+def test_the_same_autocast() -> None:
+    """Autocast is what it was at the start, with its dtype, inside and outside of another."""
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.float16):
+        start = started(lambda _, x: x @ x, x)
+    assert rerun(start).dtype is torch.float16
+    plain = started(lambda _, x: x @ x, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rerun(plain).dtype is torch.float32
+        assert rerun(start).dtype is torch.float16
+        assert (x @ x).dtype is torch.bfloat16
+
+
+def test_autocast_of_the_user_keeps_its_gradients() -> None:
+    """A weight cast without a graph in the second call is not what the user's own call then finds in its cache."""
+    linear = nn.Linear(3, 3)
+
+    def forward(_: nn.Module, x: Tensor) -> Tensor:
+        return linear(x)
+
+    x = torch.ones(2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        rerun(started(forward, x))
+        linear(x).sum().backward()
+    assert linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_inference_mode_and_no_graph(inference: bool) -> None:
+    """In inference mode where the first was; without a graph in any case."""
+    x = torch.ones(2, requires_grad=True)
+    with torch.inference_mode(inference):
+        start = started(lambda _, x: x * 2, x)
+    y = rerun(start)
+    assert (y.is_inference(), y.requires_grad) == (inference, False)
+
+
+@pytest.mark.compile
+def test_compiled_modules_run_eagerly() -> None:
+    """What is compiled is run as it is written."""
+    compiling = []
+
+    @torch.compile(backend="eager")
+    def part(x: Tensor) -> Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return x + 1
+
+    assert rerun(started(lambda _, x: part(x), torch.ones(2))).tolist() == [2, 2]
+    assert compiling == [False]
+
+
+def test_a_transformer_layer_calls_its_parts() -> None:
+    """Where the first call built a graph, PyTorch's shortcut for calls without one is not taken."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
+    calls: list[str] = []
+    linear = layer.linear1
+
+    def called(x: Tensor) -> Tensor:
+        calls.append("linear1")
+        return nn.functional.linear(x, linear.weight, linear.bias)
+
+    linear.forward = called  # not a hook: hooks close the shortcut themselves
+    x = torch.randn(1, 3, 8)
+    start = BatchSnapshot.capture(layer, (x,), None)
+    layer(x)
+    rerun(start)
+    assert calls == ["linear1"] * 2
+    with torch.no_grad():
+        start = BatchSnapshot.capture(layer, (x,), None)
+    rerun(start)
+    assert calls == ["linear1"] * 2
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_keyword_arguments() -> None:
+    """Positional and keyword arguments arrive."""
+    start = started(lambda _, x, *, factor: x * factor, torch.ones(2), factor=3)
+    assert rerun(start).tolist() == [3, 3]
+
+
+# Nothing is left behind
+
+
+def test_random_states_are_put_back() -> None:
+    """Those of torch, numpy and Python, also when the call raises."""
+
+    def forward(_: nn.Module, fail: bool) -> None:
+        torch.rand(3), random.random(), np.random.rand(3)
+        if fail:
+            raise RuntimeError("on purpose")
+
+    for fail in (False, True):
+        start = started(forward, fail)
+        torch.rand(1), random.random(), np.random.rand(1)
+        before = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
+        with raises_if(fail):
+            rerun(start)
+        after = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
+        assert before == after
+
+
+def test_rng_state_by_itself() -> None:
+    """What is captured and restored gives the same numbers."""
+    state = RngState.capture(others=True)
+    first = (torch.rand(2).tolist(), random.random(), np.random.rand())
+    state.restore()
+    assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == first
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_buffers_and_flags_are_put_back(fail: bool) -> None:
+    """Written in place, past the version counter, or replaced: the same tensor, value and version as before."""
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        module.written += 1
+        module.hidden.numpy()[0] = 9
+        module.replaced = torch.zeros(5)
+        module.norm(x)
+        module.norm.eval()
+        if fail:
+            raise RuntimeError("on purpose")
+        return x
+
+    model: Any = Does(forward, written=torch.ones(2), hidden=torch.ones(2), replaced=torch.ones(2))
+    model.register_buffer("nothing", None)
+    model.register_buffer("shared", torch.arange(3).expand(4, 3))
+    model.norm = nn.BatchNorm1d(3)
+
+    def state() -> list[Any]:
+        held = [
+            (name, id(x), x.tolist(), x._version) for name, x in sorted(dict(model.named_buffers()).items())
+        ]
+        return [*held, model.nothing, model.norm.training]
+
+    start = BatchSnapshot.capture(model, (torch.randn(4, 3),), None)
+    before = state()
+    with raises_if(fail):
+        rerun(start)
+    assert state() == before
+
+
+def test_a_backward_under_way_is_not_disturbed() -> None:
+    """Buffers and inputs that the user's own call has saved for its backward are, to autograd, unchanged."""
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        module.factor.mul_(2)
+        x.add_(1)
+        return x
+
+    model: Any = Does(forward, factor=torch.ones(3))
+    leaf = torch.ones(3, requires_grad=True)
+    x = leaf * 1
+    start = BatchSnapshot.capture(model, (x,), None)
+    product = leaf * model.factor * x
+    rerun(start)
+    product.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_inputs_are_put_back(inference: bool) -> None:
+    """A forward that writes into its arguments writes once, in the user's own call; wherever they are."""
+
+    def forward(_: nn.Module, x: Tensor, more: dict[str, Tensor]) -> None:
+        x.mul_(2)
+        more["y"].mul_(2)
+
+    with torch.inference_mode(inference):
+        x, y = torch.ones(2), torch.ones(2)
+        start = started(forward, x, {"y": y})
+        rerun(start)
+    assert (x.tolist(), y.tolist()) == ([1, 1], [1, 1])
+
+
+def test_inputs_that_cannot_be_written_to() -> None:
+    """Expanded tensors pass."""
+    x = torch.ones(1, 3).expand(4, 3)
+    assert rerun(started(lambda _, x: x.sum(), x)).item() == 12
+
+
+# Doubts
+
+
+def test_no_doubts() -> None:
+    """Tensors, None and plain values, nested, raise none."""
+    start = started(lambda *_: None, torch.ones(2), [1, (2.0, "a")], x={"y": None, "z": torch.float16})
+    assert start.doubts() == []
+
+
+def test_doubts_of_an_input_written_to() -> None:
+    """An argument written to since the batch began; not by the second call itself."""
+    x = torch.ones(2)
+    start = started(lambda _, x: x.mul_(2), x)
+    rerun(start)
+    assert start.doubts() == []
+    x.mul_(2)
+    (doubt,) = start.doubts()
+    assert doubt.startswith("args[0] was written to, in place")
+
+
+def test_doubts_of_other_objects() -> None:
+    """Iterators have been consumed, other objects may have been changed."""
+    start = started(lambda *_: None, iter([1]), cache=object())
+    first, second = start.doubts()
+    assert "iterator" in first
+    assert "object" in second

@@ -1,0 +1,258 @@
+"""try_cures: what it says works, applied as a user would, ends the failure; what it says does not help, does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch.diagnosis import cures as cures_module
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.diagnosis.cures import try_cures
+from nanwatch.report.finding import Cure
+from nanwatch.report.record import Record
+from support.overflows import (
+    CASES,
+    HALF,
+    Attention,
+    Mixed,
+    Op,
+    Scaled,
+    big,
+    failed,
+    half,
+    is_finite,
+    linear,
+    t5,
+)
+
+
+@pytest.mark.parametrize("known", [None, False], ids=["transient unknown", "comes back"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_the_cures_are_true(name: str, known: bool | None) -> None:
+    """Each cure is what it says it is when a user applies it, and the cures are those expected."""
+    build, x, autocast, expected = CASES[name]
+    torch.manual_seed(0)
+    model = build()
+    if autocast is None:
+        assert next(model.parameters()).dtype is HALF
+    start, finding = failed(model, x, autocast=autocast)
+    cures, remarks = try_cures(start, replace(finding, transient=known), model)
+    told = [(cure.what, cure.works) for cure in cures]
+    assert len(told) == len(expected), (told, remarks)
+    expected = sorted(expected, key=lambda one: not one[1])
+    for (what, works), (begin, wanted) in zip(told, expected, strict=True):
+        assert what.startswith(begin)
+        assert works is wanted
+        assert "\n" not in what
+        assert is_finite(model, (x,), {}, autocast, what) is works, what
+    assert remarks == ()
+    assert not is_finite(model, (x,), {}, autocast, "clamp the input of `0` to ±inf")
+
+
+@pytest.mark.parametrize("is_half", [False, True], ids=["autocast", "half weights"])
+def test_t5(is_half: bool) -> None:
+    """For T5's overflow each cure is true, bfloat16 and a float32 module among them."""
+    model, inputs = t5()
+    model = model.half() if is_half else model
+    autocast = None if is_half else HALF
+    start, finding = failed(model, autocast=autocast, **inputs)
+    assert finding.module == "encoder.block.0.layer.1.DenseReluDense.wo"
+    cures, remarks = try_cures(start, finding, model)
+    assert remarks == ()
+    assert {cure.works for cure in cures if "bfloat16" in cure.what} == {True}
+    assert any(cure.works and "nanwatch.run_in_fp32(model.encoder" in cure.what for cure in cures)
+    for cure in cures:
+        assert is_finite(model, (), inputs, autocast, cure.what) is cure.works
+
+
+def test_the_smallest_ancestor_that_is_enough() -> None:
+    """The nearest module around the guilty one that works is named: every smaller one is seen not to."""
+    build, x, autocast, _ = CASES["an ancestor is enough, with half weights"]
+    model = build()
+    start, finding = failed(model, x, autocast=autocast)
+    cures, _ = try_cures(start, finding, model)
+    assert [cure.what for cure in cures if cure.works][-1].endswith("nanwatch.run_in_fp32(model[1])")
+    for smaller in ("model[1][0][0]", "model[1][0]"):
+        assert not is_finite(model, (x,), {}, autocast, f"nanwatch.run_in_fp32({smaller})")
+
+
+def test_headroom_is_to_the_end_of_the_format() -> None:
+    """The bits are log2 of the format's largest value over the record's largest in the cured run."""
+    model = nn.Sequential(linear(1), Op(lambda x: x * x / x)).half()
+    x = torch.full((1, 4), 250.0, dtype=HALF)  # 1000 after the layer: 2^6.03 below 65504
+    start, finding = failed(model, x)
+    cures, _ = try_cures(start, finding, model)
+    assert cures[0].works
+    assert cures[0].headroom_bits == pytest.approx(6.0335, abs=1e-4)
+    assert cures[1].headroom_bits == pytest.approx(128 - 9.9658, abs=1e-2)
+
+
+def test_no_float32_for_what_is_float32() -> None:
+    """Where no narrow format takes part there is no cure, and but one run."""
+    model = nn.Sequential(linear(1), Op(torch.exp))
+    start, finding = failed(model, big(1000.0))
+    with mock.patch.object(cures_module, "run", wraps=cures_module.run) as runs:
+        assert try_cures(start, finding, model) == ((), ())
+    assert runs.call_count == 1
+    half_elsewhere = nn.Sequential(linear(1), Op(torch.exp), Op(lambda x: x.half()))
+    half_elsewhere.append(linear(1).half())
+    start, finding = failed(half_elsewhere, big(1000.0))
+    assert finding.module == "1"
+    for known in (None, False):
+        assert try_cures(start, replace(finding, transient=known), half_elsewhere) == ((), ())
+
+
+def test_operands_show_what_the_records_do_not() -> None:
+    """Half precision inside a module's code is known from the operands, and then a clamp is no wrong hope."""
+    model = nn.Sequential(linear(1), Op(lambda x: (x.half() * x.half()).float()))
+    start, finding = failed(model, big(1000.0))
+    assert try_cures(start, finding, model) == ((), ())
+    operand = Record("operand[0]", "input", (1, 3, 4), "float16", 4000.0, 4000.0, True)
+    cures, _ = try_cures(start, replace(finding, operands=(operand,)), model)
+    assert [(cure.what[:14], cure.works) for cure in cures] == [("run `1` in flo", False)]
+
+
+@pytest.mark.parametrize("origin", ["weight", "buffer", "data"])
+def test_no_run_for_what_was_bad_before(origin: Any) -> None:
+    """A weight, a buffer or data that is not finite is cured by no format."""
+    model = half(nn.Sequential(linear(1), Attention()))
+    start, finding = failed(model, big(2000.0).half())
+    with mock.patch.object(cures_module, "run") as run:
+        assert try_cures(start, replace(finding, origin=origin), model) == ((), ())
+    assert not run.called
+
+
+def test_a_second_run_that_raises_is_said() -> None:
+    """What cannot be run again is not told as a failure that did not come back."""
+    calls = iter([True])
+
+    def once(x: Tensor) -> Tensor:
+        if not next(calls, False):
+            raise RuntimeError("no second time")
+        return x * float("inf")
+
+    model = half(nn.Sequential(linear(1), Op(once)))
+    start, finding = failed(model, big(1.0).half())
+    cures, (remark,) = try_cures(start, replace(finding, transient=None), model)
+    assert cures == ()
+    assert "RuntimeError: no second time" in remark
+
+
+def test_what_does_not_come_back_is_not_cured() -> None:
+    """A failure that a second run does not show gets a remark and no cure, known before or not."""
+    bad = iter([True])
+    model = half(
+        nn.Sequential(linear(1), Op(lambda x: x * float("inf") if next(bad, False) else x), linear(1))
+    )
+    start, finding = failed(model, big(1.0).half())
+    cures, (remark,) = try_cures(start, finding, model)
+    assert cures == ()
+    assert "did not come back" in remark
+    with mock.patch.object(cures_module, "run") as run:
+        assert try_cures(start, replace(finding, transient=True), model) == ((), (remark,))
+    assert not run.called
+
+
+def test_no_trial_among_several_ranks() -> None:
+    """With more than one rank nothing is run, and a remark says why."""
+    model = half(nn.Sequential(linear(1), Attention()))
+    start, finding = failed(model, big(2000.0).half())
+    with (
+        mock.patch.object(torch.distributed, "is_initialized", return_value=True),
+        mock.patch.object(torch.distributed, "get_world_size", return_value=2),
+        mock.patch.object(cures_module, "run") as run,
+    ):
+        cures, (remark,) = try_cures(start, finding, model)
+    assert cures == ()
+    assert "2 processes" in remark
+    assert not run.called
+
+
+@pytest.mark.parametrize("scale", [65536.0, torch.tensor(65536.0)])
+def test_a_smaller_loss_scale(scale: Any) -> None:
+    """A scale that the batch was called with is made smaller, and what is told makes the call finite."""
+    model = Scaled()
+    start, finding = failed(model, big(3.0), autocast=HALF, scale=scale)
+    first, *others = try_cures(start, finding, model, loss_scale=65536.0)[0]
+    assert Cure("a loss scale of 256 in place of 65536", True, first.headroom_bits) == first
+    assert is_finite(model, (big(3.0),), {"scale": 256.0}, HALF, "clamp the input of `layer` to ±inf")
+    assert try_cures(start, finding, model, loss_scale=3.5)[0] == tuple(others)
+
+
+def test_autocast_inside_the_model() -> None:
+    """A model that enters autocast in its own forward is run in bfloat16 and in float32 all the same."""
+    model = Mixed(nn.Sequential(linear(1), Attention()))
+    start, finding = failed(model, big(2000.0))
+    cures, remarks = try_cures(start, finding, model)
+    assert [(cure.what[:8], cure.works) for cure in cures] == [("run `par", True), ("use bflo", True)]
+    assert remarks == ()
+
+
+def test_a_part_is_called_by_itself() -> None:
+    """The outermost call may be one of a submodule; names stay those in the watched model."""
+    model = nn.ModuleDict({"encoder": half(nn.Sequential(linear(1), Attention()))})
+    x = big(2000.0).half()
+    with nanwatch.watch(model):
+        start = BatchSnapshot.capture(model["encoder"], (x,), {})
+        with pytest.raises(nanwatch.NonFiniteError) as error:
+            model["encoder"](x)
+    finding = error.value.report.finding
+    assert finding is not None
+    cures, _ = try_cures(start, finding, model)
+    assert [(cure.what, cure.works) for cure in cures] == [
+        ("run `encoder.1` in float32, nanwatch.run_in_fp32(model['encoder'][1])", True),
+    ]
+
+
+def test_a_name_that_is_no_identifier() -> None:
+    """A module whose name Python cannot spell is reached by get_submodule."""
+    model = half(nn.Sequential(linear(1)))
+    model.add_module("expert-1", Attention().half())
+    start, finding = failed(model, big(2000.0).half())
+    cures, _ = try_cures(start, finding, model)
+    assert "nanwatch.run_in_fp32(model.get_submodule('expert-1'))" in cures[0].what
+    assert is_finite(model, (big(2000.0).half(),), {}, None, cures[0].what)
+
+
+def test_a_mask_is_no_fault() -> None:
+    """An additive mask of -inf among the inputs does not make a cured run count as failed."""
+
+    def masked(x: Tensor, mask: Tensor) -> Tensor:
+        return (x @ x.transpose(-1, -2) + mask).softmax(-1) @ x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Op(masked)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.attention(x, mask)
+
+    mask = torch.full((3, 3), -torch.inf, dtype=HALF).triu(1)
+    start, finding = failed(Model(), big(2000.0).half(), mask)
+    model = start.module
+    cures, _ = try_cures(start, finding, model)
+    assert cures[0].works
+
+
+def test_infinities_that_the_watch_allows() -> None:
+    """A fault before the first that anybody minded stays out of the judgement."""
+    model = half(nn.Sequential(Op(lambda x: (x.log(), x)[0]), Op(lambda x: x.nan_to_num(neginf=2000.0))))
+    model.append(linear(1).half())
+    model.append(Attention().half())
+    x = torch.zeros(1, 3, 4, dtype=HALF)
+    with nanwatch.watch(model, allow_inf=["0", "1"]):
+        start = BatchSnapshot.capture(model, (x,), {})
+        with pytest.raises(nanwatch.NonFiniteError) as error:
+            model(x)
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.module == "3"
+    cures, _ = try_cures(start, finding, model)
+    assert cures[0].works

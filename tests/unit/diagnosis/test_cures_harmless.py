@@ -1,0 +1,192 @@
+"""try_cures leaves nothing behind, raises nothing and runs the batch five times at most."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.diagnosis.cures import MAX_RUNS, try_cures
+from support.overflows import CASES, HALF, Attention, Op, big, failed, half, is_finite, linear, outlier
+from support.toys import Scale
+
+
+class Stateful(nn.Module):
+    """Dropout, running statistics, half and single precision, a flag that a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.attention = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drop.training = not self.drop.training
+        y = self.drop(self.norm(x)) * 0 + x
+        return self.attention(y[None])
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_the_model_is_left_as_it_was(is_half: bool, is_watched: bool) -> None:
+    """Parameters, buffers, flags, hooks, gradients, random states and every module's __dict__ are as before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(linear(1), Stateful())
+    x = torch.full((3, 4), 2000.0)
+    if is_half:
+        model, x = model.half(), x.half()
+    hook = model[1].register_forward_hook(lambda *_: None)
+    start, finding = failed(model, x, autocast=None if is_half else HALF)
+    watch = nanwatch.watch(model) if is_watched else None
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    objects = [*model.parameters(), *model.buffers()]
+    dicts = [
+        {key: dict(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()}
+        for module in model.modules()
+    ]
+    random_state = torch.get_rng_state()
+    cures, remarks = try_cures(start, finding, model)
+    assert sum(cure.works for cure in cures) == 2
+    assert remarks == ()
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(a is b for a, b in zip(objects, [*model.parameters(), *model.buffers()], strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert dicts == [
+        {key: dict(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()}
+        for module in model.modules()
+    ]
+    assert hook.id in model[1]._forward_hooks
+    assert not torch.is_autocast_enabled("cpu")
+    if watch is not None:
+        assert watch.frames == ()
+        assert watch.batch is None
+        watch.stop()
+
+
+def test_in_the_middle_of_the_users_own_forward() -> None:
+    """Called from a hook of a training forward under autocast, the gradients of that forward are unchanged."""
+
+    def gradients(is_searched: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        # The infinite part of what the guilty module gives is not used, so that gradients are finite.
+        guilty = Op(lambda x: (x, x.detach() * 1e4))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), guilty, Op(lambda x: x[0]), nn.Linear(4, 2))
+        x = big(100.0)
+        _, finding = failed(copy.deepcopy(model), x, autocast=HALF)
+        found: list[Any] = []
+
+        def search(*_: Any) -> None:
+            handle.remove()
+            found.append(try_cures(start, finding, model))
+
+        with torch.autocast("cpu", HALF):
+            start = BatchSnapshot.capture(model, (x,), {})
+            if is_searched:
+                handle = model[2].register_forward_hook(search)
+            y = model(x)
+        assert not is_searched or any(cure.works for cure in found[0][0])
+        y.float().square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    searched = gradients(True)
+    assert len(searched) == 4
+    for a, b in zip(searched, gradients(False), strict=True):
+        assert a.isfinite().all()
+        assert a.any()
+        assert torch.equal(a, b)
+
+
+def test_at_most_five_runs() -> None:
+    """However the trials end, the batch is run no more than MAX_RUNS times, and no more once two cures work."""
+    calls = 0
+
+    def count(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x
+
+    for name, (build, x, autocast, expected) in CASES.items():
+        model = build()
+        model.insert(0, Op(count))
+        start, finding = failed(model, x, autocast=autocast)
+        calls = 0
+        cures, _ = try_cures(start, finding, model)
+        assert len(cures) == len(expected), name
+        assert 1 <= calls <= MAX_RUNS
+        assert sum(cure.works for cure in cures) <= 2
+
+
+@pytest.mark.parametrize("known", [None, False])
+def test_a_trial_that_raises_is_a_remark(known: bool | None) -> None:
+    """A module that cannot take float32 or bfloat16 is reported so, one line for each trial, and nothing is raised."""
+
+    def only_half(x: Tensor) -> Tensor:
+        if x.dtype is not HALF:
+            raise RuntimeError("float16 only\nand a second line")
+        return x * x
+
+    model = half(nn.Sequential(linear(1), Op(only_half)))
+    x = outlier(1000.0).half()
+    start, finding = failed(model, x)
+    cures, remarks = try_cures(start, replace(finding, transient=known), model)
+    assert [cure.what for cure in cures] == ["clamp the input of `1` to ±128"]
+    assert is_finite(model, (x,), {}, None, cures[0].what)
+    assert remarks
+    assert all(remark.endswith("RuntimeError: float16 only") for remark in remarks)
+    assert all(remark.startswith("could not try to ") for remark in remarks)
+
+
+def test_a_script_module_is_a_remark() -> None:
+    """What cannot be put into float32 ends the search with a remark."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        square = torch.jit.trace(Op(lambda x: x * x), torch.ones(1))
+    model = nn.Sequential(linear(1).half(), square)
+    start = BatchSnapshot.capture(model, (big(1000.0).half(),), {})
+    finding = replace(failed(nn.Sequential(linear(1), Op(lambda x: x * x)).half(), big(1000.0).half())[1])
+    cures, (remark,) = try_cures(start, finding, model)
+    assert cures == ()
+    assert "ended early: TypeError" in remark
+
+
+def test_ctrl_c_passes_and_leaves_nothing() -> None:
+    """KeyboardInterrupt in a trial goes up, with every change taken back."""
+    calls_left = None
+
+    def square(x: Tensor) -> Tensor:
+        nonlocal calls_left
+        if calls_left is not None:
+            calls_left -= 1
+            if calls_left < 0:
+                raise KeyboardInterrupt
+        return x * x / x
+
+    model = half(nn.Sequential(linear(1), Op(square)))
+    start, finding = failed(model, big(1000.0).half())
+    before = [dict(module.__dict__) for module in model.modules()]
+    calls_left = 1
+    with pytest.raises(KeyboardInterrupt):
+        try_cures(start, finding, model)
+    assert before == [module.__dict__ for module in model.modules()]
+    assert all(parameter.dtype is HALF for parameter in model.parameters())
+
+
+def test_the_users_own_hooks_run() -> None:
+    """A hook that scales the output is part of the model: with it the failure stays, and the cure counts it in."""
+    model = half(nn.Sequential(linear(1), Scale(1.0), linear(1)))
+    model[1].register_forward_hook(lambda _m, _a, y: y * y * y.reciprocal())
+    start, finding = failed(model, big(1000.0).half())
+    cures, _ = try_cures(start, finding, model)
+    # The hook runs after the float32 forward, on what was given back in float16.
+    assert (cures[-1].what[:7], cures[-1].works) == ("run `1`", False)
+    assert cures[0].what.startswith("load the weights in bfloat16")
+    assert cures[0].works

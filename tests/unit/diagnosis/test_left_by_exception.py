@@ -1,0 +1,289 @@
+"""Somebody else's exception that ends a watched forward: what was not finite goes into a note of it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import traceback
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import NonFiniteError, Report, watch
+from nanwatch.diagnosis.left_calls import left_calls
+from support.toys import Scale
+
+pytestmark = pytest.mark.usefixtures("each_recorder")
+
+INF = float("inf")
+
+
+class Net(nn.Module):
+    """Its norm overflows in float32 where its input is about 1e30."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))
+
+
+class Refused(Exception):
+    """The user's own."""
+
+
+class Fails(nn.Module):
+    """Raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise Refused
+
+
+def refuse_nonfinite(model: nn.Module) -> list[str]:
+    """Hooks that raise at the first output that is not finite; the names of the modules that they refused."""
+    refused: list[str] = []
+    for name, module in model.named_modules():
+
+        def check(module: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
+            if not torch.isfinite(output).all():
+                refused.append(name)
+                raise Refused(name)
+
+        module.register_forward_hook(check)
+    return refused
+
+
+def raised_by(model: nn.Module, x: Tensor) -> BaseException:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - the tests compare it
+        model(x)
+    return caught.value
+
+
+def notes_of(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+@pytest.mark.parametrize("action", ["raise", "warn", "record", "call"])
+def test_a_hook_that_raises_is_told_what_its_module_made(action: str, tmp_path: Path) -> None:
+    """The module that the hook refused is the finding's: in the note, in the report and in output_dir."""
+    reports: list[Report] = []
+    model = Net()
+    refused = refuse_nonfinite(model)
+    options: Any = {"on_nonfinite": reports.append if action == "call" else action, "output_dir": tmp_path}
+    with watch(model, **options) as w, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model(torch.ones(2, 4))
+        assert not w._ended_by_exception
+        error = raised_by(model, torch.full((2, 4), 1e30))
+        assert w._ended_by_exception
+    assert (type(error), error.args, error.__cause__, error.__context__) == (Refused, ("b",), None, None)
+    finding = w.report().finding
+    assert finding is not None
+    assert set(refused) == {finding.module}
+    assert (finding.label, finding.origin, finding.batch, finding.sequence) == ("output", "produced", 1, 1)
+    (note,) = notes_of(error)
+    assert note.startswith("nanwatch: nan first seen in `output` of b (LayerNorm) in batch 1\n")
+    assert w.report().to_text() in note
+    assert [frame.name for frame in w.report().frames] == ["a", "b", "c", "", "a", "b"]
+    written = json.loads((tmp_path / "batch-1" / "report.json").read_text())
+    assert written["finding"]["module"] == "b"
+    assert [report.batch for report in reports] == [1] * (action == "call")
+    begun = [one for one in warned if "in batch 1" in str(one.message)]
+    assert len(begun) == (action == "warn")
+
+
+def test_the_second_run_sees_what_the_hook_refused() -> None:
+    """The hook raises in it too, after the operation has been seen."""
+    model = Net()
+    refuse_nonfinite(model)
+    with watch(model) as w:
+        raised_by(model, torch.full((2, 4), 1e30))
+    finding = w.report().finding
+    assert finding is not None
+    assert (finding.operation, finding.transient) == ("aten.native_layer_norm.default", False)
+
+
+class Asserting(nn.Module):
+    """Asserts that its weight and its input are finite."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([weight]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert bool(torch.isfinite(self.weight).all())
+        assert bool(torch.isfinite(x).all())
+        return x
+
+
+class Times(nn.Module):
+    """Multiplies by a number between the calls of its modules."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.part = Asserting(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x * self.factor)
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "found"),
+    [
+        (Asserting(INF), 1.0, ("", "weight", "weight", None)),
+        (Asserting(1.0), INF, ("", "input[0]", "data", None)),
+        (nn.Sequential(Times(INF)), 1.0, ("0.part", "input[0]", "received", "0")),
+        (nn.Sequential(Times(1.0)), INF, ("0.part", "input[0]", "data", None)),
+    ],
+)
+def test_an_assertion_is_told_what_it_was_given(model: nn.Module, x: float, found: tuple[Any, ...]) -> None:
+    """The call that the exception left has a frame in the report, without outputs."""
+    with watch(model, microscope=False) as w:
+        error = raised_by(model, torch.tensor([x]))
+    finding = w.report().finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.origin, finding.source_module) == found
+    assert not any(record.role == "output" for record in w.report().frames[-1].records)
+    assert len(notes_of(error)) == 1
+
+
+def test_a_fault_that_was_put_off_is_noted() -> None:
+    """With check="batch" the batch's end would have told it."""
+
+    model = nn.Sequential(Scale(INF), Fails())
+    with watch(model, check="batch", microscope=False):
+        error = raised_by(model, torch.ones(1))
+    (note,) = notes_of(error)
+    assert "inf first seen in `output` of 0 (Scale)" in note
+
+
+@pytest.mark.parametrize("error", [Refused("mine"), KeyboardInterrupt(), StopIteration()])
+def test_an_exception_without_a_fault_is_left_alone(error: BaseException) -> None:
+    """Nothing is noted, nothing found, and the watch knows how its latest batch ended."""
+
+    class Refuses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1:
+                raise error
+            return x
+
+    model = nn.Sequential(Scale(), Refuses())
+    with watch(model, forecast=False, on_nonfinite="record") as w:
+        model(torch.ones(1))
+        assert not w._ended_by_exception
+        assert raised_by(model, torch.ones(2)) is error
+        assert w._ended_by_exception
+        assert (notes_of(error), w.report().finding) == ([], None)
+        model(torch.ones(1))
+        assert not w._ended_by_exception
+
+
+def test_what_a_forward_catches_is_not_noted() -> None:
+    """The batch goes on: a call that a forward tried is no failure."""
+    caught: list[BaseException] = []
+
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Asserting(1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.part(x / 0)
+            except AssertionError as error:
+                caught.append(error)
+                return x
+
+    model = Tries()
+    with watch(model) as w:
+        model(torch.ones(1))
+    assert (len(caught), notes_of(caught[0]), w.report().finding) == (1, [], None)
+
+
+def test_an_error_made_of_ours_is_not_noted() -> None:
+    """Its traceback has the report already."""
+
+    class Wraps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Scale(INF)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.part(x)
+            except NonFiniteError as error:
+                raise Refused from error
+
+    model = Wraps()
+    with watch(model, microscope=False):
+        error = raised_by(model, torch.ones(1))
+    assert isinstance(error.__cause__, NonFiniteError)
+    assert notes_of(error) == []
+
+
+def test_a_look_at_left_calls_keeps_no_tensor_alive() -> None:
+    """Once the frames of the traceback are cleared, as unittest does, nothing holds what they held."""
+    x = torch.ones(1)
+    held = weakref.ref(x)
+    model = nn.Sequential(Fails())
+    try:
+        model(x)
+    except Refused as caught:
+        error = caught
+    seen = [(call.module, call.args[0] is x, call.output) for call in left_calls(error)]
+    assert seen == [(model[0], True, ()), (model, True, ())]
+    del x
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()
+    assert held() is None
+
+
+class Odd(Exception):
+    """Takes no notes."""
+
+    def add_note(self, note: str) -> None:
+        raise LookupError(note)
+
+
+def test_an_exception_that_takes_no_note_is_raised_as_it_is() -> None:
+    """What its own `add_note` raises goes nowhere."""
+    model = Net()
+
+    def refuse(*_: object) -> None:
+        raise Odd("mine")
+
+    model.b.register_forward_hook(refuse)
+    with watch(model, microscope=False) as w:
+        error = raised_by(model, torch.full((2, 4), 1e30))
+    assert (type(error), error.args, error.__context__) == (Odd, ("mine",), None)
+    assert w.report().finding is not None
+
+
+def test_a_look_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what goes wrong in it nor what the user's function raises is raised; the next batch is watched."""
+
+    def refuse(report: Report) -> None:
+        raise LookupError("of the callable")
+
+    def break_down(*_: object) -> None:
+        raise LookupError("of the look")
+
+    model = Net()
+    refuse_nonfinite(model)
+    for breaks in (False, True):
+        if breaks:
+            monkeypatch.setattr("nanwatch.session.faults.left_frames", break_down)
+        with watch(model, on_nonfinite=refuse) as w:
+            error = raised_by(model, torch.full((2, 4), 1e30))
+            assert (type(error), error.args, error.__context__) == (Refused, ("b",), None)
+            assert len(notes_of(error)) == (not breaks)
+            model(torch.ones(2, 4))
+            assert (w.batch, w._ended_by_exception) == (1, False)

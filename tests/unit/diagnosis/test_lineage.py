@@ -1,0 +1,237 @@
+"""lineage: infinities that are meant, memory nobody wrote, and any program: the step that began it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from support.examined import Does, culprit, look
+
+INF, NAN = math.inf, math.nan
+
+
+# Infinities that are meant
+
+
+def masked(mask: Tensor, scores: Tensor) -> Tensor:
+    """Attention weights with a boolean mask: True is left out."""
+    scores = scores.masked_fill(mask, -INF)
+    weights = torch.softmax(scores, -1)  # culprit
+    return weights @ torch.ones(scores.shape[-1], 2)
+
+
+EMPTY_ROW = torch.tensor([[False, True, True], [True, True, True], [False, False, True]])
+
+
+def test_a_row_that_is_masked_everywhere() -> None:
+    """Softmax made the nan, not the mask that was filled with -inf on purpose; which row is said."""
+    _, seen = look(Does(lambda x: masked(EMPTY_ROW, x)), torch.zeros(3, 3))
+    assert (seen.operation, seen.source) == ("aten._softmax.default", culprit(masked))
+    assert seen.extent == "1 of 3 rows, row 1"
+    assert any(
+        "-inf everywhere along dimension 1 in 1 of 3 rows, the first at [1]" in one for one in seen.remarks
+    )
+    assert any("holds -inf that aten.masked_fill.Scalar" in one for one in seen.remarks)
+
+
+MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "filled": lambda x: x.masked_fill(EMPTY_ROW, -INF),
+    "filled in place": lambda x: x.clone().masked_fill_(EMPTY_ROW, -INF),
+    "chosen": lambda x: torch.where(EMPTY_ROW, -INF, x),
+    "chosen from a tensor": lambda x: torch.where(EMPTY_ROW, torch.tensor(-INF), x),
+    "added": lambda x: x + torch.zeros(3, 3).masked_fill(EMPTY_ROW, -INF),
+    "added, moved": lambda x: x + torch.full((3, 3), -INF).triu().flip(0),
+    "logarithm of zeros and ones": lambda x: x + (~EMPTY_ROW).float().log(),
+    "set": lambda x: x.clone().index_put((EMPTY_ROW,), torch.tensor(-INF)),
+    "padded": lambda x: nn.functional.pad(x[:2], (0, 0, 0, 1), value=-INF),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_ways_to_mask(kind: str) -> None:
+    """However the -inf came there: the softmax over nothing but it is the culprit."""
+    _, seen = look(Does(lambda x: torch.softmax(MASKS[kind](x), -1)), torch.zeros(3, 3))
+    assert seen.operation == "aten._softmax.default"
+    assert seen.remarks
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_an_overflow_beside_a_mask(kind: str) -> None:
+    """A mask in the same tensor does not hide the overflow, and the overflow is the culprit."""
+
+    def forward(x: Tensor) -> Tensor:
+        scores = torch.mm(x * 1e30, x * 1e30)  # culprit
+        return torch.softmax(MASKS[kind](scores), -1)
+
+    _, seen = look(Does(forward), torch.ones(3, 3))
+    assert (seen.operation, seen.source) == ("aten.mm.default", culprit(forward))
+
+
+def test_two_masks_added() -> None:
+    """Two masks that hold the dtype's minimum are -inf together: meant, though made before the overflow."""
+
+    def forward(x: Tensor) -> Tensor:
+        mask = torch.eye(3) * torch.finfo(x.dtype).min
+        both = mask + mask
+        scores = torch.mm(x * 1e30, x * 1e30)  # culprit
+        return torch.softmax(scores + both, -1)
+
+    _, seen = look(Does(forward), torch.ones(3, 3))
+    assert (seen.operation, seen.source) == ("aten.mm.default", culprit(forward))
+
+
+def test_an_overflow_behind_a_mask() -> None:
+    """Elements that were finite beside the masked ones, and are not behind the operation, are its own."""
+
+    def forward(x: Tensor) -> Tensor:
+        scores = x.masked_fill(torch.eye(3, dtype=torch.bool), -INF)
+        large = torch.exp(scores * 100)  # culprit
+        return large / large.sum(-1, keepdim=True)
+
+    _, seen = look(Does(forward), torch.ones(3, 3))
+    assert (seen.operation, seen.source) == ("aten.exp.default", culprit(forward))
+
+
+def test_softmax_by_hand_over_a_masked_row() -> None:
+    """The difference of the masked row and its maximum, -inf - -inf, made the nan."""
+
+    def forward(x: Tensor) -> Tensor:
+        scores = x.masked_fill(EMPTY_ROW, -INF)
+        shifted = scores - scores.amax(-1, keepdim=True)  # culprit
+        weights = shifted.exp()
+        return weights / weights.sum(-1, keepdim=True)
+
+    _, seen = look(Does(forward), torch.zeros(3, 3))
+    assert (seen.operation, seen.source) == ("aten.sub.Tensor", culprit(forward))
+
+
+def test_a_mask_times_minus_infinity() -> None:
+    """`mask * -inf` is nan where the mask is zero: the product itself is the culprit."""
+
+    def forward(x: Tensor) -> Tensor:
+        mask = EMPTY_ROW.float() * -INF  # culprit
+        return torch.softmax(x + mask, -1)
+
+    _, seen = look(Does(forward), torch.zeros(3, 3))
+    assert (seen.operation, seen.source) == ("aten.mul.Tensor", culprit(forward))
+
+
+def test_an_additive_mask_that_is_handed_in() -> None:
+    """A mask among the arguments is known as one; what goes wrong beside it is the culprit."""
+    mask = torch.tensor([[0.0, -INF], [0.0, 0.0]])
+
+    def forward(x: Tensor, mask: Tensor) -> Tensor:
+        scores = (x * 1e30) @ (x * 1e30) + mask
+        return torch.softmax(scores, -1)
+
+    _, seen = look(Does(forward), torch.ones(2, 2), mask=mask)
+    assert seen.operation in ("aten.mm.default", "aten.matmul.default")
+
+
+def test_infinities_in_the_result_that_are_meant() -> None:
+    """Scores handed out with their mask: where the -inf was written, and how to allow it."""
+
+    def forward(x: Tensor) -> Tensor:
+        scores = x.masked_fill(EMPTY_ROW, -INF)  # culprit
+        return scores.reshape(9) * 2
+
+    _, seen = look(Does(forward), torch.zeros(3, 3))
+    assert (seen.operation, seen.source) == ("aten.masked_fill.Scalar", culprit(forward))
+    assert any("allow_inf" in one for one in seen.remarks)
+
+
+def test_a_sum_with_an_infinity_nobody_meant() -> None:
+    """A tensor the module holds, neither weight nor buffer, was bad before: so it is said."""
+    hidden = torch.tensor([1.0, NAN])
+
+    def forward(x: Tensor) -> Tensor:
+        return x * hidden  # culprit
+
+    _, seen = look(Does(forward), torch.ones(2))
+    assert (seen.operation, seen.source) == ("aten.mul.Tensor", culprit(forward))
+    assert "operand[1] was not finite before, and no operation that was seen wrote it" in seen.remarks
+    assert [one.isfinite for one in seen.operands] == [True, False]
+
+
+def test_memory_that_nobody_wrote() -> None:
+    """Memory as it was found, with a nan in it, is what was allocated and not written."""
+
+    def forward(x: Tensor) -> Tensor:
+        memory = torch.empty(4)  # culprit
+        memory.numpy()[:] = NAN
+        memory[1:3] = x
+        return memory * 2
+
+    _, seen = look(Does(forward), torch.ones(2))
+    assert (seen.operation, seen.source) == ("aten.empty.memory_format", culprit(forward))
+    assert any("allocated and not written" in one for one in seen.remarks)
+
+
+def test_memory_that_is_written_bit_by_bit() -> None:
+    """What memory held before it was written does not count once it has been."""
+
+    def forward(x: Tensor) -> Tensor:
+        memory = torch.empty(4)
+        memory.numpy()[:] = NAN
+        memory.index_copy_(0, torch.tensor([0, 1]), x)
+        memory.index_copy_(0, torch.tensor([2, 3]), x / 0)  # culprit
+        return memory * 2
+
+    _, seen = look(Does(forward), torch.ones(2))
+    assert (seen.operation, seen.source) == ("aten.div.Tensor", culprit(forward))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    """Operations on numbered tensors: the name, and the numbers of two operands, modulo how many there are."""
+    names = st.sampled_from(
+        ["add", "mul", "cat", "half", "view", "add_", "copy_", "row", "clean", "exp", "mm"]
+    )
+    return draw(st.lists(st.tuples(names, st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
+
+
+def run_program(program: list[tuple[str, int, int]], x: Tensor) -> tuple[Tensor, set[str]]:
+    """The sum of all tensors, and the names of the steps that made a bad value of two operands that were finite."""
+    held, began = [x, x.flip(0)], set()
+    for name, i, j in program:
+        a, b = held[i % len(held)], held[j % len(held)]
+        finite = bool(torch.isfinite(a).all() and torch.isfinite(b).all())
+        if name in ("add_", "copy_"):
+            getattr(a, name)(b.clone())
+        elif name == "row":
+            a[0] = b[1].clone()
+        else:
+            a = {
+                "add": lambda a, b: a + b,
+                "mul": lambda a, b: a * b * 1e9,
+                "cat": lambda a, b: torch.cat([a[:1], b[1:]]),
+                "half": lambda a, b: a * 0.5,
+                "view": lambda a, b: a.t(),
+                "clean": lambda a, b: a.nan_to_num(1, 2, 3),
+                "exp": lambda a, b: a.exp(),
+                "mm": lambda a, b: a @ b,
+            }[name](a, b)
+            held.append(a)
+        if finite and not bool(torch.isfinite(a).all()):
+            began.add(name)
+    return torch.stack(held).mul(1e-9).sum(0), began
+
+
+@given(programs())
+def test_the_culprit_began_it(program: list[tuple[str, int, int]]) -> None:
+    """Of any program: the operation named had finite operands, and a plain run shows such a step of that name."""
+    x = torch.tensor([[1.0, 2.0], [3.0, 40.0]])
+    total, began = run_program(program, x.clone())
+    if bool(torch.isfinite(total).all()):
+        return
+    _, seen = look(Does(lambda x: run_program(program, x.clone())[0]), x)
+    assert seen.operation is not None
+    name = seen.operation.split(".")[1]
+    assert name in began
+    assert all(one.isfinite for one in seen.operands)

@@ -1,0 +1,312 @@
+"""loss_scale: the scale that is named ends the failure when a user takes it, and a larger one does not."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from math import log2
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nanwatch.diagnosis.backward_cures import try_smaller
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.finding import Cure
+from nanwatch.report.record import Record
+from nanwatch.session.watch import watch
+from support.gradient_models import Length, dead, failing_backward
+
+END = torch.finfo(torch.float16).max
+
+
+def half_model(weight: float) -> nn.Sequential:
+    """Two layers in float16, the second with this weight everywhere."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 64, bias=False)).half()
+    nn.init.constant_(model[1].weight, weight)
+    return model
+
+
+def given_to(model: nn.Module) -> Tensor:
+    """The input of each of these tests."""
+    return torch.full((2, 8), 1e-3, dtype=torch.float16)
+
+
+def gradients_are_finite(weight: float, scale: float) -> bool:
+    """What a user sees who trains with that scale, without any watch."""
+    model = half_model(weight)
+    (model(given_to(model)).float().sum() * scale).backward()
+    return all(bool(one.grad.isfinite().all()) for one in model.parameters())
+
+
+def cures_of(weight: float, scale: float, scaler: Any = None) -> tuple[Cure, ...]:
+    """What is said of that failure."""
+    model = half_model(weight)
+    report = failing_backward(model, given_to(model), lambda y: y.float().sum() * scale, scaler=scaler)
+    assert report.finding is not None
+    return report.finding.cures
+
+
+def scaler_of(scale: float) -> torch.amp.GradScaler:
+    """A GradScaler in use, with that scale."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+@settings(max_examples=25, deadline=None)
+@given(power=st.integers(8, 15), weight=st.sampled_from([30.0, 64.0, 100.0, 999.0, 3000.0]))
+def test_the_scale_that_is_named_is_right(power: int, weight: float) -> None:
+    """With it, and with twice of it, a user's gradients are finite; with four times of it they are not."""
+    present = 2.0**power
+    if gradients_are_finite(weight, present):
+        return
+    scaler = scaler_of(present)
+    (cure,) = cures_of(weight, present, scaler)
+    if not cure.works:
+        # Not finite with the least scale either, or within a bit of the end.
+        assert gradients_are_finite(weight, 1.0) == (cure.verdict == "not enough")
+        return
+    match = re.fullmatch(r"a loss scale of (\S+) in place of (\S+), tried on the backward of `1`", cure.what)
+    assert match is not None
+    smaller = float(match[1])
+    assert float(match[2]) == present
+    assert gradients_are_finite(weight, smaller)
+    assert gradients_are_finite(weight, 2 * smaller) or smaller == 1
+    assert not gradients_are_finite(weight, 4 * smaller)
+    # The largest gradient is that of the second layer's input: 64 outputs, each with the scale as its gradient.
+    assert cure.headroom_bits == pytest.approx(log2(END / (64 * weight * smaller)), abs=0.01)
+
+
+def test_without_a_scaler_the_factor_is_told() -> None:
+    """64 * 30 * 2^14 is 480 times the end of float16: 1024 is the power of two that leaves a bit."""
+    (cure,) = cures_of(30.0, 2.0**14)
+    assert (cure.what, cure.works) == (
+        "a loss scale that is 1024 times smaller, tried on the backward of `1`",
+        True,
+    )
+
+
+def test_a_scaler_that_nobody_named_is_not_believed() -> None:
+    """It may belong to another training: the factor is told."""
+    scaler = scaler_of(2.0**15)
+    (cure,) = cures_of(30.0, 2.0**14)
+    assert cure.what.startswith("a loss scale that is 1024 times smaller,")
+    assert scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_pole_is_not_cured_and_that_is_said(known: bool) -> None:
+    """The derivative of a norm at zero is not finite with any scale; of an unknown one nothing is told."""
+    model = dead(Length()).half()
+    scaler = scaler_of(256.0) if known else None
+    report = failing_backward(
+        model, torch.ones(2, 3, dtype=torch.float16), lambda y: y.sum() * 256, scaler=scaler
+    )
+    assert report.finding is not None
+    told = [(cure.what, cure.works) for cure in report.finding.cures]
+    assert told == (
+        [("a loss scale of 1 in place of 256, tried on the backward of `1`", False)] if known else []
+    )
+
+
+def test_no_scale_for_what_is_float32() -> None:
+    """A scale is for the range of float16; where none takes part nothing is tried."""
+    report = failing_backward(dead(Length()), torch.ones(2, 3), scaler=scaler_of(256.0))
+    assert report.finding is not None
+    assert report.finding.cures == ()
+
+
+def test_nothing_of_the_users_is_touched() -> None:
+    """Gradients, scaler, random state and the recorder's frames are what they were, with the graph still alive."""
+    model = half_model(30.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = scaler_of(2.0**14)
+    hooked: list[Tensor] = []
+    for p in model.parameters():
+        p.register_hook(lambda gradient: hooked.append(gradient))
+    with watch(model, gradients=True, scaler=scaler) as w:
+        loss = model(given_to(model)).float().sum() * 2**14
+        loss.backward()
+
+        def state() -> list[Any]:
+            grads = [p.grad.tolist() for p in model.parameters()]
+            return [
+                grads,
+                len(hooked),
+                scaler.state_dict(),
+                torch.get_rng_state().tolist(),
+                w.counters,
+                w.frames,
+            ]
+
+        before = state()
+        hooks = [len(p._backward_hooks or ()) for p in model.parameters()]
+        assert min(hooks) >= 1
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+        assert repr(state()) == repr(before)
+        assert [len(p._backward_hooks or ()) for p in model.parameters()] == hooks
+        assert loss.grad_fn is not None
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.cures[0].works
+    assert (
+        "Cure:  works: a loss scale of 16 in place of 16384, tried on the backward of `1`, 1.1 bits of room left"
+        in error.value.report.to_text()
+    )
+
+
+class Times(nn.Module):
+    """A large factor, behind a layer if there is one."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.layer = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.layer(x) * 3000.0
+        y: Tensor = checkpoint(lambda x: self.layer(x) * 3000.0, x, use_reentrant=self.reentrant)
+        return y
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_under_autocast_and_checkpointing(autocast: bool, reentrant: bool | None) -> None:
+    """The cure is told as elsewhere, but for a module that checkpoints reentrantly itself: a note says why."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Times(reentrant))
+    model = model if autocast else model.half()
+    x = torch.full((2, 8), 1e-3, dtype=torch.float32 if autocast else torch.float16)
+    with watch(model, gradients=True) as w, torch.autocast("cpu", torch.float16, enabled=autocast):
+        (model(x).float().sum() * 100).backward()
+        with pytest.raises(NonFiniteError):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+    finding = w.report().finding
+    assert finding is not None
+    assert finding.phase == "backward"
+    # 100 * 3000 is 4.6 times the end of the format: 16 leaves a bit.
+    told = [(cure.what.split(",")[0], cure.works) for cure in finding.cures]
+    if reentrant:
+        assert told == []
+        assert finding.remarks
+    else:
+        assert told == [("a loss scale that is 16 times smaller", True)]
+
+
+class Loss(nn.Module):
+    """A model that multiplies its own loss; a float32 loss that only the scale takes out of float16."""
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return (x.sum() * scale).half()
+
+
+def test_a_forward_that_is_called_with_the_scale() -> None:
+    """The scale of `scaler=` is known to the closer look: among the arguments it is made smaller."""
+    model, x = Loss(), torch.ones(4)
+    for scaler, expected in ((scaler_of(2.0**16), True), (None, False)):
+        with watch(model, gradients=True, scaler=scaler), pytest.raises(NonFiniteError) as error:
+            model(x, 2.0**16)
+        finding = error.value.report.finding
+        assert finding is not None
+        told = {cure.what for cure in finding.cures if cure.works}
+        assert ("a loss scale of 256 in place of 65536" in told) == expected
+    assert not model(x, 2.0**16).isfinite()
+    assert model(x, 256.0).isfinite()
+
+
+def test_a_scaler_that_cannot_be_asked() -> None:
+    """What a scaler of another make raises is nobody's failure: the factor is told."""
+
+    class Odd:
+        def get_scale(self) -> float:
+            raise RuntimeError("not now")
+
+    (cure,) = cures_of(30.0, 2.0**14, Odd())
+    assert cure.what.startswith("a loss scale that is 1024 times smaller")
+
+
+def test_a_function_that_runs_backward_once_is_a_remark() -> None:
+    """Where the backward cannot be made again, the operation is told all the same."""
+
+    class Once(torch.autograd.Function):
+        runs = 0
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            Once.runs += 1
+            if Once.runs > 3:
+                raise RuntimeError("once only")
+            return gradient * 1e4
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Once.apply(x)
+
+    model = nn.Sequential(nn.Linear(2, 2), Layer()).half()
+    x = torch.ones(1, 2, dtype=torch.float16)
+    finding = failing_backward(model, x, lambda y: y.float().sum() * 100).finding
+    assert finding is not None
+    assert finding.cures == ()
+    assert any(
+        "could not try a smaller loss scale: RuntimeError: once only" in one for one in finding.remarks
+    )
+
+
+# By itself
+
+
+def record(value: float, dtype: str = "float16") -> Record:
+    """A record with that largest magnitude; above the end of float16 it is inf."""
+    isfinite = value <= torch.finfo(getattr(torch, dtype)).max
+    return Record("", "gradient", (1,), dtype, value, value if isfinite else math.inf, isfinite)
+
+
+@given(largest=st.floats(1.0, 2.0**50), scale=st.sampled_from([None, 2.0**8, 2.0**16, 3000.0]))
+def test_it_takes_few_runs_and_leaves_a_bit(largest: float, scale: float | None) -> None:
+    """For a backward in proportion: at most nine runs, the largest power of two that leaves a bit, or none."""
+    factors: list[float] = []
+
+    def backward(factor: float) -> Sequence[Record]:
+        factors.append(factor)
+        return (
+            [record(largest * factor), record(1e30, "float32")]
+            if largest * factor <= END
+            else [record(math.inf)]
+        )
+
+    cure = try_smaller(backward, [record(1.0)], scale)
+    assert len(factors) <= 9
+    # A normal number of float16 is left of 1.0 when it has been divided by 2^14.
+    most = 2.0**14 if scale is None else min(scale, 2.0**14)
+    steps = [2.0**power for power in range(1, 15)]
+    allowed = [one for one in steps if largest / one <= END / 2 and one <= most] or [
+        one for one in (most,) if largest / one <= END
+    ]
+    if allowed:
+        assert cure is not None
+        assert cure.works == (largest / min(allowed) <= END / 2)
+        assert cure.headroom_bits == pytest.approx(log2(END / (largest / min(allowed))), abs=1e-6)
+    else:
+        assert cure == (None if most != scale else Cure(f"a loss scale of 1 in place of {scale:g}", False))
+
+
+def test_a_gradient_that_would_vanish_shows_nothing() -> None:
+    """What is divided until it is zero makes no inf of a pole: that is no cure."""
+
+    def pole(factor: float) -> Sequence[Record]:
+        return [record(math.inf if factor >= 2.0**-13 else 0.0)]
+
+    assert try_smaller(pole, [record(0.5)], None) is None

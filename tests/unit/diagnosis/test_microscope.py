@@ -1,0 +1,333 @@
+"""microscope.examine: the operation, line and operands that made a bad value, of models whose culprit is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.diagnosis.diagnosis import enrich
+from nanwatch.diagnosis.forward_rerun import rerun_forward
+from nanwatch.report.report import Report
+from nanwatch.session.watch import watch
+from support.examined import Does, culprit, exponential, look
+
+INF, NAN = math.inf, math.nan
+
+
+def logarithm(x: Tensor) -> Tensor:
+    y = x - 1
+    z = y.log()  # culprit
+    return z.sum(-1)
+
+
+def division(x: Tensor) -> Tensor:
+    zero = x - x
+    y = x / zero  # culprit
+    return y + x
+
+
+def zero_by_zero(x: Tensor) -> Tensor:
+    return (x - x) / (x - x)  # culprit
+
+
+def chain(x: Tensor) -> Tensor:
+    large = x * 1e30
+    square = large * large  # culprit
+    double = square + square
+    scaled = double.view(-1).mul(0.5)
+    return scaled - scaled
+
+
+def zero_times_inf(x: Tensor) -> Tensor:
+    reciprocal = (x - 1).reciprocal()  # culprit
+    return torch.relu(reciprocal) * torch.zeros_like(x)
+
+
+def softmax_of_overflow(x: Tensor) -> Tensor:
+    scores = x.unsqueeze(-1) * 1e38
+    scores = scores + torch.full_like(scores, 3e38)  # culprit
+    return torch.softmax(scores.transpose(-1, -2), -1)
+
+
+def in_place(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.mul_(1e20)
+    y.mul_(1e20)  # culprit
+    y.sub_(y)
+    return y
+
+
+def in_a_view(x: Tensor) -> Tensor:
+    y = torch.zeros(4, 6)
+    y[0] = 1
+    y[1, 2:4] = torch.tensor(3e38) * 10  # culprit
+    y[2] = x.flatten()[0]
+    return y.t().contiguous()
+
+
+def with_out(x: Tensor) -> Tensor:
+    result = torch.empty(2, 3)
+    torch.exp(x * 100, out=result)  # culprit
+    return result.clone()
+
+
+def overwritten(x: Tensor) -> Tensor:
+    y = torch.zeros(3, 4)
+    y[0] = x.flatten()[0] / 0
+    y[0] = 1
+    y[2] = torch.log(-x.flatten()[0])  # culprit
+    return y * 2
+
+
+def column_by_column(x: Tensor) -> Tensor:
+    y = torch.zeros(2, 4)
+    y[:, 0] = torch.exp(x[:, 0] * 100)
+    y[:, 1] = torch.log(-x[:, 0])  # culprit
+    return y[:, 1] * 2
+
+
+def made_of_python(x: Tensor) -> Tensor:
+    factor = torch.tensor(NAN)  # culprit
+    return x * factor
+
+
+def filled(x: Tensor) -> Tensor:
+    y = torch.full((2, 3), NAN)  # culprit
+    return x + y
+
+
+def square_root(x: Tensor) -> Tensor:
+    return torch.sqrt(-x)  # culprit
+
+
+def power(x: Tensor) -> Tensor:
+    return torch.pow(x * 10, 50)  # culprit
+
+
+def of_a_list(x: Tensor) -> Tensor:
+    bad = x / 0  # culprit
+    return torch.cat([x, bad, torch.stack([x[0], x[1]])])
+
+
+def for_each(x: Tensor) -> Tensor:
+    parts = [x.clone(), x * 1e38, x.clone()]
+    torch._foreach_mul_(parts, 1e3)  # culprit
+    return sum(parts)
+
+
+def chosen(x: Tensor) -> Tensor:
+    hidden = torch.log(x - x)
+    clean = torch.where(x > 0, x, hidden)
+    return clean + torch.sqrt(-x)  # culprit
+
+
+def branch(x: Tensor) -> Tensor:
+    unused = torch.exp(x * 100)
+    small = unused.reciprocal()
+    return torch.sqrt(-x) + small  # culprit
+
+
+def fused(x: Tensor) -> Tensor:
+    q = (x * 1e30)[None, None]
+    return nn.functional.scaled_dot_product_attention(q, q, q)  # culprit
+
+
+class Doubled(torch.autograd.Function):
+    """A function with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.mul(1e38).mul(1e3)  # culprit
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def by_a_function(x: Tensor) -> Tensor:
+    return Doubled.apply(x).neg()
+
+
+KNOWN: dict[Callable[[Tensor], Tensor], str] = {
+    exponential: "aten.exp.default",
+    logarithm: "aten.log.default",
+    division: "aten.div.Tensor",
+    zero_by_zero: "aten.div.Tensor",
+    chain: "aten.mul.Tensor",
+    zero_times_inf: "aten.reciprocal.default",
+    softmax_of_overflow: "aten.add.Tensor",
+    in_place: "aten.mul_.Tensor",
+    in_a_view: "aten.mul.Tensor",
+    with_out: "aten.exp.out",
+    overwritten: "aten.log.default",
+    column_by_column: "aten.log.default",
+    made_of_python: "aten.lift_fresh.default",
+    filled: "aten.full.default",
+    square_root: "aten.sqrt.default",
+    power: "aten.pow.Tensor_Scalar",
+    of_a_list: "aten.div.Tensor",
+    for_each: "aten._foreach_mul_.Scalar",
+    chosen: "aten.sqrt.default",
+    branch: "aten.sqrt.default",
+    by_a_function: "aten.mul.Tensor",
+}
+
+
+@pytest.mark.parametrize("function", KNOWN, ids=lambda one: one.__name__)
+def test_a_known_culprit(function: Callable[[Tensor], Tensor]) -> None:
+    """Of one function with several operations: the one that its author marked, with its line."""
+    finding, seen = look(Does(function), torch.ones(2, 3))
+    assert (seen.operation, seen.source) == (
+        KNOWN[function],
+        culprit(Doubled if function is by_a_function else function),
+    )
+    assert (seen.transient, finding.origin) == (False, "produced")
+    assert all(record.isfinite for record in seen.operands)
+
+
+def test_an_operation_that_is_one_though_it_does_much() -> None:
+    """A fused attention is one operation."""
+    _, seen = look(Does(fused), torch.ones(2, 3))
+    assert (seen.operation or "").startswith("aten._scaled_dot_product")
+    assert seen.source == culprit(fused)
+
+
+def test_operands_are_what_the_operation_was_given() -> None:
+    """Labels, shapes and ranges of the operands as they were before an operation in place."""
+    _, seen = look(Does(in_place), torch.tensor([[1.0, 2.0, 3.0]]))
+    (given,) = seen.operands
+    assert (given.label, given.role, given.shape, given.dtype) == ("operand[0]", "input", (1, 3), "float32")
+    assert given.abs_max == pytest.approx(3e20)
+    assert "aten.mul_.Tensor was given the number other = 1e+20" in seen.remarks
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_zeros_and_subnormals_of_the_operands_are_counted(dtype: torch.dtype) -> None:
+    """A divisor tells how many of its elements are zero and how many subnormal, and the text says so."""
+    tiny = torch.finfo(dtype).smallest_normal
+
+    def forward(x: Tensor) -> Tensor:
+        return x / torch.tensor([0.0, 0.0, 1.0, tiny / 4], dtype=dtype)
+
+    finding, seen = look(Does(forward), torch.ones(4, dtype=dtype))
+    above, below = (one.health for one in seen.operands)
+    assert above is None
+    assert below is not None
+    assert (below.num_zero, below.num_subnormal) == (2, 1)
+    assert "2 zero, 1 subnormal)" in Report((), enrich(finding, seen), 0).to_text()
+
+
+def test_what_was_overwritten_is_not_counted() -> None:
+    """Of a division in place the dividend is gone; its divisor is not."""
+
+    def forward(x: Tensor) -> Tensor:
+        return (x * 0).div_(x - x)
+
+    _, seen = look(Does(forward), torch.ones(4))
+    assert seen.operation == "aten.div_.Tensor"
+    dividend, divisor = seen.operands
+    assert (dividend.abs_max, dividend.health) == (0.0, None)
+    assert divisor.health is not None
+    assert divisor.health.num_zero == 4
+
+
+def test_operands_in_lists() -> None:
+    """The tensors of a list are operands, one after the other."""
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.ops.aten._foreach_div([x, x * 2], [x, x - x])[1]
+
+    _, seen = look(Does(forward), torch.ones(3))
+    assert [(one.label, one.abs_max) for one in seen.operands] == [
+        ("operand[0]", 1.0),
+        ("operand[1]", 2.0),
+        ("operand[2]", 1.0),
+        ("operand[3]", 0.0),
+    ]
+
+
+# Without a second run
+
+
+def test_a_weight_a_buffer_and_data() -> None:
+    """Described where they are; nothing is run."""
+    calls = []
+    model = nn.Sequential(nn.BatchNorm1d(3).eval(), nn.Linear(3, 4))
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        model[1].weight[2] = NAN
+    _, seen = look(model, torch.ones(2, 3))
+    assert (seen.extent, seen.index, seen.transient) == ("1 of 4 rows, row 2", (2, 0), None)
+    model = nn.Sequential(nn.BatchNorm1d(3).eval())
+    model[0].running_var[1] = INF
+    finding, seen = look(model, torch.ones(2, 3))
+    assert (finding.origin, seen.extent) == ("buffer", "one element")
+    model = nn.Sequential(nn.Linear(3, 4))
+    x = torch.ones(2, 3)
+    x[:, 1] = NAN
+    finding, seen = look(model, x)
+    assert (finding.origin, seen.extent) == ("data", "column 1")
+    assert seen.remarks == ("input[0] of the batch is not finite: column 1",)
+    assert len(calls) == 1
+
+
+def test_several_processes_do_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second run of one process alone would wait for the others."""
+    model = Does(exponential)
+    start = BatchSnapshot.capture(model, (torch.ones(2),), {})
+    with watch(model, on_nonfinite="record") as w:
+        model(torch.ones(2))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    finding = w.report().finding
+    assert finding is not None
+    seen = rerun_forward(start, finding, model=model)
+    assert len(seen.remarks) == 1
+    assert "4 processes" in seen.remarks[0]
+
+
+def test_a_module_that_is_gone() -> None:
+    """A module that the model no longer has is a remark."""
+    model = Does(lambda part, x: part(x), Does(exponential))
+    start = BatchSnapshot.capture(model, (torch.ones(2),), {})
+    with watch(model, on_nonfinite="record") as w:
+        model(torch.ones(2))
+    finding = w.report().finding
+    assert finding is not None
+    seen = rerun_forward(start, replace(finding, module="parts.7"), model=model)
+    assert "parts.7" in seen.remarks[0]
+
+
+def test_enrich() -> None:
+    """The finding takes over what was found, and keeps what it knew."""
+    finding, seen = look(Does(exponential), torch.tensor([0.0, 1.0]))
+    whole = enrich(replace(finding, remarks=("known",)), seen)
+    assert (whole.operation, whole.source, whole.operands) == (seen.operation, seen.source, seen.operands)
+    assert (whole.module, whole.index, whole.extent) == (finding.module, (1,), "one element")
+    assert whole.remarks[0] == "known"
+
+
+def test_no_tensor_is_kept() -> None:
+    """While a call is examined its intermediate tensors, the bad ones too, die when the forward lets go of them."""
+    memory = []
+
+    def forward(x: Tensor) -> Tensor:
+        held = []
+        for _ in range(5):
+            x = x * 1e38
+            held.append(StorageWeakRef(x.untyped_storage()))
+            memory.append(sum(not one.expired() for one in held))
+        return x
+
+    _, seen = look(Does(forward), torch.ones(2))
+    assert seen.operation == "aten.mul.Tensor"
+    # While a product is made its operand lives: afterwards there is one, in either run.
+    assert memory == [1] * 10

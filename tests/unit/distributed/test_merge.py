@@ -1,0 +1,312 @@
+"""`python -m nanwatch merge`: reports of several ranks, made by real watches, as one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nanwatch
+from nanwatch import Report
+from nanwatch import __main__ as doctor
+from nanwatch.distributed.merge import Digest, by_attempt, merge
+from nanwatch.report import headroom
+from nanwatch.report.attempt import Attempt
+from support.sightings import finding
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 2))
+
+
+def ran(
+    rank: int, batches: int = 1, spoilt: str = "", at: int = 0, factor: float = 1.0, kept: int = 100
+) -> Report:
+    """The report of a rank that ran so many batches; in batch `at` a nan in the "data" or in a "weight"."""
+    net, x = model(), torch.linspace(-1, 1, 8).reshape(2, 4)
+    with torch.no_grad():
+        net[2].weight *= factor
+    with nanwatch.watch(net, on_nonfinite="record", microscope=False, max_frames=kept) as watch:
+        for batch in range(batches):
+            given = x.clone()
+            if spoilt and batch == at:
+                with torch.no_grad():
+                    (given if spoilt == "data" else net[2].weight)[0, 0] = float("nan")
+            net(given)
+        return replace(watch.report(), rank=rank)
+
+
+def written(folder: Path, *reports: Report) -> Path:
+    """As `watch(output_dir=...)` writes them."""
+    for report in reports:
+        place = folder / (f"batch-{report.batch}" + (f"-rank-{report.rank}" if report.rank else ""))
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "report.json").write_text(report.to_json())
+    return folder
+
+
+def test_the_earliest_batch_is_the_origin(tmp_path, capsys):
+    """Rank 2 was first, though rank 0 comes first in the folder; the others are named as later ones."""
+    written(tmp_path, ran(0, 4, "data", 3), ran(1, 3), ran(2, 3, "weight", 1))
+    assert doctor.main(["merge", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "3 ranks: 0, 1, 2"
+    assert lines[1] == "First: nan first seen in `weight` of 2 (Linear) in batch 1, rank 2"
+    assert lines[2] == "Later: nan first seen in `input[0]` of 0 (Linear) in batch 3, rank 0"
+
+
+def test_within_a_batch_the_earlier_frame_is_the_origin(tmp_path):
+    """Bad data is seen by the first layer, a bad weight by the last."""
+    merged = merge(written(tmp_path, ran(0, 2, "weight", 1), ran(1, 2, "data", 1)))
+    assert [one.rank for one in merged.origins] == [1]
+
+
+def test_what_two_ranks_saw_at_one_place_is_of_both(tmp_path):
+    """As after an all-reduce: neither is accused alone."""
+    merged = merge(written(tmp_path, ran(0, 2, "weight", 1), ran(1, 2, "weight", 1), ran(2, 2)))
+    assert [one.rank for one in merged.origins] == [0, 1]
+
+
+def test_the_place_in_a_batch_counts_what_the_rings_have_dropped(tmp_path):
+    """Each report holds one frame, so by what they hold both would be first; rank 1 was, in layer 0."""
+    merged = merge(written(tmp_path, ran(0, 2, "weight", 1, kept=1), ran(1, 2, "data", 1, kept=1)))
+    assert [one.rank for one in merged.origins] == [1]
+    assert [one.finding.sequence for one in merged.digests if one.finding is not None] == [2, 0]
+
+
+def test_where_a_report_has_no_place_its_frames_are_counted(tmp_path):
+    """As reports of before: the frames of the batch that it holds before the faulty one."""
+    reports = [ran(0, 2, "weight", 1), ran(1, 2, "data", 1)]
+    without = [replace(one, finding=replace(one.finding, sequence=None)) for one in reports]
+    merged = merge(written(tmp_path, *without))
+    assert [one.rank for one in merged.origins] == [1]
+    assert [one.finding.sequence for one in merged.digests if one.finding is not None] == [2, 0]
+
+
+def test_headroom_is_that_of_each_rank(tmp_path):
+    """One column a rank, the worst module of any rank first."""
+    reports = [ran(0), ran(1, factor=1024.0)]
+    merged = merge(written(tmp_path, *reports))
+    table = {name: merged.column(name) for name in merged.modules()}
+    for rank, report in enumerate(reports):
+        assert {name: row[rank] for name, row in table.items()} == headroom.by_module(report.frames)
+    worst = [min(bits for bits in row if bits is not None) for row in table.values()]
+    assert worst == sorted(worst)
+
+
+def test_a_replica_that_has_come_apart_is_named_with_its_weight(tmp_path, capsys):
+    """Rank 1 holds another weight in layer 2, by one part in a million; nothing else differs."""
+    written(tmp_path, *(ran(rank, factor=1.000001 if rank == 1 else 1.0) for rank in range(4)))
+    (found,) = merge(tmp_path).differences()
+    assert (found.batch, found.module, found.label) == (0, "2", "weight")
+    assert [ranks for _, _, ranks in found.ranges] == [(0, 2, 3), (1,)]
+    assert doctor.main(["merge", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "All finite" in out
+    assert "the replicas have come apart" in out
+
+
+def test_equal_replicas_have_no_differences(tmp_path):
+    """Also where a weight is nan on all of them."""
+    assert merge(written(tmp_path, ran(0, 2, "weight", 1), ran(1, 2, "weight", 1))).differences() == []
+
+
+def test_json_is_one_document(tmp_path, capsys):
+    """With every finding whole, and numbers that JSON has."""
+    written(tmp_path, ran(0, 2, "data", 1), ran(1, 2))
+    assert doctor.main(["merge", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert [one["rank"] for one in found["origins"]] == [0]
+    assert found["origins"][0]["origin"] == "data"
+    assert found["ranks"] == [0, 1]
+    assert found["headroom_bits"]["0"][0] == "-inf"
+
+
+def test_of_several_failures_of_a_rank_the_first_counts(tmp_path):
+    """A run that goes on writes a folder for each."""
+    merged = merge(written(tmp_path, ran(0, 5, "data", 4), ran(0, 3, "data", 2)))
+    assert [one.finding.batch for one in merged.digests if one.finding is not None] == [2]
+
+
+def test_a_file_that_is_no_report_is_left_out_and_named(tmp_path, capsys):
+    """The others are still merged."""
+    written(tmp_path, ran(0))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "report.json").write_text("{}")
+    assert doctor.main(["merge", str(tmp_path)]) == 0
+    assert f"Left out: {tmp_path}/other/report.json: not a nanwatch report" in capsys.readouterr().out
+
+
+def test_nothing_to_read_is_an_error(tmp_path, capsys):
+    """Status 2, with what to pass."""
+    assert doctor.main(["merge", str(tmp_path)]) == 2
+    assert "pass the folder that watch(output_dir=...) was given" in capsys.readouterr().err
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path, capsys):
+    """With others it is left out, alone it is the error."""
+    written(tmp_path / "run", ran(0))
+    absent = tmp_path / "none.json"
+    assert doctor.main(["merge", str(tmp_path / "run"), str(absent)]) == 0
+    assert f"Left out: {absent}: " in capsys.readouterr().out
+    assert doctor.main(["merge", str(absent)]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_the_folders_that_a_watch_writes_are_read(tmp_path):
+    """From the failing call to the merged report, with nothing written by hand."""
+    net = model()
+    with nanwatch.watch(net, output_dir=tmp_path), pytest.raises(nanwatch.NonFiniteError):
+        net(torch.full((2, 4), float("inf")))
+    (origin,) = merge(tmp_path).origins
+    assert origin.finding is not None
+    assert origin.finding.origin == "data"
+
+
+FIRST, SECOND = Attempt("job7", 0, "", 1000.0), Attempt("job7", 1, "", 1060.0)
+
+
+def restarted(folder: Path, *after: Report) -> Path:
+    """Two ranks that failed in batch 1, and what came after a restart, in one folder."""
+    before = (replace(one, attempt=FIRST) for one in (ran(0, 2), ran(1, 2, "data", 1)))
+    return written(folder, *before, *after)
+
+
+def test_the_latest_attempt_that_failed_is_merged(tmp_path, capsys):
+    """Batches begin anew: its batch 3 is the origin and not batch 1 of the attempt before, which is named in a line."""
+    restarted(tmp_path, *(replace(ran(rank, 4, "weight", 3), attempt=SECOND) for rank in range(3)))
+    assert doctor.main(["merge", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "3 ranks: 0, 1, 2",
+        "Of attempt 1 of run job7, begun 1970-01-01 00:17:40 UTC",
+        "First: nan first seen in `weight` of 2 (Linear) in batch 3, rank 0",
+    ]
+    assert lines[5] == (
+        "Not merged: attempt 0 of run job7, begun 1970-01-01 00:16:40 UTC, 2 ranks:"
+        " nan first seen in `input[0]` of 0 (Linear) in batch 1, rank 1"
+    )
+
+
+def test_an_attempt_without_a_finding_is_not_the_one(tmp_path):
+    """The job failed, was started again, and wrote the frames of ranks that found nothing."""
+    merged = merge(restarted(tmp_path, replace(ran(0, 9), attempt=SECOND)))
+    assert (merged.attempt, [one.attempt for one in merged.others]) == (FIRST, [SECOND])
+    assert [one.rank for one in merged.origins] == [1]
+
+
+@pytest.mark.parametrize(("given", "status"), [("1", 0), ("job7/1", 0), ("0", 1), ("job7/0", 1)])
+def test_an_attempt_is_chosen(tmp_path, capsys, given, status):
+    """By its number, or with the run id before it."""
+    restarted(tmp_path, replace(ran(0, 9), attempt=SECOND))
+    assert doctor.main(["merge", str(tmp_path), "--attempt", given]) == status
+    assert capsys.readouterr().out.splitlines()[1].startswith(f"Of attempt {given[-1]} of run job7")
+
+
+def test_of_two_runs_with_that_number_it_is_the_later(tmp_path):
+    """A job that was given to the scheduler again, with the same folder; the earlier one is had by its id."""
+    again = Attempt("job6", 0, "", 2000.0)
+    restarted(tmp_path, replace(ran(0, 2), attempt=again))
+    assert merge(tmp_path, attempt="0").attempt == again
+    assert merge(tmp_path, attempt="job7/0").attempt == FIRST
+
+
+@pytest.mark.parametrize("given", ["2", "one", "", "/1", "job8/1", "job7/"])
+def test_an_attempt_that_is_not_there_is_an_error(tmp_path, capsys, given):
+    """With those that are."""
+    restarted(tmp_path, replace(ran(0, 9), attempt=SECOND))
+    assert doctor.main(["merge", str(tmp_path), "--attempt", given]) == 2
+    told = capsys.readouterr().err
+    assert f"there is no attempt {given!r}: there is attempt 0 of run job7, begun" in told
+    assert "; attempt 1 of run job7, begun" in told
+
+
+def test_reports_that_name_no_attempt_are_merged_as_ever(tmp_path, capsys):
+    """Without a word of attempts; and where others name theirs, as those of one before."""
+    written(tmp_path, ran(0, 2), ran(1, 2, "data", 1))
+    assert doctor.main(["merge", str(tmp_path)]) == 1
+    assert "ttempt" not in capsys.readouterr().out
+    assert doctor.main(["merge", str(tmp_path), "--attempt", "0"]) == 2
+    assert "no report names any" in capsys.readouterr().err
+    written(tmp_path, replace(ran(0, 5, "data", 4), attempt=FIRST))
+    assert doctor.main(["merge", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert told.startswith("1 rank: 0\nOf attempt 0 of run job7")
+    assert "Not merged: reports that name no attempt, 2 ranks: nan first seen in" in told
+
+
+def test_of_many_attempts_the_latest_are_named(tmp_path, capsys):
+    """Twenty of them, the earliest first; the rest is counted."""
+    one = ran(0, 2, "data", 1)
+    for number in range(30):
+        attempt = Attempt("job7", number, "", 60.0 * number)
+        written(tmp_path / str(number), replace(one, attempt=attempt))
+    assert doctor.main(["merge", str(tmp_path)]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Not merged: ")]
+    assert [line.split()[3] for line in lines[:-1]] == [str(number) for number in range(9, 29)]
+    assert lines[-1] == "Not merged: 9 attempts before these"
+
+
+def test_the_folders_of_two_attempts_stand_side_by_side(tmp_path, monkeypatch):
+    """Both fail in one batch of one rank, in one output_dir: each report is whole, and tells its attempt."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        net = model()
+        with nanwatch.watch(net, output_dir=tmp_path), pytest.raises(nanwatch.NonFiniteError):
+            net(torch.full((2, 4), float("inf")))
+    merged = merge(tmp_path)
+    assert merged.left_out == ()
+    assert [one.attempt.number for one in (*merged.others, merged)] == [0, 1]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([None, "a", "b"]),  # run
+            st.sampled_from([0, 1]),  # the attempt
+            st.integers(0, 3),  # rank
+            st.one_of(st.none(), st.integers(0, 3)),  # batch of its finding
+        ),
+        min_size=1,
+    )
+)
+def test_ranks_are_compared_within_their_attempt(rows):
+    """Against a plain grouping; the launcher of the odd ranks has restarted once more, and worlds differ in size."""
+    digests = [
+        Digest(
+            rank,
+            None if batch is None else replace(finding(batch=batch, rank=rank), sequence=0),
+            {},
+            {},
+            None
+            if run is None
+            else Attempt(run, at + rank % 2, f"host:{at}", 100.0 * at + 10 * (run == "b") + rank),
+        )
+        for run, at, rank, batch in rows
+    ]
+    seen = {}
+    for run, at, rank, batch in rows:
+        place = (-1, "") if run is None else (at, run)
+        seen.setdefault(place, {}).setdefault(rank, []).append(99 if batch is None else batch)
+    made = by_attempt(digests)
+    assert len(made) == len(seen)
+    for one, (place, ranks) in zip(made, sorted(seen.items()), strict=True):
+        assert one.ranks == sorted(ranks)
+        assert [99 if d.finding is None else d.finding.batch for d in one.digests] == [
+            min(ranks[rank]) for rank in sorted(ranks)
+        ]
+        assert len({digest.attempt for digest in one.digests}) == 1
+        if place == (-1, ""):
+            assert one.attempt is None
+            continue
+        at, run = place
+        assert one.attempt.run_id == run
+        assert one.attempt.number == at + max(rank % 2 for rank in ranks)
+        assert one.attempt.begun == 100.0 * at + 10 * (run == "b") + min(ranks)

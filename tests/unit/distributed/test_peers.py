@@ -1,0 +1,355 @@
+"""A watch in a job of several ranks: whichever fails, every rank says where it was first, and none hangs."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import nanwatch
+from nanwatch.distributed import consensus, coordinator
+from nanwatch.distributed.consensus import PeerNonFiniteError
+from nanwatch.distributed.coordinator import RankCoordinator
+from nanwatch.distributed.store_protocol import StoreProtocol
+from nanwatch.report.attempt import store_key
+from nanwatch.report.rank_observation import RankObservation
+from support.sightings import connect, finding, serve
+
+_before: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    """Threads of other tests, which may hang in a store that has gone, are not counted."""
+    _before.clear()
+    _before.update(threading.enumerate())
+
+
+def verdict_threads() -> int:
+    return sum(thread.name == "nanwatch consensus" for thread in set(threading.enumerate()) - _before)
+
+
+def test_a_process_alone_asks_nobody(one_process_mesh):
+    """No thread, no hook, and an error without an origin: neither without a process group nor in one of one rank."""
+    hook = sys.excepthook
+    model = nn.Linear(4, 4)
+    with pytest.raises(nanwatch.NonFiniteError) as caught, nanwatch.watch(model, microscope=False):
+        model(torch.full((2, 4), float("inf")))
+    assert caught.value.origin is None
+    assert (verdict_threads(), sys.excepthook) == (0, hook)
+
+
+class Job:
+    """A job of two as one of its ranks sees it: the other one is a StoreProtocol on the same store."""
+
+    def __init__(self, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.server = server
+        self.group = type("Group", (), {})()
+        monkeypatch.setattr(coordinator, "_group", lambda: self.group)
+        monkeypatch.setattr(coordinator, "place", lambda: (0, 2))
+        monkeypatch.setattr(consensus, "_default_store", lambda: connect(server))
+
+    def board(self) -> StoreProtocol:
+        """As rank 1 sees the store."""
+        prefix = f"nanwatch/consensus/{store_key({})}/{coordinator._job._num_settled}"
+        return StoreProtocol(dist.PrefixStore(prefix, connect(self.server)), 2)
+
+    def other_fails(self) -> None:
+        """Rank 1 has told and has had its say."""
+        board = self.board()
+        board.publish(RankObservation.of(finding(batch=1, module="there", rank=1), 1, 3, (0, 1), ""))
+        board.report()
+        board.leave()
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A job of two, rank 1 of which does what it is told."""
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    return Job(serve(), monkeypatch)
+
+
+def until_told(model: nn.Module) -> None:
+    """Batches until another rank's failure ends one; at most about 20 s."""
+    for _ in range(400):
+        model(torch.ones(2, 4))
+        threading.Event().wait(0.05)
+
+
+def test_the_next_batch_raises_what_another_rank_found(job, tmp_path):
+    """With this rank's own frames, which are written down; and so does the batch after the next failure."""
+    model = nn.Linear(4, 4)
+    watch = nanwatch.watch(model, output_dir=tmp_path, peer_timeout=10)
+    for _ in range(2):
+        job.other_fails()
+        with pytest.raises(PeerNonFiniteError, match=r"of there \(Linear\) in batch 1 on rank 1") as caught:
+            until_told(model)
+        assert caught.value.report.finding is None
+        assert caught.value.report.frames
+    watch.stop()
+    assert verdict_threads() == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["peer-rank-0", "peer-rank-0.2"]
+    assert nanwatch.Report.from_json((tmp_path / "peer-rank-0" / "report.json").read_text()).finding is None
+
+
+def until_known() -> None:
+    """Until the verdict has seen the failure of another rank; at most about 20 s."""
+    for _ in range(400):
+        if coordinator._job.is_pending():
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("it was never seen")
+
+
+def train_until(job: Job, model: nn.Module, ends: Callable[[], None]) -> None:
+    """A batch, the failure of another rank, and how this one's run ends: with what that rank found."""
+
+    def train() -> None:
+        with nanwatch.watch(model, peer_timeout=10):
+            model(torch.ones(2, 4))
+            job.other_fails()
+            ends()
+
+    with pytest.raises(PeerNonFiniteError, match="on rank 1"):
+        train()
+
+
+def test_the_end_of_the_run_raises_what_another_rank_found(job):
+    """A rank that is done with its batches, but not yet with the `with`, is told too."""
+    model = nn.Linear(4, 4)
+
+    train_until(job, model, until_known)
+    assert verdict_threads() == 0
+
+
+def test_a_watch_that_was_stopped_has_left(job):
+    """What another rank found is no error of a `with` whose watch the user has stopped, though others go on."""
+    other_model, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    other = nanwatch.watch(other_model, peer_timeout=1)
+    other_model(torch.ones(2, 4))
+    with nanwatch.watch(model, peer_timeout=1) as watch:
+        model(torch.ones(2, 4))
+        watch.stop()
+        job.other_fails()
+        until_known()
+    other.stop()
+
+
+def test_a_rank_that_stops_and_knows_is_not_waited_for(job):
+    """stop() raises nothing, and says that this rank has had its say."""
+    model = nn.Linear(4, 4)
+    watch = nanwatch.watch(model, peer_timeout=10)
+    model(torch.ones(2, 4))
+    job.other_fails()
+    until_known()
+    assert not job.board().is_complete()
+    watch.stop()
+    for _ in range(400):  # stop() waits two seconds for the thread that says so
+        if job.board().is_complete() and job.board().all_left():
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("this rank is still waited for")
+
+
+def test_an_error_of_a_collective_inside_a_forward_is_explained(job):
+    """RuntimeError of a peer that has gone: the failure of that peer is raised from it."""
+
+    class Waiting(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            job.other_fails()
+            raise RuntimeError("Connection closed by peer")
+
+    model = Waiting()
+    with (
+        nanwatch.watch(model, peer_timeout=10),
+        pytest.raises(PeerNonFiniteError, match="on rank 1") as caught,
+    ):
+        model(torch.ones(2, 4))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_an_error_of_a_collective_outside_any_forward_is_explained(job):
+    """The end of the `with` and, without one, the hook of uncaught exceptions see it."""
+    model = nn.Linear(4, 4)
+
+    def peer_is_gone() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    train_until(job, model, peer_is_gone)
+    shown: list[BaseException] = []
+    before, sys.excepthook = sys.excepthook, lambda kind, error, traceback: shown.append(error)
+    try:
+        watch = nanwatch.watch(model, peer_timeout=10)
+        model(torch.ones(2, 4))
+        job.other_fails()
+        ended = RuntimeError("Connection closed by peer")
+        sys.excepthook(RuntimeError, ended, None)
+        watch.stop()
+    finally:
+        sys.excepthook = before
+    assert [type(error) for error in shown] == [PeerNonFiniteError]
+    assert shown[0].__cause__ is ended
+
+
+def of_gloo() -> None:
+    raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Read error")
+
+
+def of_c10d() -> None:
+    raise dist.DistBackendError("remote process exited")
+
+
+def of_a_wait() -> None:
+    code = compile(
+        "raise RuntimeError('words of another backend')", "/torch/distributed/distributed_c10d.py", "exec"
+    )
+    exec(code, {})
+
+
+def of_a_shape() -> None:
+    nn.Linear(4, 4)(torch.ones(2, 5))
+
+
+def of_another_kind() -> None:
+    raise ValueError("gloo")
+
+
+@pytest.mark.parametrize(
+    ("fail", "waits"),
+    [(of_gloo, True), (of_c10d, True), (of_a_wait, True), (of_a_shape, False), (of_another_kind, False)],
+)
+def test_only_the_error_of_a_collective_is_waited_for(job, monkeypatch, fail, waits):
+    """Once for each error, where it ends a batch, the `with` and the process. Any other is what it was, at once."""
+    pauses = []
+    clock = iter(range(10_000))
+
+    class Time:
+        monotonic = staticmethod(lambda: float(next(clock)))
+        sleep = staticmethod(pauses.append)
+
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            fail()
+            return x
+
+    model = Fails()
+    with nanwatch.watch(model, peer_timeout=10):
+        monkeypatch.setattr(coordinator, "time", Time)
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            model(torch.ones(2, 4))
+        assert bool(pauses) is waits
+        pauses.clear()
+        assert coordinator._job.explain(caught.value, None) is None
+        assert not pauses
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt(), RuntimeError("a bug")])
+def test_other_errors_are_what_they_were(job, error):
+    """Nobody has failed elsewhere: a user's own error leaves the forward and the `with` as it is."""
+
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    model = Broken()
+    with pytest.raises(type(error)) as caught, nanwatch.watch(model, peer_timeout=10):
+        model(torch.ones(2, 4))
+    assert caught.value is error
+    assert error.__cause__ is None
+    assert verdict_threads() == 0
+
+
+def test_without_peer_timeout_each_rank_speaks_for_itself(job):
+    """No thread, and nothing is asked."""
+    model = nn.Linear(4, 4)
+    with nanwatch.watch(model, peer_timeout=0):
+        model(torch.ones(2, 4))
+        assert verdict_threads() == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "error"), [(-1, ValueError), (float("nan"), ValueError), ("30", TypeError), (True, TypeError)]
+)
+def test_a_peer_timeout_that_means_nothing_is_refused(given, error):
+    """With what was given and what is accepted."""
+    with pytest.raises(error, match=r"peer_timeout should be .* seconds.*got"):
+        nanwatch.watch(nn.Linear(2, 2), peer_timeout=given)
+
+
+def test_a_watch_that_is_dropped_ends_its_thread(job):
+    """Nobody has to call stop()."""
+    model = nn.Linear(4, 4)
+    watch = nanwatch.watch(model, peer_timeout=10)
+    model(torch.ones(2, 4))
+    assert verdict_threads() == 1
+    del watch, model
+    # The first collection frees the model, and with it the link that held the rest. Then the thread is told to end.
+    gc.collect()
+    gc.collect()
+    for thread in set(threading.enumerate()) - _before:
+        if thread.name == "nanwatch consensus":
+            thread.join(30)
+    assert verdict_threads() == 0
+
+
+def test_a_watch_that_is_collected_while_another_begins_is_in_nobodys_way(job, monkeypatch):
+    """Python collects where it is, say in the thread that is being started: nothing waits and the verdict stays."""
+    ended = []
+
+    class Collecting(consensus.OriginConsensus):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            collects = threading.Thread(target=coordinator._job.leave_if_last, daemon=True)
+            collects.start()
+            collects.join(5)
+            ended.append(not collects.is_alive())
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(coordinator, "OriginConsensus", Collecting)
+    model = nn.Linear(4, 4)
+    with nanwatch.watch(model, peer_timeout=10):
+        model(torch.ones(2, 4))
+        assert ended == [True]
+        assert verdict_threads() == 1
+
+
+def test_clocks_count_steps_and_batches_since(job):
+    """So that a rank that validates in between counts like the others after its next step."""
+    model = nn.Linear(4, 4)
+    mine = RankCoordinator(model, 10.0, lambda name: nanwatch.Report((), None, None))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen = []
+    for batch, steps in enumerate((False, True, False, False, True, False)):
+        mine.batch_started(batch)
+        seen.append(mine._clock(batch))
+        if steps:
+            optimizer.step()
+    mine.close()
+    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert [mine._clock(batch) for batch in (0, 3, 5)] == [(0, 0), (1, 1), (2, 0)]
+
+
+def test_clocks_begin_anew_with_each_verdict(job):
+    """The rank that failed was stopped before a step that others had made: with what follows all count alike again."""
+    model = nn.Linear(4, 4)
+    mine = RankCoordinator(model, 10.0, lambda name: nanwatch.Report((), None, None))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in range(3):
+        mine.batch_started(batch)
+        optimizer.step()
+    job.other_fails()
+    assert mine.settle(None) is not None
+    seen = []
+    for batch in (3, 4):
+        mine.batch_started(batch)
+        seen.append(mine._clock(batch))
+    mine.close()
+    assert seen == [(0, 0), (0, 1)]
+    assert mine._clock(2) == (0, 0)  # from before: as early as can be

@@ -1,0 +1,276 @@
+"""The verdict of several ranks over a real TCPStore: who was first, whoever else saw it, and whoever dies."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanwatch import Finding
+from nanwatch.distributed.consensus import OriginConsensus
+from nanwatch.distributed.store_protocol import StoreProtocol
+from nanwatch.report.attempt import store_key
+from nanwatch.report.rank_observation import Origin, RankObservation
+from support.sightings import connect, finding, serve
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+
+
+@pytest.fixture
+def server() -> Any:
+    """A store of its own."""
+    return serve()
+
+
+@dataclass
+class Seen:
+    """What one rank of a scenario finds, and after how long."""
+
+    finding: Finding | None
+    sequence: int = 0
+    clock: tuple[int, ...] | None = None
+    part: str = ""
+    delay: float = 0.0
+    dies: bool = False  # right after it has told
+
+
+@dataclass
+class Scenario:
+    """What happens to a job, and the truth about it."""
+
+    ranks: list[Seen]
+    origin: int
+    alike: int = 1
+    peer_timeout: float = 20.0
+    named: str = field(default="layer")
+
+
+def scenario(number: int) -> Scenario:
+    """The scenarios by turns, each with random ranks, places and delays."""
+    chance = random.Random(number)
+    world = chance.randint(2, 12)
+    source, batch, place = chance.randrange(world), chance.randint(0, 10_000), chance.randint(1, 200)
+
+    def others(seen: Seen) -> list[Seen]:
+        return [replace(seen, delay=chance.uniform(0, 0.3)) for _ in range(world)]
+
+    def with_source(ranks: list[Seen], seen: Seen) -> list[Seen]:
+        ranks[source] = replace(seen, delay=chance.uniform(0, 0.6))
+        return ranks
+
+    produced = Seen(finding("produced", batch), place)
+    match number % 7:
+        case 0:  # one replica; its gradient makes the weights of all others nan in the next batch
+            later = Seen(finding("weight", batch + 1, label="weight"), 0)
+            return Scenario(with_source(others(later), produced), source)
+        case (
+            1
+        ):  # tensor parallel: a row-parallel layer sums what a column-parallel one has spoilt on one rank
+            later = Seen(finding("produced", batch, module="row"), place + 1)
+            return Scenario(with_source(others(later), produced), source)
+        case 2:  # the same with a spoilt weight on one rank: others produce from finite values
+            later = Seen(finding("produced", batch, module="row"), place + 1)
+            first = Seen(finding("weight", batch, label="weight"), place)
+            return Scenario(with_source(others(later), first), source)
+        case 3:  # a pipeline: the stages behind get it with their data, at the beginning of the same batch
+            ranks = [Seen(None, part=f"stage {rank}", delay=chance.uniform(0, 0.3)) for rank in range(world)]
+            for rank in range(source + 1, world):
+                ranks[rank].finding = finding("data", batch, module="stage", label="input[0]")
+            ranks[source] = replace(produced, part=f"stage {source}", delay=chance.uniform(0, 0.6))
+            return Scenario(ranks, source)
+        case 4:  # bad data on one replica, which synchronised batch norm hands to the others
+            later = Seen(finding("produced", batch, module="norm"), place + 1)
+            first = Seen(finding("data", batch, label="input[0]"), 0)
+            return Scenario(with_source(others(later), first), source)
+        case 5:  # all gather one poisoned shard: nobody can say whose it was
+            ranks = others(Seen(finding("weight", batch, label="weight"), place))
+            return Scenario(ranks, 0, alike=world)
+        case _:  # the source is ahead by validation batches, and dies as soon as it has told
+            later = Seen(finding("weight", batch - 3, label="weight"), 0, clock=(batch + 1, 0))
+            first = replace(produced, clock=(batch, 2), dies=True)
+            return Scenario(with_source(others(later), first), source)
+
+
+def play(server: Any, played: Scenario) -> list[Origin | None]:
+    """All ranks as threads, each with its own connection; the origin that each of them names."""
+    world = len(played.ranks)
+    named: list[Origin | None] = [None] * world
+
+    def live(rank: int) -> None:
+        seen = played.ranks[rank]
+        verdict = OriginConsensus(connect(server), rank, world, played.peer_timeout, part=seen.part)
+        try:
+            time.sleep(seen.delay)
+            if seen.finding is not None:
+                assert verdict.publish(seen.finding, seen.sequence, seen.clock)
+                if seen.dies:
+                    return
+            else:
+                until = time.monotonic() + 30
+                while not verdict.pending() and time.monotonic() < until:
+                    time.sleep(0.01)
+            named[rank] = verdict.settle(seen.finding)
+        finally:
+            verdict.stop()
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return named
+
+
+@pytest.mark.parametrize("number", range(21))
+def test_the_origin_is_right_whoever_told_first(server, number):
+    """Every rank that lives names the same one, the true one, in each kind of job and order of events."""
+    played = scenario(number)
+    named = play(server, played)
+    for rank, origin in enumerate(named):
+        if played.ranks[rank].dies:
+            continue
+        assert origin is not None, f"rank {rank} has no verdict"
+        assert (origin.rank, origin.num_alike) == (played.origin, played.alike)
+        assert origin.is_complete
+        assert origin.num_failed == sum(seen.finding is not None for seen in played.ranks)
+
+
+def test_nobody_waits_longer_than_peer_timeout_for_a_rank_that_never_answers(server):
+    """Rank 1 has gone without a word: rank 0 settles with what it knows, and says that one did not answer."""
+    verdict = OriginConsensus(connect(server), 0, 2, peer_timeout=1.5)
+    start = time.monotonic()
+    verdict.publish(finding(), 3)
+    origin = verdict.settle(finding())
+    waited = time.monotonic() - start
+    verdict.stop()
+    assert waited < 1.5 + 5  # a busy machine; without an end it would be for good
+    assert origin.rank == 0
+    assert not origin.is_complete
+    assert str(origin).endswith("1 of 2 ranks did not answer in time")
+
+
+def test_a_rank_that_is_stuck_writes_down_what_it_knows_and_holds_up_nobody(server):
+    """It waits in a collective: its thread tells it what has happened, and tells the others not to wait for it."""
+    told: list[Origin] = []
+    stuck = OriginConsensus(connect(server), 1, 2, peer_timeout=6.0, on_stuck=told.append)
+    failing = OriginConsensus(connect(server), 0, 2, peer_timeout=60.0)
+    failing.publish(finding(), 3)
+    origin = failing.settle(finding())
+    assert origin.is_complete
+    for _ in range(300):
+        if told:
+            break
+        time.sleep(0.05)
+    stuck.stop()
+    failing.stop()
+    assert [one.rank for one in told] == [0]
+
+
+def test_what_on_stuck_raises_is_a_warning_and_is_not_hidden(server):
+    """In a thread nobody would see an exception."""
+
+    def broken(origin: Origin) -> None:
+        raise OSError("disk full")
+
+    board = StoreProtocol(dist.PrefixStore(f"nanwatch/consensus/{store_key({})}/", connect(server)), 2)
+    board.publish(RankObservation.of(finding(), 0, 1, None, ""))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        stuck = OriginConsensus(connect(server), 1, 2, peer_timeout=1.0, on_stuck=broken)
+        until = time.monotonic() + 20
+        while not told and time.monotonic() < until:
+            time.sleep(0.02)
+        stuck.stop()
+    assert ["on_stuck raised OSError: disk full" in str(one.message) for one in told] == [True]
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_store_that_has_gone_leaves_a_rank_with_its_own_finding(is_connected):
+    """The rank that held the store died: publish says so in time, settle names what is known, nothing is raised."""
+    server = serve()
+    verdict = OriginConsensus(connect(server), 1, 4, peer_timeout=3.0)
+    if is_connected:
+        time.sleep(1.5)
+    del server
+    start = time.monotonic()
+    assert verdict.publish(finding(rank=1), 3) is False
+    origin = verdict.settle(finding(rank=1))
+    assert time.monotonic() - start < 3.0 + 5  # a busy machine; without an end it would be for good
+    assert (origin.rank, origin.num_reported) == (1, 1)
+    assert re.match("the store (cannot be asked|does not answer)", verdict.trouble)
+    verdict.stop()
+
+
+def test_settling_without_a_failure_is_refused(server):
+    """There is nothing to name; the error says what to ask first."""
+    verdict = OriginConsensus(connect(server), 0, 2, peer_timeout=5.0)
+    assert not verdict.pending()
+    with pytest.raises(RuntimeError, match=r"ask pending\(\) first"):
+        verdict.settle()
+    verdict.stop()
+
+
+def test_only_the_first_finding_of_a_rank_counts(server):
+    """What comes after it is its consequence."""
+    verdict = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)
+    assert verdict.publish(finding(batch=7), 3)
+    assert verdict.publish(finding(batch=1), 0)
+    assert verdict.settle(finding()).first.batch == 7
+    verdict.stop()
+
+
+def test_a_restarted_job_does_not_see_the_failure_before(server, monkeypatch):
+    """The keys of an elastic job have its run id and the number of its restarts."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    before = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)
+    before.publish(finding(), 3)
+    before.stop()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    after = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)
+    time.sleep(1.5)
+    assert not after.pending()
+    after.stop()
+
+
+def test_the_default_store_is_that_of_the_process_group(one_process_mesh):
+    """Without a store handed in."""
+    verdict = OriginConsensus(None, 0, 1, peer_timeout=10.0)
+    assert verdict.publish(finding(), 3)
+    assert verdict.settle(finding()).rank == 0
+    verdict.stop()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "timeout", "named"),
+    [
+        (2, 2, 1.0, "got rank 2 of 2"),
+        (-1, 2, 1.0, "rank -1"),
+        (0, 1, 0.0, "got 0.0"),
+        (0, 1, float("nan"), "got nan"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(server, rank, world, timeout, named):
+    """With what was given."""
+    with pytest.raises(ValueError, match=named):
+        OriginConsensus(server, rank, world, timeout)
+
+
+def test_the_random_numbers_of_a_run_are_left_alone(server):
+    """The thread draws its pauses from a generator of its own."""
+    random.seed(5)
+    torch.manual_seed(5)
+    before = (random.getstate(), torch.get_rng_state())
+    verdict = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)
+    time.sleep(0.5)
+    verdict.stop()
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])

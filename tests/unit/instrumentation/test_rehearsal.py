@@ -1,0 +1,33 @@
+"""rehearsal: what a pipeline stage runs to learn shapes is not recorded, and a stage of another make runs as ever."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from nanwatch import watch
+from nanwatch.instrumentation import rehearsal
+from support.toys import mlp
+
+
+def test_a_rehearsal_is_no_batch() -> None:
+    """Its call is unrecorded, and its value comes back; one of what has no module is made all the same."""
+    model = mlp()
+    rehearse = rehearsal._unrecorded(lambda stage, x: model(x))
+    with watch(model) as w:
+        for stage in (SimpleNamespace(submod=model), SimpleNamespace()):
+            assert rehearse(stage, torch.ones(2, 3)).isfinite().all()
+        frames = w.frames
+    assert {frame.batch for frame in frames} == {0}  # of the second alone
+
+
+def test_a_stage_that_is_not_as_expected_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import, which is the user's, does not fail for it."""
+    importlib.import_module("torch.distributed.pipelining")
+    monkeypatch.setitem(sys.modules, rehearsal._STAGE, ModuleType("stage"))
+    with pytest.warns(RuntimeWarning, match=r"pipeline stage .* \(ImportError: "):
+        rehearsal._change_stage()

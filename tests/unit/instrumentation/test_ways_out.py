@@ -1,0 +1,377 @@
+"""Every way out of a watched call: the user's exception, the listener's, Ctrl-C, a thread that ends."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import watch
+from nanwatch.instrumentation.calls import _watched_call
+from nanwatch.instrumentation.links import attach
+from nanwatch.numerics import _extension
+from nanwatch.recording.listener import Settings
+from nanwatch.recording.recorder import make_recorder
+from support import heap
+from support.stand_in_device import stand_in
+
+needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
+
+
+class Odd(BaseException):
+    """An exception with state of its own, that no `except Exception` catches."""
+
+    def __init__(self, first: int, *, second: int) -> None:
+        super().__init__(first)
+        self.second = second
+
+
+ERRORS = [
+    ValueError("user's"),
+    KeyboardInterrupt(),
+    SystemExit(3),
+    GeneratorExit(),
+    StopIteration(4),
+    MemoryError(),
+    Odd(1, second=2),
+]
+by_name = pytest.mark.parametrize("error", ERRORS, ids=lambda one: type(one).__name__)
+
+
+class Talker:
+    """A listener that notes what it is told, and raises where it is asked to."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.raises: dict[str, BaseException] = {}
+        self.seen: BaseException | None = None  # in batch_ended, as being raised
+
+    def _note(self, method: str, *told: Any) -> None:
+        self.told.append((method, *told))
+        if method in self.raises:
+            raise self.raises[method]
+
+    def batch_started(self, batch: int, *_: Any) -> object:
+        """See Listener."""
+        self._note("batch_started", batch)
+        return Held()
+
+    def frame_recorded(self, frame: Any) -> None:
+        """See Listener."""
+        self._note("frame_recorded", frame.name)
+
+    def fault(self, frame: Any, *_: Any) -> None:
+        """See Listener."""
+        self._note("fault", frame.name)
+
+    def batch_ended(self, batch: int, completed: bool) -> None:
+        """See Listener."""
+        self.seen = sys.exc_info()[1]
+        self._note("batch_ended", batch, completed)
+
+    def late_fault(self, frame: Any, *_: Any) -> None:
+        """See Listener."""
+        self._note("late_fault", frame.name)
+
+    def batch_left(self, batch: int, completed: bool) -> None:
+        """See Listener."""
+        self._note("batch_left", batch, completed)
+
+    def batch_looked_at(self, batch: int, completed: bool) -> None:
+        """See Listener."""
+        self._note("batch_looked_at", batch, completed)
+
+
+class Held:
+    """What a listener may give a recorder to hold."""
+
+    alive: ClassVar[weakref.WeakSet[Held]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.alive.add(self)
+
+
+class Part(nn.Module):
+    """Doubles its input, or raises."""
+
+    error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return 2 * x
+
+
+class Stand:
+    """A model, a recorder on it, and the listener."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.listener = Talker()
+        self.recorder = make_recorder(Settings(**settings), self.listener)
+        self.recorder.tells_batch_start = self.recorder.tells_batch_end = self.recorder.tells_frames = True
+        self.part = Part()
+        self.model = nn.Sequential(self.part, nn.Identity())
+        for name, module in (("", self.model), ("0", self.part)):
+            self.model_node = self.recorder.add_node(name, module, True, False)
+            attach(module, _watched_call(self.recorder, module, None, self.model_node))
+
+    def outcome(self, x: Tensor) -> BaseException | None:
+        """What a call of the model raises."""
+        try:
+            self.model(x)
+        except BaseException as error:
+            return error
+        return None
+
+    def assert_as_ever(self) -> None:
+        """The next batch is a batch like any other, and nothing of the one before is kept."""
+        self.part.error = None
+        self.listener.raises.clear()
+        self.listener.told.clear()
+        batch = self.recorder.latest_batch + 1
+        assert sys.exc_info() == (None, None, None)
+        assert self.outcome(torch.ones(2)) is None
+        frames = [("frame_recorded", "0"), ("frame_recorded", "")]
+        assert self.listener.told == [("batch_started", batch), *frames, ("batch_ended", batch, True)]
+        assert self.listener.seen is None
+
+
+@by_name
+@pytest.mark.usefixtures("each_recorder")
+def test_a_forwards_exception_comes_out_as_it_is(error: BaseException) -> None:
+    """The same object, with no cause, no context and no argument of the call kept; the listener sees it raised."""
+    stand = Stand()
+    stand.part.error = error
+    x = torch.ones(2)
+    try:
+        raise LookupError("being handled")
+    except LookupError:
+        assert stand.outcome(x) is error
+        handled = sys.exc_info()[0]
+    assert handled is LookupError
+    assert error.__cause__ is None
+    assert isinstance(error.__context__, LookupError)  # as Python sets it where one is being handled
+    assert stand.listener.seen is error
+    assert stand.listener.told == [("batch_started", 0), ("batch_ended", 0, False)]
+    error.__traceback__ = error.__context__ = stand.listener.seen = None
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    assert gone() is None
+    stand.assert_as_ever()
+
+
+@pytest.mark.parametrize("method", ["batch_started", "frame_recorded", "fault", "batch_ended"])
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+@pytest.mark.usefixtures("each_recorder")
+def test_what_the_listener_raises_the_call_raises(method: str, kind: type[BaseException]) -> None:
+    """At each point; the batch is closed, the object that the recorder held is let go, and nothing is kept."""
+    stand = Stand()
+    stand.listener.raises[method] = kind("listener's")
+    x = torch.tensor([1.0, float("nan")])
+    error = stand.outcome(x)
+    assert error is stand.listener.raises[method]
+    error.__traceback__ = None
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    assert gone() is None
+    assert not Held.alive
+    stand.assert_as_ever()
+
+
+@needs_native
+@pytest.mark.parametrize("method", ["batch_left", "frame_recorded", "late_fault", "batch_looked_at"])
+def test_what_the_listener_raises_of_late_rows(method: str) -> None:
+    """By the call that leaves the batch, or by the look that finds its rows: once, and the batch is told to its end."""
+    with stand_in(place=lambda _: 0):
+        stand = Stand(check="async")
+        stand.listener.raises[method] = KeyboardInterrupt()
+        x = torch.tensor([1.0, float("nan")])
+        raised = [stand.outcome(x)]
+        assert not Held.alive
+        try:
+            stand.recorder.look(True)
+        except KeyboardInterrupt as error:
+            raised.append(error)
+        assert [one for one in raised if one is not None] == [stand.listener.raises[method]]
+        assert stand.listener.told[-1][0] == "batch_looked_at"
+        assert not stand.recorder.may_be_late
+        assert not stand.recorder.is_under_way
+        raised.clear()
+        stand.listener.raises.pop(method).__traceback__ = None
+        gone = weakref.ref(x)
+        del x
+        gc.collect()
+        assert gone() is None
+        stand.outcome(torch.ones(2))
+        stand.recorder.look(True)
+        assert stand.listener.told[-1] == ("batch_looked_at", 1, True)
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_ctrl_c_while_a_call_is_looked_at() -> None:
+    """The call raises it, and its batch is closed."""
+    with mock.patch("nanwatch.recording.recorder.observe", side_effect=KeyboardInterrupt):
+        stand = Stand(counts=True)
+        assert isinstance(stand.outcome(torch.ones(2)), KeyboardInterrupt)
+        assert stand.listener.told == [("batch_started", 0), ("batch_ended", 0, False)]
+        assert not Held.alive
+
+
+@by_name
+@pytest.mark.usefixtures("each_recorder")
+def test_the_forwards_exception_comes_before_the_listeners(error: BaseException) -> None:
+    """What a listener raises at the end of a batch that raised is dropped, unless it is raised from that."""
+    stand = Stand()
+    stand.part.error = error
+    stand.listener.raises["batch_ended"] = ValueError("listener's")
+    assert stand.outcome(torch.ones(2)) is error
+    explained = ValueError("why")
+    explained.__cause__ = error
+    stand.listener.raises["batch_ended"] = explained
+    assert stand.outcome(torch.ones(2)) is explained
+    stand.assert_as_ever()
+
+
+class Shy(type):
+    """A metaclass that runs Python code when a class is asked for its name."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        if name == "__name__":
+            Path(__file__).exists()
+        return super().__getattribute__(name)
+
+
+class Nameless(nn.Module, metaclass=Shy):
+    """What a Turncoat becomes."""
+
+
+class Turncoat(nn.Module):
+    """Takes another class in its forward, and raises."""
+
+    def forward(self, _: Tensor) -> Tensor:
+        self.__class__ = Nameless  # type: ignore[assignment]
+        raise KeyError("user's")
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_a_class_that_changes_in_a_forward_that_raises() -> None:
+    """Looking at the new class runs no Python code while the user's exception is pending."""
+    model = Turncoat()
+    with watch(model, on_nonfinite="record"), pytest.raises(KeyError, match="user's"):
+        model(torch.ones(2))
+
+
+class OneOfTwo(nn.Module):
+    """Returns a view whose base was written into since: autograd refuses each use of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.weight * x
+        first, _ = both.unbind()
+        both.add_(1)
+        return first
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_an_output_that_autograd_refuses_to_speak_of() -> None:
+    """Following its gradients raises nothing into a run that never asks for any."""
+    model = OneOfTwo()
+    with watch(model, gradients=True, microscope=False) as w:
+        assert model(torch.ones(2, 2)).tolist() == [2.0, 2.0]
+        assert [record.label for record in w.frames[0].records] == ["weight", "input[0]", "output"]
+
+
+@pytest.mark.parametrize(
+    "place", ["nanwatch.recording.job.place", "nanwatch.session.watching.Watch.backward_started"]
+)
+@pytest.mark.usefixtures("each_recorder")
+def test_ctrl_c_in_a_backward_ends_it(place: str) -> None:
+    """KeyboardInterrupt out of our own Python code reaches the user, whichever hook runs it."""
+    model = nn.Linear(2, 2)
+    with watch(model, gradients=True, microscope=False) as w:
+        w._recorder.tells_backward_start = True
+        other = "nanwatch.recording.gradients.place" if place.endswith("place") else place
+        with (
+            mock.patch(place, side_effect=KeyboardInterrupt),
+            mock.patch(other, side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            model(torch.ones(2)).sum().backward()
+        model(torch.ones(2)).sum().backward()
+        w._recorder.tells_backward_start = False
+        assert [frame.phase for frame in w.frames][-1] == "backward"
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_an_unended_batch_of_compiled_code_ends_with_the_next() -> None:
+    """What the listener raises then is raised by the call that comes next, and none of it is lost."""
+    stand = Stand()
+    stand.recorder.begin_compiled(stand.model_node, [torch.ones(2)])
+    stand.listener.raises["batch_ended"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        stand.model(torch.ones(2))
+    assert stand.listener.told == [("batch_started", 0), ("batch_ended", 0, False)]
+    stand.assert_as_ever()
+
+
+def in_threads(rounds: int, body: Callable[[], object]) -> None:
+    """Run it in so many threads, one after the other."""
+    for _ in range(rounds):
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+
+
+@needs_native
+def test_a_batch_that_its_thread_left_unended_is_ended() -> None:
+    """Compiled code tells no end when it raises. When the thread ends too, whoever comes next ends the batch."""
+    stand = Stand()
+    in_threads(3, lambda: stand.recorder.begin_compiled(stand.model_node, [torch.ones(2)]))
+
+    def ended() -> list[int]:
+        stand.recorder.look(False)
+        return [batch for method, batch, *_ in stand.listener.told if method == "batch_ended"]
+
+    until = time.monotonic() + 60
+    while len(ended()) < 3 and time.monotonic() < until:  # join() does not wait for the last of a thread
+        time.sleep(0.001)
+    assert ended() == [0, 1, 2]
+    assert ("batch_ended", 2, False) in stand.listener.told
+    assert not Held.alive
+    stand.assert_as_ever()
+
+
+@pytest.mark.parametrize("way", ["returns", "raises", "backward", "compiled"])
+@pytest.mark.usefixtures("each_recorder")
+def test_threads_that_end_leave_nothing(way: str) -> None:
+    """A thousand threads that call a watched model one after the other: the process holds what it held before."""
+    stand = Stand(gradients=way == "backward")
+    x = torch.ones(2, requires_grad=True)
+
+    def body() -> None:
+        if way == "compiled":
+            stand.recorder.begin_compiled(stand.model_node, [x])
+        elif way == "backward":
+            stand.model(x).sum().backward()
+        else:
+            stand.part.error = ValueError() if way == "raises" else None
+            stand.outcome(x)
+        stand.listener.told.clear()
+
+    # A thread's state takes 400 bytes: a Thread, the list of its calls and that of what a compiled one was given.
+    heap.assert_no_growth(lambda rounds: in_threads(rounds, body), rounds=150, least=100)

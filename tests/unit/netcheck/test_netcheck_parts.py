@@ -1,0 +1,228 @@
+"""The parts of netcheck, each by itself: meeting, steps and words."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanwatch.netcheck import command, steps, words
+from nanwatch.netcheck.guard import StepError, Trouble
+from nanwatch.netcheck.meeting import Arrival, Meeting, Outcome, Place, PlaceError
+from support.netcheck_ranks import free_port
+
+HOST = socket.gethostname()
+
+
+ENVIRONMENT = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_the_place_under_torchrun_and_under_slurm():
+    """Both give the same place; torchrun's agent holds the store where it says so, and rank 0 otherwise."""
+    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
+    met = {name: ENVIRONMENT[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    assert Place.of(ENVIRONMENT) == Place.of(slurm | met)
+    assert Place.of(ENVIRONMENT).name == f"{HOST}-1"
+    assert Place.of(ENVIRONMENT | {"RANK": "0"}).hosts_store
+    assert not Place.of(ENVIRONMENT | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).hosts_store
+    restarted = Place.of(ENVIRONMENT | {"TORCHELASTIC_RUN_ID": "j", "TORCHELASTIC_RESTART_COUNT": "2"})
+    assert restarted.attempt == "j/2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"RANK": ""}, "RANK not set"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR, MASTER_PORT not set"),
+        ({"RANK": "one"}, "RANK should be a whole number, not negative, got 'one'"),
+        ({"RANK": "-1"}, "RANK should be"),
+        ({"RANK": "4"}, "RANK=4 with WORLD_SIZE=4"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+    ],
+)
+def test_an_environment_that_says_nothing_sensible_is_refused(changes, named):
+    """With the variable and its value, before anything is waited for."""
+    with pytest.raises(PlaceError, match=re.escape(named)):
+        Place.of(ENVIRONMENT | changes)
+
+
+@given(st.integers(1, 40))
+def test_all_pairs_are_all_pairs(world_size):
+    """Every ordered pair of two ranks has a distance in the list."""
+    shifts = steps.shifts(world_size, all_pairs=True)
+    pairs = {(rank, (rank + shift) % world_size) for rank in range(world_size) for shift in shifts}
+    assert pairs == {(a, b) for a in range(world_size) for b in range(world_size) if a != b}
+
+
+@given(st.integers(1, 20_000))
+def test_few_neighbours_in_a_large_world(world_size):
+    """Both next ranks are among them or have this one among theirs, none is the rank itself, there are log2 many."""
+    shifts = steps.shifts(world_size, all_pairs=False)
+    assert all(0 < shift < world_size for shift in shifts)
+    assert len(shifts) == len(set(shifts)) == max(0, (world_size - 1).bit_length())
+    assert world_size == 1 or shifts[0] == 1
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_spans_say_each_number_once(numbers):
+    """Read back, the runs are the numbers."""
+    said = words.spans(sorted(numbers), most=100)
+    back: list[int] = []
+    for run in filter(None, said.split(", ")):
+        first, _, last = run.partition("-")
+        back += range(int(first), int(last or first) + 1)
+    assert back == sorted(numbers)
+
+
+def test_spans_are_cut_with_the_number_left():
+    """A thousand missing ranks make a line that can be read."""
+    assert words.spans([0, 2, 4, 6, 7], most=2) == "0, 2 and 3 more"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8", 8), ("64KiB", 65536), ("64k", 65536), ("1 MiB", 1 << 20), ("2GB", 2 << 30)]
+)
+def test_sizes_are_read(text, size):
+    """With and without a unit of 1024."""
+    assert command._size(text) == size
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--sizes", "0"], ["--sizes", "x"], ["--timeout", "0"], ["--timeout", "nan"], ["--rounds", "0"]],
+)
+def test_options_that_mean_nothing_are_refused(arguments, capsys):
+    """With what was given."""
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2
+    assert repr(arguments[1]) in capsys.readouterr().err
+
+
+def arrival(rank: int, port: int, token: str, address: str = "127.0.0.1") -> Arrival:
+    return Arrival(rank, 4, "node", rank, address, port, token, "gloo", "cpu", "torch")
+
+
+def test_a_listener_that_is_the_right_one_is_reached():
+    """Also where its address is only good on its own host, by the master's."""
+    listener = steps.Listener("secret")
+    try:
+        steps.connect(
+            [arrival(1, listener.port, "secret"), arrival(2, listener.port, "secret", "")], "localhost", 5.0
+        )
+    finally:
+        listener.close()
+
+
+def test_failures_of_links_are_told_apart():
+    """Another program, a refusal and a silent peer each have their words, and each peer its name."""
+    listener, silent = steps.Listener("secret"), socket.create_server(("127.0.0.1", 0))
+    peers = [
+        arrival(1, listener.port, "another"),
+        arrival(2, free_port(), "secret"),
+        arrival(3, silent.getsockname()[1], "secret"),
+    ]
+    with silent, pytest.raises(StepError) as raised:
+        steps.connect(peers, "localhost", 1.0)
+    listener.close()
+    first, second, third = re.split(r"; (?=rank \d)", str(raised.value))
+    assert first.startswith("rank 1 (node-1)")
+    assert "another program answers there" in first
+    assert second.startswith("rank 2 (node-2)")
+    assert "refused" in second
+    assert third.startswith("rank 3 (node-3)")
+    assert "connected, but 0 of 65536 bytes came" in third
+
+
+@pytest.fixture
+def meetings() -> Iterator[list[Meeting]]:
+    """Three ranks' views of one store."""
+    port = free_port()
+    places = [Place(rank, 3, rank, "node", "127.0.0.1", port, rank == 0, "/0") for rank in range(3)]
+    met = [Meeting(place) for place in places]
+    for meeting in met:
+        meeting.open(10.0)
+    yield met
+    del met
+
+
+def test_a_second_process_of_the_same_rank_is_refused(meetings):
+    """Two launches of one job on one port are common, and what they do to each other is strange."""
+    meetings[1].arrive(arrival(1, 1, "first"))
+    with pytest.raises(StepError, match="another process on node is rank 1 already"):
+        meetings[2].arrive(arrival(1, 1, "second"))
+    assert meetings[0].missing() == [0, 2]
+
+
+def test_the_first_failure_is_one_rank_and_all_hear_of_it(meetings):
+    """Of many that fail at once one is the first; the others are told its name and step."""
+    heard: list[tuple[str, bool]] = []
+    event = threading.Event()
+
+    def tell(news: str, follows: bool) -> None:
+        heard.append((news, follows))
+        event.set()
+
+    meetings[2].listen(tell)
+    firsts = [meetings[rank].end(Trouble("links", f"rank {rank}")) for rank in (1, 0)]
+    assert firsts == [True, False]
+    assert event.wait(20)
+    assert heard == [("rank 1 failed first, in the step links", True)]
+    assert not meetings[0].have_all("ended")
+    meetings[2].end(None)
+    assert meetings[1].have_all("ended")
+    assert meetings[0].first() == Outcome(1, Trouble("links", "rank 1"))
+
+
+def test_the_summary_tells_the_broken_from_the_stopped_and_the_silent():
+    """Who failed, who only waited for them, and who said nothing."""
+    outcomes = {
+        0: Outcome(0, None),
+        1: Outcome(1, Trouble("links", "x")),
+        2: Outcome(2, Trouble("links", "y", follows=True)),
+    }
+    assert (
+        words.summary_line(outcomes, 5)
+        == "netcheck: 1 of 5 ranks OK; broken: 1; stopped by that: 2; not a word from: 3-4"
+    )
+
+
+def test_a_sum_that_is_wrong_is_seen(one_process_mesh, monkeypatch):
+    """One element off by one in a quarter of a million: named with what it should be."""
+    steps.all_reduce(torch.device("cpu"))
+
+    def spoilt(x: torch.Tensor) -> None:
+        x[200_000] += 1
+
+    monkeypatch.setattr(dist, "all_reduce", spoilt)
+    with pytest.raises(
+        StepError, match=r"wrong in 1 of 262144 elements: element 200000 is \d+ and should be \d+"
+    ):
+        steps.all_reduce(torch.device("cpu"))
+
+
+def test_rates_are_those_of_nccl_tests():
+    """1 GB in a second over 4 ranks is 1 GB/s of algorithm and 1.5 GB/s of bus bandwidth."""
+    one = steps.Transfer(10**9, 5, 1.0)
+    assert one.algorithm_rate() == 1e9
+    assert one.bus_rate(4) == 1.5e9
+
+
+def test_memory_that_is_not_there_is_named():
+    """The bytes and the device are in the error."""
+    with pytest.raises(StepError, match=r"1152921504606846976 bytes on cpu"):
+        steps.allocate(torch.device("cpu"), 1 << 60)

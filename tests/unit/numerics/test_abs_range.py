@@ -1,0 +1,417 @@
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from nanwatch.numerics import ranges
+from support.implementations import Implementation
+from support.oracle import DTYPES, FLOATS, expected, from_patterns, random_patterns, same, values_of
+from support.strategies import views
+
+INF, NAN = math.inf, math.nan
+PLAIN_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def check(implementation: Implementation, x: torch.Tensor) -> None:
+    got, want = implementation.abs_range(implementation.place(x)), expected(x)[:3]
+    assert same(got, want), f"{got} != {want} for {x.dtype} {tuple(x.shape)} {x.stride()}"
+
+
+@given(x=views())
+def test_any_tensor(implementation: Implementation, x: torch.Tensor) -> None:
+    """Any dtype, shape, strides, offset, overlap and alignment gives the range of the decoded bits."""
+    check(implementation, x)
+
+
+LITERALS = [
+    ([1.0, -3.0, 2.0], (1.0, 3.0, True)),
+    ([-0.0, 0.0], (0.0, 0.0, True)),
+    ([-0.0, -2.0], (0.0, 2.0, True)),
+    ([1.0, INF], (1.0, INF, False)),
+    ([-INF, 2.0], (2.0, INF, False)),
+    ([INF, -INF], (INF, INF, False)),
+    ([NAN], (NAN, NAN, False)),
+    ([-NAN, 1.0], (NAN, NAN, False)),
+    ([NAN, INF, 0.0], (NAN, NAN, False)),
+    ([], (INF, 0.0, True)),
+]
+
+
+@pytest.mark.parametrize("dtype", PLAIN_FLOATS)
+@pytest.mark.parametrize(("values", "want"), LITERALS)
+def test_literal_values(
+    implementation: Implementation,
+    dtype: torch.dtype,
+    values: list[float],
+    want: tuple[float, float, bool],
+) -> None:
+    """The written-down answer for signed zeros, infinities, nan and their mixtures, and their Python types."""
+    got = implementation.abs_range(implementation.place(torch.tensor(values, dtype=dtype)))
+    assert isinstance(got, ranges.AbsRange)
+    assert same(got, want)
+
+
+@pytest.mark.parametrize("dtype", PLAIN_FLOATS)
+def test_equals_the_torch_expression(implementation: Implementation, dtype: torch.dtype) -> None:
+    """The answer is `x.abs().min()`, `x.abs().max()`, `torch.isfinite(x).all()`, as documented."""
+    for x in (torch.randn(1000).to(dtype), torch.randn(7, 11).to(dtype).t(), torch.tensor(2.5, dtype=dtype)):
+        want = (x.abs().min().item(), x.abs().max().item(), bool(torch.isfinite(x).all()))
+        assert same(implementation.abs_range(implementation.place(x)), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (64,), (1000,), (3, 5, 7), (70_001,)])
+def test_every_dtype(implementation: Implementation, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Every dtype at 0-d, empty, shorter and longer than a vector and than a block."""
+    check(implementation, random_patterns(dtype, shape))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_length(implementation: Implementation, dtype: torch.dtype) -> None:
+    """At each length up to 600 the first and the last element are seen and none beyond them."""
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    shift = 8 * dtype.itemsize - 8
+    step = 1 if implementation.is_native else 37
+    for length in range(1, 601, step):
+        patterns = np.full(length + 2, np.iinfo(unsigned).max, unsigned)  # every format's nan lies outside
+        patterns[1 : length + 1] = 0x38 << shift
+        patterns[1], patterns[length] = 0x77 << shift, 1
+        x = from_patterns(patterns, dtype)[1 : length + 1]
+        check(implementation, x)
+        patterns[1], patterns[length] = patterns[length], patterns[1]
+        check(implementation, x)
+
+
+INTEGER_ENDS = [
+    (torch.int8, [-128, 5], (5.0, 128.0, True)),
+    (torch.int16, [-(2**15), 7], (7.0, 2.0**15, True)),
+    (torch.int32, [-(2**31), 2**31 - 1], (2.0**31 - 1, 2.0**31, True)),
+    (torch.int64, [-(2**63), -1], (1.0, 2.0**63, True)),
+    (torch.uint8, [255, 128], (128.0, 255.0, True)),
+    (torch.uint16, [2**16 - 1, 1], (1.0, 2.0**16 - 1, True)),
+    (torch.uint32, [2**32 - 1, 2**31], (2.0**31, 2.0**32 - 1, True)),
+    (torch.uint64, [2**64 - 1, 2**63], (2.0**63, 2.0**64, True)),
+    (torch.bool, [True, True], (1.0, 1.0, True)),
+    (torch.bool, [False, True], (0.0, 1.0, True)),
+    (torch.bool, [False], (0.0, 0.0, True)),
+]
+
+
+@pytest.mark.parametrize("repeat", [1, 300])
+@pytest.mark.parametrize(("dtype", "values", "want"), INTEGER_ENDS)
+def test_integer_ends(
+    implementation: Implementation,
+    dtype: torch.dtype,
+    values: list[int],
+    want: tuple[float, float, bool],
+    repeat: int,
+) -> None:
+    """The most negative integer has its unsigned magnitude, the largest unsigned ones their value, bool 0 and 1."""
+    x = torch.tensor(values * repeat, dtype=dtype)
+    assert same(implementation.abs_range(implementation.place(x)), want)
+
+
+def _views(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "transposed": x.t(),
+        "permuted": x.reshape(8, -1, x.shape[1]).permute(2, 0, 1),
+        "rows cut": x[:, :5],
+        "rows cut, long": x[:, 1:129],
+        "columns": x[:, 3],
+        "every second": x[::2, ::2],
+        "every third column": x[:, ::3],
+        "expanded": x[0].expand(50, -1),
+        "expanded inside": x[:, :1].expand(-1, 33),
+        "both": x[::2, :1].expand(-1, 3).unsqueeze(1),
+        "overlapping": x.as_strided((30, 40), (3, 1), 5),
+        "flipped": x.view(torch.uint8).flip(0, 1).view(x.dtype),
+        "offset": x.reshape(-1)[13:],
+        "of one": x[2:3, 4:5],
+        "none": x[:0],
+        "channels last": x.reshape(4, 2, -1, 16).contiguous(memory_format=torch.channels_last),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_views(implementation: Implementation, dtype: torch.dtype) -> None:
+    """Views give what their elements give, and read none of the memory between them."""
+    x = random_patterns(dtype, (64, 160))
+    for name, view in _views(x).items():
+        got, want = implementation.abs_range(implementation.place(view)), expected(view)[:3]
+        assert same(got, want), f"{name}: {got} != {want}"
+
+
+def test_elements_between_are_not_seen(implementation: Implementation) -> None:
+    """A nan that a view steps over does not reach its range."""
+    x = torch.ones(40, 40)
+    x[:, 1::2] = NAN
+    x[1::2] = NAN
+    view = implementation.place(x[::2, ::2])
+    assert implementation.abs_range(view) == (1.0, 1.0, True)
+
+
+@pytest.mark.parametrize("shift", range(1, 17))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_misaligned_memory(implementation: Implementation, dtype: torch.dtype, shift: int) -> None:
+    """Memory that starts at any byte is read right, also where elements straddle the alignment."""
+    values = random_patterns(dtype, (700,), seed=shift)
+    memory = bytearray(shift) + bytearray(values.view(torch.uint8).numpy().tobytes())
+    check(implementation, torch.frombuffer(memory, dtype=dtype, count=700, offset=shift))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64, torch.complex32])
+def test_complex(implementation: Implementation, dtype: torch.dtype) -> None:
+    """Complex elements count by their modulus, also seen through a conjugate or strides."""
+    part = {torch.complex128: torch.float64, torch.complex64: torch.float32}.get(dtype, torch.float16)
+    finite = torch.view_as_complex(torch.randn(50, 6, 2).to(part))
+    cases = [finite, finite.conj(), finite.t(), finite[::3, 1], finite[:0]]
+    largest = torch.finfo(part).max
+    overflows = [(largest, largest)]  # finite parts whose modulus is not: abs_max is inf, isfinite is True
+    for real, imaginary in [(INF, 1.0), (NAN, 1.0), (1.0, -INF), (INF, NAN), *overflows]:
+        cases.append(torch.view_as_complex(torch.tensor([[3.0, 4.0], [real, imaginary]], dtype=part)))
+    for x in cases:
+        check(implementation, x)
+
+
+def test_negative_bit_views(implementation: Implementation) -> None:
+    """A lazily negated view has the magnitudes of its values."""
+    x = torch.randn(100, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    check(implementation, x)
+    for dtype in (torch.uint8, torch.int8, torch.int64):
+        lazy = torch._neg_view(torch.tensor([1, 2, 100], dtype=dtype))
+        want = lazy.clone().resolve_neg().to(torch.float64).abs()
+        assert implementation.abs_range(lazy)[:2] == (want.min().item(), want.max().item())
+
+
+def test_requires_grad_builds_no_graph(implementation: Implementation) -> None:
+    """Reading a leaf or an intermediate leaves it and its graph as they were."""
+    weight = torch.tensor([3.0, -4.0], requires_grad=True)
+    middle = weight * 2
+    version = middle._version
+    assert implementation.abs_range(implementation.place(middle)) == (6.0, 8.0, True)
+    assert implementation.abs_range(implementation.place(weight)) == (3.0, 4.0, True)
+    assert middle._version == version
+    middle.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 2.0]
+
+
+def test_inference_tensors(implementation: Implementation) -> None:
+    """Tensors made in inference mode are read inside and outside of it."""
+    with torch.inference_mode():
+        x = torch.tensor([1.0, -2.0])
+        assert implementation.abs_range(implementation.place(x)) == (1.0, 2.0, True)
+    assert implementation.abs_range(implementation.place(x)) == (1.0, 2.0, True)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_threads(implementation: Implementation, dtype: torch.dtype, threads: int) -> None:
+    """Round the size from which threads share the work, each place of the ends is found at each thread count."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for extra in (-1, 0, 1, 3 * 4096 + 5):
+            numel = 512 * 1024 // dtype.itemsize + extra
+            x = torch.full((numel,), 2.0).to(dtype)
+            for position in (0, numel // 2 - 1, numel // 2, numel - 1):
+                old = x[position].clone()
+                x[position] = 1.0
+                assert implementation.abs_range(implementation.place(x)) == (1.0, 2.0, True)
+                x[position] = 90.0
+                assert implementation.abs_range(implementation.place(x)) == (2.0, 90.0, True)
+                if dtype.is_floating_point:
+                    x[position] = NAN
+                    assert not implementation.abs_range(implementation.place(x)).isfinite
+                x[position] = old
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_called_from_many_threads(implementation: Implementation) -> None:
+    """Callers in several Python threads each get the range of their own tensor."""
+    wrong: list[object] = []
+
+    def read(value: float) -> None:
+        x = implementation.place(torch.full((300_000,), value))
+        for _ in range(20):
+            if (got := implementation.abs_range(x)) != (value, value, True):
+                wrong.append(got)
+
+    workers = [threading.Thread(target=read, args=(float(value),)) for value in range(1, 5)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+def test_flush_denormal_mode(implementation: Implementation) -> None:
+    """Native code sees subnormals as they are, whatever the floating-point mode: it compares bits."""
+    if not implementation.is_native:
+        pytest.skip("torch's own arithmetic flushes what it is told to flush")
+    tensors = [
+        from_patterns(np.array([1, 3] * 100, f"u{dtype.itemsize}"), dtype)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2)
+    ]
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush denormals")
+    try:
+        got = [(implementation.abs_range(x), implementation.tensor_health(x)) for x in tensors]
+    finally:
+        torch.set_flush_denormal(False)
+    # Compared out of the mode: inside of it a float64 subnormal equals zero.
+    for x, (abs_range, health) in zip(tensors, got, strict=True):
+        want = expected(x)
+        assert want.abs_min > 0
+        assert same(abs_range, want[:3])
+        assert same(health, want)
+
+
+SPARSE = {
+    "coo": lambda x: x.to_sparse(),
+    "hybrid": lambda x: x.to_sparse(1),
+    "csr": lambda x: x.to_sparse_csr(),
+    "csc": lambda x: x.to_sparse_csc(),
+    "bsr": lambda x: x.to_sparse_bsr((2, 3)),
+    "bsc": lambda x: x.to_sparse_bsc((2, 3)),
+}
+
+
+@pytest.mark.parametrize("layout", SPARSE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_layouts(implementation: Implementation, dtype: torch.dtype, layout: str) -> None:
+    """A sparse tensor has the range of its dense values: zero is in it as soon as one element is not stored."""
+    half = torch.tensor([[1, 0, -3, 0, 0, 0], [0, 0, 0, 0, 5, 0]] * 2).to(dtype)
+    for dense in (half, torch.zeros_like(half), torch.full_like(half, 7)):
+        x = SPARSE[layout](dense)
+        assert same(implementation.abs_range(implementation.place(x)), expected(dense)[:3])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_uncoalesced_duplicates(implementation: Implementation) -> None:
+    """Entries of one position count as their sum."""
+    x = torch.sparse_coo_tensor([[0, 0, 1]], [60000.0, -60000.0, 1.0], (2,))
+    assert implementation.abs_range(implementation.place(x)) == (0.0, 1.0, True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layouts_with_values_behind_an_operation(implementation: Implementation) -> None:
+    """Quantized, mkldnn, nested and lazily zero tensors are read by the operation that gives their values."""
+    if implementation.device != "cpu":
+        pytest.skip("CPU layouts")
+    components = [torch.tensor([1.0, 2.0]), torch.tensor([-7.0, INF, 3.0])]
+    assert implementation.abs_range(torch.nested.nested_tensor(components)) == (1.0, INF, False)
+    jagged = torch.nested.nested_tensor(components, layout=torch.jagged)
+    assert implementation.abs_range(jagged) == (1.0, INF, False)
+    quantized = torch.quantize_per_tensor(torch.tensor([0.5, -2.0]), 0.5, 0, torch.qint8)
+    assert implementation.abs_range(quantized) == (0.5, 2.0, True)
+    assert implementation.abs_range(torch._efficientzerotensor(3)) == (0.0, 0.0, True)
+    if torch.backends.mkldnn.is_available():
+        assert implementation.abs_range(torch.tensor([2.0, -3.0]).to_mkldnn()) == (2.0, 3.0, True)
+
+
+def test_storage_that_was_freed(implementation: Implementation) -> None:
+    """A parameter whose storage was resized away, as sharding does, is an error and not a crash."""
+    for numel, nbytes in ((10, 0), (10, 39)):
+        x = implementation.place(torch.ones(numel))
+        x.untyped_storage().resize_(nbytes)
+        with pytest.raises(TypeError, match="storage freed"):
+            implementation.abs_range(x)
+        with pytest.raises(TypeError, match="storage freed"):
+            implementation.tensor_health(x)
+        assert ranges.unreadable(x) == "storage freed"
+
+
+UNREADABLE_DTYPES = [
+    name for name in ("float4_e2m1fn_x2", "uint4", "int4", "uint1", "bits8") if hasattr(torch, name)
+]
+
+
+@pytest.mark.parametrize("name", UNREADABLE_DTYPES)
+def test_packed_dtypes_are_refused(implementation: Implementation, name: str) -> None:
+    """A dtype without a value per element is refused with its name, the accepted ones and a way out."""
+    x = implementation.place(torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name)))
+    for read in (implementation.abs_range, implementation.tensor_health):
+        with pytest.raises(TypeError, match=rf"dtype {name}.*float8_e4m3fn.*view\(torch.uint8\)"):
+            read(x)
+
+
+@pytest.mark.parametrize("value", [None, 3.0, "x", [1.0], np.zeros(3), torch.float32])
+def test_not_a_tensor(implementation: Implementation, value: object) -> None:
+    """What is no tensor is a TypeError that names its type and the way to a tensor."""
+    name = type(value).__name__
+    for read in (implementation.abs_range, implementation.tensor_health):
+        with pytest.raises(TypeError, match=rf"takes a torch.Tensor, got (\w+\.)*{name}.*as_tensor"):
+            read(value)
+
+
+def test_takes_one_argument(implementation: Implementation) -> None:
+    """No argument and two arguments are TypeErrors, and the function describes itself."""
+    with pytest.raises(TypeError):
+        implementation.abs_range()
+    with pytest.raises(TypeError):
+        implementation.abs_range(torch.ones(1), torch.ones(1))
+    assert "isfinite" in (ranges.abs_range.__doc__ or "")
+    assert list(inspect.signature(ranges.abs_range).parameters) == ["x"]
+
+
+def _free_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e5m2])
+def test_more_than_two_to_the_31_elements(implementation: Implementation, dtype: torch.dtype) -> None:
+    """Beyond 2^31 elements the last element is still seen, in real memory."""
+    numel = 2**31 + 7
+    if _free_bytes() < 2.5 * numel:
+        pytest.skip(f"needs {2.5 * numel / 2**30:.0f} GiB of memory")
+    x = implementation.place(torch.ones(numel, dtype=torch.int8).view(torch.uint8).view(dtype))
+    one = float(values_of(x[:1])[0])
+    if implementation.name != "reference":  # one call of it takes 20 s
+        assert same(implementation.abs_range(x), (one, one, True))
+    x.view(torch.uint8)[-1] = 0
+    assert same(implementation.abs_range(x), (0.0, one, True))
+    if implementation.name == "reference":
+        return  # its counts take minutes here and are made from the same chunks
+    assert implementation.tensor_health(x).num_zero == 1
+    if dtype is torch.float8_e5m2:
+        x.view(torch.uint8)[-1] = 0x7F
+        assert not implementation.abs_range(x).isfinite
+        assert implementation.tensor_health(x).first_nonfinite == (numel - 1,)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e5m2, torch.float32, torch.complex64, torch.complex32], ids=str
+)
+def test_an_expanded_tensor_is_its_few_elements(implementation: Implementation, dtype: torch.dtype) -> None:
+    """2^41 elements in the memory of two take the time of two, and all of them are counted."""
+    few = implementation.place(torch.tensor([0.0, 3.0]).to(dtype))
+    x = few.expand(2**40, 2)
+    assert implementation.abs_range(x) == (0.0, 3.0, True)
+    assert implementation.abs_ranges([x, few]) == [(0.0, 3.0, True)] * 2
+    assert implementation.tensor_health(x).num_zero == 2**40
+
+
+@pytest.mark.parametrize("view", [torch._neg_view, torch.conj, lambda x: x.conj().imag])
+def test_an_expanded_lazy_view_is_never_copied(
+    implementation: Implementation, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """PyTorch's dispatcher resolves a negative or conjugate view at its logical size, here 32 TiB."""
+    x = view(implementation.place(torch.tensor([[3j], [complex(0, math.inf)]]))).expand(2, 2**40)
+    assert implementation.abs_range(x) == (3.0, math.inf, False)
+    assert implementation.abs_ranges([x]) == [(3.0, math.inf, False)]
+    health = implementation.tensor_health(x)
+    assert (health.num_posinf + health.num_neginf, health.first_nonfinite) == (2**40, (1, 0))

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanwatch.numerics import ranges
+from support.implementations import Implementation
+from support.oracle import DTYPES, expected, random_patterns, same
+from support.strategies import views
+
+
+@given(tensors=st.lists(views(), max_size=8))
+def test_each_in_its_place(implementation: Implementation, tensors: list[torch.Tensor]) -> None:
+    """The list has the range of each tensor, in their order."""
+    got = implementation.abs_ranges([implementation.place(x) for x in tensors])
+    assert isinstance(got, list)
+    assert len(got) == len(tensors)
+    for one, x in zip(got, tensors, strict=True):
+        assert isinstance(one, ranges.AbsRange)
+        assert same(one, expected(x)[:3])
+
+
+def test_nothing_gives_nothing(implementation: Implementation) -> None:
+    """No tensors give an empty list."""
+    assert implementation.abs_ranges([]) == []
+    assert implementation.abs_ranges(()) == []
+
+
+def test_equals_one_by_one(implementation: Implementation) -> None:
+    """Many tensors of every dtype and of sizes from empty to above a block give what `abs_range` gives each."""
+    tensors = [
+        implementation.place(random_patterns(dtype, (numel,), seed=numel))
+        for numel in (0, 1, 33, 5000, 200_000)
+        for dtype in DTYPES
+    ]
+    for together, alone in zip(
+        implementation.abs_ranges(tensors), map(implementation.abs_range, tensors), strict=True
+    ):
+        assert same(together, alone)
+
+
+def test_takes_any_iterable(implementation: Implementation) -> None:
+    """A generator is read once; the same tensor may come twice."""
+    x = implementation.place(torch.tensor([1.0, -2.0]))
+    assert implementation.abs_ranges(y for y in (x, x[1:], x)) == [(1, 2, True), (2, 2, True), (1, 2, True)]
+
+
+def test_a_generator_runs_under_the_modes_of_its_caller(implementation: Implementation) -> None:
+    """What the caller's own code does while it makes the tensors, the caller's modes see; what nanwatch does, not."""
+    seen: list[str] = []
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = implementation.place(torch.tensor([1.0, -2.0]))
+    with Dispatch():
+        assert implementation.abs_ranges(x * factor for factor in (1, 3)) == [(1, 2, True), (3, 6, True)]
+    assert seen == ["aten.mul.Tensor"] * 2
+
+
+def test_mixed_layouts_keep_their_order(implementation: Implementation) -> None:
+    """Sparse, complex and subclassed tensors between plain ones stay in their places."""
+
+    class Named(torch.Tensor):
+        pass
+
+    tensors = [
+        torch.tensor([5.0]),
+        torch.tensor([[0.0, 4.0]]).to_sparse(),
+        torch.tensor([3.0]).as_subclass(Named),
+        torch.tensor([3 + 4j]),
+        torch.tensor([2], dtype=torch.uint16),
+    ]
+    got = implementation.abs_ranges([implementation.place(x) for x in tensors])
+    assert got == [(5, 5, True), (0, 4, True), (3, 3, True), (5, 5, True), (2, 2, True)]
+
+
+def test_errors_name_the_position(implementation: Implementation) -> None:
+    """The tensor at fault is named by its position; a tensor in place of a list gets a hint."""
+    good = torch.ones(1)
+    with pytest.raises(TypeError, match=r"tensor 1, takes a torch.Tensor, got NoneType"):
+        implementation.abs_ranges([good, None])
+    with pytest.raises(TypeError, match=r"tensor 2, cannot read.*meta tensor, no data"):
+        implementation.abs_ranges([good, good, torch.ones(1, device="meta")])
+    with pytest.raises(TypeError, match=r"iterable of tensors, got torch.Tensor.*abs_range for one tensor"):
+        implementation.abs_ranges(good)
+    with pytest.raises(TypeError, match="iterable of tensors, got int"):
+        implementation.abs_ranges(3)
+
+
+@pytest.mark.cuda
+def test_two_devices() -> None:
+    """Tensors of several devices come back in their order."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    x, y = torch.tensor([1.0]), torch.tensor([2.0], device="cuda")
+    assert ranges.abs_ranges([x, y, x]) == [(1, 1, True), (2, 2, True), (1, 1, True)]

@@ -1,0 +1,221 @@
+"""Every bit pattern of every format of 8 and 16 bits, and all 2^32 of fp32, in every place of the vector code."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from nanwatch.numerics import _reference
+from support.implementations import Implementation
+from support.oracle import FLOATS, FLOATS_8, FLOATS_16, FORMATS, assert_rows, decode, from_patterns
+
+SMALL = (*FLOATS_8, *FLOATS_16)
+
+
+def all_patterns(dtype: torch.dtype) -> np.ndarray:
+    return np.arange(1 << (8 * dtype.itemsize), dtype=np.uint32).astype(f"u{dtype.itemsize}")
+
+
+def ranges_with_ones(values: np.ndarray) -> np.ndarray:
+    """The range rows, shape (n, 3), of each value among ones."""
+    size = np.abs(values)
+    rows = np.stack([np.minimum(size, 1.0), np.maximum(size, 1.0), np.isfinite(values)], axis=1)
+    rows[np.isnan(values), :2] = math.nan
+    return rows
+
+
+def one(dtype: torch.dtype) -> int:
+    """The bits of 1.0."""
+    form = FORMATS[dtype]
+    return form.bias << form.fraction_bits
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_each_pattern_alone(implementation: Implementation, dtype: torch.dtype) -> None:
+    """A tensor of one element has the range of that pattern, for every pattern there is."""
+    patterns = all_patterns(dtype)
+    values = decode(dtype, patterns)
+    size = np.abs(values)
+    x = implementation.place(from_patterns(patterns, dtype))
+    got = implementation.abs_ranges(list(x.unbind()))
+    assert_rows(got, np.stack([size, size, np.isfinite(values)], axis=1), str(dtype))
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_each_pattern_alone_in_health(implementation: Implementation, dtype: torch.dtype) -> None:
+    """Each pattern falls into exactly the classes that its decoded value says."""
+    patterns = all_patterns(dtype)
+    if implementation.name == "reference" and dtype.itemsize == 2:
+        patterns = patterns[::17]  # 120 us a call, and torch's own comparisons have no places to get wrong
+    values = decode(dtype, patterns)
+    size, finite = np.abs(values), np.isfinite(values)
+    want = np.stack(
+        [
+            size,
+            size,
+            finite,
+            np.where(finite, size, math.inf),
+            np.where(finite, size, 0.0),
+            np.isnan(values),
+            values == math.inf,
+            values == -math.inf,
+            values == 0,
+            (size > 0) & (size < FORMATS[dtype].smallest_normal),
+            np.ones(len(values)),
+            np.where(finite, -1, 0),
+        ],
+        axis=1,
+    )
+    got = []
+    for x in implementation.place(from_patterns(patterns, dtype)).unbind():
+        health = implementation.tensor_health(x)
+        got.append((*health[:-1], -1 if health.first_nonfinite is None else 0))
+    assert_rows(got, want, str(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS_8)
+def test_each_8_bit_pattern_at_each_place(implementation: Implementation, dtype: torch.dtype) -> None:
+    """Among 599 ones every pattern is seen at every place: in head, unrolled body, vector body and tail."""
+    length = 600
+    places = range(length) if implementation.is_native else (0, 300, length - 1)
+    block = np.full(length, one(dtype), np.uint8)
+    x = from_patterns(block, dtype)
+    patterns = all_patterns(dtype)
+    want = ranges_with_ones(decode(dtype, patterns))
+    for place in places:
+        got = []
+        for pattern in patterns:
+            block[place] = pattern
+            got.append(implementation.abs_range(implementation.place(x)))
+        block[place] = one(dtype)
+        assert_rows(got, want, f"{dtype} at {place}")
+
+
+@pytest.mark.parametrize("start", [0, 1, 5])
+@pytest.mark.parametrize("dtype", FLOATS_16)
+def test_each_16_bit_pattern_in_rolled_blocks(
+    implementation: Implementation, dtype: torch.dtype, start: int
+) -> None:
+    """Among ones, in blocks that begin at any alignment, every pattern is seen; its place goes round the block."""
+    length = 331
+    patterns = all_patterns(dtype)
+    if implementation.name == "reference":
+        patterns = patterns[start::5]
+    blocks = np.full((len(patterns), length + 6), one(dtype), np.uint16)
+    # 7 is prime to 331: neighbouring patterns, which share their class, come to lie in all places.
+    places = (np.arange(len(patterns)) * 7 + start * 101) % length
+    blocks[np.arange(len(patterns)), start + places] = patterns
+    x = implementation.place(from_patterns(blocks, dtype))[:, start : start + length]
+    got = implementation.abs_ranges(list(x.unbind()))
+    assert_rows(got, ranges_with_ones(decode(dtype, patterns)), f"{dtype} from {start}")
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_pairs_of_patterns(implementation: Implementation, dtype: torch.dtype) -> None:
+    """Each pattern beside another one (for 8 bits: beside each other one) gives the range of the two."""
+    patterns = all_patterns(dtype)
+    if dtype.itemsize == 1:
+        first, second = (grid.reshape(-1) for grid in np.meshgrid(patterns, patterns))
+    else:
+        # An odd multiplier visits every pattern once, so each one meets a far one.
+        first, second = patterns, (patterns.astype(np.uint32) * 40503 + 12345).astype(np.uint16)
+    if implementation.name == "reference":
+        first, second = first[::7], second[::7]
+    a, b = np.abs(decode(dtype, first)), np.abs(decode(dtype, second))
+    want = np.stack([np.minimum(a, b), np.maximum(a, b), np.isfinite(a) & np.isfinite(b)], axis=1)
+    x = implementation.place(from_patterns(np.ascontiguousarray(np.stack([first, second], axis=1)), dtype))
+    assert_rows(implementation.abs_ranges(list(x.unbind())), want, str(dtype))
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_all_patterns_at_once(implementation: Implementation, dtype: torch.dtype) -> None:
+    """The tensor of all patterns has the counts that the format's definition says."""
+    patterns = all_patterns(dtype)
+    values = decode(dtype, patterns)
+    health = implementation.tensor_health(implementation.place(from_patterns(patterns, dtype)))
+    form = FORMATS[dtype]
+    fractions, signs = 1 << form.fraction_bits, 1 if form.kind == "e8m0" else 2
+    nans = {"ieee": 2 * (fractions - 1), "fn": 2, "fnuz": 1, "e8m0": 1}[form.kind]
+    zeros = {"ieee": 2, "fn": 2, "fnuz": 1, "e8m0": 0}[form.kind]
+    subnormals = 0 if form.kind == "e8m0" else signs * (fractions - 1)
+    infinities = 1 if form.kind == "ieee" else 0
+    assert health.num_nan == nans
+    assert (health.num_posinf, health.num_neginf) == (infinities, infinities)
+    assert (health.num_zero, health.num_subnormal) == (zeros, subnormals)
+    assert health.finite_abs_max == np.abs(values[np.isfinite(values)]).max()
+    assert health.first_nonfinite == (int(np.flatnonzero(~np.isfinite(values))[0]),)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_boundary_patterns_of_wide_formats(implementation: Implementation, dtype: torch.dtype) -> None:
+    """Patterns round each power of two, where a compare could be off by one, in each place of a block."""
+    width = 8 * dtype.itemsize
+    magnitudes = {0, (1 << (width - 1)) - 1}
+    for bit in range(width - 1):
+        magnitudes |= {1 << bit, (1 << bit) - 1, (1 << bit) + 1}
+    form = FORMATS[dtype]
+    if form.kind != "e8m0":
+        top = ((1 << form.exponent_bits) - 1) << form.fraction_bits
+        magnitudes |= {top - 1, top, min(top + 1, (1 << (width - 1)) - 1), 1 << form.fraction_bits}
+    chosen = sorted({m | sign << (width - 1) for m in magnitudes for sign in (0, 1)})
+    patterns = np.array(chosen, dtype=f"u{dtype.itemsize}")
+    want = ranges_with_ones(decode(dtype, patterns))
+    length = 70
+    block = np.full(length, one(dtype), patterns.dtype)
+    x = from_patterns(block, dtype)
+    for place in range(length) if implementation.is_native else (0, length - 1):
+        got = []
+        for pattern in patterns:
+            block[place] = pattern
+            got.append(implementation.abs_range(implementation.place(x)))
+        block[place] = one(dtype)
+        assert_rows(got, want, f"{dtype} at {place}")
+
+
+def test_the_decoder_against_numpy() -> None:
+    """The oracle's arithmetic is numpy's own reading of the formats that numpy has."""
+    for dtype, numpy_type in (
+        (torch.float16, np.float16),
+        (torch.float32, np.float32),
+        (torch.float64, np.float64),
+    ):
+        raw = np.random.default_rng(0).integers(0, 256, 200_000, dtype=np.uint8)
+        raw = raw if dtype is not torch.float16 else all_patterns(dtype).view(np.uint8)
+        with np.errstate(invalid="ignore"):
+            want = raw.view(numpy_type).astype(np.float64)
+        got = decode(dtype, raw.view(f"u{dtype.itemsize}"))
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_the_decoder_against_torch(dtype: torch.dtype) -> None:
+    """The oracle's arithmetic equals upcasting to float32 in torch, for every pattern."""
+    patterns = all_patterns(dtype)
+    want = from_patterns(patterns, dtype).to(torch.float32).to(torch.float64).numpy()
+    np.testing.assert_array_equal(decode(dtype, patterns), want)
+
+
+@contextlib.contextmanager
+def _one_chunk_of(size: int) -> Iterator[None]:
+    before = _reference._CHUNK
+    _reference._CHUNK = size
+    try:
+        yield
+    finally:
+        _reference._CHUNK = before
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_reference_chunks_merge(dtype: torch.dtype) -> None:
+    """The reference gives the same row whatever the size of its chunks."""
+    x = from_patterns(all_patterns(dtype), dtype)[:1000]
+    whole = _reference.health(x), _reference.abs_range(x)
+    for size in (7, 256, 999):
+        with _one_chunk_of(size):
+            for got, want in zip((_reference.health(x), _reference.abs_range(x)), whole, strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

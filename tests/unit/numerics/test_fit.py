@@ -1,0 +1,354 @@
+"""would_fit against torch's own casts of every pattern, and against nearest neighbours found with fractions."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanwatch import ExponentHistogram, exponent_histogram, narrowest, would_fit
+from nanwatch.numerics.fit import FORMATS
+from support.implementations import Implementation
+from support.oracle import DTYPES, FLOATS_8, FLOATS_16, INTEGERS, from_patterns, random_patterns, values_of
+
+INF, NAN = math.inf, math.nan
+TARGETS = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
+SMALL = tuple(dtype for dtype in TARGETS if dtype.itemsize <= 2)
+
+
+def every(dtype: torch.dtype) -> torch.Tensor:
+    return from_patterns(np.arange(256**dtype.itemsize).astype(f"u{dtype.itemsize}"), dtype)
+
+
+def cast_counts(x: torch.Tensor, dtype: torch.dtype, scale: float) -> tuple[int, int, int, int]:
+    """(elements, overflow, underflow, subnormal) by casting: products of float32 and a power of two are exact."""
+    wide = x.to(torch.float32)
+    wide = wide[wide.isfinite() & (wide != 0)]
+    assert math.frexp(scale)[0] == 0.5
+    product = wide.double() * scale
+    assert (product.float().double() == product).all()  # or the cast would round twice
+    stored = product.float().to(dtype).double()
+    normal = torch.finfo(dtype).smallest_normal
+    overflow = ~stored.isfinite()
+    if dtype is torch.float8_e4m3fn:  # newer versions of torch saturate: 464 is the tie, and 448 the even one
+        overflow |= product.abs() > 464
+    zero = stored == 0
+    small = (stored.abs() < normal) & ~zero
+    return len(wide), int(overflow.sum()), int(zero.sum()), int(small.sum())
+
+
+@lru_cache
+def magnitudes(dtype: torch.dtype) -> list[Fraction]:
+    """Every finite magnitude of a small format, ascending, zero first."""
+    values = np.abs(values_of(every(dtype)))
+    return sorted({Fraction(value) for value in values[np.isfinite(values)].tolist()})
+
+
+def nearest_counts(x: torch.Tensor, dtype: torch.dtype, scale: float) -> tuple[int, int, int, int]:
+    """The same by looking each product's neighbours up, in exact arithmetic, with the first beyond the end as one."""
+    ladder = magnitudes(dtype)
+    beyond = 2 * ladder[-1] - ladder[-2]
+    normal = Fraction(torch.finfo(dtype).smallest_normal)
+    counts = [0, 0, 0, 0]
+    steps = [*ladder, beyond]
+    flat = x.reshape(-1)
+    values = [abs(v) for v in (values_of(flat).tolist() if x.is_floating_point() else flat.tolist())]
+    for value in values:
+        if not math.isfinite(value) or value == 0:
+            continue
+        counts[0] += 1
+        exact = Fraction(value) * Fraction(scale)
+        upper = bisect_left(steps, exact)
+        if upper >= len(steps):
+            counts[1] += 1
+            continue
+        if steps[upper] != exact:
+            below, above = exact - steps[upper - 1], steps[upper] - exact
+            # In the order of their words, so that the index is even where the last bit is 0.
+            upper -= below < above or (below == above and (upper - 1) % 2 == 0)
+        counts[1] += upper == len(steps) - 1
+        counts[2] += upper == 0
+        counts[3] += 0 < steps[upper] < normal
+    return (counts[0], counts[1], counts[2], counts[3])
+
+
+def counts_of(x: Any, dtype: torch.dtype, scale: float = 1.0) -> tuple[int, int, int, int]:
+    fit = would_fit(x, dtype, scale=scale)
+    return fit.num_elements, fit.num_overflow, fit.num_underflow, fit.num_subnormal
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", [*FLOATS_8, *FLOATS_16])
+@pytest.mark.parametrize("power", [0, -3, 7, 20, -20])
+def test_every_pattern_as_torch_casts_it(
+    implementation: Implementation, source: torch.dtype, target: torch.dtype, power: int
+) -> None:
+    """Each pattern of fp8, fp16 and bf16, scaled by a power of two, counts as what torch's cast makes of it."""
+    x = every(source)
+    if power != 0 and source in (torch.bfloat16, torch.float8_e8m0fnu):
+        wide = x.to(torch.float32)
+        x = x[(wide.abs() < 2.0**100) & (wide.abs() > 2.0**-100)]  # the product stays an exact float32
+    got = would_fit(implementation.place(x), target, scale=2.0**power)
+    assert got.is_exact
+    assert (got.num_elements, got.num_overflow, got.num_underflow, got.num_subnormal) == cast_counts(
+        x, target, 2.0**power
+    )
+
+
+@pytest.mark.parametrize("target", SMALL)
+def test_float32_beside_every_end(implementation: Implementation, target: torch.dtype) -> None:
+    """The float32 numbers at, next to and halfway between the target's magnitudes count as torch casts them."""
+    ladder = magnitudes(target)
+    steps = [*ladder, 2 * ladder[-1] - ladder[-2]]
+    near = [float(value) for value in (*steps[:40], *steps[-4:])]
+    near += [(a + b) / 2 for a, b in pairwise(near)]
+    base = torch.tensor([v for v in near if v < 3.4e38], dtype=torch.float32)
+    up, down = (torch.nextafter(base, torch.tensor(end)) for end in (INF, -INF))
+    x = torch.cat([base, up, down, -base, -up, -down])
+    got = would_fit(implementation.place(x), target)
+    assert (got.num_elements, got.num_overflow, got.num_underflow, got.num_subnormal) == cast_counts(
+        x, target, 1.0
+    )
+
+
+@given(data=st.data())
+def test_any_scale_in_exact_arithmetic(implementation: Implementation, data: st.DataObject) -> None:
+    """With any scale, and from any dtype, each product counts as the nearest number of the format."""
+    source = data.draw(st.sampled_from(DTYPES))
+    target = data.draw(st.sampled_from(SMALL))
+    scale = data.draw(st.floats(min_value=0, exclude_min=True, allow_infinity=False))
+    x = random_patterns(source, (data.draw(st.integers(0, 40)),), seed=data.draw(st.integers(0, 999)))
+    if data.draw(st.booleans()) and source.is_floating_point:
+        generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+        x = (torch.randn(30, generator=generator) * 100).to(source)
+        scale = data.draw(st.floats(1e-4, 1e4))
+    got = would_fit(implementation.place(x), target, scale=scale)
+    found = (got.num_elements, got.num_overflow, got.num_underflow, got.num_subnormal)
+    assert found == nearest_counts(x, target, scale)
+
+
+@pytest.mark.parametrize(
+    ("target", "end", "goes"),
+    [
+        (torch.float16, 65520.0, True),
+        (torch.bfloat16, (2 - 2.0**-8) * 2.0**127, True),
+        (torch.float8_e4m3fn, 464.0, False),
+        (torch.float8_e5m2, 61440.0, True),
+        (torch.float8_e4m3fnuz, 248.0, True),
+        (torch.float8_e5m2fnuz, 61440.0, True),
+    ],
+)
+def test_the_upper_end_to_the_last_bit(target: torch.dtype, end: float, goes: bool) -> None:
+    """The tie between the largest number and the next goes to the even one; both of its neighbours are clear."""
+    x = torch.tensor([math.nextafter(end, 0), end, math.nextafter(end, INF)], dtype=torch.float64)
+    assert [would_fit(one, target).num_overflow for one in x] == [0, int(goes), 1]
+
+
+@pytest.mark.parametrize(
+    "target", TARGETS[:-1]
+)  # half of float64's smallest number is no float64: by a scale, below
+def test_the_lower_ends_to_the_last_bit(target: torch.dtype) -> None:
+    """Half the smallest number becomes zero, half a step below the smallest normal one becomes normal."""
+    ladder = values_of(from_patterns(np.array([1], f"u{target.itemsize}"), target))
+    smallest, normal = float(ladder[0]), torch.finfo(target).smallest_normal
+    tie = torch.tensor([smallest / 2, math.nextafter(smallest / 2, INF)], dtype=torch.float64)
+    assert [would_fit(one, target).num_underflow for one in tie] == [1, 0]
+    edge = normal - smallest / 2
+    step = torch.tensor([math.nextafter(edge, 0), edge, normal, smallest], dtype=torch.float64)
+    assert [would_fit(one, target).num_subnormal for one in step] == [1, 0, 0, 1]
+
+
+def test_float64_holds_itself_and_its_ends_move_with_the_scale() -> None:
+    """float64's own ends are reached by a scale alone, without a product that would be inf or zero."""
+    x = torch.tensor([5e-324, 2.5e-308, 1.0, 1.7e308], dtype=torch.float64)
+    assert counts_of(x, torch.float64) == (4, 0, 0, 1)
+    assert counts_of(x, torch.float64, 0.5) == (4, 0, 1, 1)
+    assert counts_of(x, torch.float64, math.nextafter(0.5, 1)) == (4, 0, 0, 2)
+    assert counts_of(x, torch.float64, 2.0) == (4, 1, 0, 1)
+    assert counts_of(x, torch.float64, 1e-320) == (4, 0, 2, 1)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_by_their_magnitude(implementation: Implementation, dtype: torch.dtype) -> None:
+    """The ends of an integer dtype overflow a format exactly when their exact product rounds beyond its end."""
+    info = torch.iinfo(dtype)
+    x = torch.tensor([info.min, info.max, 0, 1, min(info.max, 2**53 + 1)], dtype=dtype)
+    for target, scale in (
+        (torch.float16, 1.0),
+        (torch.float8_e4m3fn, 3.0),
+        (torch.float16, 65520 / (2**53 + 1)),
+    ):
+        got = would_fit(implementation.place(x), target, scale=scale)
+        found = (got.num_elements, got.num_overflow, got.num_underflow, got.num_subnormal)
+        assert found == nearest_counts(x, target, scale)
+
+
+def test_shares_leave_out_zeros_and_what_is_not_finite(implementation: Implementation) -> None:
+    """The shares are of the finite elements that are not zero, over any strides; without one they are 0."""
+    x = torch.tensor([[0.0, 1e9, 1.0, INF], [1e-9, 1e-5, NAN, -2.0]])
+    fit = would_fit(implementation.place(x).t()[:, :], torch.float16)
+    assert (fit.overflow, fit.underflow, fit.subnormal, fit.num_elements) == (0.2, 0.2, 0.2, 5)
+    assert not fit.fits
+    assert str(fit) == "float16: 20.000% overflow, 20.000% become zero, 20.000% become subnormal"
+    for nothing in (torch.zeros(3), torch.empty(0), torch.tensor(NAN)):
+        fit = would_fit(implementation.place(nothing), "float8_e5m2")
+        assert (fit.overflow, fit.num_elements, fit.fits) == (0.0, 0, True)
+
+
+def test_expanded_and_sparse(implementation: Implementation) -> None:
+    """Repeats count each time; zeros that are not stored are no elements."""
+    x = implementation.place(torch.tensor([[1e9], [1.0]]))
+    assert counts_of(x.expand(2, 1000), torch.float16) == (2000, 1000, 0, 0)
+    sparse = torch.diag(torch.tensor([1e9, 1.0, 1e-30])).to_sparse()
+    assert counts_of(implementation.place(sparse), torch.float16) == (3, 1, 1, 0)
+
+
+@given(data=st.data())
+def test_a_histogram_bounds_what_the_tensor_says(data: st.DataObject) -> None:
+    """The exact count of the tensor is never outside the bounds that its histogram gives."""
+    source = data.draw(st.sampled_from(DTYPES))
+    target = data.draw(st.sampled_from(TARGETS))
+    x = random_patterns(source, (200,), seed=data.draw(st.integers(0, 999)))
+    scale = data.draw(st.one_of(st.just(1.0), st.floats(1e-30, 1e30)))
+    exact, bounds = (would_fit(each, target, scale=scale) for each in (x, exponent_histogram(x)))
+    assert exact.num_elements == bounds.num_elements
+    assert bounds.certain_overflow <= exact.num_overflow <= bounds.num_overflow
+    assert bounds.certain_underflow <= exact.num_underflow <= bounds.num_underflow
+    assert bounds.certain_subnormal <= exact.num_subnormal <= bounds.num_subnormal
+    assert bounds.is_exact == (
+        bounds.certain_overflow == bounds.num_overflow
+        and bounds.certain_underflow == bounds.num_underflow
+        and bounds.certain_subnormal == bounds.num_subnormal
+    )
+
+
+@pytest.mark.parametrize("dtype", TARGETS)
+def test_a_format_holds_its_own_histogram(dtype: torch.dtype) -> None:
+    """From a format to itself a histogram is exact: no power of two of it is thought to reach beyond its end."""
+    form = dtype.itemsize
+    x = every(dtype) if form <= 2 else random_patterns(dtype, (5000,))
+    histogram = exponent_histogram(x)
+    fit = would_fit(histogram, dtype)
+    assert fit.is_exact
+    assert fit.fits
+    assert fit.num_subnormal == histogram.num_subnormal
+
+
+def test_bounds_are_as_tight_as_they_can_be() -> None:
+    """A power of two with both ends on one side of a mark is certain; one with the mark inside is open."""
+    histogram = ExponentHistogram(torch.float32, {15: 7, 16: 2, -25: 3, -26: 5, -15: 4})
+    fit = would_fit(histogram, torch.float16)
+    # 2^15 to 2^16 holds 65520; 2^-25 alone becomes zero among its own; 2^-15 rounds up to 2^-14 at its end.
+    assert (fit.certain_overflow, fit.num_overflow) == (2, 9)
+    assert (fit.certain_underflow, fit.num_underflow) == (5, 8)
+    assert (fit.certain_subnormal, fit.num_subnormal) == (0, 7)
+    assert not fit.is_exact
+    assert str(fit).startswith("float16: at most 42.857% overflow")
+
+
+def test_wrong_arguments_are_answered_in_words() -> None:
+    """A scale, a dtype and a tensor that make no sense are named, with what is accepted."""
+    x = torch.ones(2)
+    for scale in (0.0, -1.0, INF, NAN):
+        with pytest.raises(ValueError, match=r"scale=.*; a finite number above 0"):
+            would_fit(x, torch.float16, scale=scale)
+    with pytest.raises(
+        TypeError, match="dtype int8, which is no floating-point format; accepted are float8_e4m3fn"
+    ):
+        would_fit(x, torch.int8)
+    with pytest.raises(TypeError, match="float8_e8m0fnu, which holds no zero"):
+        would_fit(x, torch.float8_e8m0fnu)
+    with pytest.raises(TypeError, match="got a float as dtype"):
+        would_fit(x, 3.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="view_as_real"):
+        would_fit(torch.ones(2, dtype=torch.complex64), torch.float16)
+    with pytest.raises(TypeError, match=r"would_fit cannot read .* meta tensor"):
+        would_fit(torch.ones(2, device="meta"), torch.float16)
+
+
+@given(
+    abs_min=st.floats(0, 1e40),
+    factor=st.floats(1, 1e60),
+    margin=st.sampled_from([0.0, 0.5, 1.0, 3.0, 10.0]),
+    subnormals=st.booleans(),
+)
+def test_narrowest_of_two_ends_is_the_first_that_holds_both(
+    abs_min: float, factor: float, margin: float, subnormals: bool
+) -> None:
+    """Each end, moved out by the margin, is neither overflow nor zero in the answer, and is in all before it."""
+    abs_max = min(abs_min * factor, 1e300)
+
+    def holds(name: str) -> bool:
+        top = would_fit(torch.tensor([abs_max], dtype=torch.float64), name, scale=2.0**margin)
+        bottom = would_fit(torch.tensor([abs_min], dtype=torch.float64), name, scale=1 / 2.0**margin)
+        is_held = bottom.num_underflow == 0 and (subnormals or bottom.num_subnormal == 0)
+        return top.num_overflow == 0 and is_held
+
+    answer = narrowest((abs_min, abs_max), margin_bits=margin, subnormals=subnormals)
+    assert answer == next((name for name in FORMATS if holds(name)), None)
+
+
+@pytest.mark.parametrize(
+    ("values", "answer"),
+    [
+        ((0.01, 100.0), "float8_e4m3fn"),
+        ((0.01, 233.0), "float8_e5m2"),
+        ((0.01, 40000.0), "bfloat16"),
+        ((1e-4, 32000.0), "float16"),
+        ((1e-30, 1.0), "bfloat16"),
+        ((1e-42, 1.0), "float32"),
+        ((1e-60, 1.0), "float64"),
+        ((0.0, 0.0), "float8_e4m3fn"),
+        ((INF, 0.0), "float8_e4m3fn"),
+        ((1.0, INF), None),
+        ((NAN, NAN), None),
+        ((1.0, 1.7e308), None),
+    ],
+)
+def test_narrowest_by_hand(values: tuple[float, float], answer: str | None) -> None:
+    """The answers for ends worked out by hand, with one bit of room at either end."""
+    assert narrowest(values) == answer
+
+
+def test_narrowest_of_a_histogram_may_lose_a_share() -> None:
+    """A thousandth of the elements below the format is a reason against it only where it is not allowed."""
+    histogram = ExponentHistogram(torch.float32, {0: 999, -20: 1})
+    assert narrowest(histogram) == "float16"
+    assert narrowest(histogram, lost=0.001) == "float8_e4m3fn"
+    assert narrowest(histogram, lost=0.0009) == "float16"
+    assert narrowest(histogram, margin_bits=8, lost=0.001) == "float8_e5m2"
+    assert narrowest(histogram, formats=("bfloat16",)) == "bfloat16"
+    assert narrowest(ExponentHistogram(torch.float32, {0: 1}, num_nan=1)) is None
+    assert narrowest(ExponentHistogram(torch.float32, {}, num_zero=3)) == "float8_e4m3fn"
+
+
+def test_narrowest_refuses_what_makes_no_sense() -> None:
+    """Margins, shares, formats and ends that are none are named, with what is accepted."""
+    for wrong in (-1.0, 1001.0, NAN):
+        with pytest.raises(ValueError, match="margin_bits"):
+            narrowest((1.0, 1.0), margin_bits=wrong)
+    with pytest.raises(ValueError, match=r"lost=1\.5"):
+        narrowest((1.0, 1.0), lost=1.5)
+    with pytest.raises(ValueError, match="the format 'int8'; accepted are float8_e4m3fn"):
+        narrowest((1.0, 1.0), formats=("int8",))
+    for ends in ((2.0, 1.0), (-1.0, 1.0)):
+        with pytest.raises(ValueError, match="0 <= abs_min <= abs_max"):
+            narrowest(ends)

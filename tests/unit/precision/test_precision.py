@@ -1,0 +1,301 @@
+"""run_in_fp32: what a module computes, and what its surroundings see of it."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch import run_in_fp32
+from support.narrow import HALF, NARROW, Block, Frozen, Pair, Plain, Take, autocast, both, surroundings
+
+# What the module computes
+
+
+@both
+def test_the_whole_subtree_is_in_float32(is_half: bool) -> None:
+    """Weights, buffers, arguments and results inside are float32; the result equals a float32 copy's, given back."""
+    model, x, context = surroundings(is_half)
+    plain = copy.deepcopy(model[1]).float()
+    run_in_fp32(model[1])
+    with context():
+        h = model[0](x)
+        y = model[1](h)
+    assert h.dtype is HALF
+    assert model[1].met == {torch.float32}
+    assert y.dtype is HALF
+    assert torch.equal(y, plain(h.float()).half())
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_gradients_reach_the_half_weights(dtype: torch.dtype) -> None:
+    """The gradient of a half weight is that of its float32 copy, rounded; an optimizer steps on the same objects."""
+    block, x = Block().to(dtype), torch.randn(5, 4).to(dtype)
+    plain = copy.deepcopy(block).float()
+    own = list(block.parameters())
+    optimizer = torch.optim.SGD(own, lr=0.5)
+    with run_in_fp32(block):
+        block(x).float().square().sum().backward()
+    plain(x.float()).to(dtype).float().square().sum().backward()
+    for parameter, reference in zip(own, plain.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, reference.grad.to(dtype))
+    before = own[0].detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, block.first.weight)
+    assert all(a is b for a, b in zip(own, block.parameters(), strict=True))
+
+
+def test_autocast_is_off_for_every_device() -> None:
+    """Inside a call neither the CPU's nor another device's autocast is on; after it both are as before."""
+    seen = {}
+
+    def look(x: Tensor) -> Tensor:
+        seen.update({kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", "xpu")})
+        return x
+
+    module = Take(look)
+    run_in_fp32(module)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with autocast():
+            module(torch.ones(1))
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.is_autocast_enabled("cuda")
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert seen == {"cpu": False, "cuda": False, "xpu": False}
+
+
+def containers() -> Iterator[Any]:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    x = torch.ones(2, dtype=HALF)
+    yield (x, 1)
+    yield [x, "a", None]
+    yield Pair(x, 2)
+    yield {"a": [x]}
+    yield OrderedDict(a=x)
+    yield Plain(x)
+    yield Frozen(x)
+    yield BaseModelOutput(last_hidden_state=x, hidden_states=(x, x))
+    yield {"a": (Frozen(x), [Pair(x, {"b": x})])}
+    yield x.max(dim=0)
+    yield nn.utils.rnn.PackedSequence(x, torch.tensor([2]))
+
+
+def tensors(value: Any) -> list[Tensor]:
+    from nanwatch.recording.walk import leaves
+
+    return [x for _, x in leaves(value, "") if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize("given", list(containers()), ids=lambda given: type(given).__name__)
+def test_containers_are_walked(given: Any) -> None:
+    """Half tensors in containers come as float32, in a container of the same type; the caller's stays as it was."""
+    met = []
+    module = Take(lambda *args, **kwargs: met.append((*args, *kwargs.values())) or args[0])
+    before = [x.dtype for x in tensors(given)]
+    with run_in_fp32(module):
+        result = module(given, named=given)
+    assert before == [x.dtype for x in tensors(given)]
+    wide = [torch.float32 if dtype is HALF else dtype for dtype in before]
+    for inside in met[0]:
+        assert type(inside) is type(given)
+        assert [x.dtype for x in tensors(inside)] == wide
+    assert type(result) is type(given)
+    # A tensor of no dimension is left wide.
+    expected = [w if x.ndim == 0 else b for x, w, b in zip(tensors(given), wide, before, strict=True)]
+    assert [x.dtype for x in tensors(result)] == expected
+
+
+def test_what_holds_no_half_tensor_is_the_same_object() -> None:
+    """A cache that a module fills, and whatever else needs no cast, is handed on itself."""
+    cache: dict[str, list[Tensor]] = {"keys": []}
+    given = [cache, (torch.ones(2), 1), object(), Plain(torch.ones(2)), MappingProxyType({"a": 1})]
+    module = Take(lambda x, *others: (cache["keys"].append(x), others)[1])
+    with run_in_fp32(module, cast_output=False):
+        result = module(torch.ones(2, dtype=HALF), *given)
+    assert all(a is b for a, b in zip(result, given, strict=True))
+    assert [x.dtype for x in cache["keys"]] == [torch.float32]
+
+
+def test_other_dtypes_stay() -> None:
+    """Whole numbers, bool, float64, complex and float8 are no half precision."""
+    kinds = [torch.int64, torch.bool, torch.float64, torch.complex64, torch.float8_e5m2]
+    met = []
+    module = Take(lambda *args: met.extend(x.dtype for x in args))
+    with run_in_fp32(module):
+        module(*(torch.ones(2).to(kind) for kind in kinds))
+    assert met == kinds
+
+
+# What the surroundings see
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "is_autocast", "expected"),
+    [
+        (nn.Linear(2, 2).half(), HALF, False, HALF),
+        (nn.Linear(2, 2).bfloat16(), torch.bfloat16, False, torch.bfloat16),
+        (nn.Linear(2, 2), HALF, True, HALF),
+        (nn.Linear(2, 2), torch.bfloat16, True, torch.bfloat16),
+        (nn.Linear(2, 2), torch.float32, True, torch.float32),
+        (nn.LayerNorm(2), HALF, True, torch.float32),
+        (nn.LayerNorm(2).half(), HALF, False, HALF),
+        (nn.Embedding(3, 2).half(), torch.int64, False, HALF),
+        (nn.Embedding(3, 2), torch.int64, True, torch.float32),
+        (nn.Embedding(3, 2).double(), torch.int64, False, torch.float64),
+    ],
+)
+def test_the_dtype_of_the_result(
+    module: nn.Module, given: torch.dtype, is_autocast: bool, expected: torch.dtype
+) -> None:
+    """The first floating-point argument's, that of the weights without one; float32 where that was given."""
+    x = torch.ones(2, 2).to(given)
+    with run_in_fp32(module), autocast() if is_autocast else nullcontext():
+        assert module(x).dtype is expected
+    with run_in_fp32(module, cast_output=False), autocast() if is_autocast else nullcontext():
+        assert module(x).dtype is (torch.float64 if expected is torch.float64 else torch.float32)
+
+
+def test_a_result_too_large_for_half_is_inf_only_when_cast_back() -> None:
+    """300 * 300 is past float16's 65504: inf in float16, 90000 with cast_output=False."""
+    module, x = Take(lambda x: x * x), torch.full((2,), 300.0, dtype=HALF)
+    with run_in_fp32(module):
+        assert module(x).isinf().all()
+    with run_in_fp32(module, cast_output=False):
+        assert module(x).tolist() == [90000.0, 90000.0]
+
+
+@both
+def test_a_parent_in_float32_takes_its_childs_result_as_it_is(is_half: bool) -> None:
+    """A child's own float32 inside a parent's changes nothing, whichever came first and whichever goes first."""
+    model, x, context = surroundings(is_half)
+    with run_in_fp32(model[1]), context():
+        expected = model(x)
+    for order in ((model[1], model[1].first), (model[1].first, model[1])):
+        for last in (0, 1):
+            handles = [run_in_fp32(one) for one in order]
+            with context():
+                assert torch.equal(model(x), expected)
+            handles[last].remove()
+            with context():
+                model(x)
+            handles[1 - last].remove()
+            assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_the_latest_decides_about_the_output() -> None:
+    """Twice for the same module is harmless; after the second's end the first is in force again."""
+    module, x = nn.Linear(2, 2).half(), torch.ones(1, 2, dtype=HALF)
+    first = run_in_fp32(module)
+    second = run_in_fp32(module, cast_output=False)
+    assert module(x).dtype is torch.float32
+    second.remove()
+    second.remove()
+    assert module(x).dtype is HALF
+    first.remove()
+    assert "forward" not in module.__dict__
+
+
+@both
+def test_removed_it_is_as_before(is_half: bool) -> None:
+    """After the block the model's __dict__s are the same, and so, bit for bit, is what it computes."""
+    model, x, context = surroundings(is_half)
+    model.eval()
+    before = [dict(module.__dict__) for module in model.modules()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with context():
+        expected = model(x)
+    with run_in_fp32(model[1]) as handle, context():
+        assert isinstance(handle, nanwatch.precision.precision.Fp32Handle)
+        model(x)
+        assert list(model.state_dict()) == list(state)
+        assert all(value.dtype is state[name].dtype for name, value in model.state_dict().items())
+    after = [module.__dict__ for module in model.modules()]
+    for old, new in zip(before, after, strict=True):
+        assert {key: old[key] for key in old if key != "met"} == {
+            key: new[key] for key in new if key != "met"
+        }
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    with context():
+        assert torch.equal(model(x), expected)
+
+
+def test_an_exception_leaves_the_weights() -> None:
+    """A forward that raises has its half weights again, and autocast is on again."""
+
+    def fail(x: Tensor) -> Tensor:
+        raise RuntimeError("meant")
+
+    module = nn.Sequential(nn.Linear(2, 2), Take(fail)).half()
+    own = list(module.parameters())
+    run_in_fp32(module)
+    with autocast(), pytest.raises(RuntimeError, match="meant"):
+        module(torch.ones(1, 2))
+    assert all(a is b for a, b in zip(own, module.parameters(), strict=True))
+
+
+def test_tied_weights_stay_tied() -> None:
+    """Two modules with one weight see one float32 copy, and the weight gets the sum of both gradients."""
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).half()
+    module[1].weight = module[0].weight
+    seen = []
+    inner = Take(lambda x: (seen.append(module[0].weight is module[1].weight), x)[1])
+    module.append(inner)
+    plain = copy.deepcopy(module).float()
+    x = torch.ones(1, 2, dtype=HALF)
+    with run_in_fp32(module):
+        module(x).sum().backward()
+    plain[:2](x.float()).sum().backward()
+    assert seen == [True]
+    assert torch.equal(module[0].weight.grad, plain[0].weight.grad.half())
+
+
+# Buffers
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_running_statistics_are_kept(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    """What a call writes into the float32 copy of a half buffer is in the buffer afterwards."""
+    norm = nn.BatchNorm1d(4).half()
+    plain = copy.deepcopy(norm).float()
+    x = torch.randn(8, 4).half()
+    buffer = norm.running_mean
+    with run_in_fp32(norm), mode():
+        norm(x)
+    plain(x.float())
+    assert norm.running_mean is buffer
+    assert torch.equal(norm.running_mean, plain.running_mean.half())
+    assert norm.num_batches_tracked == 1
+
+
+def test_a_buffer_written_in_evaluation_is_kept() -> None:
+    """A static cache in a half buffer is filled through the copy, and a buffer that is replaced stays replaced."""
+
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(3, dtype=HALF))
+            self.register_buffer("replaced", torch.zeros(3, dtype=HALF))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept[1] = x[0]
+            self.replaced = x + 1
+            return self.kept * 2
+
+    cache = Cache().eval()
+    with run_in_fp32(cache):
+        cache(torch.full((3,), 5.0, dtype=HALF))
+    assert cache.kept.tolist() == [0, 5, 0]
+    assert cache.kept.dtype is HALF
+    assert cache.replaced.tolist() == [6, 6, 6]

@@ -1,0 +1,431 @@
+"""The cache: an unchanged tensor is read once, and what changes without a sign is seen soon enough.
+
+Every comparison is with torch's own reduction of the tensor, taken at the moment the frame is made.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.session.watch import watch
+from support.toys import Own, fresh, latest, seen
+
+pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")
+NAN = float("nan")
+
+
+class Then(nn.Module):
+    """Calls its part on what `between` makes of the input."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Identity(), nn.Identity()
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)))
+
+
+# What is read
+
+
+def test_a_tensor_that_passes_through_is_read_once_a_batch() -> None:
+    """Three modules hand the same tensor on: of eight sightings two are readings, the first and the model's output."""
+    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity())
+    x = torch.randn(5)
+    with watch(model, _verify_hits=True) as w:
+        for batch in range(1, 4):
+            model(x)
+            counters = w.counters
+            assert (counters["tensors"], counters["tensors_read"]) == (8 * batch, 2 * batch)
+            assert counters["bytes_read"] == 2 * batch * x.numel() * x.element_size()
+    assert counters["cache_hits"] == 18
+    assert counters["stale_hits"] == 0
+
+
+@pytest.mark.parametrize("reread", [1, 2, 5, 64])
+def test_a_weight_is_read_again_after_as_many_batches_as_asked(reread: int) -> None:
+    """Over 128 batches every weight is read at least once in `reread_weights`, and hardly more often."""
+    model = nn.Sequential(*[Own() for _ in range(7)])
+    with watch(model, inputs=False, outputs=False, reread_weights=reread) as w:
+        for _ in range(128):
+            model(torch.ones(1))
+    assert 7 * (128 // reread) <= w.counters["tensors_read"] <= 7 * (128 // reread + 2)
+
+
+def test_rereading_is_spread_over_the_batches() -> None:
+    """No later batch reads more than a small share of the weights, so that none is slow."""
+    model = nn.Sequential(*[Own() for _ in range(128)])
+    with watch(model, inputs=False, outputs=False, reread_weights=64) as w:
+        counts = [0]
+        for _ in range(129):
+            model(torch.ones(1))
+            counts.append(w.counters["tensors_read"])
+    reads = [after - before for before, after in itertools.pairwise(counts)]
+    assert reads[0] == 128
+    assert max(reads[1:]) <= 4
+
+
+def test_a_tied_weight_is_read_once() -> None:
+    """Two modules that share a parameter cost one reading; both frames have its range."""
+    embedding = nn.Embedding(5, 3)
+    head = nn.Linear(3, 5, bias=False)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, head)
+    with watch(model, inputs=False, outputs=False, _verify_hits=True) as w:
+        model(torch.tensor([1, 2]))
+    assert seen(w, "weight", "0") == seen(w, "weight", "1") == fresh(head.weight)
+    assert (w.counters["tensors"], w.counters["tensors_read"], w.counters["stale_hits"]) == (2, 1, 0)
+
+
+# Optimizers
+
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+@pytest.mark.parametrize("how", ["fused", "foreach", "plain"])
+@pytest.mark.parametrize("kind", FUSED)
+def test_weights_are_current_after_an_optimizer_step(kind: type[Any], how: str) -> None:
+    """No cache hit is stale over training steps; a weight that a step made nan is found in the next batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    arguments = {} if how == "plain" else {how: True}
+    optimizer = kind(model.parameters(), lr=0.1, **arguments)
+    with watch(model, _verify_hits=True) as w:
+        for _ in range(4):
+            model(torch.randn(3, 4)).square().sum().backward()
+            for name in ("0", "2"):
+                assert seen(w, "weight", name) == fresh(model.get_submodule(name).weight)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert w.counters["stale_hits"] == 0
+        model(torch.randn(3, 4)).sum().backward()
+        model[2].weight.grad[1, 2] = NAN
+        optimizer.step()
+        with pytest.raises(NonFiniteError) as error:
+            model(torch.randn(3, 4))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.origin, finding.index) == ("2", "weight", "weight", (1, 2))
+
+
+def test_unscaling_gradients_changes_no_weight() -> None:
+    """With a GradScaler, its unscale_ and a step that it skips, weights stay right and no hit is stale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with watch(model, _verify_hits=True) as w:
+        for step in range(4):
+            scaler.scale(model(torch.randn(2, 3)).sum()).backward()
+            assert seen(w, "weight", "0") == fresh(model[0].weight)
+            if step == 2:
+                model[0].weight.grad[0, 0] = NAN
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert w.counters["stale_hits"] == 0
+
+
+# Writes to weights
+
+WITH_A_SIGN: dict[str, Callable[[Own], object]] = {
+    "in-place operation": lambda m: torch.no_grad()(m.weight.mul_)(3),
+    "detach().mul_": lambda m: m.weight.detach().mul_(3),
+    "write to a view": lambda m: torch.no_grad()(m.weight[0].fill_)(50.0),
+    "nn.init": lambda m: nn.init.constant_(m.weight, 9.0),
+    "foreach on parameters": lambda m: torch.no_grad()(torch._foreach_mul_)([m.weight], 3.0),
+    "load_state_dict": lambda m: m.load_state_dict({"weight": torch.full((2, 3), 9.0)}),
+    "load_state_dict, assign": lambda m: m.load_state_dict({"weight": torch.full((2, 3), 9.0)}, assign=True),
+    "new parameter": lambda m: setattr(m, "weight", nn.Parameter(torch.full((4,), 9.0))),
+    "new data": lambda m: setattr(m.weight, "data", torch.full((2, 3), 9.0)),
+    "half": lambda m: m.half(),
+    "double": lambda m: m.double(),
+    "set_": lambda m: torch.no_grad()(m.weight.set_)(torch.full((7,), 9.0)),
+    "resize_": lambda m: m.weight.requires_grad_(False).resize_(1, 2),
+    "swap_tensors": lambda m: torch.utils.swap_tensors(m.weight, nn.Parameter(torch.full((2,), 9.0))),
+    "view of another part": lambda m: setattr(m.weight, "data", m.weight.data[1:]),
+}
+
+
+def fused_sgd(p: Tensor) -> None:
+    """What the step of a fused optimizer calls, without an optimizer and its hooks."""
+    rest = dict.fromkeys(("weight_decay", "momentum", "dampening"), 0.0)
+    rest |= dict.fromkeys(("nesterov", "maximize", "is_first_step"), False)
+    with torch.no_grad():
+        torch._fused_sgd_([p], [torch.ones_like(p)], [], lr=-9.0, **rest)
+
+
+# `.data`, arrays and storages share the memory and not the version counter, which kernels need not count up.
+WITHOUT_A_SIGN: dict[str, Callable[[Tensor], object]] = {
+    "data.mul_": lambda p: p.data.mul_(3),
+    "data.copy_": lambda p: p.data.copy_(torch.full((2, 3), 9.0)),
+    "foreach on data": lambda p: torch._foreach_copy_([p.data], [torch.full((2, 3), 9.0)]),
+    "numpy": lambda p: np.copyto(p.detach().numpy(), 9.0),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).fill_(9.0),
+    "storage": lambda p: p.untyped_storage().copy_(torch.full((6,), 9.0).untyped_storage()),
+    "set_data of storage": lambda p: torch.empty(0).set_(p.untyped_storage()).fill_(9.0),
+    "data_ptr": lambda p: ctypes.memset(p.data_ptr(), 0x41, 4 * p.numel()),
+    "fused kernel by hand": fused_sgd,
+}
+
+
+@pytest.mark.parametrize("write", WITH_A_SIGN.values(), ids=WITH_A_SIGN)
+def test_a_write_that_leaves_a_sign_is_seen_at_once(write: Callable[[Own], object]) -> None:
+    """Whatever bumps the version or changes tensor, storage or layout is in the very next frame."""
+    model = Own()
+    with watch(model, reread_weights=1000) as w:
+        for _ in range(2):
+            model(torch.ones(1))
+        before = latest(w, "weight")
+        write(model)
+        model(torch.ones(1))
+        assert latest(w, "weight") != before
+        assert seen(w, "weight") == fresh(model.weight)
+        assert latest(w, "weight").shape == tuple(model.weight.shape)
+        assert latest(w, "weight").dtype == str(model.weight.dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("write", WITHOUT_A_SIGN.values(), ids=WITHOUT_A_SIGN)
+def test_a_write_without_a_sign_is_seen_at_the_next_rereading(write: Callable[[Tensor], object]) -> None:
+    """A write past the version counter is not in the next frame, but within `reread_weights` batches it is."""
+    model = Own()
+    with watch(model, reread_weights=8) as w:
+        model(torch.ones(1))
+        before = fresh(model.weight)
+        write(model.weight)
+        assert fresh(model.weight) != before
+        found = []
+        for _ in range(8):
+            model(torch.ones(1))
+            found.append(seen(w, "weight"))
+    assert found[0] == before, "seen at once now: move this write to the others, and tell the docs"
+    assert found[-1] == fresh(model.weight)
+
+
+def test_a_write_to_shared_memory_is_seen_at_the_next_rereading(tmp_path: Path) -> None:
+    """Whoever else has mapped the memory of a weight leaves no sign either: the same as above."""
+    path = tmp_path / "weights"
+    np.arange(1.0, 7.0, dtype=np.float32).tofile(path)
+    model = Own()
+    model.weight = nn.Parameter(torch.from_file(str(path), shared=True, size=6))
+    with watch(model, reread_weights=8) as w:
+        model(torch.ones(1))
+        np.memmap(path, np.float32, "r+")[:] = 9.0
+        assert fresh(model.weight) == (9.0, 9.0)
+        found = []
+        for _ in range(8):
+            model(torch.ones(1))
+            found.append(seen(w, "weight"))
+    assert found[0] == (1.0, 6.0)
+    assert found[-1] == (9.0, 9.0)
+
+
+@pytest.mark.parametrize("remedy", ["reread_weights=1", "any optimizer's step"])
+@pytest.mark.parametrize("write", WITHOUT_A_SIGN.values(), ids=WITHOUT_A_SIGN)
+def test_a_write_without_a_sign_can_be_seen_at_once(write: Callable[[Tensor], object], remedy: str) -> None:
+    """reread_weights=1 reads every batch, and after a step of any optimizer all is read."""
+    model = Own()
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with watch(model, reread_weights=1 if remedy == "reread_weights=1" else 1000) as w:
+        for _ in range(3):
+            model(torch.ones(1))
+        write(model.weight)
+        if remedy != "reread_weights=1":
+            other.step()
+        model(torch.ones(1))
+        assert seen(w, "weight") == fresh(model.weight)
+
+
+def test_a_nan_weight_written_without_a_sign_is_found() -> None:
+    """A nan put in through `.data` raises within `reread_weights` batches, though no output shows it."""
+    model = Own()
+    with watch(model, reread_weights=4):
+        model(torch.ones(1))
+        model.weight.data[1, 0] = NAN
+        with pytest.raises(NonFiniteError) as error:
+            [model(torch.ones(1)) for _ in range(4)]
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.origin == "weight"
+
+
+def test_a_weight_that_was_mended_is_read_again() -> None:
+    """A weight that is not finite is never remembered: mended through `.data`, the next frame is clean."""
+    model = Own()
+    model.weight.data[0, 0] = NAN
+    with watch(model, on_nonfinite="record", reread_weights=1000) as w:
+        for _ in range(2):
+            model(torch.ones(1))
+            assert latest(w, "weight").isfinite is False
+        model.weight.data[0, 0] = 5.0
+        model(torch.ones(1))
+        assert seen(w, "weight") == fresh(model.weight)
+
+
+@pytest.mark.parametrize("calls", [1, 2], ids=["called once", "called twice in a batch"])
+def test_running_statistics_are_current_in_training(calls: int) -> None:
+    """BatchNorm moves its statistics past the version counter: in training they are read at every call."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(3)
+    model = nn.Sequential(*[norm] * calls)
+    current: list[tuple[float, float]] = []
+    norm.register_forward_hook(lambda module, *_: current.append(fresh(module.running_var)))
+    with watch(model, max_frames=100, _verify_hits=True) as w:
+        for _ in range(5):
+            model(torch.randn(6, 3))
+        model.eval()
+        for _ in range(2):
+            model(torch.randn(6, 3))
+    frames = [frame for frame in w.frames if frame.class_name == "BatchNorm1d"]
+    found = [(r.abs_min, r.abs_max) for frame in frames for r in frame.records if r.label == "running_var"]
+    assert found == current
+    assert w.counters["stale_hits"] == 0
+
+
+def test_parameters_given_for_one_call_are_read() -> None:
+    """torch.func.functional_call puts other tensors in the parameters' place: each call has its own range."""
+    model = nn.Sequential(Own())
+    with watch(model, reread_weights=1000, _verify_hits=True) as w:
+        for value in (2.0, 3.0, 4.0):
+            torch.func.functional_call(model, {"0.weight": torch.full((2, 3), value)}, torch.ones(1))
+            assert seen(w, "weight", "0") == (value, value)
+        model(torch.ones(1))
+        assert seen(w, "weight", "0") == fresh(model[0].weight)
+    assert w.counters["stale_hits"] == 0
+
+
+# Activations
+
+
+def test_freed_activations_are_not_taken_for_their_successors() -> None:
+    """Under no_grad outputs get the address and id of freed ones; no range of the dead is served for the living."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(50)]).eval()
+    identities: list[tuple[int, int]] = []
+    ranges: list[tuple[float, float]] = []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        identities.append((id(output), output._version))
+        ranges.append(fresh(output))
+
+    for module in model:
+        module.register_forward_hook(note)
+    with watch(model, max_frames=51, _verify_hits=True) as w, torch.no_grad():
+        model(torch.randn(2, 4))
+    # Whether the address of the data comes again too is the allocator's choice.
+    assert len(set(identities)) < 25, "nothing collides here: the test shows nothing"
+    found = [(r.abs_min, r.abs_max) for frame in w.frames[:-1] for r in frame.records if r.role == "output"]
+    assert found == ranges
+    assert w.counters["stale_hits"] == 0
+
+
+IN_BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "mul_": lambda x: x.mul_(3),
+    "detach().mul_": lambda x: (x.detach().mul_(3), x)[1],
+    "relu_": lambda x: torch.relu_(x.neg_()),
+    "index_put_": lambda x: x.index_put_((torch.tensor([0]),), torch.tensor(50.0)),
+    "write to a view": lambda x: (x[0].fill_(50.0), x)[1],
+    "view": lambda x: x[1:],
+    "transposed": lambda x: x.t_(),
+    "resize_": lambda x: x.resize_(1, 1),
+    "set_": lambda x: x.set_(torch.full((2,), 50.0)),
+    "as_strided_": lambda x: x.as_strided_((1,), (1,), 3),
+    "new data": lambda x: (setattr(x, "data", torch.full((2,), 50.0)), x)[1],
+    "dtype view": lambda x: x.view(torch.int32),
+}
+
+
+@pytest.mark.parametrize("between", IN_BETWEEN.values(), ids=IN_BETWEEN)
+def test_an_activation_changed_between_two_modules_is_read_again(between: Any) -> None:
+    """In-place operations, views and new storage between two calls: the second frame has the new range."""
+    model = Then(between)
+    x = torch.arange(1.0, 7.0).reshape(2, 3)
+    with watch(model, _verify_hits=True) as w:
+        output = model(x)
+    assert seen(w, "input[0]", "second") == seen(w, "output", "second") == fresh(output)
+    assert latest(w, "output", "second").shape == tuple(output.shape)
+    assert w.counters["stale_hits"] == 0
+
+
+def test_an_activation_written_through_data_is_read_again_in_the_next_batch() -> None:
+    """Within the batch such a write is not seen in that tensor, until a nan computed from it has the call read anew."""
+    model = nn.Sequential(Then(lambda x: (x.data.fill_(NAN), x)[1]), nn.ReLU())
+    x = torch.ones(2)
+    with watch(model) as w, pytest.raises(NonFiniteError) as error:
+        model(x)
+    assert error.value.report.finding is not None
+    assert (error.value.report.finding.module, error.value.report.finding.label) == ("1", "input[0]")
+    assert seen(w, "input[0]", "0.second") == (1.0, 1.0)
+    with watch(model), pytest.raises(NonFiniteError) as error:
+        model(x)
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.module == "0.first"
+
+
+@pytest.mark.parametrize("write", WITHOUT_A_SIGN.values(), ids=WITHOUT_A_SIGN)
+def test_a_write_without_a_sign_to_an_activation_is_seen_in_the_next_batch(
+    write: Callable[[Tensor], object],
+) -> None:
+    """Between two modules it is not, in that tensor; the next batch, to which the same tensor is given, reads it."""
+    before: list[tuple[float, float]] = []
+    after: list[tuple[float, float]] = []
+
+    def between(x: Tensor) -> Tensor:
+        before.append(fresh(x))
+        write(x)
+        after.append(fresh(x))
+        return x
+
+    model = nn.Sequential(Then(between), nn.ReLU())
+    x = torch.arange(1.1, 7.0).reshape(2, 3)
+    with watch(model, _verify_hits=True) as w:
+        for batch in range(2):
+            model(x)
+            assert seen(w, "input[0]", "0.first") == before[batch]
+            assert seen(w, "input[0]", "0.second") == before[batch], "seen at once now: tell the docs"
+            assert seen(w, "output", "1") == after[batch]
+    assert before[1] == after[0] != before[0]
+    assert w.counters["stale_hits"] > 0  # the counter that other tests find at zero counts
+
+
+def test_tensors_without_a_version_counter_are_read_each_time() -> None:
+    """Of what is made in inference mode nothing tells when it changes: no hit, and every range is current."""
+    with torch.inference_mode():
+        model = nn.Sequential(Own(), Then(lambda x: (x.data.mul_(3), x)[1]))
+        model[0].weight = nn.Parameter(torch.ones(2), requires_grad=False)
+        assert model[0].weight.is_inference()
+        with watch(model) as w:
+            for batch in range(3):
+                model[0].weight.mul_(2)
+                output = model(torch.ones(2))
+                assert seen(w, "weight", "0") == (2.0 ** (batch + 1), 2.0 ** (batch + 1))
+                assert seen(w, "input[0]", "1.second") == fresh(output) == (3.0, 3.0)
+    assert w.counters["cache_hits"] == 0
+
+
+def test_a_copy_shares_nothing_of_what_is_remembered() -> None:
+    """A deep copy is watched on its own account: its weights have their own readings."""
+    model = nn.Sequential(Own())
+    with watch(model, _verify_hits=True) as w:
+        model(torch.ones(1))
+        other = copy.deepcopy(model)
+        other[0].weight.data.fill_(9.0)
+        with watch(other, _verify_hits=True) as v:
+            other(torch.ones(1))
+            model(torch.ones(1))
+        assert seen(v, "weight", "0") == (9.0, 9.0)
+        assert seen(w, "weight", "0") == fresh(model[0].weight)
+        assert w.counters["stale_hits"] == v.counters["stale_hits"] == 0

@@ -1,0 +1,71 @@
+"""The cache, while another thread writes to what is read, replaces it or ends the watch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch.numerics import _extension
+from nanwatch.session.watch import watch
+from support.long_reads import during_the_read, long_to_read
+from support.toys import Own, latest
+
+pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")
+NAN = float("nan")
+
+QUIET: dict[str, Any] = {"on_nonfinite": "record", "microscope": False, "forecast": False}
+
+
+OTHER = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+
+
+def write(x: Tensor) -> None:
+    """Make the element nan that was read first."""
+    with torch.no_grad():
+        x[0, 0] = NAN
+
+
+def write_past_the_counter(x: Tensor) -> None:
+    """The same as fused optimizers do it: the step's hook is the only sign."""
+    x.data[0, 0] = NAN
+    OTHER.step()
+
+
+@pytest.mark.parametrize("write", [write, write_past_the_counter])
+def test_a_weight_written_while_it_is_read_is_read_again(write: Callable[[Tensor], None]) -> None:
+    """What was read is of the version before: the next batch, if not this one, has the nan."""
+    OTHER.step()  # the first one takes long
+    model = Own()
+    model.weight = nn.Parameter(long_to_read(), requires_grad=False)
+    with watch(model, **QUIET) as w:
+        with during_the_read(model, lambda: write(model.weight)):
+            model(torch.ones(1))
+        model(torch.ones(1))
+        assert latest(w, "weight").isfinite is False
+
+
+def test_an_activation_written_while_it_is_read_is_read_again() -> None:
+    """The same tensor goes through a second module: its range there is the one that it has by then."""
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    x = long_to_read()
+    with watch(model, **QUIET) as w, during_the_read(model[0], lambda: write(x)) as writer:
+        model[1].register_forward_pre_hook(lambda *_: writer.join())
+        model(x)
+    assert latest(w, "input[0]", "1").isfinite is False
+
+
+def test_a_tensor_resized_while_it_is_read_has_the_sizes_that_were_read() -> None:
+    """Its record has one tensor's shape and range, not a shape from memory that was freed."""
+    model = Own()
+    x = long_to_read()
+    with (
+        watch(model, weights=False, outputs=False, **QUIET) as w,
+        during_the_read(model, lambda: x.set_(torch.full((5,), 7.0))),
+    ):
+        model(x)
+    record = latest(w, "input[0]")
+    assert (record.shape, record.abs_min, record.abs_max) == ((1 << 14, 1 << 14), 1.0, 1.0)

@@ -1,0 +1,174 @@
+"""A gradient that comes to several places and may have changed in between is read at each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch.report.errors import NonFiniteError
+from support.forks import SIDE, Fork, Hook, batch, doubles, fork_backward, gained, range_of, ranges
+from support.recorders import RECORDERS, WITH_DEVICE, watched
+from support.toys import Scale
+
+
+def other_memory(g: Tensor) -> None:
+    """Gives a tensor other elements, in the memory of those that it had before last."""
+    for _ in range(3):
+        g.data = g.data * 2
+
+
+@pytest.mark.parametrize(("change", "factor"), [(doubles, 2), (other_memory, 8)])
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_what_a_hook_changes_is_read_again(recorder: str, change: Hook, factor: int) -> None:
+    """In place between the two places, which raises the version; by assigning to `.data`, where the storage is another:
+    the second place has what is there then."""
+    gradient = torch.randn(SIDE, SIDE)
+    low, high = range_of(gradient)
+    w, gain = fork_backward(recorder, Fork(second=change), gradient)
+    assert ranges(w) == {"": (low, high), "second": (low, high), "first": (factor * low, factor * high)}
+    assert gain["tensors_read"] == 2 + 4
+
+
+def writes_numpy(g: Tensor) -> None:
+    """Doubles it through a view of NumPy's."""
+    np.multiply(g.detach().numpy(), 2, out=g.detach().numpy())
+
+
+def writes_data(g: Tensor) -> None:
+    """Doubles it through a tensor of its own version counter."""
+    g.data.mul_(2)
+
+
+def writes_storage(g: Tensor) -> None:
+    """Doubles it through its storage."""
+    other = torch.empty(0).set_(g.untyped_storage(), 0, g.shape)  # type: ignore[call-overload]
+    other.mul_(2)
+
+
+@pytest.mark.parametrize("write", [writes_data, writes_numpy, writes_storage])
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_what_no_version_tells_of_is_seen_in_what_is_made_of_it(recorder: str, write: Hook) -> None:
+    """Of the tensor itself its second place shows what it was at the first; the weight's gradient is what it is."""
+    gradient = torch.randn(SIDE, SIDE)
+    model = Fork(second=write)
+    w, _ = fork_backward(recorder, model, gradient)
+    # The engine may hand the user's own tensor on: it has been written into.
+    before = range_of(gradient / 2)
+    assert ranges(w) == dict.fromkeys(("first", "second", ""), before)
+    records = [r for f in w.frames if f.phase == "backward" and f.name == "first" for r in f.records]
+    (weight,) = [(r.abs_min, r.abs_max) for r in records if r.label == "weight.grad"]
+    assert model.first.weight.grad is not None
+    assert weight == range_of(model.first.weight.grad)
+    assert torch.equal(model.first.weight.grad, 2 * fork_gradient(gradient / 2))
+
+
+def fork_gradient(gradient: Tensor) -> Tensor:
+    """That of the first layer's weight, unwatched."""
+    model = Fork()
+    model(batch()).backward(gradient)
+    assert model.first.weight.grad is not None
+    return model.first.weight.grad
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_what_is_not_finite_is_read_at_each_place(recorder: str) -> None:
+    """An inf is seen at every place, and is seen to be gone where a write that no version tells of took it out."""
+    gradient = torch.randn(SIDE, SIDE)
+    gradient[3, 5] = float("inf")
+    w, gain = fork_backward(recorder, Fork(), gradient.clone())
+    assert [high for _, high in ranges(w).values()] == [float("inf")] * 3
+    assert gain["tensors_read"] == 3 + 4
+    finding = w.report().finding
+    assert finding is not None
+    assert (finding.origin, finding.label, finding.index) == ("received", "output.grad", (3, 5))
+
+    def mends(g: Tensor) -> None:
+        g.data.nan_to_num_(posinf=1.0)
+
+    w, _ = fork_backward(recorder, Fork(second=mends), gradient.clone())
+    found = ranges(w)
+    assert found["second"][1] == float("inf")
+    assert found["first"] == range_of(gradient.nan_to_num(posinf=1.0))
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_memory_that_was_freed_and_taken_again_is_read(recorder: str) -> None:
+    """Forty gradients of one shape, in memory that comes again: each record has its own range."""
+    memory: list[int] = []
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(Scale(2.0 if i % 3 else 0.25) for i in range(40))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.parts:
+                x = part(x)
+                x.register_hook(lambda g: memory.append(g.data_ptr()))
+            return x
+
+    model = Chain()
+    with watched(model, recorder, gradients=True, max_frames=100) as w:
+        model(torch.ones(256, 512).requires_grad_()).sum().backward()
+        found = ranges(w)
+    expected = 1.0
+    for i in reversed(range(40)):
+        assert found[f"parts.{i}"] == (expected, expected)
+        expected *= 2.0 if i % 3 else 0.25
+    if len(set(memory)) == len(memory):
+        pytest.skip("the allocator gave each gradient memory of its own: nothing came again")
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_inference_tensors_are_read_at_each_place(recorder: str) -> None:
+    """They have no version: nothing would tell of a write. Users at one place are told apart from no other, as ever."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Fork(second=doubles))
+    with watched(model, recorder, gradients=True, max_frames=100) as w:
+        y = model(batch().requires_grad_())
+        with torch.inference_mode():
+            gradient = torch.randn(SIDE, SIDE)
+            low, high = range_of(gradient)
+            gain = gained(w, lambda: torch.autograd.backward(y, gradient))
+        names = [f.name for f in w.frames if f.phase == "backward"]
+    assert ranges(w) == {
+        "": (low, high),
+        "0": (low, high),
+        "0.second": (low, high),
+        "0.first": (2 * low, 2 * high),
+    }
+    assert names == ["0.second", "0.first", "0", ""]
+    # Four outputs, four weights, and the input, whose gradient comes once to all that were given it.
+    assert gain["tensors_read"] == 4 + 4 + 1
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_finite_sum_of_sparse_gradients_is_told_from_one_that_is_not(recorder: str) -> None:
+    """Two that are finite and add up to inf stop the step; what is sparse is read at each place."""
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    with watched(model, recorder, gradients=True):
+        (model(torch.tensor([1])) * 2e38).sum().backward()
+        optimizer.step()
+        (model(torch.tensor([1])) * 2e38).sum().backward()
+        model.weight.data.copy_(before)
+        with pytest.raises(NonFiniteError, match=r"weight\.grad"):
+            optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_in_a_job_of_several_processes_each_place_is_read(
+    recorder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective writes into a gradient in place (Megatron's all-reduce does) and past the version counter."""
+    for owner in ("nanwatch.recording.job", "nanwatch.recording.gradients"):
+        monkeypatch.setattr(f"{owner}.place", lambda: (0, 2))
+    gradient = torch.randn(SIDE, SIDE)
+    low, high = range_of(gradient)
+    w, gain = fork_backward(recorder, Fork(second=writes_data), gradient)
+    assert ranges(w) == {"": (low, high), "second": (low, high), "first": (2 * low, 2 * high)}
+    assert gain["tensors_read"] == 3 + 4

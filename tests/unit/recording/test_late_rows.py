@@ -1,0 +1,582 @@
+"""Rows that a device makes, over a stand-in that runs when told: reports are those of the host, and nobody waits."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nanwatch.numerics import _extension
+from nanwatch.report.errors import BatchLimitError, NonFiniteError
+from nanwatch.session.watch import Watch, watch
+from support.random_trees import run, tree
+from support.stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
+from support.toys import Plant, Scale, chain, in_threads, mlp, names, text_of
+
+pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
+INF = float("inf")
+NAN = float("nan")
+
+
+def device_or_host(on_device: bool) -> AbstractContextManager[StandIn]:
+    """The stand-in, with all tensors on it or none."""
+    return stand_in(place=lambda x: 0 if on_device else -1)
+
+
+def watched_run(model: nn.Module, batches: int, **options: Any) -> Watch:
+    """So many batches of ones under a watch, which has been stopped."""
+    with watch(model, **options) as w:
+        for _ in range(batches):
+            model(torch.ones(2, 3))
+    return w
+
+
+# The report is that of the host
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), poison=st.sampled_from([0.0, 0.02, 0.3]))
+def test_reports_are_those_of_the_host(seed: int, poison: float) -> None:
+    """Random trees with random faults: every frame and the report, whenever the rows come, and no stale hit."""
+    model = tree(seed, poison)
+    with watch(model, max_frames=100_000, on_nonfinite="record", check="module") as w:
+        run(model, seed)
+    expected = text_of(w)
+    for check in ("module", "batch", "async"):
+        for holds in (True, False):
+            with stand_in(holds=holds):
+                with watch(
+                    model, max_frames=100_000, on_nonfinite="record", check=check, _verify_hits=True
+                ) as w:
+                    run(model, seed)
+                assert text_of(w) == expected, (check, holds)
+                assert w.counters["stale_hits"] == 0
+
+
+@pytest.mark.parametrize("check", ["auto", "module", "batch", "async"])
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+def test_what_is_raised_is_what_the_host_raises(check: Any, value: float) -> None:
+    """The same finding with the counts and the index, and a report that ends at the first faulty frame."""
+    reports = []
+    for on_device in (False, True):
+        model = chain(Plant(b1=value), nn.ReLU(), nn.Tanh())
+        with device_or_host(on_device), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(NonFiniteError) as error:
+                watched_run(model, 3, check=check if on_device else "module", microscope=False)
+            reports.append(error.value.report.to_json())
+    assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize("check", ["batch", "async"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_masks_and_infinities_that_are_meant(check: Any, dtype: torch.dtype) -> None:
+    """An additive mask of either kind is noted as on the host; one without a zero in a row is a fault."""
+    lowest = torch.finfo(dtype).min
+    masks = [
+        torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), low).to(dtype)
+        for low in (-INF, lowest)
+    ]
+    spoilt = masks[0].clone()
+    spoilt[2] = -INF
+
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, *masks: Tensor) -> Tensor:
+            return x * 2
+
+    for given_masks, allowed, are_masks in ((masks, (), True), ([spoilt], (), False), ([spoilt], "0", False)):
+        found = []
+        for on_device in (False, True):
+            model = nn.ModuleList([Takes()])
+            with device_or_host(on_device):
+                with watch(model, check=check, on_nonfinite="record", allow_inf=allowed) as w:
+                    model[0](torch.ones(2, dtype=dtype), *given_masks)
+                found.append(text_of(w))
+        assert found[0] == found[1]
+        assert found[1].count("note='mask'") == (2 if are_masks else 0)
+
+
+def test_the_origin_is_the_data_where_the_batch_was_given_it() -> None:
+    """Of a fault that is told a batch late it is still known what the batch was called with."""
+    model = chain()
+    with stand_in() as device, watch(model, check="async", on_nonfinite="record") as w:
+        model(torch.full((1, 3), NAN))
+        device.run()
+        model(torch.ones(1, 3))
+        finding = w.report().finding
+    assert finding is not None
+    assert (finding.batch, finding.origin, finding.label) == (0, "data", "input[0]")
+
+
+# Who waits, and how much is launched
+
+
+def test_one_launch_a_frame_and_one_wait_a_batch() -> None:
+    """Each call launches once, for what it has that is new; the host waits at the end of the batch alone."""
+    model = mlp()
+    with stand_in() as device, watch(model, check="batch"):
+        model(torch.ones(2, 3))
+        # Two weights, an input and an output; an output; the same again; the root reads its output in any case.
+        assert device.launches == [4, 1, 3, 1]
+        assert device.waits == 1
+        model(torch.ones(2, 3))
+        assert device.launches[4:] == [2, 1, 1, 1]
+        assert device.waits == 2
+
+
+def test_module_waits_for_each_call() -> None:
+    """With check="module" the fault is raised where it is, and what follows is not computed."""
+    after = Plant()
+    model = chain(Plant(b0=INF), after)
+    with stand_in() as device, watch(model, check="module", microscope=False):
+        with pytest.raises(NonFiniteError):
+            model(torch.ones(1, 3))
+        assert after.calls == 0
+        assert device.waits == 3  # the faulty call is looked at twice
+
+
+def test_async_never_waits() -> None:
+    """A failure is raised by the first call after its rows have come, before that call computes anything."""
+    plant = Plant(b0=INF)
+    model = chain(plant)
+    with stand_in() as device:
+        w = watch(model, check="async", microscope=False)
+        model(torch.ones(1, 3))
+        model(torch.ones(1, 3))
+        assert w.report().finding is None
+        device.run()
+        assert device.waits == 0
+        with pytest.raises(NonFiniteError) as error:
+            model(torch.ones(1, 3))
+        assert plant.calls == 2
+        finding = error.value.report.finding
+        assert finding is not None
+        assert (finding.batch, finding.module, finding.label) == (0, "1", "output")
+        assert [(f.batch, f.name) for f in error.value.report.frames] == [(0, "0"), (0, "1")]
+        model(torch.ones(1, 3))
+        w.stop()
+        # Two batches, one after the error; stop() waits for what is left.
+        assert [batch for batch, name in names(w) if name == ""] == [0, 1, 2]
+
+
+def test_a_batch_that_was_delivered_in_time_is_told_at_its_own_end() -> None:
+    """Where the device keeps up, async is as prompt as batch."""
+    model = chain(Plant(b0=INF))
+    with stand_in(holds=False) as device, watch(model, check="async", microscope=False):
+        with pytest.raises(NonFiniteError):
+            model(torch.ones(1, 3))
+        assert device.waits == 0
+
+
+def test_nothing_is_shown_before_it_has_come() -> None:
+    """Frames appear with their rows, in their order."""
+    model = chain()
+    with stand_in() as device, watch(model, check="async") as w:
+        model(torch.ones(1, 3))
+        assert w.frames == ()
+        device.run(4)  # the first layer's rows
+        assert names(w) == [(0, "0")]
+        device.run()
+        assert names(w) == [(0, "0"), (0, "1"), (0, "")]
+
+
+@pytest.mark.parametrize("check", ["batch", "async"])
+def test_a_row_is_of_the_memory_as_it_was(check: Any) -> None:
+    """What is freed, reused or overwritten after a call, and before the device ran, changes no row."""
+
+    class Reuse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Scale(2.0), Scale(3.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            y.fill_(7.0)
+            z = self.second(y)
+            y.fill_(NAN)
+            return z
+
+    model = Reuse()
+    with stand_in(), watch(model, check=check) as w:
+        for _ in range(3):
+            model(torch.ones(5))
+    ranges = [[(r.abs_min, r.abs_max) for r in f.records] for f in w.frames[:3]]
+    assert ranges == [[(1, 1), (2, 2)], [(7, 7), (21, 21)], [(1, 1), (21, 21)]]
+
+
+def test_weights_on_the_way_are_not_read_again() -> None:
+    """Batches that overlap share the rows of their weights, also after the first of them was told."""
+    model = mlp()
+    with stand_in() as device:
+        w = watch(model, check="async", _verify_hits=True, max_frames=100)
+        for _ in range(3):
+            model(torch.ones(2, 3))
+        before = w.counters["cache_hits"]
+        assert before >= 8 + 3 * 4
+        device.run()
+        model(torch.ones(2, 3))
+        w.stop()
+    assert w.counters["stale_hits"] == 0
+    first = [r.abs_max for f in w.frames if f.batch == 0 for r in f.records]
+    for batch in (1, 2, 3):
+        assert [r.abs_max for f in w.frames if f.batch == batch for r in f.records] == first
+
+
+def test_after_a_step_weights_are_read_anew() -> None:
+    """The step of an optimizer makes every weight unknown, also one whose row is on the way."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    with stand_in(), watch(model, check="async", _verify_hits=True) as w:
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert w.counters["stale_hits"] == 0
+    weights = [r.abs_max for f in w.frames if f.name == "0" for r in f.records if r.label == "weight"]
+    assert len(set(weights)) == 3
+
+
+@pytest.mark.slow
+def test_a_full_table_makes_the_host_wait_and_loses_nothing() -> None:
+    """With more rows on the way than there are slots the oldest are waited for."""
+
+    class Many(nn.Module):
+        def forward(self, xs: list[Tensor]) -> None:
+            return None
+
+    model = Many()
+    with stand_in() as device, watch(model, check="async", max_frames=20) as w:
+        for batch in range(9):
+            model([torch.tensor(float(batch * 10_000 + i)) for i in range(4000)])
+        assert 0 < device.waits < 9
+    assert [[r.abs_max for r in f.records[:-1]] for f in w.frames] == [
+        [batch * 10_000 + i for i in range(4000)] for batch in range(9)
+    ]
+
+
+# Devices and streams
+
+
+def test_a_model_over_several_devices_and_the_host() -> None:
+    """One launch a frame and device; frames of the host keep their place between those of the devices."""
+    where = {torch.float32: 0, torch.float64: 1, torch.float16: -1}
+
+    class Moves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = Scale(), Scale(), Scale()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            x = self.a(x)
+            y = self.b(x.half())
+            z = self.c(y.double())
+            return x, y, z
+
+    model = Moves()
+    with stand_in(place=lambda x: where[x.dtype]) as device, watch(model, check="batch") as w:
+        model(torch.ones(3))
+        assert device.launches == [2, 2, 1, 1]
+        assert device.waits == 2
+    assert names(w) == [(0, "a"), (0, "b"), (0, "c"), (0, "")]
+    assert [r.abs_max for r in w.frames[-1].records] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("check", ["batch", "async"])
+def test_a_fault_of_the_host_waits_for_earlier_ones_of_the_device(check: Any) -> None:
+    """The first fault is the first in the order of the calls, wherever the tensors lie."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.device, self.host = Scale(INF), Scale(INF)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.host(self.device(x).clamp(max=1).half())
+
+    model = Both()
+    split = stand_in(place=lambda x: -1 if x.dtype == torch.float16 else 0)
+    with split, pytest.raises(NonFiniteError) as error, watch(model, check=check, microscope=False):
+        model(torch.ones(3))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.module == "device"
+
+
+def test_each_stream_that_was_used_is_waited_for() -> None:
+    """A model that changes the stream on its way has its rows, wherever they were enqueued."""
+    with stand_in() as device:
+
+        class Forks(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = Scale(2.0), Scale(3.0)
+
+            def forward(self, x: Tensor) -> Tensor:
+                device.stream = 2
+                y = self.a(x)
+                device.stream = 1
+                return y + self.b(x)
+
+        model = Forks()
+        with watch(model, check="batch") as w:
+            model(torch.ones(1))
+            assert device.waits == 2
+        assert [f.records[-1].abs_max for f in w.frames] == [2, 3, 5]
+
+
+# When something fails
+
+
+@pytest.mark.parametrize("check", ["batch", "async"])
+def test_an_error_of_the_device_leaves_the_frames_up_to_it(check: Any) -> None:
+    """What the device wrote before it failed is reported; what it did not write is not called finite."""
+
+    class Asserts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            device.run(7)  # the rows of the two layers at the front
+            device.break_down()
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Scale(), Asserts())
+    with stand_in() as device:
+        w = watch(model, check=check)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            model(torch.ones(1, 3))
+        w.stop()
+        assert names(w) == [(0, "0"), (0, "1"), (0, "2")]
+        assert all(r.isfinite for f in w.frames[:2] for r in f.records)
+        notes = [r.note for r in w.frames[2].records]
+        assert notes[-1].startswith("not checked: ")
+        assert f"error {BROKEN} of the stand-in" in notes[-1]
+
+
+@pytest.mark.parametrize("check", ["batch", "async"])
+def test_a_fault_before_the_device_failed_is_in_the_report(check: Any) -> None:
+    """The model's own error stays what is raised; the report has the finding."""
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            device.run()
+            raise RuntimeError("out of memory")
+
+    model = nn.Sequential(Scale(INF), Fails())
+    with stand_in() as device:
+        with pytest.raises(RuntimeError, match="out of memory"), watch(model, check=check) as w:
+            model(torch.ones(1, 3))
+        finding = w.report().finding
+    assert finding is not None
+    assert (finding.module, finding.origin) == ("0", "produced")
+
+
+def test_a_device_that_cannot_run_is_left_alone() -> None:
+    """With a driver that is too old every tensor is read as before, and the device is not asked again."""
+    model = mlp()
+    with stand_in(fail_next=OLD_DRIVER) as device, watch(model, check="async") as w:
+        model(torch.ones(2, 3))
+        model(torch.ones(2, 3))
+        assert device.launches == []
+    assert [batch for batch, name in names(w) if name == ""] == [0, 1]
+    assert all(record.isfinite for frame in w.frames for record in frame.records)
+
+
+def test_a_launch_that_fails_once_costs_no_row() -> None:
+    """The frame whose launch failed is read the other way, and the next one asks the device again."""
+    model = mlp()
+    with stand_in(fail_next=9) as device, watch(model, check="batch") as w:
+        model(torch.ones(2, 3))
+        assert len(device.launches) == 3
+    assert all(record.isfinite for frame in w.frames for record in frame.records)
+    assert [len(frame.records) for frame in w.frames] == [4, 2, 4, 2]
+
+
+def test_what_the_device_does_not_take_is_read_at_once() -> None:
+    """Complex, sparse and meta tensors have the rows they have on the host, among those of the device."""
+
+    class Takes(nn.Module):
+        def forward(self, *xs: Any) -> Any:
+            return xs[0]
+
+    given_values = [
+        torch.ones(2),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        torch.empty(0),
+        torch.tensor(True),
+        None,
+        3,
+    ]
+    found = []
+    for on_device in (False, True):
+        model = Takes()
+        with device_or_host(on_device), watch(model) as w:
+            model(*given_values)
+        found.append(repr(w.frames))
+    assert found[0] == found[1]
+
+
+# Telling
+
+
+def test_the_last_batch_is_told_by_stop() -> None:
+    """With async nothing else waits for the last batch: stop(), or leaving the block, raises what it held."""
+    model = chain(Plant(b1=INF))
+    with stand_in():
+        with pytest.raises(NonFiniteError) as error:
+            watched_run(model, 2, check="async", microscope=False)
+        assert error.value.report.batch == 1
+        assert all(module._compiled_call_impl is None for module in model.modules())
+
+
+def test_a_report_shows_a_fault_and_leaves_the_raising_to_the_next_call() -> None:
+    """Asking for a report is no place to raise; nobody's failure is lost by it."""
+    model = chain(Plant(b0=INF))
+    with stand_in() as device:
+        w = watch(model, check="async", microscope=False)
+        model(torch.ones(1, 3))
+        device.run()
+        assert w.report().finding is not None
+        with pytest.raises(NonFiniteError):
+            model(torch.ones(1, 3))
+        model(torch.ones(1, 3))
+        w.look()
+        assert device.waits > 0
+        w.stop()
+
+
+def test_every_batch_of_a_late_run_is_one_run() -> None:
+    """Of faulty batches in a row the report is that of the first, as when each is told at its end."""
+    found = []
+    for check in ("batch", "async"):
+        model = chain(Plant(b1=INF, b2=NAN, b3=NAN, b5=INF))
+        with stand_in() as device, watch(model, check=check, on_nonfinite="record") as w:
+            batches = []
+            for _ in range(7):
+                model(torch.ones(1, 3))
+                device.run()
+                w.look()
+                finding = w.report().finding
+                batches.append(None if finding is None else finding.batch)
+        found.append(batches)
+    assert found == [[None, 1, 1, 1, 1, 5, 5]] * 2
+
+
+@pytest.mark.parametrize("check", ["batch", "async"])
+def test_warnings_and_callables_come_with_the_batch(check: Any) -> None:
+    """One warning when it begins, at its end and at the watch's; a callable gets one report a batch."""
+    reports = []
+    with stand_in():
+        model = chain(Plant(b1=INF), nn.ReLU())
+        with pytest.warns(RuntimeWarning, match="batch 1") as told:
+            watched_run(model, 3, check=check, on_nonfinite="warn")
+        assert [str(one.message).split()[0] for one in told] == ["inf", "all", "of"]
+        model = chain(Plant(b0=INF, b2=INF))
+        watched_run(model, 3, check=check, on_nonfinite=reports.append)
+    assert [report.batch for report in reports] == [0, 2]
+
+
+def test_a_traced_batch_is_printed_before_the_next_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """The frames of a traced batch stand under its own header, also with async."""
+    model = mlp()
+    with stand_in(), watch(model, check="async", trace_batches=(0, 1)):
+        model(torch.ones(2, 3))
+        model(torch.ones(2, 3))
+    printed = capsys.readouterr().out
+    headers = [printed.index(f"batch number={number}") for number in (0, 1)]
+    assert printed[headers[0] : headers[1]].count("Linear") == printed[headers[1] :].count("Linear") == 2
+
+
+@pytest.mark.parametrize("check", ["batch", "async"])
+def test_a_closer_look_where_the_batch_is_still_there(check: Any) -> None:
+    """At the end of its own batch a fault is run again; a batch late the report says why it was not."""
+    model = nn.Sequential(nn.Linear(3, 3), Scale(INF))
+    with stand_in() as device:
+        w = watch(model, check=check)
+
+        def two_batches() -> None:
+            model(torch.ones(1, 3))
+            device.run()
+            model(torch.ones(1, 3))
+
+        with pytest.raises(NonFiniteError) as error:
+            two_batches()
+        finding = error.value.report.finding
+        assert finding is not None
+        if check == "batch":
+            assert finding.operation is not None
+        else:
+            assert finding.operation is None
+            assert "it was over when its rows came" in " ".join(finding.remarks)
+        w._leave()
+
+
+@pytest.mark.parametrize("check", ["batch", "async"])
+def test_a_recomputed_fault_is_told_at_the_next_look(check: Any) -> None:
+    """What only the recomputation in a backward makes infinite is found without a stop of the device in it."""
+    scale = Scale()
+    model = nn.Sequential(scale, nn.Linear(2, 2))
+    with stand_in() as device, watch(model, check=check, on_nonfinite="record") as w:
+        loss = checkpoint(model, torch.ones(1, 2), use_reentrant=False).sum()
+        waited = device.waits
+        scale.factor = INF
+        loss.backward()
+        assert device.waits == waited
+        device.run()
+        w.look()
+    finding = w.report().finding
+    assert finding is not None
+    assert (finding.module, finding.batch) == ("0", 0)
+    assert w.report().frames[-1].recomputed
+
+
+def test_an_abort_after_a_batch_comes_at_its_end() -> None:
+    """The limit does not wait for the rows, and the report has them once the block is left."""
+    model = chain(Plant(b0=INF))
+    with stand_in():
+        with pytest.raises(BatchLimitError), watch(model, check="async", abort_after_batch=0) as w:
+            model(torch.ones(1, 3))
+        assert w.report().finding is not None
+
+
+def test_threads_have_their_own_batches() -> None:
+    """Four threads over one device: every batch whole, in order, and the fault told to the thread it is in."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    errors: list[int] = []
+
+    def work(number: int) -> None:
+        for step in range(15):
+            x = torch.full((2, 8), INF if (number, step) == (2, 10) else 1.0)
+            try:
+                model(x)
+            except NonFiniteError:
+                errors.append(number)
+
+    with stand_in(), watch(model, check="batch", max_frames=10_000, microscope=False, _verify_hits=True) as w:
+        in_threads(4, work)
+    assert errors == [2]
+    assert w.batch == 59
+    assert [sum(frame.batch == batch for frame in w.frames) for batch in range(60)] == [4] * 60
+    assert w.counters["stale_hits"] == 0
+
+
+def test_a_model_is_bit_for_bit_what_it_was_and_freed_as_before() -> None:
+    """Rows on the way keep no tensor alive past the batch, and change no number."""
+    import weakref
+
+    plain, model = mlp(), mlp()
+    x = torch.randn(2, 3)
+    with stand_in(), watch(model, check="async"):
+        output = model(x)
+        assert torch.equal(output, plain(x))
+        reference = weakref.ref(output)
+        storage = weakref.ref(output.untyped_storage())
+        del output
+        assert reference() is None
+        assert storage() is None

@@ -1,0 +1,150 @@
+"""A DTensor's record says which shard was read, wherever the record goes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nanwatch.recording.shard import _chunk, parameter_mesh, shard_note
+from nanwatch.report.record import LOCAL_SHARD
+from nanwatch.report.report import Report
+from nanwatch.session.watch import watch
+from support.toys import Scale
+
+NOTE = "local shard: Shard(0) at mesh[0]=0 of 1, from [0, 0]"
+
+
+@pytest.fixture(name="x")
+def sharded(one_process_mesh: Any) -> Any:
+    """A DTensor of two dimensions with an inf at [1, 2]."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.ones(2, 3)
+    whole[1, 2] = float("inf")
+    return distribute_tensor(whole, one_process_mesh, [Shard(0)])
+
+
+@pytest.mark.parametrize("size", range(8))
+@pytest.mark.parametrize("count", range(1, 5))
+def test_chunks_are_those_of_torch(size: int, count: int) -> None:
+    """Part by part, of blocks end to end with gaps between them, including the parts that are empty."""
+    blocks = [(10 * i, 10 * i + 2) for i in range(size // 2)] + [(90, 91)] * (size % 2)
+    elements = torch.tensor([i for begin, end in blocks for i in range(begin, end)])
+    parts = [part.tolist() for part in elements.chunk(count)] if size else []
+    for number in range(count):
+        found = [i for begin, end in _chunk(blocks, number, count) for i in range(begin, end)]
+        assert found == (parts[number] if number < len(parts) else [])
+
+
+def test_report_in_all_forms_says_which_shard(x: Any) -> None:
+    """Text, JSON and its way back, and the page; the finding has the place in the shard and in the whole."""
+    model = Scale()
+    with watch(model, on_nonfinite="record") as w:
+        model(x)
+    report = w.report()
+    record = report.frames[0].records[0]
+    assert (record.note, record.shape) == (NOTE, (2, 3))
+    assert report.mesh == ("mesh[0]=0 of 1",)
+    text = report.to_text()
+    assert f"input[0] ({NOTE})" in text
+    assert "This rank in the device mesh: mesh[0]=0 of 1." in text
+    assert "the first at [1, 2] of the shard, [1, 2] of the whole" in text
+    assert f"the {NOTE} of float32 of shape [2, 3]" in text
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_page_says_which_shard(x: Any) -> None:
+    """The rank's place in its head, the note with its record."""
+    pytest.importorskip("jinja2")
+    pytest.importorskip("plotly")
+    model = Scale()
+    with watch(model, on_nonfinite="record") as w:
+        model(x)
+    page = w.report().to_html()
+    assert "rank 0, mesh[0]=0 of 1" in page
+    assert NOTE in page
+
+
+def test_trace_says_which_shard(x: Any, tmp_path: Path) -> None:
+    """The column `note` of a trace has it, and its frames come back with it."""
+    pytest.importorskip("pyarrow")
+    from nanwatch.trace.trace_file import Trace
+
+    path = tmp_path / "run.parquet"
+    model = Scale()
+    with watch(model, on_nonfinite="record", trace=path):
+        model(x)
+    placement = next(iter(Trace.open(path).frames(0))).records[0].placement
+    assert placement is not None
+    assert str(placement) == NOTE.removeprefix(f"{LOCAL_SHARD}: ")
+
+
+def test_replicated_and_partial_tensors_have_no_start(one_process_mesh: Any) -> None:
+    """What is no block of the whole does not say where it begins."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    notes = [
+        shard_note(DTensor.from_local(torch.ones(2), one_process_mesh, [placement]))
+        for placement in (Replicate(), Partial(), Partial("avg"))
+    ]
+    assert [note.removeprefix("local shard: ") for note in notes] == [
+        "Replicate at mesh[0]=0 of 1",
+        "Partial(sum) at mesh[0]=0 of 1",
+        "Partial(avg) at mesh[0]=0 of 1",
+    ]
+
+
+def test_a_placement_that_cannot_be_told_is_still_a_shard() -> None:
+    """Whatever goes wrong in telling which one: the note says that it is a shard, and nothing is raised."""
+    assert shard_note(nn.Linear(1, 1)) == LOCAL_SHARD
+
+
+def test_parameters_say_where_this_process_is_in_their_meshes(x: Any) -> None:
+    """Each dimension once; of plain parameters, of no model at all and of one that cannot be asked there is nothing."""
+    model = nn.Sequential(nn.Linear(2, 2), Scale(), nn.Linear(2, 2))
+    assert parameter_mesh(model) == ()
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(x)
+    assert parameter_mesh(model) == ("mesh[0]=0 of 1",)
+    assert parameter_mesh(None) == ()
+
+    class Broken(nn.Linear):
+        def _get_fsdp_state(self) -> None:
+            raise AssertionError("No FSDP state found")
+
+    assert parameter_mesh(nn.Sequential(model, Broken(2, 2))) == ()
+
+
+def test_a_report_has_the_mesh_of_its_model_when_that_has_gone(x: Any) -> None:
+    """The latest that was known, with no frame that would have a shard."""
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(x)
+    seen = watch(model, on_nonfinite="record")
+    seen.stop()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert seen.report().mesh == ("mesh[0]=0 of 1",)
+
+
+def test_the_mesh_of_the_parameters_comes_before_that_of_the_frames(x: Any) -> None:
+    """Each place once, in text and JSON. A report from before has what its frames say."""
+    model = Scale()
+    with watch(model, on_nonfinite="record") as seen:
+        model(x)
+    report = replace(seen.report(), parameter_mesh=("dp=1 of 4", "mesh[0]=0 of 1"))
+    assert report.mesh == ("dp=1 of 4", "mesh[0]=0 of 1")
+    assert "This rank in the device mesh: dp=1 of 4, mesh[0]=0 of 1.\n" in report.to_text()
+    assert Report.from_json(report.to_json()) == report
+    document = json.loads(report.to_json())
+    del document["parameter_mesh"]
+    assert Report.from_json(json.dumps(document)).mesh == ("mesh[0]=0 of 1",)

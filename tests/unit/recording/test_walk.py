@@ -1,0 +1,141 @@
+"""walk: labels and leaves of nested values."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, Unwalked, call_leaves, leaves
+
+X, Y, Z = torch.zeros(1), torch.ones(2), torch.full((3,), 2.0)
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Output:
+    """A plain dataclass."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (X, [("output", X)]),
+        (None, [("output", None)]),
+        ("text", [("output", "text")]),
+        ((X, Y), [("output[0]", X), ("output[1]", Y)]),
+        ([X, (Y, None)], [("output[0]", X), ("output[1][0]", Y), ("output[1][1]", None)]),
+        ({"logits": X, 3: [Y]}, [("output[logits]", X), ("output[3][0]", Y)]),
+        ({"a key": X, (1, 2): Y}, [("output['a key']", X), ("output[(1, 2)]", Y)]),
+        (OrderedDict(a=X), [("output[a]", X)]),
+        (UserDict({"ids": X}), [("output[ids]", X)]),
+        (Pair(X, {"k": Y}), [("output[0]", X), ("output[1][k]", Y)]),
+        (Output(X, extra={"z": Z}), [("output[logits]", X), ("output[loss]", None), ("output[extra][z]", Z)]),
+        (torch.max(torch.eye(2), 0)[:1], [("output[0]", None)]),
+        ((), []),
+    ],
+)
+def test_labels_say_how_to_reach_the_leaf(value: Any, expected: list[tuple[str, Any]]) -> None:
+    """Tuples and lists by position, mappings by key, dataclasses by field, to any depth."""
+    found = leaves(value, "output")
+    assert [label for label, _ in found] == [label for label, _ in expected]
+    for (_, leaf), (_, wanted) in zip(found, expected, strict=True):
+        assert leaf is wanted or wanted is None
+
+
+def test_calls_label_positions_and_keywords() -> None:
+    """Positional arguments are numbered, keyword arguments named, both to any depth."""
+    found = call_leaves((X, [Y]), {"attention_mask": Z, "kwargs": {"a": None}})
+    assert [label for label, _ in found] == [
+        "input[0]",
+        "input[1][0]",
+        "input[attention_mask]",
+        "input[kwargs][a]",
+    ]
+
+
+def test_registered_pytrees_are_entered() -> None:
+    """A type registered with torch.utils._pytree gives its children by position."""
+    from torch.utils import _pytree
+
+    class Box:
+        def __init__(self, *content: Tensor) -> None:
+            self.content = content
+
+    _pytree.register_pytree_node(Box, lambda box: (list(box.content), None), lambda content, _: Box(*content))
+    try:
+        assert [label for label, _ in leaves(Box(X, Y), "output")] == ["output[0]", "output[1]"]
+    finally:
+        _pytree._deregister_pytree_node(Box) if hasattr(_pytree, "_deregister_pytree_node") else None
+        _pytree.SUPPORTED_NODES.pop(Box, None)
+
+
+def test_cycles_end() -> None:
+    """A list that contains itself is entered once, and the rest is said not to be."""
+    value: list[Any] = [X]
+    value.append(value)
+    found = leaves(value, "output")
+    assert found[0] == ("output[0]", X)
+    assert found[1] == ("output[1]", "contains itself")
+    assert isinstance(found[1][1], Unwalked)
+
+
+def test_the_same_list_twice_is_no_cycle() -> None:
+    """A container that occurs twice side by side is walked twice."""
+    shared = [X]
+    assert [label for label, _ in leaves((shared, shared), "output")] == ["output[0][0]", "output[1][0]"]
+
+
+def test_depth_is_bounded() -> None:
+    """A nest deeper than the limit ends there, saying so, without a RecursionError."""
+    value: Any = X
+    for _ in range(100_000):
+        value = [value]
+    ((label, leaf),) = leaves(value, "output")
+    assert label == "output" + "[0]" * MAX_DEPTH
+    assert isinstance(leaf, Unwalked)
+
+
+def test_width_is_bounded() -> None:
+    """Of a huge list the first leaves are given, then one that says that there are more."""
+    found = leaves([[X] * 1000] * 100, "output")
+    assert len(found) == MAX_LEAVES + 1
+    assert isinstance(found[-1][1], Unwalked)
+    assert not any(isinstance(leaf, Unwalked) for _, leaf in found[:-1])
+    assert not any(isinstance(leaf, Unwalked) for _, leaf in leaves([X] * MAX_LEAVES, "output"))
+
+
+def test_a_long_list_of_numbers_is_one_leaf() -> None:
+    """Token ids in a Python list are one value, not thousands; with a tensor among them it is entered."""
+    ids = list(range(100_000))
+    assert leaves({"ids": ids}, "output") == [("output[ids]", ids)]
+    assert len(leaves([*range(100), X], "output")) == 101
+
+
+class Hostile(Mapping[str, Any]):
+    """A mapping that fails when it is read."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        yield "a"
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_container_that_raises_is_noted() -> None:
+    """An exception from a user's container becomes a leaf with the reason, and the rest is still walked."""
+    found = leaves((Hostile(), X), "output")
+    assert found[0] == ("output[0]", "Hostile raised KeyError")
+    assert found[1][1] is X

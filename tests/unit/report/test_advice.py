@@ -1,0 +1,161 @@
+"""The advice of a report fits the numbers: what it names is there, and what it says happened did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch.report.finding import Cure, working_first
+from nanwatch.report.report import Report
+from support.overflows import Op, linear
+
+pytestmark = pytest.mark.usefixtures("each_recorder")
+
+
+def lines_of(report: Report) -> dict[str, str]:
+    """The first line of each kind."""
+    found: dict[str, str] = {}
+    for line in report.to_text().splitlines():
+        kind, _, text = line.partition(":")
+        found.setdefault(kind, text.strip())
+    return found
+
+
+def told(model: nn.Module, *args: Any) -> dict[str, str]:
+    """The lines of the report of a forward that fails."""
+    with torch.no_grad(), nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
+        model(*args)
+    report = error.value.report
+    assert repr(Report.from_json(report.to_json())) == repr(report)
+    return lines_of(report)
+
+
+def told_of_backward(model: nn.Module, x: Tensor, scale: float = 1.0) -> dict[str, str]:
+    """The lines of the report of a step whose gradients failed."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanwatch.watch(model, gradients=True):
+        (model(x).float().sum() * scale).backward()
+        with pytest.raises(nanwatch.NonFiniteError) as error:
+            optimizer.step()
+    return lines_of(error.value.report)
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape", "dtype"),
+    [
+        (nn.LayerNorm(8), (2, 8), torch.float32),
+        (nn.LayerNorm(8), (2, 8), torch.bfloat16),
+        (nn.GroupNorm(2, 8), (2, 8, 4), torch.float32),
+        (nn.BatchNorm1d(8), (4, 8), torch.float32),
+    ],
+    ids=str,
+)
+def test_a_norm_whose_square_leaves_the_format(
+    norm: nn.Module, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """The input is far from the end, and its square is past it."""
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * 1e20).to(dtype)
+    advice = told(nn.Sequential(norm.to(dtype)), x)["Next"]
+    assert f"the square of {x.abs().max().item():.2e} leaves float32, which ends at 3.40282e+38" in advice
+
+
+def test_a_norm_that_squares_nothing_large() -> None:
+    """A variance of one element is no overflow."""
+    assert "square" not in told(nn.Sequential(Op(lambda x: x.var(0))), torch.ones(1, 4))["Next"]
+
+
+def test_by_says_what_the_operation_made() -> None:
+    """inf, of which the caller made nan; nothing more where the record shows the same."""
+
+    class Difference(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * x
+            return self.layer(y - y)
+
+    assert told(Difference(), torch.full((2, 4), 1e30))["By"].startswith("aten.mul.Tensor made inf at ")
+    assert told(nn.Sequential(Op(lambda x: x * x)), torch.full((2, 4), 1e30))["By"].startswith(
+        "aten.mul.Tensor at "
+    )
+
+
+def test_a_weight_that_was_bad_before_the_first_batch() -> None:
+    """Nothing had been watched before."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    nn.init.constant_(model[0].weight, torch.nan)
+    lines = told(model, torch.ones(1, 2))
+    assert "before the first batch" in lines["Why"]
+    assert "checkpoint" in lines["Next"]
+    assert "gradients=True" in lines["Next"]
+
+
+def test_a_weight_that_became_bad_under_the_watch() -> None:
+    """It was read and finite in the batch before."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanwatch.watch(model):
+        (model(torch.ones(1, 2)).sum() * torch.nan).backward()
+        optimizer.step()
+        with pytest.raises(nanwatch.NonFiniteError) as error:
+            model(torch.ones(1, 2))
+    lines = lines_of(error.value.report)
+    assert "finite in batch 0 and became so since the watch began" in lines["Why"]
+    assert "watch(model, gradients=True)" in lines["Next"]
+
+
+def test_a_derivative_that_leaves_its_format() -> None:
+    """x is 182, and 3 x**2 past the end of float16: no operand is zero, and float32 helps."""
+    cube = Op(lambda x: torch.tanh(x + 0.04 * x.pow(3.0)) * x)
+    model = nn.Sequential(linear(1, 1), cube, linear(1e-2, 1)).half()
+    lines = told_of_backward(model, torch.full((2, 1), 182.0).half())
+    assert " zero" not in lines["Next"]
+    assert "the derivative leaves float16, which ends at 65504" in lines["Next"]
+    assert lines["Cure"].startswith("works: run `1` in float32, nanwatch.run_in_fp32(model[1])")
+
+
+def test_at_zero_only_where_an_operand_is_zero() -> None:
+    """The root of zero; the square root of nothing in float32 that is no zero, but a subnormal."""
+    model = nn.Sequential(linear(0), Op(torch.sqrt))
+    assert "at zero" in told_of_backward(model, torch.ones(1, 4))["Next"]
+    model = nn.Sequential(linear(1, 1), Op(lambda x: x**-1.0 * x))
+    advice = told_of_backward(model, torch.full((1, 1), 1e-30), 1e-10)["Next"]
+    assert "at zero" not in advice
+    assert "leaves float32" in advice
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_bad_data_has_its_extent(view: bool) -> None:
+    """In the words that all else has; of the batch's own tensor where the model has made another shape of it."""
+    x = torch.ones(3, 3)
+    x[1] = torch.nan
+    shape = Op(lambda x: x.t()) if view else nn.Identity()
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(shape.forward(x))
+
+    words = "1 of 3 rows, row 1"
+    expected = f"(of input[0] of the batch: {words})" if view else f"({words})"
+    assert told(First(), x)["Where"].startswith(f"3 of 9 elements {expected}, the first at")
+
+
+def test_the_verdict_comes_first() -> None:
+    """Working cures first, in the text and on the page."""
+    cures = [Cure("a", False), Cure("b", True, 3.25), Cure("c", False, 0.5)]
+    assert [str(cure) for cure in working_first(cures)] == [
+        "works: b, 3.2 bits of room left",
+        "does not help: a",
+        "not enough: c, 0.5 bits of room left",
+    ]

@@ -1,0 +1,359 @@
+"""Report.to_html: structure by html.parser, hostile names, policy and data; what runs is in test_html_browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import json
+import sys
+from dataclasses import dataclass, fields, replace
+from math import inf, isfinite, log2
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanwatch.report.finding import Cure, Finding
+from nanwatch.report.frame import Frame
+from nanwatch.report.record import Record
+from nanwatch.report.report import Report
+from nanwatch.util.visible import visible
+from support.html_page import HOSTILE, Page, growing, many, record
+
+plotly_offline = pytest.importorskip("plotly.offline", reason="the page needs plotly: pip install plotly")
+pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
+
+EMPTY = Report((), None, None)
+
+
+def test_the_finding_comes_first_and_in_words() -> None:
+    """What, where, why and what to do next stand above chart and table, as the text has them."""
+    report = growing()
+    page = Page(report.to_html())
+    assert "".join(page.headline) == "inf first seen in output of encoder.block.6.wo"
+    assert page.text.index("first seen") < page.text.index("Range of every record")
+    for line in report.to_text().splitlines()[-3:]:
+        assert line.partition(":")[2].strip().lower() in page.text.lower()
+    assert (
+        "fell from 16.0 bits at encoder.block.0.wo to 1.0 bits at encoder.block.5.wo over 6 frames"
+        in page.text
+    )
+
+
+def test_what_a_closer_look_found_is_told() -> None:
+    """Operation, source, operands, cures, remarks, files: everything a finding may carry."""
+
+    @dataclass(frozen=True)
+    class Fuller(Finding):
+        operands: tuple[Record, ...] = ()
+        remarks: tuple[str, ...] = ()
+        files: tuple[str, ...] = ()
+
+    report = growing()
+    assert report.finding is not None
+    plain = {f.name: getattr(report.finding, f.name) for f in fields(report.finding)}
+    plain |= {
+        "operation": "aten.mm",
+        "source": "model.py:12",
+        "transient": True,
+        "cures": (Cure("run wo in float32", True, 7.25), Cure("bfloat16", False)),
+        "operands": (record("operand[0]", "input", 12345.0),),
+        "remarks": ("The inputs changed in place since.", "Second remark."),
+        "files": ("/tmp/out/capsule-1",),
+    }
+    page = Page(replace(report, finding=Fuller(**plain)).to_html())
+    assert page.unbalanced == []
+    for words in (
+        "By aten.mm at model.py:12",
+        "operand[0] float16 [2, 2] 5.00e-01 1.23e+04",
+        "works run wo in float32, 7.2 bits of room left",
+        "does not help bfloat16",
+        "Note The inputs changed in place since. Second remark.",
+        "Files /tmp/out/capsule-1",
+        "did not come back",
+    ):
+        assert words in page.text
+
+
+def test_the_data_has_every_record() -> None:
+    """One row a record, in order, with its numbers to the last bit and its headroom to a thousandth."""
+    report = growing()
+    data = Page(report.to_html()).data
+    records = [(i, r) for i, f in enumerate(report.frames) for r in f.records]
+    assert len(data["records"]) == len(records)
+    for row, (number, one) in zip(data["records"], records, strict=True):
+        assert row[:3] == [number, one.label, one.role]
+        assert (json.loads(row[3]) if row[3] else None) == (
+            one.shape if one.shape is None else list(one.shape)
+        )
+        assert row[4] == one.dtype
+        assert [row[5], row[6]] == [
+            x if x is None or isfinite(x) else str(x) for x in (one.abs_min, one.abs_max)
+        ]
+        assert row[7] is one.isfinite
+        if one.dtype == "float16":
+            expected = log2(65504 / one.abs_max) if one.isfinite else "-inf"  # type: ignore[operator]
+            assert row[8] == (pytest.approx(expected, abs=5.1e-4) if one.isfinite else expected)
+        else:
+            assert row[8] is None
+        assert row[10] == one.note
+    assert [frame[1] for frame in data["frames"]] == [frame.name for frame in report.frames]
+    assert data["culprit"] == len(records) - 1
+    assert data["limits"] == {"float16": [65504.0, 2.0**-14, 2.0**-24]}
+
+
+def test_bars_are_worst_first() -> None:
+    """One bar a module, its words and width the bits that are left of forty."""
+    page = Page(growing().to_html())
+    widths = [
+        float((a["style"] or "").removeprefix("width:").removesuffix("%"))
+        for tag, a in page.tags
+        if tag == "span" and a.get("class") == "fill"
+    ]
+    bits = [0, *(log2(65504 / 8.0**i) for i in range(5, -1, -1)), log2(65504)]
+    assert widths == pytest.approx([b / 40 * 100 for b in bits], abs=0.06)
+    assert "encoder.block.6.wo none left encoder.block.5.wo 1.0 bits encoder.block.4.wo 4.0 bits" in page.text
+
+
+def test_the_tree_nests_as_the_names_do() -> None:
+    """Every part of a dotted name is one node, with the least headroom below it."""
+    tree = Page(growing().to_html()).text.partition("and all below it.")[2]
+    assert tree.startswith(
+        " the root module none left encoder Embedding none left block none left 0 16.0 bits wo"
+    )
+    assert "5 1.0 bits wo Linear 1.0 bits 6 none left wo Linear first none left" in tree
+
+
+def test_deep_names_do_not_exhaust_recursion() -> None:
+    """A name of ten thousand parts is one page like any other."""
+    deep = Frame(0, "a." * 10_000, "Linear", (record("output", "output", 1.0),))
+    page = Page(Report((deep,), None, 0).to_html())
+    assert page.unbalanced == []
+    assert sum(tag == "details" for tag, _ in page.tags) < 50
+
+
+@pytest.mark.parametrize(
+    ("report", "headline"),
+    [
+        (EMPTY, "Nothing was looked at: no watched call has run."),
+        (Report((), None, 4), "Nothing was looked at up to batch 4: no watched call has run."),
+        (Report((Frame(0, "", "Model", ()),), None, 0), "Nothing could be read up to batch 0"),
+        (
+            Report(
+                (
+                    Frame(
+                        0,
+                        "a",
+                        "Linear",
+                        (Record("x", "input", (2,), "float16", None, None, None, None, "not checked: meta"),),
+                    ),
+                ),
+                None,
+                0,
+            ),
+            "Nothing could be read up to batch 0",
+        ),
+        (replace(growing(), frames=growing().frames[:-1], finding=None), "All finite up to batch 1"),
+        (replace(growing(), frames=()), "inf first seen in output of encoder.block.6.wo"),
+    ],
+)
+def test_every_kind_of_report_has_a_page(report: Report, headline: str) -> None:
+    """No frames, no records, nothing read, nothing wrong, or a finding whose frames are gone."""
+    page = Page(report.to_html())
+    assert "".join(page.headline).startswith(headline)
+    assert page.unbalanced == []
+    assert page.open == []
+    assert len(page.data["records"]) == sum(len(frame.records) for frame in report.frames)
+    # A page without a chart does not carry what would draw one.
+    assert ("packed-plotly" in page.scripts) is bool(page.data["records"])
+
+
+# Hostile names.
+
+
+def skeleton(document: str) -> list[tuple[str, list[str]]]:
+    """The elements and the names of their attributes, in order."""
+    return [(tag, sorted(attributes)) for tag, attributes in Page(document).tags]
+
+
+def named(name: str) -> Report:
+    """A report with this name in every field of text."""
+    report = growing(hostile=name)
+    assert report.finding is not None
+    told = {"extent": name, "operation": name, "source": name, "source_module": name, "origin": "received"}
+    return replace(report, finding=replace(report.finding, cures=(Cure(name, True),), **told))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=repr)
+def test_hostile_names_are_text(name: str) -> None:
+    """In every field there is, a name adds no element, no attribute and no script, and reads as text shows it."""
+    document = named(name).to_html()
+    page = Page(document)
+    # Dots make a deeper tree; all else makes the page that a plain letter makes.
+    if "." not in name:
+        assert skeleton(document) == skeleton(named("x").to_html())
+    assert page.unbalanced == []
+    assert page.data["frames"][1][1] == visible(f"encoder.block.0.wo{name}")
+    assert page.data["records"][0][1] == visible(f"output{name}")
+    assert visible(f"output{name} of encoder.block.6.wo{name}") in "".join(page.headline)
+
+
+NAMES = st.sampled_from(HOSTILE) | st.text(st.characters(), max_size=20)  # lone surrogates among them
+NUMBERS = st.none() | st.floats() | st.sampled_from([0.0, inf, -inf, 65504.0, 5e-324, -1.0])
+RECORDS = st.builds(
+    Record,
+    NAMES,
+    st.sampled_from(["weight", "buffer", "input", "output", "gradient"]),
+    st.none() | st.lists(st.integers(0, 2**62), max_size=5).map(tuple),
+    st.sampled_from(["float16", "bfloat16", "float64", "int8", "complex64", ""]) | NAMES,
+    NUMBERS,
+    NUMBERS,
+    st.none() | st.booleans(),
+    st.none(),
+    NAMES,
+)
+FRAMES = st.builds(
+    Frame,
+    st.integers(0),
+    NAMES,
+    NAMES,
+    st.lists(RECORDS, max_size=3).map(tuple),
+    st.sampled_from(["forward", "backward"]),
+    st.booleans(),
+)
+FINDINGS = st.builds(
+    Finding,
+    NAMES,
+    NAMES,
+    NAMES,
+    st.integers(0),
+    st.integers(0),
+    st.sampled_from(["nan", "inf", "nan+inf"]),
+    st.sampled_from(["produced", "received", "weight", "buffer", "data"]),
+    st.none() | NAMES,
+    st.none() | st.integers(0),
+    st.integers(0),
+    st.none() | st.lists(st.integers(0)).map(tuple),
+    NAMES,
+    st.none() | NAMES,
+    st.none() | NAMES,
+    st.none() | st.booleans(),
+    st.lists(st.builds(Cure, NAMES, st.booleans(), st.none() | st.floats()), max_size=2).map(tuple),
+)
+REPORTS = st.builds(
+    Report,
+    st.lists(FRAMES, max_size=4).map(tuple),
+    st.none() | FINDINGS,
+    st.none() | st.integers(0),
+    st.just(0),
+)
+ELEMENTS = {
+    *("html", "head", "meta", "title", "link", "style", "script", "body", "noscript"),
+    *("header", "main", "section", "footer", "h1", "h2", "p", "div", "span", "a", "code", "b", "kbd"),
+    *("dl", "dt", "dd", "ul", "ol", "li", "details", "summary"),
+    *("table", "thead", "tbody", "tr", "th", "td", "button", "label", "input"),
+}
+ATTRIBUTES = {
+    *("lang", "charset", "http-equiv", "content", "name", "rel", "href", "class", "id", "style", "role"),
+    *("type", "placeholder", "autocomplete", "spellcheck", "min", "max", "step", "value"),
+    *("open", "hidden", "tabindex"),
+}
+
+
+@given(REPORTS)
+@settings(max_examples=60, deadline=None)
+def test_any_report_is_a_page(report: Report) -> None:
+    """Whatever the fields hold: balanced, only the page's own elements, UTF-8, and every name back from the data."""
+    document = report.to_html()
+    document.encode("utf-8")
+    page = Page(document)
+    assert (page.unbalanced, page.open) == ([], [])
+    for tag, attributes in page.tags:
+        assert tag in ELEMENTS
+        assert {name for name in attributes if not name.startswith("aria-")} <= ATTRIBUTES
+    has_records = any(frame.records for frame in report.frames)
+    assert set(page.scripts) == {"data", "own"} | ({"packed-plotly"} if has_records else set())
+    assert page.scripts["data"].isascii()
+    assert not set("<>&") & set(page.scripts["data"])
+    assert [f[1:3] for f in page.data["frames"]] == [
+        [visible(f.name), visible(f.class_name)] for f in report.frames
+    ]
+    assert [r[1] for r in page.data["records"]] == [
+        visible(r.label) for f in report.frames for r in f.records
+    ]
+
+
+# What the page may do.
+
+
+def sha256(text: str) -> str:
+    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+
+
+def test_the_policy_allows_two_scripts_and_no_connection() -> None:
+    """Everything is refused but the page's own script and plotly's, both by hash, its style, and inline images."""
+    page = Page(growing().to_html())
+    policy = dict(rule.strip().split(" ", 1) for rule in page.policy.split(";"))
+    assert policy.pop("script-src") == f"{sha256(page.scripts['own'])} {sha256(page.plotly)}"
+    assert policy == {
+        "default-src": "'none'",
+        "style-src": "'unsafe-inline'",
+        "img-src": "data: blob:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    # Only a policy that stands before them binds the elements of the page.
+    names = [tag for tag, _ in page.tags]
+    assert names[:4] == ["html", "head", "meta", "meta"]
+
+
+def test_plotly_is_the_installed_one() -> None:
+    """The chart's library travels whole, within the page."""
+    assert Page(growing().to_html()).plotly == plotly_offline.get_plotlyjs()
+
+
+def test_nothing_is_named_that_lies_elsewhere() -> None:
+    """No address but the page's own parts in markup, style or script."""
+    page = Page(growing().to_html())
+    for _, attributes in page.tags:
+        assert "src" not in attributes
+        assert (attributes.get("href") or "#").startswith(("#", "data:"))
+    for text in (page.style, page.scripts["own"]):
+        assert not any(
+            word in text for word in ("http:", "https:", "//cdn", "url(", "@import", "fetch(", "innerHTML")
+        )
+
+
+def test_ten_thousand_records_stay_below_five_megabytes() -> None:
+    """The size that a mail or an issue takes, and every record is in it."""
+    document = many(10_000).to_html()
+    assert len(document.encode()) < 5_000_000
+    assert len(Page(document).data["records"]) == 10_000
+
+
+def test_the_page_depends_on_the_report_alone() -> None:
+    """The same report gives the same bytes, also when it went through JSON."""
+    report = growing()
+    assert report.to_html() == report.to_html() == Report.from_json(report.to_json()).to_html()
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "plotly"])
+def test_without_the_extra_the_error_names_it(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an optional package the error names it and the extra that brings both."""
+    from nanwatch.report import html
+    from nanwatch.util import extras
+
+    html._packed_plotly.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+
+    def without(name: str, package: str | None = None) -> Any:
+        if name.split(".")[0] == missing:
+            raise ImportError(name)
+        return importlib.import_module(name, package)
+
+    monkeypatch.setattr(extras, "import_module", without)
+    with pytest.raises(ImportError, match=rf"`{missing}`.*\.\[report\]"):
+        growing().to_html()

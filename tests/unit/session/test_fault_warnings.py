@@ -1,0 +1,237 @@
+"""The warnings of `on_nonfinite="warn"`: few, true, and at the user's own line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch import watch
+from nanwatch.util.user_warning import warn_user
+from support.toys import Root, Scale, in_threads
+
+INF = float("inf")
+
+
+@contextmanager
+def told() -> Iterator[list[warnings.WarningMessage]]:
+    """All warnings, as they come."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+
+
+def texts(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(one.message) for one in caught]
+
+
+def faulty_outputs(model: nn.Module) -> Counter[str]:
+    """Counts the calls of modules with an output that is not finite, as plain hooks see them."""
+    counts: Counter[str] = Counter()
+    for name, module in model.named_modules():
+
+        def look(module: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
+            counts[name] += int(not torch.isfinite(output).all())
+
+        module.register_forward_hook(look)
+    return counts
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_a_run_of_faulty_batches_is_one_line_and_a_sum() -> None:
+    """45 of 50 batches are bad, in all 60 modules: the first is told, and all are counted at stop()."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(60)])
+    counts = faulty_outputs(model)
+    with told() as caught:
+        w = watch(model, on_nonfinite="warn")
+        for batch in range(50):
+            x = torch.randn(2, 4)
+            x[0] = float("nan") if batch >= 5 else 1.0
+            with torch.no_grad():
+                model(x)
+        (begun,) = texts(caught)
+        w.stop()
+        w.stop()
+    assert begun.startswith("nan first seen in `input[0]` of 0 (Linear) in batch 5; ")
+    assert set(counts.values()) == {45}
+    assert texts(caught)[1:] == [
+        "of 50 batches watched, 45 faulty batches (from 5 to 49), first in '0' 45x;"
+        " faulty calls: '0' 45x, '1' 45x, '2' 45x and 58 more modules"
+    ]
+    assert {one.category for one in caught} == {RuntimeWarning}
+
+
+def scales() -> nn.Sequential:
+    return nn.Sequential(Scale(), Scale(), Scale())
+
+
+def run(model: nn.Sequential, places: list[int | None], **options: Any) -> list[str]:
+    """What is told of batches in which the module at a place is the first that is at fault; None is a good batch."""
+    with told() as caught, watch(model, on_nonfinite="warn", **options):
+        for place in places:
+            for number, module in enumerate(model):
+                module.factor = INF if number == place else 1.0
+            model(torch.ones(1))
+    return texts(caught)
+
+
+@pytest.mark.parametrize("check", ["module", "batch", "async"])
+def test_a_change_and_the_end_are_told_with_counts(check: Any) -> None:
+    """Another module is the first, then all is finite, then it begins again."""
+    lines = run(scales(), [None, 1, 1, 0, None, 2], check=check)
+    assert [re.sub(r"; Watch.report.*", "", line) for line in lines] == [
+        "inf first seen in `output` of 1 (Scale) in batch 1",
+        "inf first seen in `output` of 0 (Scale) in batch 3;"
+        " before it, 2 faulty batches (from 1 to 2), first in '1' 2x",
+        "all finite again in batch 4, after 3 faulty batches (from 1 to 3), first in '1' 2x, '0' 1x",
+        "inf first seen in `output` of 2 (Scale) in batch 5",
+        "of 6 batches watched, 4 faulty batches (from 1 to 5), first in '1' 2x, '0' 1x, '2' 1x;"
+        " faulty calls: '2' 4x, the root module 4x, '1' 3x and 1 more module",
+    ]
+
+
+@pytest.mark.parametrize("places", [[None, 0], [0, 1], [0, 1, None], [0, None, None, 1, None, None, None]])
+def test_lines_become_rare_where_they_come_often(places: list[int | None]) -> None:
+    """400 batches that go back and forth take about as many lines as their number has bits."""
+    lines = run(scales(), (places * 400)[:400], forecast=False)
+    assert len(lines) <= 2 * (400).bit_length() + 1
+    assert f"{400 - (places * 400)[:400].count(None)} faulty batches" in lines[-1]
+
+
+def test_batches_without_a_fault_say_nothing() -> None:
+    """Neither at their end nor at stop()."""
+    assert run(scales(), [None] * 3) == []
+
+
+def test_a_bad_backward_in_each_step_is_one_run() -> None:
+    """The forward of the next batch is finite, which ends nothing: one line, and the sum."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), Root())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with told() as caught, watch(model, on_nonfinite="warn", gradients=True) as w:
+        for _ in range(5):
+            with torch.no_grad():
+                model[0].weight.zero_()
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert w.report().finding is not None
+    lines = texts(caught)
+    assert len(lines) == 2
+    assert "in the backward of batch 0" in lines[0]
+    assert lines[1].startswith("of 5 batches watched, 5 faulty batches (from 0 to 4)")
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_threads_are_counted_together(switching: None) -> None:
+    """Four threads with faulty batches only: one line in all, and no batch is lost in the sum."""
+    model = nn.Sequential(Scale(INF))
+    with told() as caught, watch(model, on_nonfinite="warn", forecast=False):
+        in_threads(4, lambda _: [model(torch.ones(1)) for _ in range(25)])
+    begun, summed = texts(caught)
+    assert begun.startswith("inf first seen in `output` of 0 (Scale) in batch ")
+    assert summed.startswith("of 100 batches watched, 100 faulty batches (from 0 to 99), first in '0' 100x;")
+    assert "'0' 100x, the root module 100x" in summed
+
+
+# Where
+
+
+def line_after() -> int:
+    """The number of the line after the caller's."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    return frame.f_back.f_lineno + 1
+
+
+@pytest.mark.usefixtures("each_recorder")
+@pytest.mark.parametrize("check", ["module", "batch"])
+def test_every_warning_is_at_the_users_line(check: Any) -> None:
+    """The call of the model, its end, a step, and stop()."""
+    model = nn.Sequential(nn.Sequential(Scale(INF)))
+    lines = []
+    with told() as caught:
+        w = watch(model, on_nonfinite="warn", check=check)
+        lines.append(line_after())
+        model(torch.ones(1))
+        model[0][0].factor = 1.0
+        lines.append(line_after())
+        model(torch.ones(1))
+        lines.append(line_after())
+        w.stop()
+    assert [(one.filename, one.lineno) for one in caught] == [(__file__, line) for line in lines]
+
+
+class Own(nn.Module):
+    """A forward of the user's that calls a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale(INF)
+        self.line = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.line = line_after()
+        return self.scale(x)
+
+
+def test_a_fault_inside_the_users_forward_is_at_the_call_in_it() -> None:
+    """That line is nearer than the one that calls the model."""
+    model = Own()
+    with told() as caught, watch(model, on_nonfinite="warn", check="module"):
+        model(torch.ones(1))
+    assert (caught[0].filename, caught[0].lineno) == (__file__, model.line)
+
+
+def test_a_thread_of_nanwatchs_own_warns_where_the_main_thread_is() -> None:
+    """Its stack has no line of the user's."""
+    thread = threading.Thread(target=warn_user, args=("from a thread",))
+    with told() as caught:
+        thread.start()
+        first = line_after()
+        thread.join()
+    # In `join`, or a moment before it: in threading.py there is no line of the user's.
+    assert caught[0].filename == __file__
+    assert first - 2 <= caught[0].lineno <= first
+
+
+def test_a_warning_that_is_an_error_replaces_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """The sum goes to stderr when the block ends by an exception of its own."""
+
+    def fail() -> None:
+        model = nn.Sequential(Scale(INF))
+        with watch(model, on_nonfinite="warn"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model(torch.ones(1))
+            raise LookupError("mine")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(LookupError, match="mine") as caught:
+            fail()
+    assert caught.value.__context__ is None
+    assert "1 faulty batch (0)" in capsys.readouterr().err
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning):
+            warn_user("asked for")
+
+
+def test_no_file_warns_past_the_users_line() -> None:
+    """All warnings of a run go through one function; the two others come with the import."""
+    files = sorted(Path(nanwatch.__path__[0]).rglob("*.py"))
+    others = [path.name for path in files if "warnings.warn(" in path.read_text()]
+    assert others == ["_extension.py", "replay.py"]

@@ -1,0 +1,98 @@
+"""A gradient that is not finite, and that no step has taken when the watch ends."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nanwatch import Report, watch
+from support.toys import Root
+
+pytestmark = pytest.mark.usefixtures("each_recorder")
+
+
+def model_at_zero() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), Root())
+    nn.init.zeros_(model[0].weight)
+    return model
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("action", ["raise", "warn"])
+def test_leaving_says_what_is_held(action: Any, tmp_path: Path) -> None:
+    """One warning with the finding, at the `with`; the report has it, and so has output_dir. Once, however often."""
+    model = model_at_zero()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with watch(model, gradients=True, on_nonfinite=action, output_dir=tmp_path) as w:
+            backward(model)
+            assert not torch.isfinite(model[0].weight.grad).all()
+    (held,) = [one for one in told if "before a step" in str(one.message)]
+    assert str(held.message).startswith(
+        "inf first seen in `input[0].grad` of 1 (Root) in the backward of batch 0; "
+    )
+    assert held.filename == __file__
+    finding = w.report().finding
+    assert finding is not None
+    assert (finding.module, finding.phase) == ("1", "backward")
+    assert "the watch ended before a step took it" in finding.remarks
+    assert (tmp_path / "batch-0" / "report.json").exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        w.stop()
+
+
+def test_a_callable_gets_what_is_held() -> None:
+    """As it would at a step; "record" keeps it for the report."""
+    model = model_at_zero()
+    reports: list[Report] = []
+    with watch(model, gradients=True, on_nonfinite=reports.append):
+        backward(model)
+    assert [report.finding.module for report in reports if report.finding is not None] == ["1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with watch(model, gradients=True, on_nonfinite="record") as w:
+            backward(model)
+    assert w.report().finding is not None
+
+
+def test_an_exception_of_the_block_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither a warning that a filter makes an error of, nor what a callable raises, takes its place."""
+
+    def refuse(report: Report) -> None:
+        raise ValueError("of the callable")
+
+    def fail(model: nn.Module, action: Any) -> None:
+        with watch(model, gradients=True, on_nonfinite=action):
+            backward(model)
+            raise LookupError("mine")
+
+    for action in ("raise", refuse):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            with pytest.raises(LookupError, match="mine") as caught:
+                fail(model_at_zero(), action)
+        assert caught.value.__context__ is None
+    assert "before a step took it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("clear", [True, False])
+def test_what_is_gone_or_finite_is_not_told(clear: bool) -> None:
+    """Gradients that the user dropped, and those of a model that is well."""
+    model = model_at_zero()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with watch(model, gradients=True):
+            if not clear:
+                nn.init.ones_(model[0].weight)
+            backward(model)
+            if clear:
+                model.zero_grad()

@@ -1,0 +1,437 @@
+"""The look before an optimizer's step: what is raised, what was skipped, what passes, and what a step leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch.instrumentation.global_hooks import after_steps, before_steps
+from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import Report
+from nanwatch.session.optimizer_guard import SkippedStep
+from nanwatch.session.watch import Watch, watch
+from support.gradient_models import Narrow, Sick
+from support.recorders import WITH_DEVICE, watched
+from support.training import assert_same_bits
+
+KINDS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
+HOWS = ["single", "foreach", "fused"]
+
+
+def train(
+    model: nn.Module, scaler: Any, steps: int, kind: dict[str, Any], *, clear: bool = True
+) -> Iterator[int]:
+    """So many steps with a GradScaler; the number of each, once it is made."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=clear)
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        yield step
+
+
+@pytest.fixture
+def collected() -> None:
+    """No GradScaler of an earlier test is left."""
+    import gc
+
+    gc.collect()
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("clear", [True, False])
+@pytest.mark.parametrize("kind", KINDS, ids=HOWS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_steps_that_a_scaler_skips_are_counted(recorder: str, kind: dict[str, Any], clear: bool) -> None:
+    """No error; each has its scale before and after, also in the frames; the run counts as finite."""
+    model = Narrow()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
+    with watched(model, recorder, gradients=True, max_frames=200) as w:
+        for _ in train(model, scaler, 6, kind, clear=clear):
+            pass
+        assert [str(step) for step in w.skipped_steps] == [
+            "skipped step (scale 524288 → 262144)",
+            "skipped step (scale 262144 → 131072)",
+            "skipped step (scale 131072 → 65536)",
+        ]
+        assert [step.batch for step in w.skipped_steps] == [0, 1, 2]
+        assert w.counters["skipped_steps"] == 3
+        report = w.report()
+    assert report.finding is None
+    text = report.to_text()
+    assert text.startswith("All finite up to batch 5 but for gradients that no step took")
+    assert "Batch 0: skipped step (scale 524288 → 262144)." in text
+    notes = [(f.batch, r.note) for f in w.frames for r in f.records if r.isfinite is False]
+    assert {batch for batch, _ in notes} == {0, 1, 2}
+    assert all(note.startswith("skipped step (scale ") for _, note in notes)
+    assert repr(Report.from_json(report.to_json())) == repr(report)
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("kind", KINDS, ids=HOWS)
+def test_the_step_after_the_last_allowed_skip_is_a_failure(kind: dict[str, Any]) -> None:
+    """max_skipped_steps=2: the third bad backward in a row raises, with the finding, the weights as they were."""
+    model = Narrow()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    before = copy.deepcopy(model.state_dict())
+    made = []
+    with watch(model, gradients=True, max_skipped_steps=2) as w:
+        with pytest.raises(NonFiniteError, match="the 2 steps before this one were skipped") as error:
+            made += list(train(model, scaler, 9, kind))
+        assert w.counters["skipped_steps"] == 2
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.batch == 2
+    assert_same_bits(model.state_dict(), before)
+
+
+@pytest.mark.usefixtures("collected")
+def test_a_step_that_is_made_starts_the_count_anew() -> None:
+    """Two skips, a step, two skips: nothing is raised where two in a row are allowed."""
+    model = Narrow()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    with watch(model, gradients=True, max_skipped_steps=2) as w:
+        for step in train(model, scaler, 7, {}):
+            if step == 3:
+                scaler.update(2.0**18)
+        assert w.counters["skipped_steps"] == 4
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer's step as Lightning makes it: an object of an optimizer's class runs backward, scaler and step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        self.optimizer, self.scaler = optimizer, scaler
+
+    def step(self, loss: Any) -> None:  # type: ignore[override]
+        """Backward and step."""
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss()).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_backward_within_an_object_around_the_optimizer_is_not_within_the_step(recorder: str) -> None:
+    """The scaler still skips the step, and that is counted."""
+    model = Narrow()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
+    around = Around(optimizer, scaler)
+    with watched(model, recorder, gradients=True) as w:
+        for _ in range(5):
+            around.step(lambda: model(torch.ones(2, 4)).sum())
+        assert [step.batch for step in w.skipped_steps] == [0, 1, 2]
+        assert w.report().finding is None
+
+
+def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
+    """Of two that are in use none is guessed; `scaler` says which."""
+    other = torch.amp.GradScaler("cpu")
+    other.scale(torch.ones(1))
+    for given, told in ((True, "skipped step (scale 131072 → 65536)"), (False, "skipped step")):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)
+        model = Narrow()
+        with watch(model, gradients=True, scaler=scaler if given else None) as w:
+            list(train(model, scaler, 2, {}))
+            assert [str(step) for step in w.skipped_steps] == [told]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=HOWS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_step_that_would_take_a_bad_gradient_is_stopped(recorder: str, kind: dict[str, Any]) -> None:
+    """Raised by the step, once, weights and optimizer state to the bit as they were; the next clean step is made."""
+    model = nn.Sequential(Sick())
+    model[0].sick = False
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **kind)
+    with watched(model, recorder, gradients=True) as w:
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        model[0].sick = True
+        with torch.no_grad():
+            model[0].weight.zero_()
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.zero_grad()
+        model(torch.ones(3)).sum().backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+        assert_same_bits([model.state_dict(), optimizer.state_dict()], list(before))
+        assert w.report() is error.value.report
+        model[0].sick = False
+        optimizer.zero_grad()
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.batch, finding.operation) == (
+        "0",
+        "weight.grad",
+        1,
+        "SqrtBackward0",
+    )
+    assert bool((model[0].weight != 0).all())
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_bad_gradient_of_an_earlier_backward_is_found_at_the_step(recorder: str) -> None:
+    """Accumulation: the second of four backwards goes wrong, and its batch is the one that is told."""
+    model = nn.Sequential(Sick())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watched(model, recorder, gradients=True):
+        for i in range(4):
+            model[0].sick = i == 1
+            model(torch.ones(3)).sum().backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.batch == 1
+    assert not model[0].weight.any()
+
+
+@pytest.mark.parametrize("clear", [True, False])
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_finite_gradients_whose_sum_overflows_are_stopped(recorder: str, clear: bool) -> None:
+    """Half precision, 40000 and 40000: no gradient was bad, their sum is; sums that are not pass, also many."""
+    model = nn.Linear(1, 1, bias=False).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with watched(model, recorder, gradients=True):
+        for _ in range(8):
+            model(torch.full((1, 1), 30000.0).half()).sum().backward()
+            model(torch.full((1, 1), -30000.0).half()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=clear)
+        before = model.weight.clone()
+        for _ in range(2):
+            model(torch.full((1, 1), 40000.0).half()).sum().backward()
+        with pytest.raises(NonFiniteError, match="the sum of several backwards") as error:
+            optimizer.step()
+    assert torch.equal(model.weight, before)
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.label, finding.batch, finding.value) == ("weight.grad", 17, "inf")
+
+
+def test_the_step_of_another_optimizer_is_made() -> None:
+    """Two models, two optimizers, one watch: what is wrong in one holds up its own step alone."""
+    model = nn.ModuleDict({"sick": Sick(), "well": nn.Linear(3, 1)})
+    sick, well = (torch.optim.SGD(model[name].parameters(), lr=0.1) for name in ("sick", "well"))
+    before = model["well"].weight.clone()
+    with watch(model, gradients=True):
+        (model["sick"](torch.ones(3)).sum() + model["well"](torch.ones(3)).sum()).backward()
+        well.step()
+        with pytest.raises(NonFiniteError):
+            sick.step()
+    assert not torch.equal(model["well"].weight, before)
+
+
+def test_what_the_user_mends_or_drops_is_no_failure() -> None:
+    """Gradients made finite before the step pass with a warning; a step left out is a skipped one."""
+    model = nn.Sequential(Sick())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, gradients=True) as w:
+        model(torch.ones(3)).sum().backward()
+        torch.nan_to_num_(model[0].weight.grad, posinf=0.0)
+        with pytest.warns(RuntimeWarning, match="nothing was stopped") as told:
+            optimizer.step()
+        assert told[0].filename == __file__
+        assert w.report().finding is None
+        model(torch.ones(3)).sum().backward()
+        assert w.report().finding is not None
+        optimizer.zero_grad()
+        assert w.report().finding is None
+        assert [str(step) for step in w.skipped_steps] == ["skipped step"]
+
+
+def test_a_closure_is_stopped_before_its_step_changes_a_weight() -> None:
+    """The backward runs inside the step, which has been looked at: the end of the backward raises."""
+    model = nn.Sequential(Sick())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        loss = model(torch.ones(3)).sum()
+        loss.backward()
+        return loss
+
+    with watch(model, gradients=True), pytest.raises(NonFiniteError):
+        optimizer.step(closure)
+    assert not model[0].weight.any()
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_an_optimizer_that_steps_inside_the_backward_is_stopped(recorder: str) -> None:
+    """One optimizer a weight, stepping as soon as the gradient is there."""
+    model = nn.Sequential(Sick())
+    for p in model.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        p.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    with watched(model, recorder, gradients=True), pytest.raises(NonFiniteError):
+        model(torch.ones(3)).sum().backward()
+    assert not model[0].weight.any()
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_weights_that_are_moved_by_hand_lead_back_to_the_backward(recorder: str) -> None:
+    """No optimizer: the next forward meets a bad weight, and the report is that of the backward that made it so."""
+    model = nn.Sequential(Sick())
+    with watched(model, recorder, gradients=True):
+        model(torch.ones(3)).sum().backward()
+        with torch.no_grad():
+            model[0].weight -= 0.1 * model[0].weight.grad
+        with pytest.raises(NonFiniteError) as error:
+            model(torch.ones(3))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.phase, finding.batch, finding.label) == ("backward", 0, "weight.grad")
+
+
+def test_the_other_ways_to_act() -> None:
+    """warn warns, record records, a callable is called: at the step, once, and the step is made."""
+    called: list[Report] = []
+    for action in ("warn", "record", called.append):
+        model = nn.Sequential(Sick())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with (
+            watch(model, gradients=True, on_nonfinite=action) as w,
+            warnings.catch_warnings(record=True) as told,
+        ):
+            warnings.simplefilter("always")
+            model(torch.ones(3)).sum().backward()
+            assert not told
+            optimizer.step()
+            assert len(told) == (action == "warn")
+            finding = w.report().finding
+        assert finding is not None
+        assert finding.phase == "backward"
+        assert not torch.isfinite(model[0].weight).any()
+    assert len(called) == 1
+
+
+def test_without_gradients_no_step_is_looked_at() -> None:
+    """The bad gradient goes into the weights, and the next forward finds them."""
+    model = nn.Sequential(Sick())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model) as w:
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        with pytest.raises(NonFiniteError):
+            model(torch.ones(3))
+        assert w.report().finding is not None
+        assert w.report().finding.origin == "weight"
+
+
+# The optimizer's state
+
+
+def state_frames(w: Watch) -> list[dict[str, float | None]]:
+    """The frames of steps, as label to largest magnitude."""
+    return [{r.label: r.abs_max for r in f.records} for f in w.frames if f.phase == "step"]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=HOWS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_the_state_of_an_optimizer_has_a_frame_a_step(recorder: str, kind: dict[str, Any]) -> None:
+    """exp_avg and exp_avg_sq of every parameter by its name, as they are after the step; step counts are left out."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), **kind)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    with watched(model, recorder, optimizer=optimizer, max_frames=100) as w:
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            other.step()
+        (first, latest) = state_frames(w)
+        expected = {
+            f"{key}[{name}]": optimizer.state[p][key].abs().max().item()
+            for name, p in model.named_parameters()
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+    assert latest == expected
+    assert first.keys() == latest.keys()
+    assert {f.class_name for f in w.frames if f.phase == "step"} == {"AdamW"}
+
+
+def test_weights_that_only_the_optimizer_has_are_shown() -> None:
+    """Float32 copies of half weights, as mixed precision keeps them, are called by their place."""
+    model = nn.Sequential(nn.Linear(3, 2).half())
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1, momentum=0.9)
+    with watch(model, optimizer=optimizer) as w:
+        model(torch.ones(1, 3).half())
+        for p in masters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        (frame,) = state_frames(w)
+    assert list(frame) == ["param[0][0]", "momentum_buffer[0][0]", "param[0][1]", "momentum_buffer[0][1]"]
+
+
+def test_a_bad_state_is_a_failure_of_the_step() -> None:
+    """A gradient whose square leaves float32; and a state that was so when it was loaded, before a weight changes."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with watch(model, optimizer=optimizer, gradients=True):
+        (model(torch.ones(1)).sum() * 1e25).backward()
+        with pytest.raises(NonFiniteError, match="the optimizer's step after batch 0") as error:
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.phase) == ("(optimizer)", "exp_avg_sq[0.weight]", "step")
+    before = model[0].weight.clone()
+    with watch(model, optimizer=optimizer):
+        model(torch.ones(1)).sum().backward()
+        with pytest.raises(NonFiniteError):
+            optimizer.step()
+    assert torch.equal(model[0].weight, before)
+
+
+# Options and texts
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradients": 1}, "gradients should be True or False"),
+        ({"optimizer": "AdamW"}, "optimizer should be a torch.optim.Optimizer or None, got str"),
+        ({"scaler": 65536.0}, "scaler should be a torch.amp.GradScaler or None, got float"),
+        ({"max_skipped_steps": True}, "max_skipped_steps should be a whole number"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    """TypeError, naming what came and what is accepted."""
+    with pytest.raises(TypeError, match=message):
+        watch(nn.ReLU(), **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (65536.0, 32768.0, "skipped step (scale 65536 → 32768)"),
+        (0.5, 0.25, "skipped step (scale 0.5 → 0.25)"),
+        (65536.0, 65536.0, "skipped step (scale 65536)"),
+        (None, None, "skipped step"),
+    ],
+)
+def test_a_skipped_step_in_words(before: float | None, after: float | None, text: str) -> None:
+    """With what is known of the scale."""
+    assert str(SkippedStep(0, before, after, None)) == text  # type: ignore[arg-type]
+
+
+def test_nothing_is_left_behind() -> None:
+    """The global hooks of a watch are gone after stop(), and after it was forgotten."""
+    before = len(before_steps), len(after_steps)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    watch(model, gradients=True, optimizer=optimizer).stop()
+    watch(model, gradients=True, optimizer=optimizer)
+    del model, optimizer
+    import gc
+
+    gc.collect()
+    assert (len(before_steps), len(after_steps)) == before

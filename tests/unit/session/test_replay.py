@@ -1,0 +1,358 @@
+"""`replay` makes a capsule's call again, says what was not as it was, and leaves everything as it found it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import Capsule, CapsuleError, replay, write_capsule
+from nanwatch.instrumentation.execution_context import Autocast, RngState
+from support.toys import Scale, mlp
+
+pytest.importorskip("safetensors")
+
+
+class Told(nn.Module):
+    """Calls what it holds and keeps what came of it, for the test to see."""
+
+    outputs: list[Any] = []  # noqa: RUF012 - shared by the copies that a replay makes
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.inner(*args, **kwargs)
+        self.outputs.append(output)
+        return output
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    Told.outputs.clear()
+
+
+def overflowing() -> nn.Sequential:
+    """float32 is enough for its result, float16 is not."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Scale(1e4), Scale(1e4))
+
+
+X = torch.full((2, 4), 3.0)
+
+
+def output_of(folder: Path, model: Any, **options: Any) -> Tensor:
+    """What the module gave in a replay without any warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replay(folder, model, **options)
+    return Told.outputs[-1]
+
+
+def test_weights_inputs_and_random_numbers_are_those_of_the_call(tmp_path):
+    """Dropout draws the same again and the output has the same bits, whatever weights and state the model has now."""
+    model = Told(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))).train()
+    rng = RngState.capture()
+    want = model(X).detach()
+    folder = write_capsule(tmp_path / "c", model, "", (X,), rng=rng)
+    other = Told(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))).eval()
+    assert torch.equal(output_of(folder, other), want)
+    assert not torch.equal(other.train()(X), want)
+
+
+def test_autocast_is_that_of_the_call(tmp_path):
+    """A call under autocast gives bfloat16 again, also when the replay stands in an autocast of another kind."""
+    model = Told(nn.Linear(4, 3))
+    with torch.autocast("cpu", torch.bfloat16):
+        want = model(X).detach()
+        folder = write_capsule(tmp_path / "c", model, "", (X,))
+    plain = write_capsule(tmp_path / "plain", model, "", (X,))
+    with torch.autocast("cpu", torch.float16):
+        got = output_of(folder, model)
+        assert output_of(plain, model).dtype is torch.float32
+    assert got.dtype is want.dtype is torch.bfloat16
+    assert torch.equal(got, want)
+    assert output_of(folder, model, dtype=torch.float32).dtype is torch.float32
+
+
+def test_training_flags_are_those_of_the_call(tmp_path):
+    """BatchNorm in training uses the batch's statistics, and writes neither the capsule's buffers nor the model's."""
+    model = Told(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.9))).train()
+    model.inner[1].eval()
+    x = torch.randn(8, 4)
+    want = copy.deepcopy(model)(x).detach()
+    capsule = Capsule.open(write_capsule(tmp_path / "c", model, "", (x,)))
+    model.eval()
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        replay(capsule, model)
+        assert torch.equal(Told.outputs[-1], want)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert not any(module.training for module in model.modules())
+    assert not capsule.state["inner.0.running_mean"].any()
+
+
+def test_nothing_of_the_callers_changes(tmp_path):
+    """Random states of torch, Python and numpy, the model, the environment's watch and the capsule's inputs."""
+
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            random.random()
+            np.random.rand()
+            return x.add_(torch.rand(2, 4))
+
+    capsule = Capsule.open(write_capsule(tmp_path / "c", Noisy(), "", (X.clone(),)))
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    model = Noisy()
+    replay(capsule, model)
+    replay(capsule, lambda: nn.init.normal_(torch.empty(9)) is None or Noisy())
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (before[1], before[2]) == (random.getstate(), np.random.get_state()[1].tolist())
+    assert torch.equal(capsule.args[0], X)
+    assert model._compiled_call_impl is None
+
+
+def test_the_finding_has_the_names_of_the_whole_model(tmp_path):
+    """A call of a block that overflows in float16: names begin with the block's, and the value is found again."""
+    model = nn.ModuleDict({"block": overflowing().half()})
+    folder = write_capsule(tmp_path / "c", model["block"], "block", (X.half(),))
+    report = replay(folder, model)
+    finding = report.finding
+    assert finding is not None
+    assert (finding.module, finding.class_name, finding.label, finding.value) == (
+        "block.2",
+        "Scale",
+        "output",
+        "inf",
+    )
+    assert [frame.name for frame in report.frames] == ["block.0", "block.1", "block.2"]
+
+
+def test_a_dtype_casts_weights_and_inputs(tmp_path):
+    """float32 cures what float16 overflows in, and the other way round; integers stay what they are."""
+    folder = write_capsule(tmp_path / "c", overflowing(), "", (X,))
+    assert replay(folder, overflowing).finding is None
+    assert replay(folder, overflowing, dtype=torch.float64).finding is None
+    report = replay(folder, overflowing, dtype=torch.float16)
+    assert report.finding is not None
+    assert {record.dtype for frame in report.frames for record in frame.records} == {"float16"}
+    model = Told(nn.Embedding(5, 2))
+    ids = write_capsule(tmp_path / "ids", model, "", (torch.tensor([1, 4]),))
+    assert output_of(ids, model, dtype=torch.float64).dtype is torch.float64
+    with pytest.raises(ValueError, match=r"floating point, such as torch\.float32, got torch\.int8"):
+        replay(ids, model, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("way", ["module", "whole", "factory", "class", "wrapped"])
+def test_the_model_may_come_in_several_ways(tmp_path, way):
+    """The module itself, the model that has it, what makes one, and a wrapper with another prefix."""
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = overflowing().half()
+
+    folder = write_capsule(tmp_path / "c", Whole().layer, "layer", (X.half(),))
+    model = {
+        "module": Whole().layer,
+        "whole": Whole(),
+        "factory": lambda: Whole(),
+        "class": Whole,
+        "wrapped": nn.ModuleDict({"module": Whole()}),
+    }[way]
+    report = replay(str(folder), model)
+    assert report.finding is not None
+    assert report.finding.module == "layer.2"
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (nn.Linear(4, 4), r"this model \(Linear\) has no such module and is none"),
+        (nn.ModuleDict({"layers": nn.Identity()}), "close names: layers"),
+        (nn.ModuleDict({"layer": nn.Identity()}), "is of a Sequential, 'layer'; in this model 'layer' is a Identity"),
+        (nn.Sequential(nn.Linear(4, 5)), r"'0.weight' has the shape \[4, 4\] in the capsule and \[5, 4\] in"),
+        (nn.Sequential(nn.Linear(4, 4, bias=False)), "this Sequential has no weight or buffer '0.bias'"),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_fit_is_named(tmp_path, model, expected):
+    """Another class, no such module, other weights or shapes: a ValueError that says which."""
+    folder = write_capsule(tmp_path / "c", nn.Sequential(nn.Linear(4, 4)), "layer", (X,))
+    with pytest.raises(ValueError, match=expected):
+        replay(folder, model)
+
+
+@pytest.mark.parametrize("model", [3, lambda: "x"])
+def test_what_is_no_model_is_named(tmp_path, model):
+    """A TypeError with the type that came."""
+    folder = write_capsule(tmp_path / "c", nn.Identity(), "", (X,))
+    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module or a callable .* (int|str)"):
+        replay(folder, model)
+
+
+def test_a_capsule_that_is_none_is_a_capsule_error(tmp_path):
+    """The folder's fault is told as such."""
+    with pytest.raises(CapsuleError, match="No such file"):
+        replay(tmp_path, nn.Identity())
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    """Two names of one weight are one after loading, in the model that ties them."""
+    model = Told(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model.inner[1].weight = model.inner[0].weight
+    want = model(X).detach()
+    folder = write_capsule(tmp_path / "c", model, "", (X,))
+
+    made: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        other = Told(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        other.inner[1].weight = other.inner[0].weight
+        made.append(other)
+        return other
+
+    assert torch.equal(output_of(folder, make), want)
+    assert made[0].inner[0].weight is made[0].inner[1].weight
+
+
+def test_recurrent_weights_and_a_model_without_memory_are_filled(tmp_path):
+    """An LSTM keeps its weights in a list of its own, a model on the meta device has none: both get the capsule's."""
+    x = torch.randn(2, 3, 4)
+    for model in (Told(nn.LSTM(4, 5)), Told(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(3)))):
+        want = copy.deepcopy(model)(x)
+        folder = write_capsule(tmp_path / "c", model, "", (x,))
+        for other in (copy.deepcopy(model), copy.deepcopy(model).to("meta")):
+            for weight in other.parameters():
+                nn.init.zeros_(weight)
+            got = output_of(folder, other)
+            pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
+            assert all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
+
+
+def test_weights_that_were_left_out_stay_the_models_and_it_says_so(tmp_path):
+    """With a finding it is a remark of it, without one a warning."""
+    model = Told(nn.Linear(4, 4))
+    folder = write_capsule(tmp_path / "c", model, "", (X,), max_bytes=60)
+    with pytest.warns(
+        RuntimeWarning, match="inner.weight was left out: .*; the model's own values were used"
+    ):
+        replay(folder, model)
+    assert torch.equal(Told.outputs[-1], nn.functional.linear(X, model.inner.weight, model.inner.bias))
+    with torch.no_grad():
+        model.inner.weight[0, 0] = math.nan
+    finding = replay(folder, model).finding
+    assert finding is not None
+    assert any("inner.weight was left out" in remark for remark in finding.remarks)
+    with pytest.raises(
+        ValueError, match=r"'inner.weight' has no values, neither in the capsule nor in this model"
+    ):
+        replay(folder, copy.deepcopy(model).to("meta"))
+
+
+def test_arguments_that_were_left_out(tmp_path):
+    """One with a default takes it, by name or position, and a warning says so; else the call cannot be made."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor, needed: Any, cache: Any = None) -> Tensor:
+            return x if cache is None else x * math.inf
+
+    folder = write_capsule(tmp_path / "c", Model(), "", (X, 1), {"cache": {1, 2}})
+    with pytest.warns(
+        RuntimeWarning, match=r"without input\[cache\] \(set\): .*; its default, None, was used"
+    ):
+        assert replay(folder, Model()).finding is None
+    folder = write_capsule(tmp_path / "c", Model(), "", (X, 1, {1, 2}))
+    with pytest.warns(RuntimeWarning, match=r"without input\[2\] \(set\)"):
+        assert replay(folder, Model()).finding is None
+    folder = write_capsule(tmp_path / "c", Model(), "", (X,), {"needed": {1, 2}})
+    with pytest.raises(ValueError, match=r"cannot be made again without input\[needed\] \(set\)"):
+        replay(folder, Model())
+
+
+@dataclass
+class Known:
+    """What the module takes."""
+
+    x: Tensor
+
+
+class TakesKnown(nn.Module):
+    """Asks for the very class; without it the field alone must do."""
+
+    def forward(self, given: Any) -> Any:
+        return given.x * (math.inf if isinstance(given, Known) else 1)
+
+
+def test_dataclasses_are_built_and_unknown_ones_have_their_fields(tmp_path):
+    """The class is found among the imported modules; else a plain object with the same fields, and a remark."""
+    folder = write_capsule(tmp_path / "c", TakesKnown(), "", (Known(X),))
+    assert replay(folder, TakesKnown()).finding is not None
+    text = (folder / "capsule.json").read_text()
+    (folder / "capsule.json").write_text(text.replace('"class": "Known"', '"class": "Gone"'))
+    with pytest.warns(RuntimeWarning, match=r"input\[0\] is a plain object with the same fields: .*Gone"):
+        assert replay(folder, TakesKnown()).finding is None
+
+
+def test_a_gpus_capsule_runs_where_there_is_none(tmp_path):
+    """Recorded on a GPU that is not here: the CPU, its autocast the GPU's, and a remark."""
+    model = Told(nn.Linear(4, 3))
+    autocast = Autocast("cpu", torch.float16, False), Autocast("cuda", torch.bfloat16, True)
+    folder = write_capsule(tmp_path / "c", model, "", (X,), autocast=autocast)
+    text = (folder / "capsule.json").read_text()
+    (folder / "capsule.json").write_text(text.replace('"device": "cpu"', '"device": "cuda:7"'))
+    with pytest.warns(RuntimeWarning, match="the recorded call ran on cuda:7, this one on cpu"):
+        replay(folder, model, device="cpu")
+    assert Told.outputs[-1].dtype is torch.bfloat16
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_random_numbers_come_again(tmp_path):
+    """Dropout on a GPU draws the same, of its own generator; the capsule of it also runs on the CPU."""
+    model = Told(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))).train().cuda()
+    rng = RngState.capture()
+    with torch.autocast("cuda", torch.float16):
+        want = model(X.cuda()).detach()
+        folder = write_capsule(tmp_path / "c", model, "", (X.cuda(),), rng=rng)
+    state = torch.cuda.get_rng_state()
+    got = output_of(folder, model)
+    assert torch.equal(got, want)
+    assert got.dtype is torch.float16
+    assert torch.equal(state, torch.cuda.get_rng_state())
+    with pytest.warns(RuntimeWarning, match="this one on cpu"):
+        replay(folder, model, device="cpu")
+
+
+def test_another_torch_is_a_remark(tmp_path):
+    """Kernels change between versions; both are named."""
+    folder = write_capsule(tmp_path / "c", nn.Identity(), "", (X,))
+    text = (folder / "capsule.json").read_text()
+    (folder / "capsule.json").write_text(text.replace(f'"torch": "{torch.__version__}"', '"torch": "2.1.0"'))
+    with pytest.warns(RuntimeWarning, match=r"ran in torch 2\.1\.0, this one in"):
+        replay(folder, nn.Identity())
+
+
+def test_a_watch_that_is_switched_off_is_no_verdict(tmp_path, monkeypatch):
+    """NANWATCH=0 would make every replay look finite."""
+    folder = write_capsule(tmp_path / "c", nn.Identity(), "", (X,))
+    monkeypatch.setenv("NANWATCH", "0")
+    with pytest.raises(ValueError, match="NANWATCH=0 switches every watch off"):
+        replay(folder, nn.Identity())
+
+
+def test_mlp_capsule_of_a_healthy_call_is_finite(tmp_path):
+    """A replay that finds nothing says nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        folder = write_capsule(tmp_path / "c", mlp(), "", (torch.randn(2, 3),))
+        assert replay(folder, mlp()).finding is None

@@ -1,0 +1,133 @@
+"""The rows of a trace: frames to a table and back, and what a reader refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import groupby
+from math import inf
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from nanwatch.numerics.ranges import TensorHealth
+from nanwatch.report.errors import TraceError
+from nanwatch.report.frame import Frame, FrameRows
+from nanwatch.report.record import ROLES, Row
+from nanwatch.trace import trace
+from support.paths import ROOT
+
+pa = pytest.importorskip("pyarrow")
+
+FACTS = {"version": 3, "nanwatch": "0", "torch": "0", "rank": 3, "every": 1, "lost_frames": 0}
+
+sizes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
+magnitudes = st.floats(min_value=0, allow_nan=False)
+counts = st.integers(0, 2**60)
+healths = st.builds(
+    TensorHealth,
+    magnitudes, magnitudes, st.just(False), magnitudes, magnitudes, counts, counts, counts, counts, counts, counts,
+    st.none() | sizes,
+)  # fmt: skip
+# What UTF-8 has: a lone surrogate has a test of its own.
+names = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Row:
+    """A row as a recorder may make it."""
+    label, role, shape = draw(names), draw(st.sampled_from(ROLES)), draw(st.none() | sizes)
+    dtype = draw(st.sampled_from(["", "float16", "int64"]))
+    if draw(st.booleans()):
+        return label, role, shape, dtype, None, None, None, None, draw(names)
+    health = draw(st.none() | healths)
+    low, high = draw(magnitudes), draw(magnitudes | st.just(inf))
+    if health is not None:
+        # A health repeats the range of its row, and is stored once.
+        health = health._replace(abs_min=low, abs_max=high, isfinite=False)
+    return label, role, shape, dtype, low, high, health is None, health, draw(names)
+
+
+frames = st.builds(
+    FrameRows, st.integers(0, 3), names, names, st.lists(rows(), min_size=1, max_size=4), st.booleans()
+)
+
+
+def facts(**changes: Any) -> dict[bytes, bytes]:
+    return {trace.METADATA_KEY: json.dumps({**FACTS, **changes}).encode()}
+
+
+@given(st.lists(frames, min_size=1, max_size=6))
+def test_frames_come_back_as_they_were(made: list[FrameRows]) -> None:
+    """Frames of any content, in any order of batches, are the same after the table."""
+    table = trace.Tabulator(3).table(made)
+    assert table.schema.equals(trace.schema())
+    found: list[Frame] = list(trace.frames_of(table))
+    assert found == [one.to_frame() for one in made]
+    # The calls of a batch are counted from 0, in the order in which they come.
+    by_batch = sorted((one.batch, number) for number, one in enumerate(made))
+    calls = {
+        number: k for _, group in groupby(by_batch, lambda x: x[0]) for k, (_, number) in enumerate(group)
+    }
+    expected = [calls[number] for number, one in enumerate(made) for _ in one.rows]
+    assert table["call"].to_pylist() == expected
+    assert set(table["rank"].to_pylist()) == {3}
+
+
+def test_a_name_that_has_no_utf_8_is_kept_with_an_escape() -> None:
+    """A lone surrogate in a label is spelt out, as in every text."""
+    row: Row = ("a\ud800b", "input", None, "", None, None, None, None, "None")
+    table = trace.Tabulator(0).table([FrameRows(0, "m", "M", [row])])
+    assert table["label"].to_pylist() == ["a\\ud800b"]
+
+
+def test_the_docs_have_every_column_in_order() -> None:
+    """The table of the format in docs/traces.md names the columns and types of the schema, and its version."""
+    text = (ROOT / "docs" / "traces.md").read_text()
+    found = re.findall(r"^\| `(\w+)` \| (\w+)(, null)? \|", text, re.MULTILINE)
+    kinds = {"int64": "int64", "int32": "int32", "string": "string", "float64": "float64", "bool": "bool"}
+    assert [(name, kinds[kind], bool(null)) for name, kind, null in found] == list(trace.COLUMNS)
+    assert f"version {trace.VERSION}" in text
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({}, "metadata lacks 'nanwatch.trace'"),
+        ({trace.METADATA_KEY: b"[" * 100_000}, "no trace that can be read"),
+        ({trace.METADATA_KEY: b"[]"}, "an object"),
+        (facts(version=4), "its version is 4, this nanwatch reads versions 1 to 3"),
+        (facts(version="2"), "its version is '2'"),
+        (facts(rank="no"), "metadata.rank should be an integer"),
+        (facts(more=1), "does not know"),
+    ],
+)
+def test_metadata_that_is_none_of_a_trace_is_refused(metadata: dict[bytes, bytes], words: str) -> None:
+    """The error names the file and what is wrong with it."""
+    with pytest.raises(TraceError, match=f"^a.parquet.*{re.escape(words)}"):
+        trace.facts_of(trace.schema().with_metadata(metadata), "a.parquet")
+
+
+def test_a_column_of_another_type_or_none_is_refused() -> None:
+    """A file that was changed by somebody is named with the column."""
+    whole = trace.schema(FACTS)
+    assert trace.facts_of(whole, "a") == FACTS
+    at = whole.get_field_index("abs_max")
+    with pytest.raises(TraceError, match="column 'abs_max' should be one of double, got none"):
+        trace.facts_of(whole.remove(at), "a")
+    with pytest.raises(TraceError, match="column 'abs_max' should be one of double, got string"):
+        trace.facts_of(whole.set(at, pa.field("abs_max", pa.string())), "a")
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("role", "boss"), ("shape", "{}"), ("shape", "x"), ("phase", "")]
+)
+def test_a_value_that_no_watch_writes_is_refused(column: str, value: str) -> None:
+    """Rows are anybody's: what is not of the format is a TraceError."""
+    row: Row = ("x", "input", (2,), "float32", 0.0, 1.0, True, None, "")
+    table = trace.Tabulator(0).table([FrameRows(0, "m", "M", [row])])
+    at = table.schema.get_field_index(column)
+    with pytest.raises(TraceError, match="not a row of a trace"):
+        trace.frames_of(table.set_column(at, column, pa.array([value])))

@@ -1,0 +1,148 @@
+"""Reading a trace: with nanwatch, with pandas, with polars; and what is no trace."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from math import inf, isnan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nanwatch.report.errors import TraceError
+from nanwatch.session.watch import watch
+from nanwatch.trace.trace import COLUMNS
+from nanwatch.trace.trace_file import Trace, batch_words, strings
+from support.toys import Scale, mlp
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+def made(path: Path) -> Path:
+    """A trace of three batches, of which the last is not finite."""
+    model = nn.Sequential(nn.Linear(3, 2), Scale())
+    with watch(model, trace=path, on_nonfinite="record") as w:
+        for factor in (1.0, 2.0, inf):
+            model[1].factor = factor
+            model(torch.ones(2, 3))
+    assert w.trace_path is not None
+    return w.trace_path
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+@pytest.mark.parametrize("name", ["run.parquet", "folder"])
+def test_other_libraries_read_it(tmp_path: Path, library: str, name: str) -> None:
+    """A file and a folder of parts read with pandas and polars alone have the columns and values of the format."""
+    try:
+        read: Any = importlib.import_module(library).read_parquet
+    except ImportError:
+        pytest.skip(f"{library} is not installed")
+    table = read(made(tmp_path / name))
+    assert list(table.columns) == [column for column, _, _ in COLUMNS]
+    rows = table.to_dict("records") if library == "pandas" else table.to_dicts()
+    last = [row for row in rows if row["batch"] == 2 and row["module"] == "1" and row["role"] == "output"]
+    assert [(row["abs_max"], row["isfinite"], row["num_posinf"] + row["num_neginf"]) for row in last] == [
+        (inf, False, 4)
+    ]
+    assert {row["batch"] for row in rows} == {0, 1, 2}
+    (weight,) = [row for row in rows if row["batch"] == 0 and row["label"] == "weight"]
+    assert (weight["shape"], weight["dtype"], weight["class"]) == ("[2, 3]", "float32", "Linear")
+    missing = weight["num_nan"]
+    assert missing is None or isnan(missing)
+
+
+def test_the_report_of_a_batch(tmp_path: Path) -> None:
+    """Of a batch that was not finite there is a finding; for one that is not there an error names those there are."""
+    trace = Trace.open(made(tmp_path / "run.parquet"))
+    assert trace.batches == (0, 1, 2)
+    report = trace.report(2)
+    assert report.finding is not None
+    assert (report.finding.module, report.finding.label, report.finding.index) == ("1", "output", (0, 0))
+    assert "Detected inf in batch 2" in report.to_text()
+    assert trace.report(0).finding is None
+    with pytest.raises(ValueError, match=r"no batch 7; it has batches 0 to 2 \(3 of them\)"):
+        trace.frames(7)
+
+
+def test_columns_of_strings_come_as_numbers_and_values(tmp_path: Path) -> None:
+    """`strings` gives back each value, over parts with lists of their own, and -1 for none."""
+    trace = Trace.open(made(tmp_path / "run.parquet"))
+    plain = parquet.read_table(trace.path)["dtype"].to_pylist()
+    pieces = [trace.table(["dtype"])["dtype"], pa.array(["int8", None]).dictionary_encode()]
+    found = strings(pa.chunked_array([*pieces[0].chunks, pieces[1]]))
+    values = [None if code < 0 else found.values[code] for code in found.codes.tolist()]
+    assert values == [*plain, "int8", None]
+    nothing = strings(trace.table(["dtype"], [])["dtype"])
+    assert len(nothing.codes) == 0
+
+
+def test_a_table_of_some_batches_and_columns(tmp_path: Path) -> None:
+    """Only what was asked for, in the order written."""
+    trace = Trace.open(made(tmp_path / "run.parquet"))
+    table = trace.table(["call", "batch"], [0, 2])
+    assert table.column_names == ["call", "batch"]
+    assert np.unique(table["batch"].to_numpy()).tolist() == [0, 2]
+
+
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+    """Nothing, an empty folder, another file, half a file and a table of somebody else: each is named."""
+    with pytest.raises(FileNotFoundError, match=r"no trace at .*nothing"):
+        Trace.open(tmp_path / "nothing")
+    with pytest.raises(TraceError, match="folder without parts"):
+        Trace.open(tmp_path)
+    whole = made(tmp_path / "run.parquet")
+    (tmp_path / "half.parquet").write_bytes(whole.read_bytes()[:-200])
+    (tmp_path / "words.parquet").write_text("words")
+    parquet.write_table(pa.table({"batch": [1]}), tmp_path / "other.parquet")
+    for name, words in (
+        ("half", "no Parquet file"),
+        ("words", "no Parquet file"),
+        ("other", "no trace of nanwatch"),
+    ):
+        with pytest.raises(TraceError, match=rf"{name}\.parquet is .*{words}"):
+            Trace.open(tmp_path / f"{name}.parquet")
+
+
+def test_a_file_whose_pages_are_spoilt_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    """Bytes changed in the middle of the file: TraceError, or values that are still of the format."""
+    whole = made(tmp_path / "run.parquet").read_bytes()
+    refused = 0
+    for at in range(4, len(whole) - 8, max(1, len(whole) // 150)):
+        spoilt = tmp_path / "spoilt.parquet"
+        spoilt.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        try:
+            trace = Trace.open(spoilt)
+            for batch in trace.batches:
+                trace.frames(batch)
+        except ValueError:
+            refused += 1
+    assert refused > 10
+
+
+def test_the_words_for_batches() -> None:
+    """As messages have them."""
+    assert [batch_words(batches) for batches in ((), (4,), (4, 6))] == [
+        "no batch at all",
+        "batch 4",
+        "batches 4 to 6 (2 of them)",
+    ]
+
+
+def test_the_open_trace_of_a_run_can_be_read(tmp_path: Path) -> None:
+    """Before stop() a folder of parts is there, and what it holds is whole."""
+    model = mlp()
+    with watch(model, trace=tmp_path / "run.parquet") as w:
+        model(torch.ones(2, 3))
+        assert w._tracer is not None
+        w._tracer.gather()
+        part = tmp_path / "run.parquet" / "part-00000.parquet"
+        for _ in range(2000):
+            if part.exists():
+                break
+            time.sleep(0.01)
+        assert Trace.open(tmp_path / "run.parquet").batches == (0,)

@@ -1,0 +1,238 @@
+"""The writing thread: parts, the one file, what goes wrong with a disk, and how little a step has to do with it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanwatch.report.frame import FrameRows
+from nanwatch.trace import trace_writer
+from nanwatch.trace.trace_file import Trace
+from nanwatch.trace.trace_writer import TraceWriter, claim
+from support.traces import batches, until
+
+parquet = pytest.importorskip("pyarrow.parquet")
+
+FACTS = {"version": 3, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
+
+
+def frame(batch: int, rows: int = 1) -> FrameRows:
+    return FrameRows(
+        batch,
+        "layer",
+        "Linear",
+        [(f"input[{i}]", "input", (2, 3), "float32", 0.5, 1.5, True, None, "") for i in range(rows)],
+    )
+
+
+def writer(path: Path, **options: Any) -> TraceWriter:
+    options.setdefault("becomes_file", path.suffix == ".parquet")
+    return TraceWriter(claim(path), dict(FACTS), lambda: 1.0, **options)
+
+
+@pytest.fixture
+def held_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that takes nothing until the event is set."""
+    release, write = threading.Event(), trace_writer.write_table
+
+    def slow(table: Any, path: Path) -> None:
+        release.wait(30)
+        write(table, path)
+
+    monkeypatch.setattr(trace_writer, "write_table", slow)
+    monkeypatch.setattr(trace_writer, "_LEAST_SECONDS", 0.0)
+    yield release
+    release.set()
+
+
+def test_what_is_put_is_one_file_at_the_end(tmp_path: Path) -> None:
+    """Frames of many puts lie in the one file that was asked for, in their order, and nothing lies beside it."""
+    one = writer(tmp_path / "run.parquet")
+    for batch in range(50):
+        one.put([frame(batch), frame(batch)])
+    one.close()
+    assert batches(tmp_path / "run.parquet") == [batch for batch in range(50) for _ in range(2)]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.parquet"]
+    assert not one.is_open
+    one.put([frame(99)])
+    one.close()
+    assert len(batches(tmp_path / "run.parquet")) == 100
+
+
+@pytest.mark.parametrize("name", ["run.parquet", "folder"])
+def test_many_parts_are_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A part ends when it is full; a folder keeps its parts, a file is made of them, with a row group each."""
+    monkeypatch.setattr(trace_writer, "PART_ROWS", 10)
+    one = writer(tmp_path / name)
+    for batch in range(35):
+        one.put([frame(batch)])
+        if batch % 5 == 4:  # let the thread take them before the next come
+            deadline = time.monotonic() + 20
+            while one._waiting and time.monotonic() < deadline:
+                time.sleep(0.002)
+    one.close()
+    place = tmp_path / name
+    assert batches(place) == list(range(35))
+    if name == "folder":
+        assert len(list(place.glob("part-*.parquet"))) > 1
+    else:
+        assert parquet.ParquetFile(place).num_row_groups > 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_empty_trace_can_be_read(tmp_path: Path) -> None:
+    """A watch that saw nothing leaves a file with all columns and no row."""
+    writer(tmp_path / "run.parquet").close()
+    assert batches(tmp_path / "run.parquet") == []
+    assert Trace.open(tmp_path / "run.parquet").batches == ()
+
+
+def test_no_earlier_trace_is_touched(tmp_path: Path) -> None:
+    """A path that is taken, by a file, a folder or a killed run, gets the next number; an empty folder is used."""
+    assert claim(tmp_path / "deep" / "run.parquet") == tmp_path / "deep" / "run.parquet"
+    assert claim(tmp_path / "deep" / "run.parquet") == tmp_path / "deep" / "run-1.parquet"
+    (tmp_path / "run.parquet").write_text("mine")
+    assert claim(tmp_path / "run.parquet") == tmp_path / "run-1.parquet"
+    assert claim(tmp_path / "run.parquet") == tmp_path / "run-2.parquet"
+    (tmp_path / "folder").mkdir()
+    assert claim(tmp_path / "folder") == tmp_path / "folder"
+    (tmp_path / "folder" / "x").write_text("mine")
+    assert claim(tmp_path / "folder") == tmp_path / "folder-1"
+    assert (tmp_path / "run.parquet").read_text() == "mine"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_is_one_warning_and_the_parts_before_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Puts go on without an error; what was written before is readable; no half file is left."""
+    monkeypatch.setattr(trace_writer, "_LEAST_SECONDS", 0.0)
+    one = writer(tmp_path / "run.parquet")
+    one.put([frame(0)])
+    part = tmp_path / "run.parquet" / "part-00000.parquet"
+    until(part.exists)
+    write = trace_writer.write_table
+
+    def full(table: Any, path: Path) -> None:
+        write(table, path)
+        path.write_bytes(path.read_bytes()[:10])
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(trace_writer, "write_table", full)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for batch in range(1, 20):
+            one.put([frame(batch)])
+            time.sleep(0.002)
+        until(lambda: not one.is_open)
+        one.put([frame(20)])
+        one.close()
+    assert len(told) == 1
+    assert os.strerror(number) in str(told[0].message)
+    assert "the run goes on" in str(told[0].message)
+    assert batches(tmp_path / "run.parquet") == [0]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.parquet"]
+
+
+def test_a_warning_that_is_an_error_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under `-W error` the message goes to stderr: an exception in the thread would reach nobody."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one = writer(tmp_path / "run.parquet")
+        one.lose(3)
+        one.put([frame(0)])
+        one.close()
+    assert "lacks frames" in capsys.readouterr().err
+    assert Trace.open(tmp_path / "run.parquet").lost_frames == 3
+    assert batches(tmp_path / "run.parquet") == [0]
+
+
+def test_a_slow_disk_costs_frames_and_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_disk: threading.Event
+) -> None:
+    """While the disk takes nothing, puts beyond the limit return at once and are counted, with one warning."""
+    monkeypatch.setattr(trace_writer, "MAX_WAITING_ROWS", 100)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        one = writer(tmp_path / "run.parquet")
+        one.put([frame(0)])
+        until(lambda: not one._waiting)  # taken, and stuck in the write from here on
+        for batch in range(1, 300):
+            one.put([frame(batch, 2)])
+        assert one._waiting_rows <= 100
+        held_disk.set()
+        one.close()
+    written = Trace.open(tmp_path / "run.parquet")
+    assert written.batches == tuple(range(51))
+    assert written.lost_frames == 300 - 51
+    assert len(told) == 1
+    assert "lacks frames" in str(told[0].message)
+
+
+def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, held_disk: threading.Event) -> None:
+    """After its time it warns and returns, and what was put comes to disk when the disk comes back."""
+    one = writer(tmp_path / "run.parquet")
+    one.put([frame(0)])
+    with pytest.warns(RuntimeWarning, match="was not whole on disk"):
+        one.close(0.05)
+    held_disk.set()
+    one._thread.join(20)
+    assert batches(tmp_path / "run.parquet") == [0]
+
+
+def test_without_time_for_one_file_the_parts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joining many parts may take longer than an exit may: then the folder is the trace."""
+    monkeypatch.setattr(trace_writer, "PART_ROWS", 1)
+    one = writer(tmp_path / "run.parquet")
+    one.put([frame(0)])
+    one.close(0, waits=False)
+    one._thread.join(20)
+    assert (tmp_path / "run.parquet").is_dir()
+    assert batches(tmp_path / "run.parquet") == [0]
+    assert Trace.open(tmp_path / "run.parquet").batches == (0,)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.parquet"]
+
+
+def test_a_kill_while_the_file_takes_its_place_is_found(tmp_path: Path) -> None:
+    """Between two renames the parts lie beside the path; Trace.open knows."""
+    one = writer(tmp_path / "run", becomes_file=False)
+    one.put([frame(4)])
+    one.close()
+    (tmp_path / "run").rename(tmp_path / "run.parquet.parts")
+    assert Trace.open(tmp_path / "run.parquet").batches == (4,)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    """What a child of the process puts and closes goes nowhere, and does not hang; the parent's trace is its own."""
+    one = writer(tmp_path / "run.parquet")
+    one.put([frame(0)])
+    with one._condition:  # as a fork may catch it
+        child = os.fork()
+        if child == 0:
+            one.put([frame(1)])
+            one.lose(5)
+            one.close()
+            os._exit(0 if not one.is_open else 1)
+    deadline = time.monotonic() + 20
+    ended = (0, 0)
+    while ended[0] == 0 and time.monotonic() < deadline:
+        ended = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+    one.close()
+    written = Trace.open(tmp_path / "run.parquet")
+    assert (written.batches, written.lost_frames) == ((0,), 0)
