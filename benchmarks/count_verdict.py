@@ -1,8 +1,8 @@
-"""What one rank's part in a verdict costs, step by step: messages and bytes, at a proxy before a real TCPStore.
+"""Cost of one rank's part in a consensus, step by step: messages and bytes, at a proxy before a real TCPStore.
 
-A real Verdict takes each step. The other ranks are no processes: their keys are in the store before it comes, so that
-it never waits, and a question that it would ask again and again while it waits is counted by itself. A message is a
-call of the store; a byte is one of payload, without TCP's own. All keys have torchrun's run id in them, here 36
+A real OriginConsensus takes each step. The other ranks are no processes: their keys are in the store before it comes,
+so that it never waits, and a question that it would ask again and again while it waits is counted by itself. A message
+is a call of the store; a byte is one of payload, without TCP's own. All keys have torchrun's run id in them, here 36
 characters.
 
     python benchmarks/count_verdict.py
@@ -24,10 +24,10 @@ from unittest import mock
 import torch.distributed as dist
 from sim_ranks import Counting, made_up, served
 
-from nanwatch.distributed import verdict
-from nanwatch.distributed.board import Board
-from nanwatch.distributed.verdict import Verdict
-from nanwatch.report.sighting import Sighting
+from nanwatch.distributed import consensus
+from nanwatch.distributed.consensus import OriginConsensus
+from nanwatch.distributed.store_protocol import StoreProtocol
+from nanwatch.report.rank_observation import RankObservation
 
 REPEATS = 100  # of a single question
 NEVER = 3600.0  # seconds between two looks, so that none comes in between
@@ -56,9 +56,9 @@ def count(number: int) -> list[Step]:
     """The steps of one rank of `number`, which is not the last to come."""
     steps: list[Step] = []
     calls: Counter[str] = Counter()
-    make_store, interval = verdict._own_store, verdict._INTERVAL
-    verdict._own_store = lambda store, prefix: Counting(make_store(store, prefix), calls)
-    verdict._INTERVAL = NEVER
+    make_store, interval = consensus._own_store, consensus._INTERVAL
+    consensus._own_store = lambda store, prefix: Counting(make_store(store, prefix), calls)
+    consensus._INTERVAL = NEVER
     with served(256) as (port, counts):
 
         def step(what: str, do: Callable[[], object], repeats: int = 1) -> None:
@@ -74,35 +74,35 @@ def count(number: int) -> list[Step]:
             )
             steps.append(Step(number, what, sum(by_call.values()), by_call, sent, received))
 
-        def begin(name: str) -> Verdict:
-            one = Verdict(store, number - 1, number, 600.0, name=name)
+        def begin(name: str) -> OriginConsensus:
+            one = OriginConsensus(store, number - 1, number, 600.0, name=name)
             one._in_thread(lambda until: None)  # it has connected
             return one
 
-        def others_come(one: Verdict) -> None:
+        def others_come(one: OriginConsensus) -> None:
             # One rank less than all: the last one that reports sets a key more.
-            board = Board(dist.PrefixStore(one._prefix, store), number - 2)
-            board.publish(Sighting.of(made_up(0, "produced", 812), 0, 90, None, ""))
+            board = StoreProtocol(dist.PrefixStore(one._prefix, store), number - 2)
+            board.publish(RankObservation.of(made_up(0, "produced", 812), 0, 90, None, ""))
             for _ in range(number - 2):
                 board.report()
             for _ in range(number - 1):
                 board.leave()
 
-        def ask(one: Verdict, question: Callable[[Board], object]) -> Callable[[], object]:
+        def ask(one: OriginConsensus, question: Callable[[StoreProtocol], object]) -> Callable[[], object]:
             return lambda: one._in_thread(lambda until: question(one._board))
 
         store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
         mine = made_up(number - 1, "produced", 812)
-        began: list[Verdict] = []
+        began: list[OriginConsensus] = []
         try:
             one = begin("0")
             began.append(one)
-            step(LOOKS, ask(one, Board.has_news), REPEATS)
+            step(LOOKS, ask(one, StoreProtocol.has_news), REPEATS)
             others_come(one)
             step(FAILS, lambda: one.publish(mine, 91))
             step(SETTLES_TOO, lambda: one.settle(mine))
-            step("waits for the others' say, a question", ask(one, Board.is_complete), REPEATS)
-            step("waits for their farewell, a question", ask(one, Board.all_left), REPEATS)
+            step("waits for the others' say, a question", ask(one, StoreProtocol.is_complete), REPEATS)
+            step("waits for their farewell, a question", ask(one, StoreProtocol.all_left), REPEATS)
             two = begin("1")
             began.append(two)
             others_come(two)
@@ -110,7 +110,7 @@ def count(number: int) -> list[Step]:
         finally:
             for each in began:
                 each.stop()
-            verdict._own_store, verdict._INTERVAL = make_store, interval
+            consensus._own_store, consensus._INTERVAL = make_store, interval
     return steps
 
 

@@ -1,8 +1,9 @@
-"""What a verdict of many ranks costs: real Verdicts, each with connections of its own, against one real TCPStore.
+"""Cost of a consensus of many ranks: real OriginConsensus objects with their own connections to one real TCPStore.
 
-Each writer is a thread with a TCPStore client, which its Verdict clones, as in a job. The store is in a process of its
-own, and a proxy before it counts bytes. Messages are what the Verdicts ask of the store, counted by what they call. The
-pauses between looks are those of a real job, so a run takes minutes; its times are no measure of anything.
+Each writer is a thread with a TCPStore client, which its OriginConsensus clones, as in a job. The store is in a process
+of its own, and a proxy before it counts bytes. Messages are what the consensus objects ask of the store, counted by
+what they call. The pauses between looks are those of a real job, so a run takes minutes; its times are no measure of
+anything.
 
     TORCH_CPP_LOG_LEVEL=ERROR python benchmarks/sim_ranks.py     # 1,000 writers, two scenarios
     python benchmarks/sim_ranks.py --writers 8 256 1000 --json benchmarks/results/sim-ranks.json
@@ -30,9 +31,9 @@ from typing import Any
 import torch.distributed as dist
 
 from nanwatch import Finding
-from nanwatch.distributed import verdict
-from nanwatch.distributed.verdict import Verdict
-from nanwatch.report.sighting import Origin
+from nanwatch.distributed import consensus
+from nanwatch.distributed.consensus import OriginConsensus
+from nanwatch.report.rank_observation import Origin
 
 PATIENCE = 240.0  # seconds: two busy cores need a good part of it for 1,000 writers
 FILES_EACH = 8  # descriptors a writer needs in the process of store and proxy: six, and room
@@ -201,8 +202,8 @@ def play(name: str, number: int, patience: float = PATIENCE) -> Outcome:
     writers, true_rank, num_failed = SCENARIOS[name](number)
     ready = threading.Barrier(number)
     counting: dict[int, Counter[str]] = {}
-    make_store = verdict._own_store
-    verdict._own_store = lambda store, prefix: Counting(make_store(store, prefix), counting[id(store)])
+    make_store = consensus._own_store
+    consensus._own_store = lambda store, prefix: Counting(make_store(store, prefix), counting[id(store)])
 
     def live(writer: Writer, port: int) -> None:
         try:
@@ -210,7 +211,7 @@ def play(name: str, number: int, patience: float = PATIENCE) -> Outcome:
                 "127.0.0.1", port, None, False, timedelta(seconds=patience), wait_for_workers=False
             )
             counting[id(store)] = writer.calls
-            one = Verdict(store, writer.rank, number, peer_timeout=patience)
+            one = OriginConsensus(store, writer.rank, number, peer_timeout=patience)
         except Exception as error:
             writer.error = f"rank {writer.rank}: {error}"
             ready.abort()
@@ -238,7 +239,7 @@ def play(name: str, number: int, patience: float = PATIENCE) -> Outcome:
                 thread.join(patience)
             traffic, keys = counts()
     finally:
-        verdict._own_store = make_store
+        consensus._own_store = make_store
     each = [sum(writer.calls.values()) for writer in writers]
     by_call: Counter[str] = sum((writer.calls for writer in writers), Counter())
     errors = [writer.error for writer in writers if writer.error]

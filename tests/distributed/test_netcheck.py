@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -254,24 +253,3 @@ def test_without_a_launcher_it_says_how_to_start_it():
     assert done.returncode == 2
     assert done.stdout == ""
     assert "torchrun --nproc_per_node 2 -m nanwatch.netcheck" in done.stderr
-
-
-@pytest.mark.slow
-def test_lines_of_several_processes_do_not_mix():
-    """Pieces larger than what a pipe takes at once stay whole."""
-    script = (
-        "import sys; from nanwatch.netcheck import words\n"
-        "for _ in range(5): words.say([sys.argv[1] * 1000] * 100, 1)"
-    )
-    reader, writer = os.pipe()
-    writers = [
-        subprocess.Popen([sys.executable, "-c", script, letter], stdout=writer, env=rank_environment())
-        for letter in "abcd"
-    ]
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        lines = pipe.read().splitlines()
-    assert [one.wait() for one in writers] == [0, 0, 0, 0]
-    assert len(lines) == 4 * 5 * 100
-    for start in range(0, len(lines), 100):
-        assert len({*lines[start : start + 100]}) == 1, "pieces of two processes are mixed"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nanwatch.distributed.verdict import Verdict
-from nanwatch.report.sighting import Origin
+from nanwatch.distributed.consensus import OriginConsensus
+from nanwatch.report.rank_observation import Origin
 from support.processes import environment
 from support.sightings import connect, finding, serve
 
@@ -29,10 +29,10 @@ def server() -> Any:
 _DYING = """
 import os, signal, sys, time
 import torch.distributed as dist
-from nanwatch.distributed.verdict import Verdict
+from nanwatch.distributed.consensus import OriginConsensus
 from support.sightings import finding
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
-assert Verdict(store, 1, 3).publish(finding("produced", 4, rank=1), 17)
+assert OriginConsensus(store, 1, 3).publish(finding("produced", 4, rank=1), 17)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -41,7 +41,7 @@ def test_a_process_that_is_killed_once_it_has_told_is_still_the_origin(server):
     """The others learn of it from the store, and do not wait for it, as it has had its say."""
     dying = subprocess.run([sys.executable, "-c", _DYING, str(server.port)], env=environment(), timeout=120)
     assert dying.returncode == -signal.SIGKILL
-    verdicts = [Verdict(connect(server), rank, 3) for rank in (0, 2)]
+    verdicts = [OriginConsensus(connect(server), rank, 3) for rank in (0, 2)]
     assert verdicts[0].publish(finding("weight", 5, label="weight"), 0)
     until = time.monotonic() + 20
     while not verdicts[1].pending() and time.monotonic() < until:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanwatch.trace.fitting import FORMATS, fits, holdings
+from nanwatch.trace.format_advice import FORMATS, fits, holdings
 
 pytest.importorskip("pyarrow")
 

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import unicodedata
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -42,7 +41,6 @@ SLOWLY = """
 import sys, time
 from nanwatch.util import progress
 from nanwatch.__main__ import main
-progress.DELAY = 0
 tell, render = progress._Line.tell, progress._Line._render
 def tell_and_wait(line, *told):
     tell(line, *told)
@@ -67,11 +65,10 @@ model = nn.Sequential(nn.Linear(2, 2))
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    """A terminal of the kind that rich draws on, and a line that is drawn at once."""
+    """A terminal of the kind that rich draws on."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr(progress, "DELAY", 0.0)
     made = Terminal()
     yield made
     made.close()
@@ -218,24 +215,6 @@ def test_ctrl_c_in_the_users_model_shows_where(place: Path) -> None:
 # In this process, for what needs no command.
 
 
-def test_the_line_comes_only_after_the_delay(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is done before it has written nothing at all; half a second is long enough for nobody to wait."""
-    monkeypatch.setattr(progress, "DELAY", 60.0)
-    with shown_on(terminal) as tell:
-        tell("working", 1, 2, "pieces")
-        time.sleep(0.3)
-    terminal.close()
-    assert terminal.written == b""
-
-
-def test_work_that_says_nothing_shows_nothing(terminal: Terminal) -> None:
-    """There is nothing to be drawn."""
-    with shown_on(terminal):
-        time.sleep(0.3)
-    terminal.close()
-    assert terminal.written == b""
-
-
 @pytest.mark.parametrize(
     "setting", ["NO_COLOR=1", "TERM=dumb", "TERM=unknown", "TTY_INTERACTIVE=0", "TTY_COMPATIBLE=0", "no rich"]
 )
@@ -257,30 +236,16 @@ def test_where_rich_would_not_draw_nothing_is_written(
     assert terminal.written == b"a warning\r\n"
 
 
-def test_what_is_written_meanwhile_stays_as_it_is(terminal: Terminal) -> None:
-    """Lines, warnings and a line that comes in pieces, each whole, above the progress, which comes back."""
+def test_what_is_written_meanwhile_stays(terminal: Terminal) -> None:
+    """Lines stay above the progress, which is gone at the end."""
     with shown_on(terminal) as tell:
         tell("working", 1, 2, "pieces")
         until(lambda: b"working" in terminal.written)
         sys.stderr.write("one\n")
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.showwarning = lambda message, *_: sys.stderr.write(f"{message}\n")
-            warnings.warn("x" * 70, stacklevel=2)
-        before = len(terminal.written)
-        until(lambda: b"working" in terminal.written[before:])
-        sys.stderr.write("two, ")
-        time.sleep(0.3)
-        sys.stderr.write("three")
-        sys.stderr.flush()
-        time.sleep(0.3)
-        sys.stderr.writelines(["!\n", "four\n"])
-        before = len(terminal.written)
-        until(lambda: b"working" in terminal.written[before:])
+        sys.stderr.write("two\n")
     screen = terminal.close()
-    assert screen.text == f"one\n{'x' * 70}\ntwo, three!\nfour"
+    assert screen.text == "one\ntwo"
     assert screen.is_whole
-    assert {" ".join(line.split()[1:]) for line in screen.erased} == {"working 1 of 2 pieces"}
 
 
 @pytest.mark.parametrize("error", [ValueError("a fault"), KeyboardInterrupt(), SystemExit(3)])
@@ -296,7 +261,6 @@ def test_an_exception_goes_through(terminal: Terminal, error: BaseException) -> 
     with pytest.raises(type(error)) as raised:
         work()
     assert raised.value is error
-    assert not [one for one in threading.enumerate() if one.name == "nanwatch-progress"]
     screen = terminal.close()
     assert (screen.is_whole, screen.text) == (True, "")
 
@@ -315,65 +279,11 @@ def test_a_terminal_that_goes_away_ends_the_line_alone(terminal: Terminal) -> No
     terminal.written = b""  # which may end within a sequence
 
 
-def test_stderr_of_the_block_is_left_alone(terminal: Terminal) -> None:
-    """What the block puts in the place of sys.stderr and leaves there stays; what it asks of sys.stderr it is told."""
-    kept = io.StringIO()
-    with mock.patch.object(sys, "stderr", terminal.file):
-        with progress.shown() as tell:
-            tell("working")
-            assert sys.stderr.isatty()
-            assert sys.stderr.fileno() == terminal.file.fileno()
-            assert sys.stderr.encoding == "utf-8"
-            sys.stderr = kept
-        assert sys.stderr is kept
-
-
-def test_a_forked_child_writes_without_the_lock(terminal: Terminal) -> None:
-    """As a worker of a DataLoader does, that was forked while a line was drawn."""
+def test_in_the_background_there_is_no_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal is another job's, such as the shell's."""
+    monkeypatch.setattr(os, "tcgetpgrp", lambda descriptor: os.getpgrp() + 1)
     with shown_on(terminal) as tell:
-        tell("working")
-        beside = sys.stderr
-        line: progress._Line = beside._line  # type: ignore[attr-defined]
-        holds, may_go = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with line._lock:
-                holds.set()
-                may_go.wait(60)
-
-        holder = threading.Thread(target=hold)
-        holder.start()
-        assert holds.wait(60)
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of a fork with threads, which is what is tested
-            child = os.fork()
-        if child == 0:
-            signal.alarm(20)  # ends it if it waits for ever
-            sys.stderr.write("child\n")
-            sys.stderr.flush()
-            line.end()
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        may_go.set()
-        holder.join()
-    assert status == 0
-    assert "child" in terminal.close().text
-
-
-def test_no_thread_to_be_had_is_no_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no error."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with shown_on(terminal) as tell:
-            tell("working")
-    terminal.close()
-    assert terminal.written == b""
+        assert tell is progress.silent
 
 
 def test_without_stderr_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,43 +291,6 @@ def test_without_stderr_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "stderr", None)
     with progress.shown() as tell:
         assert tell is progress.silent
-
-
-@pytest.fixture
-def owner(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The group of processes whose terminal it is: this one, until a test puts another there."""
-    found = [os.getpgrp()]
-    monkeypatch.setattr(os, "tcgetpgrp", lambda descriptor: found[0])
-    return found
-
-
-def test_in_the_background_the_shells_line_is_not_touched(terminal: Terminal, owner: list[int]) -> None:
-    """Sent there it writes no more, not even to take itself away; back again it shows itself."""
-    with shown_on(terminal) as tell:
-        tell("working")
-        until(lambda: b"working" in terminal.written)
-        owner[0] += 1
-        time.sleep(0.3)
-        before = terminal.written
-        time.sleep(0.4)
-        assert terminal.written == before
-        owner[0] -= 1
-        until(lambda: terminal.written != before)
-
-
-def test_work_that_ends_in_the_background_erases_nothing(
-    terminal: Terminal, owner: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though the line was there a moment before: below it stands the shell's own by now."""
-    with shown_on(terminal) as tell:
-        tell("working")
-        until(lambda: b"working" in terminal.written)
-        monkeypatch.setattr(progress, "_PERIOD", 60.0)
-        time.sleep(0.5)  # until the last drawing is done
-        before = terminal.written
-        owner[0] += 1
-    terminal.close()
-    assert terminal.written == before
 
 
 @given(
@@ -430,6 +303,7 @@ def test_work_that_ends_in_the_background_erases_nothing(
 @example(what="reading", done=1_000_000, total=None, width=9)
 def test_it_is_one_line_of_plain_text(what: str, done: int, total: int | None, width: int) -> None:
     """Whatever is told and however narrow the terminal: nothing that moves the cursor or starts another line."""
+    from rich.cells import cell_len
     from rich.console import Console
 
     line = progress._Line(io.StringIO())
@@ -439,7 +313,7 @@ def test_it_is_one_line_of_plain_text(what: str, done: int, total: int | None, w
         console.print(line._render())
     (text,) = capture.get().splitlines()
     assert not [one for one in text if unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
-    assert len(text) <= width
+    assert cell_len(text) <= width
     if width == 120 and what.isascii() and what.isprintable() and 0 < len(what) < 40 and total:
         assert f"{done:,} of {total:,} rows" in text
 

@@ -21,19 +21,19 @@ from transformers import debug_utils as oracle
 
 import nanwatch
 from nanwatch import __main__ as command
-from nanwatch.capsule.capsule_document import blaming
-from nanwatch.distributed.merge_digest import Digest
-from nanwatch.distributed.merge_text import merged_text
+from nanwatch.capsule.files import blaming
+from nanwatch.distributed.merge import Digest
+from nanwatch.distributed.merge_pages import merged_text
 from nanwatch.integrations import debug
-from nanwatch.monitoring.log_entry import BatchLog, fault_entry
+from nanwatch.monitoring.log import BatchLog, nonfinite_entry
 from nanwatch.netcheck import words
 from nanwatch.report import text
 from nanwatch.report.errors import CapsuleError, NonFiniteError, TraceError, spell
 from nanwatch.report.finding import Cure
 from nanwatch.report.frame import Frame, FrameRows
+from nanwatch.report.rank_observation import Origin, RankObservation
 from nanwatch.report.record import Record, Row
 from nanwatch.report.report import Report
-from nanwatch.report.sighting import Origin, Sighting
 from nanwatch.util.visible import visible
 from support.html_page import Page
 from support.merges import merged_of
@@ -114,7 +114,7 @@ def named(name: str) -> Report:
 def forms(report: Report) -> list[str]:
     """Every text that is made of a report, whatever the place where it goes."""
     assert report.finding is not None
-    first = Sighting.of(report.finding, 0, 0, None, "")
+    first = RankObservation.of(report.finding, 0, 0, None, "")
     error = NonFiniteError(report, Origin(first, 1, 1, 2, 2))
     log = BatchLog(3)
     name = report.frames[0].name
@@ -131,7 +131,7 @@ def forms(report: Report) -> list[str]:
         "\n".join(text.frame_lines(report.frames[0])),
         text.close_names(f"encoder{name}", [name]),
         merged_text(merged_of(digests)),
-        *fault_entry(report.finding).texts.values(),
+        *nonfinite_entry(report.finding).texts.values(),
         *entry.texts.values(),
         *entry.scalars,
         spell(ValueError(name)),

@@ -17,7 +17,7 @@ from nanwatch.report.finding import find
 from nanwatch.report.frame import Frame
 from nanwatch.report.record import Record
 from nanwatch.report.report import Report
-from nanwatch.report.spread import Spread
+from nanwatch.report.stored_histogram import StoredHistogram
 from support import chromium
 from support.chromium import Browser, Tab, overlaps
 from support.html_page import HOSTILE, growing, many, record
@@ -130,8 +130,8 @@ def test_the_spreads_are_drawn(show: Open) -> None:
     report = growing()
     assert report.finding is not None
     spreads = (
-        Spread("operand[0]", "float16", -24, (3, 0, 1), num_zero=2),
-        Spread("<b>x</b>", "bfloat16", 100, (1,) * 20),
+        StoredHistogram("operand[0]", "float16", -24, (3, 0, 1), num_zero=2),
+        StoredHistogram("<b>x</b>", "bfloat16", 100, (1,) * 20),
     )
     tab = show(replace(report, finding=replace(report.finding, spreads=spreads)).to_html())
     tab.drawn()

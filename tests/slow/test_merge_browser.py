@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanwatch.distributed.merge_html import merged_html
+from nanwatch.distributed.merge_pages import merged_html
 from support import chromium
 from support.chromium import Browser
 from support.html_page import HOSTILE

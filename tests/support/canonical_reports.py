@@ -14,7 +14,7 @@ from nanwatch.report.finding import Cure, Finding, find
 from nanwatch.report.frame import Frame
 from nanwatch.report.record import Record, Role
 from nanwatch.report.report import Report
-from nanwatch.report.spread import Spread
+from nanwatch.report.stored_histogram import StoredHistogram
 
 SHAPE = (4, 128)
 SQUARE = (128, 128)
@@ -265,11 +265,11 @@ def excused() -> Report:
     return Report(frames, None, 5)
 
 
-def _spread(label: str, dtype: str, values: Sequence[float]) -> Spread:
+def _spread(label: str, dtype: str, values: Sequence[float]) -> StoredHistogram:
     """The spread of a tensor of these values above zero."""
     counts = Counter(frexp(x)[1] - 1 for x in values if x < inf)
     powers = range(min(counts), max(counts) + 1)
-    return Spread(
+    return StoredHistogram(
         label, dtype, powers[0], tuple(counts[i] for i in powers), num_posinf=list(values).count(inf)
     )
 

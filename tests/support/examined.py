@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanwatch.diagnosis.batch_start import BatchStart
-from nanwatch.diagnosis.examination import Examination
-from nanwatch.diagnosis.microscope import examine
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.diagnosis.diagnosis import Diagnosis
+from nanwatch.diagnosis.forward_rerun import rerun_forward
 from nanwatch.report.finding import Finding
 from nanwatch.session.api import watch
 
@@ -28,15 +28,15 @@ class Does(nn.Module):
         return self.function(*self.parts, *args, **kwargs)
 
 
-def look(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Finding, Examination]:
+def look(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Finding, Diagnosis]:
     """Watch one batch, then examine what was found."""
     torch.manual_seed(5)
-    start = BatchStart.capture(model, args, kwargs)
+    start = BatchSnapshot.capture(model, args, kwargs)
     with watch(model, on_nonfinite="record") as w:
         model(*args, **kwargs)
     finding = w.report().finding
     assert finding is not None
-    return finding, examine(start, finding, model=model)
+    return finding, rerun_forward(start, finding, model=model)
 
 
 def culprit(function: Callable[..., Any]) -> str:

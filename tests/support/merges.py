@@ -9,9 +9,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from nanwatch.distributed.merge import Merged
-from nanwatch.distributed.merge_digest import Digest, Place
-from nanwatch.distributed.merge_document import document
+from nanwatch.distributed.merge import Digest, Merged, Place
+from nanwatch.distributed.merge_pages import document
 from nanwatch.report.attempt import Attempt
 from nanwatch.report.frame import Frame
 from nanwatch.report.record import Record

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.report.finding import Finding
 
 HALF = torch.float16
@@ -131,10 +131,10 @@ def context_of(autocast: torch.dtype | None) -> AbstractContextManager[Any]:
 
 def failed(
     model: nn.Module, *args: Any, autocast: torch.dtype | None = None, **kwargs: Any
-) -> tuple[BatchStart, Finding]:
+) -> tuple[BatchSnapshot, Finding]:
     """The start of the batch and the finding of the call, which fails, without what a closer look may have found."""
     with context_of(autocast), nanwatch.watch(model):
-        start = BatchStart.capture(model, args, kwargs)
+        start = BatchSnapshot.capture(model, args, kwargs)
         with torch.no_grad(), pytest.raises(nanwatch.NonFiniteError) as error:
             model(*args, **kwargs)
     finding = error.value.report.finding

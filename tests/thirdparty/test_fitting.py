@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanwatch.session.api import watch
-from nanwatch.trace.fitting import fits, holdings
+from nanwatch.trace.format_advice import fits, holdings
 
 pytest.importorskip("pyarrow")
 

@@ -14,14 +14,14 @@ from torch import nn
 
 import nanwatch
 from nanwatch.cli import run
-from nanwatch.monitoring.log_entry import Histogram, LogEntry
+from nanwatch.monitoring.log import Histogram, LogEntry
 from support.toys import Scale, breaks_its_log, mlp
 
 pytest.importorskip("tensorboard", reason="needs TensorBoard: pip install tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from nanwatch.monitoring.tensorboard import TensorBoardSink
+from nanwatch.monitoring.backends import TensorBoardBackend
 from support.paths import SCRIPTS
 
 ENTRY = LogEntry(
@@ -42,7 +42,7 @@ def test_an_entry_comes_back_whole(tmp_path: Path) -> None:
     """Numbers, histogram and words, at the number of the batch, among what the user logs."""
     writer = SummaryWriter(str(tmp_path))
     writer.add_scalar("loss", 1.0, 3)
-    sink = TensorBoardSink(writer)
+    sink = TensorBoardBackend(writer)
     sink.write(ENTRY)
     sink.close()
     writer.add_scalar("loss", 2.0, 4)

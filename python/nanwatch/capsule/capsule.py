@@ -26,19 +26,19 @@ from .._version import __version__
 from ..instrumentation.execution_context import Autocast, RngState
 from ..report.finding import Finding
 from ..util.numbered import make_numbered
-from . import tensor_file, tree
-from .capsule_document import (
+from . import files, tree
+from .files import (
     DOCUMENT,
     MAX_DOCUMENT,
     SCHEMA,
     TENSORS,
     VERSION,
     Document,
+    Entry,
     blaming,
     check_file,
     to_json,
 )
-from .tensor_file import Entry
 from .tree import Json, LeftOut
 
 MAX_BYTES = 1 << 30
@@ -82,7 +82,7 @@ class Capsule:
             document = Document(place / DOCUMENT)
         with blaming(place / TENSORS):
             check_file(place / TENSORS)
-            tensors = tensor_file.load(place / TENSORS, document.entries, document.label)
+            tensors = files.load(place / TENSORS, document.entries, document.label)
         with blaming(place / DOCUMENT):
             return cls(place, **document.fields(tensors))
 
@@ -195,7 +195,7 @@ class _Call:
     def _keep_once(self, x: Tensor, label: str, key: object) -> str:
         found = self._names.get(key)
         if found is None:
-            reason = tensor_file.why_not(x)
+            reason = files.why_not(x)
             found = (
                 self.leave_out(LeftOut(label, tree.type_name(x), None, reason))
                 if reason
@@ -236,7 +236,7 @@ class _Call:
 
 def _memory(x: Tensor) -> object:
     """Equal for tensors that are the same memory seen in the same way."""
-    if tensor_file.why_not(x) or x.numel() == 0:
+    if files.why_not(x) or x.numel() == 0:
         return id(x)
     with torch._C.DisableTorchFunction():
         return str(x.device), x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), x.is_conj(), x.is_neg()
@@ -265,7 +265,7 @@ def _write_folder(folder: Path, document: Json, tensors: Mapping[str, Tensor]) -
     try:
         text = unfinished / DOCUMENT
         text.write_text(spelt, encoding="ascii")
-        tensor_file.save(unfinished / TENSORS, tensors, document["label"])
+        files.save(unfinished / TENSORS, tensors, document["label"])
         # safetensors lets nobody else read what it writes.
         (unfinished / TENSORS).chmod(stat.S_IMODE(text.stat().st_mode))
         return make_numbered(folder, unfinished.rename)

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from ..report.text import module_name
-from ..trace.fitting import FORMATS, LOST, Holding, Need, Share, fits, holdings
+from ..trace.format_advice import FORMATS, LOST, Holding, Need, Share, fits, holdings
 from ..trace.trace_file import Trace
 from ..util.progress import shown
 from ..util.visible import visible

@@ -18,8 +18,8 @@ from ..capsule.capsule import Capsule
 from ..report import text
 from ..report.errors import spell
 from ..session.replay import Replayed, dtype_of, rerun
-from ..util.progress import Tell, shown
-from ..util.visible import visible, wants_color
+from ..util.progress import Tell, shown, wants_color
+from ..util.visible import visible
 from .commands import command_parser, failed
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")

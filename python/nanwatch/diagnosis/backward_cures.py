@@ -1,4 +1,4 @@
-"""Cures for a bad gradient: each tried on the batch, run once more, and on its backward from the guilty module on.
+"""Cures for a non-finite gradient: each is tried on a re-run of the batch and of its backward.
 
 The gradients of the guilty module's outputs are not there a second time. Others of the same size stand in for them, and
 go through the backward of the module and of all that lies before it, down to the weights.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from math import isfinite
+from math import ceil, frexp, inf, isfinite, log2
 from typing import Any
 
 import torch
@@ -18,15 +18,16 @@ from torch.utils._pytree import tree_map_only
 
 from ..instrumentation.temporary_wrappers import wrap_calls
 from ..instrumentation.wrapped_names import find_module, unwrapped
+from ..numerics.formats import limits
 from ..precision.precision import run_in_fp32
 from ..recording.observe import observe
 from ..recording.walk import leaves
 from ..report.errors import spell
 from ..report.finding import Cure, working_first
+from ..report.headroom import least_bits
 from ..report.record import Record, to_record
-from .batch_start import BatchStart
-from .cure_words import in_float32, module_words
-from .loss_scale import LEAST_ROOM, room_of, try_smaller
+from .batch_snapshot import BatchSnapshot
+from .experiment import in_float32, module_words
 
 # The guilty module and the nearest around it: each costs a forward and a backward.
 _MOST_MODULES = 3
@@ -37,7 +38,7 @@ Backward = Callable[[float], list[Record]]
 
 
 def try_backward_cures(
-    start: BatchStart,
+    snapshot: BatchSnapshot,
     model: nn.Module,
     name: str,
     number: int,
@@ -51,7 +52,7 @@ def try_backward_cures(
     half precision takes part in that backward. A cure works when every gradient from there on is finite and leaves a
     bit of room. The model is left as it was. Raises nothing of its own: a trial that fails is a remark.
     """
-    search = _Search(start, model, name, number, gradients)
+    search = _Search(snapshot, model, name, number, gradients)
     cures: list[Cure] = []
     remarks: list[str] = []
     steps: list[tuple[str, Callable[[], Cure | None]]] = [
@@ -70,9 +71,14 @@ def try_backward_cures(
 
 class _Search:
     def __init__(
-        self, start: BatchStart, model: nn.Module, name: str, number: int, gradients: Mapping[str, Tensor]
+        self,
+        snapshot: BatchSnapshot,
+        model: nn.Module,
+        name: str,
+        number: int,
+        gradients: Mapping[str, Tensor],
     ) -> None:
-        self._start = start
+        self._snapshot = snapshot
         self._model = model
         self._name = name
         self._number = number
@@ -102,7 +108,7 @@ class _Search:
     def _around(self) -> list[str]:
         """The guilty module and those around it within the outermost call, the nearest first."""
         names, name = [self._name], self._name
-        outermost = unwrapped(self._start.module)
+        outermost = unwrapped(self._snapshot.module)
         while name and len(names) < _MOST_MODULES:
             found = find_module(self._model, name)
             if found is None or found.module is outermost:
@@ -145,7 +151,7 @@ class _Search:
             run_backward(list(roots.values()), wanted, given, lambda _: _keeper(made))
             return made
 
-        wanted: list[Tensor] = [x for x in self._start.module.parameters() if x.requires_grad]
+        wanted: list[Tensor] = [x for x in self._snapshot.module.parameters() if x.requires_grad]
 
         def fresh(x: Tensor) -> Tensor:
             # The graph behind what the batch was called with is the user's.
@@ -155,9 +161,9 @@ class _Search:
             return wanted[-1].clone()  # a leaf could not be written to
 
         with torch.enable_grad():
-            args, kwargs = tree_map_only(Tensor, fresh, (self._start.args, dict(self._start.kwargs)))
-        start = replace(self._start, args=args, kwargs=kwargs)
-        with hold(), start.again() as call, torch.enable_grad(), wrap_calls({found.module}, seen):
+            args, kwargs = tree_map_only(Tensor, fresh, (self._snapshot.args, dict(self._snapshot.kwargs)))
+        snapshot = replace(self._snapshot, args=args, kwargs=kwargs)
+        with hold(), snapshot.again() as call, torch.enable_grad(), wrap_calls({found.module}, seen):
             call()
             if not roots:
                 raise LookupError(f"its call {self._number} was not made again with a graph")
@@ -212,3 +218,62 @@ def _keeper(records: list[Record]) -> Any:
 def gradient_record(x: Tensor, label: str) -> Record:
     """The record of a gradient."""
     return to_record(observe(x, label, "gradient"))
+
+
+# One bit of room is left where it can be, as one more doubling of the loss would else be the next failure.
+LEAST_ROOM = 1
+# Past the range of float16 (2^-24 to 2^16) there is nothing to be gained.
+_MOST = 2.0**40
+_SCALED = "float16"
+
+
+def try_smaller(
+    backward: Callable[[float], Sequence[Record]], given: Sequence[Record], scale: float | None
+) -> Cure | None:
+    """The largest loss scale below the present one with which all gradients of a backward are finite.
+
+    `backward(factor)` makes it from gradients that are so many times those of the failure, which were `given`, and
+    returns a record of each gradient that came up; with 1 it has failed. `scale` is the present loss scale, None where
+    nobody knows it. It is run at most 9 times. None where no float16 takes part, whose range is the reason to scale, or
+    where nothing was shown; a cure that does not work where the scale is known and a scale of 1 does not help either.
+    """
+    if not any(one.dtype == _SCALED for one in (*given, *backward(1.0))):
+        return None
+    most = min(_MOST if scale is None else scale, _largest_divisor(given))
+    divisor = 1.0
+    while divisor < most:
+        divisor = min(max(2.0, divisor**2), most)
+        room = room_of(backward(1 / divisor))
+        if room >= LEAST_ROOM or (divisor == most and room > -inf):
+            # A backward is in proportion to what it is given, so what is to spare can be given back.
+            spare = room - LEAST_ROOM if isfinite(room) else 0.0
+            least = max(2.0, 2.0 ** ceil(log2(divisor) - spare))
+            if least < divisor and (again := room_of(backward(1 / least))) >= LEAST_ROOM:
+                divisor, room = least, again
+            return Cure(_words(divisor, scale), room >= LEAST_ROOM, room if isfinite(room) else None)
+    return Cure(_words(scale, scale), False) if scale is not None and most == scale > 1 else None
+
+
+def _largest_divisor(given: Sequence[Record]) -> float:
+    """By how much these may be divided before the largest element of one is no normal number of its format."""
+    divisors = [
+        one.abs_max / ends.smallest_normal
+        for one in given
+        if one.abs_max and (ends := limits(one.dtype)) is not None
+    ]
+    # Rounded down to a power of two, for a division that rounds nothing.
+    return max(1.0, 2.0 ** (frexp(min(*divisors, _MOST))[1] - 1)) if divisors else 1.0
+
+
+def room_of(made: Sequence[Record], dtypes: Sequence[str] = (_SCALED,)) -> float:
+    """Bits between the largest gradient of these formats and the end; -inf where any gradient is not finite."""
+    if any(one.isfinite is False for one in made):
+        return -inf
+    bits = least_bits(one for one in made if one.dtype in dtypes)
+    return inf if bits is None else bits
+
+
+def _words(divisor: float, scale: float | None) -> str:
+    if scale is None:
+        return f"a loss scale that is {divisor:g} times smaller"
+    return f"a loss scale of {scale / divisor:g} in place of {scale:g}"

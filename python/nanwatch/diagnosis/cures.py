@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from math import floor, isfinite, log2, sqrt
+from math import floor, log2, sqrt
 from typing import Any
 
 import torch
@@ -18,11 +18,10 @@ from ..precision.precision import run_in_fp32
 from ..recording.walk import call_leaves
 from ..report.errors import spell
 from ..report.finding import Cure, Finding, working_first
-from ..report.headroom import NEAR_FACTOR, headroom_bits, is_near_end
+from ..report.headroom import NEAR_FACTOR, is_near_end, least_bits
 from ..report.record import Row, is_fault, to_record
-from .batch_start import BatchStart, no_second_run
-from .cure_words import in_float32, module_words
-from .trial import Change, Trial, has_finite, is_close, loaded, run
+from .batch_snapshot import BatchSnapshot, no_second_run
+from .experiment import Change, Experiment, has_finite, in_float32, is_close, loaded, module_words, run
 
 MAX_RUNS = 5
 # Two are a choice; more would only cost forwards.
@@ -36,18 +35,18 @@ _NOT_BACK = "no cure was tried: the failure did not come back when the batch ran
 
 
 def try_cures(
-    start: BatchStart, finding: Finding, model: nn.Module, *, loss_scale: float | None = None
+    snapshot: BatchSnapshot, finding: Finding, model: nn.Module, *, loss_scale: float | None = None
 ) -> tuple[tuple[Cure, ...], tuple[str, ...]]:
-    """`(cures, remarks)`: what ends the failure when the batch of `start` runs again, at most 5 times.
+    """`(cures, remarks)`: what ends the failure when the batch of `snapshot` runs again, at most 5 times.
 
     Only where a format narrower than float32 takes part in what a module produced or received; for weights, buffers
     and data that were not finite before the call there is no cure here. `model` is the watched model, in which
     `finding` names the modules. `loss_scale` is tried where the batch was called with it.
 
     A cure works when all that the modules are given and give is finite, at least one bit of room is left, and values
-    that were finite before are still about the same. Each trial changes what a user would change who applies the cure
-    as it is printed. A change that does not work is left out, except float32 for the guilty module, which a user would
-    expect to help. Cures that work come first.
+    that were finite before are still about the same. Each experiment changes what a user would change who applies the
+    cure as it is printed. A change that does not work is left out, except float32 for the guilty module, which a user
+    would expect to help. Cures that work come first.
 
     The model is left as it was. Nothing is raised but KeyboardInterrupt and its like: what goes wrong is a remark.
     """
@@ -60,7 +59,7 @@ def try_cures(
     cures: list[Cure] = []
     remarks: list[str] = []
     try:
-        _Search(start, finding, model, cures, remarks).go(loss_scale)
+        _Search(snapshot, finding, model, cures, remarks).go(loss_scale)
     except _Done:
         pass
     except Exception as error:
@@ -73,12 +72,17 @@ class _Done(Exception):  # noqa: N818
 
 
 class _Search:
-    """The trials for one finding; what they give goes to `cures` and `remarks`."""
+    """The experiments for one finding; what they give goes to `cures` and `remarks`."""
 
     def __init__(
-        self, start: BatchStart, finding: Finding, model: nn.Module, cures: list[Cure], remarks: list[str]
+        self,
+        snapshot: BatchSnapshot,
+        finding: Finding,
+        model: nn.Module,
+        cures: list[Cure],
+        remarks: list[str],
     ) -> None:
-        self.start = start
+        self.snapshot = snapshot
         self.finding = finding
         self.model = model
         self.cures = cures
@@ -87,12 +91,12 @@ class _Search:
         named = list(named_modules(model, remove_duplicate=False))
         self.modules = {one.name: one.module for one in named}
         self.names = {one.module: one.name for one in named_modules(model)}
-        self.root = self.names.get(unwrapped(start.module), "")
+        self.root = self.names.get(unwrapped(snapshot.module), "")
         # For a value that was handed in: the module in whose forward it was made.
         made_by = finding.module if finding.origin == "produced" else finding.source_module
         self.guilty = self.root if made_by is None else made_by
         # How the batch ran with nothing changed, or with nothing but the guilty module: what came before is the same.
-        self.seen = Trial()
+        self.seen = Experiment()
 
     def go(self, loss_scale: float | None) -> None:
         """Try one after the other, the smallest change first."""
@@ -108,7 +112,7 @@ class _Search:
                 return
         alone = self._run(lambda: run_in_fp32(self.modules[self.guilty]))
         if not self.seen.calls:
-            # A trial that raised has not seen the guilty call to its end.
+            # An experiment that raised has not seen the guilty call to its end.
             self.seen = alone if alone.error is None else self._run()
             if not self._is_narrow():
                 return
@@ -119,13 +123,13 @@ class _Search:
         self._clamp(wide)
         self._smaller_loss_scale(loss_scale)
 
-    def _bfloat16(self) -> Trial | None:
-        """All that is float16 in bfloat16, which has the range of float32; the trial if that works."""
+    def _bfloat16(self) -> Experiment | None:
+        """All that is float16 in bfloat16, which has the range of float32; the experiment if that works."""
         autocast = any(call.autocast is torch.float16 for call in self.seen.calls)
-        weights = any(p.dtype is torch.float16 for p in self.start.module.parameters())
+        weights = any(p.dtype is torch.float16 for p in self.snapshot.module.parameters())
         given = any(
             isinstance(x, Tensor) and x.dtype is torch.float16
-            for _, x in call_leaves(self.start.args, self.start.kwargs)
+            for _, x in call_leaves(self.snapshot.args, self.snapshot.kwargs)
         )
         if weights and given and self.root:
             # The batch is a call of a part. The code that hands float16 to it was not seen, so no run here shows
@@ -133,7 +137,7 @@ class _Search:
             return None
         what = []
         if autocast:
-            kind = next((one.device_type for one in self.start.autocast if one.enabled), "cuda")
+            kind = next((one.device_type for one in self.snapshot.autocast if one.enabled), "cuda")
             what.append(f'use bfloat16 in autocast, torch.autocast("{kind}", dtype=torch.bfloat16)')
         if weights:
             inputs = ", and give it bfloat16 inputs" if given else ""
@@ -141,15 +145,15 @@ class _Search:
         if not what:
             return None
         change = Change(autocast=torch.bfloat16)
-        trial = (
+        experiment = (
             self._run_loaded((torch.float16,), torch.bfloat16, change)
             if weights
             else self._run(change=change)
         )
-        return trial if self._judge(" and ".join(what), trial, healthy=self.seen.kept) else None
+        return experiment if self._judge(" and ".join(what), experiment, healthy=self.seen.kept) else None
 
-    def _whole(self) -> tuple[str, Trial]:
-        """The outermost call in float32, in words and as a trial."""
+    def _whole(self) -> tuple[str, Experiment]:
+        """The outermost call in float32, in words and as an experiment."""
         if self.root:
             # Its caller goes on in the format that it gave.
             return self._in_float32(self.root), self._run(lambda: run_in_fp32(self.modules[self.root]))
@@ -159,7 +163,7 @@ class _Search:
             self._run_loaded(NARROW, torch.float32, change),
         )
 
-    def _larger(self, wide: Trial | None) -> Trial | None:
+    def _larger(self, wide: Experiment | None) -> Experiment | None:
         """The smallest module around the guilty one that is enough in float32; None when even the whole is not.
 
         `wide` is a run in which all had the range of float32. It shows how large everything becomes, and so which
@@ -177,13 +181,13 @@ class _Search:
         for name in self._ancestors():
             # The whole is known to work already, or tried below.
             if self.runs < MAX_RUNS and self._would_fit(name, wide):
-                trial = self._run(lambda name=name: run_in_fp32(self.modules[name]))  # type: ignore[misc]
-                if self._judge(self._in_float32(name), trial, changed=name):
+                experiment = self._run(lambda name=name: run_in_fp32(self.modules[name]))  # type: ignore[misc]
+                if self._judge(self._in_float32(name), experiment, changed=name):
                     return wide
         if any(call.name == self.guilty and call.autocast for call in self.seen.calls):
             leaf = self.modules[self.guilty]
-            trial = self._run(lambda: run_in_fp32(leaf, cast_output=False))
-            if self._judge(self._in_float32(self.guilty, cast_output=False), trial):
+            experiment = self._run(lambda: run_in_fp32(leaf, cast_output=False))
+            if self._judge(self._in_float32(self.guilty, cast_output=False), experiment):
                 return wide
         if whole is None and self.root and not is_tried and self.runs < MAX_RUNS:
             whole = self._whole()
@@ -191,7 +195,7 @@ class _Search:
             self._judge(*whole, changed=self.root or None)
         return wide
 
-    def _clamp(self, wide: Trial) -> None:
+    def _clamp(self, wide: Experiment) -> None:
         """A limit on what the guilty module is given, where that is near the end of the format."""
         rows = [row for call in self.seen.calls if call.name == self.guilty for row in call.rows]
         end = min(
@@ -221,9 +225,11 @@ class _Search:
             if not any(map(has_finite, healthy)):
                 healthy = wide.kept if self._is_finite(wide) else []
             if any(map(has_finite, healthy)):
-                trial = self._run(change=Change(clamp=(self.modules[self.guilty], limit)))
+                experiment = self._run(change=Change(clamp=(self.modules[self.guilty], limit)))
                 self._judge(
-                    f"clamp the input of {module_words(self.guilty)} to ±{limit:g}", trial, healthy=healthy
+                    f"clamp the input of {module_words(self.guilty)} to ±{limit:g}",
+                    experiment,
+                    healthy=healthy,
                 )
 
     def _smaller_loss_scale(self, scale: float | None) -> None:
@@ -231,38 +237,42 @@ class _Search:
         if scale is None or scale <= 1:
             return
         smaller = max(1.0, scale / _LOSS_SCALE_STEP)
-        args = tuple(_scaled(x, scale, smaller) for x in self.start.args)
-        kwargs = {name: _scaled(x, scale, smaller) for name, x in self.start.kwargs.items()}
-        changed = zip((*args, *kwargs.values()), (*self.start.args, *self.start.kwargs.values()), strict=True)
+        args = tuple(_scaled(x, scale, smaller) for x in self.snapshot.args)
+        kwargs = {name: _scaled(x, scale, smaller) for name, x in self.snapshot.kwargs.items()}
+        changed = zip(
+            (*args, *kwargs.values()), (*self.snapshot.args, *self.snapshot.kwargs.values()), strict=True
+        )
         if any(new is not old for new, old in changed):
-            trial = self._run(start=replace(self.start, args=args, kwargs=kwargs))
-            self._judge(f"a loss scale of {smaller:g} in place of {scale:g}", trial)
+            experiment = self._run(snapshot=replace(self.snapshot, args=args, kwargs=kwargs))
+            self._judge(f"a loss scale of {smaller:g} in place of {scale:g}", experiment)
 
-    # One trial and what it means
+    # One experiment and what it means
 
     def _run(
         self,
         hold: Callable[[], AbstractContextManager[Any]] = nullcontext,
         change: Change | None = None,
-        start: BatchStart | None = None,
-    ) -> Trial:
+        snapshot: BatchSnapshot | None = None,
+    ) -> Experiment:
         if self.runs == MAX_RUNS or sum(cure.works for cure in self.cures) >= ENOUGH:
             raise _Done
         self.runs += 1
         with hold():
-            return run(start or self.start, self.names, change, (self.finding.module, self.finding.label))
+            return run(
+                snapshot or self.snapshot, self.names, change, (self.finding.module, self.finding.label)
+            )
 
-    def _run_loaded(self, sources: tuple[torch.dtype, ...], to: torch.dtype, change: Change) -> Trial:
+    def _run_loaded(self, sources: tuple[torch.dtype, ...], to: torch.dtype, change: Change) -> Experiment:
         """The batch as after `model.to(to)`, with its inputs of the dtypes `sources` in `to` as well."""
-        args = cast(self.start.args, sources, to)
-        kwargs = cast(dict(self.start.kwargs), sources, to)
-        start = replace(self.start, args=args, kwargs=kwargs, cached={})
-        return self._run(lambda: loaded(self.start.module, to), change, start)
+        args = cast(self.snapshot.args, sources, to)
+        kwargs = cast(dict(self.snapshot.kwargs), sources, to)
+        snapshot = replace(self.snapshot, args=args, kwargs=kwargs, cached={})
+        return self._run(lambda: loaded(self.snapshot.module, to), change, snapshot)
 
     def _judge(
         self,
         what: str,
-        trial: Trial,
+        experiment: Experiment,
         *,
         changed: str | None = None,
         healthy: list[Tensor] | None = None,
@@ -274,31 +284,35 @@ class _Search:
         in `healthy` must stay about the same in the record that was not finite; float32 is nearer to the truth than
         what it replaces, and is compared with nothing.
         """
-        if trial.error is not None:
-            self.remarks.append(f"could not try to {what}: {spell(trial.error)}")
+        if experiment.error is not None:
+            self.remarks.append(f"could not try to {what}: {spell(experiment.error)}")
             return False
-        is_finite = self._is_finite(trial)
-        room = self._room(trial, changed) if is_finite else None
+        is_finite = self._is_finite(experiment)
+        room = self._room(experiment, changed) if is_finite else None
         has_room = room is None or room >= _LEAST_ROOM
-        works = is_finite and has_room and (healthy is None or is_close(trial.kept, healthy))
+        works = is_finite and has_room and (healthy is None or is_close(experiment.kept, healthy))
         if works or expected:
             self.cures.append(Cure(what, works, room))
         return works
 
-    def _is_finite(self, trial: Trial) -> bool:
-        if trial.error is not None or not self._records(trial):
+    def _is_finite(self, experiment: Experiment) -> bool:
+        if experiment.error is not None or not self._records(experiment):
             return False
-        return set(trial.faults()) <= self._excused()
+        return set(experiment.nonfinite()) <= self._excused()
 
-    def _room(self, trial: Trial, changed: str | None) -> float | None:
+    def _room(self, experiment: Experiment, changed: str | None) -> float | None:
         """Bits between the largest value and the end of its format, in the record that was not finite and in the
         results of the changed module.
         """
-        rows = self._records(trial)
+        rows = self._records(experiment)
         rows += [
-            row for call in trial.calls if call.name == changed for row in call.rows if row.role == "output"
+            row
+            for call in experiment.calls
+            if call.name == changed
+            for row in call.rows
+            if row.role == "output"
         ]
-        return _headroom(rows)
+        return least_bits(map(to_record, rows))
 
     def _excused(self) -> set[tuple[str, str]]:
         """Records that were not finite before the first one that anybody minded: infinities that are meant."""
@@ -309,18 +323,20 @@ class _Search:
             excused |= {(call.name, row.label) for row in call.rows if is_fault(row)}
         return excused
 
-    def _records(self, trial: Trial) -> list[Row]:
-        return trial.rows(self.finding.module, self.finding.label)
+    def _records(self, experiment: Experiment) -> list[Row]:
+        return experiment.rows(self.finding.module, self.finding.label)
 
     # What is known without a run
 
     def _may_be_narrow(self) -> bool:
         """Whether a narrow format may take part, as far as can be told before any run."""
-        root = self.start.module
+        root = self.snapshot.module
         tensors = [*root.parameters(), *root.buffers()]
-        tensors += [x for _, x in call_leaves(self.start.args, self.start.kwargs) if isinstance(x, Tensor)]
+        tensors += [
+            x for _, x in call_leaves(self.snapshot.args, self.snapshot.kwargs) if isinstance(x, Tensor)
+        ]
         return (
-            any(one.enabled and one.dtype in NARROW for one in self.start.autocast)
+            any(one.enabled and one.dtype in NARROW for one in self.snapshot.autocast)
             or any(_is_narrow(str(x.dtype)) for x in tensors)
             or any(_is_narrow(record.dtype) for record in self.finding.operands)
         )
@@ -348,7 +364,7 @@ class _Search:
             if own in called:
                 yield own
 
-    def _would_fit(self, name: str, wide: Trial) -> bool:
+    def _would_fit(self, name: str, wide: Experiment) -> bool:
         """Whether the results of the module fit the format that they would be given back in."""
         given = next((call.given for call in self.seen.calls if call.name == name), None)
         if given not in NARROW:
@@ -359,13 +375,6 @@ class _Search:
 
     def _in_float32(self, name: str, *, cast_output: bool = True) -> str:
         return in_float32(self.model, name, cast_output=cast_output)
-
-
-def _headroom(rows: list[Row]) -> float | None:
-    """Bits between the largest of these values and the end of its format."""
-    finite = [row for row in rows if row.isfinite]
-    bits = [bits for row in finite if (bits := headroom_bits(to_record(row))) is not None and isfinite(bits)]
-    return min(bits, default=None)
 
 
 def _is_narrow(dtype: str) -> bool:

@@ -17,8 +17,7 @@ from ..recording.observe import observe, read
 from ..recording.walk import leaves
 from ..report.headroom import is_normal
 from ..report.record import Record, Row, to_record
-from ..report.spread import Spread
-from ..report.spreading import spread_of
+from ..report.stored_histogram import StoredHistogram
 
 # In-place operations that do not look at what was there before.
 _OVERWRITING = frozenset(
@@ -27,7 +26,7 @@ _OVERWRITING = frozenset(
 # Elementwise operations that never make a finite element of one that is not.
 _CARRYING = frozenset({"add", "sub", "rsub", "mul", "neg", "abs", "clone", "_to_copy"})
 # Each takes one pass over its tensor; more pictures than these nobody looks at.
-_MOST_SPREADS = 4
+_MOST_HISTOGRAMS = 4
 _LOGARITHMS = frozenset({"log", "log_", "log2", "log2_", "log10", "log10_"})
 
 
@@ -115,7 +114,7 @@ class Operands(NamedTuple):
     ) -> Operands:
         """The operands of a call that is about to be made, or has been made and wrote to none of them.
 
-        Of those that are known the range is enough: what is bad in them need not be counted once more.
+        Of those that are known the range is enough: what is non-finite in them need not be counted once more.
         """
         tensors: list[Tensor] = []
         numbers: list[tuple[str, float]] = []
@@ -145,7 +144,7 @@ class Operands(NamedTuple):
             found.append(record)
         return tuple(found)
 
-    def spreads(self, *, written: Sequence[Tensor] = ()) -> tuple[Spread, ...]:
+    def spreads(self, *, written: Sequence[Tensor] = ()) -> tuple[StoredHistogram, ...]:
         """The spreads of the first tensors that have one and share no memory with what was `written` since."""
         gone = _memory(written)
         there = [
@@ -153,8 +152,8 @@ class Operands(NamedTuple):
             for x, row in zip(self.tensors, self.rows, strict=True)
             if not (_is_plain(x) and x.untyped_storage()._cdata in gone)
         ]
-        found = (spread_of(x, label) for x, label in there)
-        return tuple(islice((one for one in found if one is not None), _MOST_SPREADS))
+        found = (StoredHistogram.of(x, label) for x, label in there)
+        return tuple(islice((one for one in found if one is not None), _MOST_HISTOGRAMS))
 
 
 def _memory(tensors: Sequence[Tensor]) -> set[int]:

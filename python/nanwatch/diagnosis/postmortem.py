@@ -19,11 +19,11 @@ from ..report.finding import Finding
 from ..report.frame import Frame
 from ..report.report import Report
 from ..util.numbered import make_numbered
-from .backward_microscope import examine_backward
-from .batch_start import BatchStart
+from .backward_rerun import rerun_backward
+from .batch_snapshot import BatchSnapshot
 from .cures import try_cures
-from .examination import Call, Examination, enrich
-from .microscope import examine
+from .diagnosis import Call, Diagnosis, enrich
+from .forward_rerun import rerun_forward
 
 _T = TypeVar("_T")
 _FORMS: dict[str, Callable[[Report], str]] = {
@@ -35,7 +35,7 @@ _FORMS: dict[str, Callable[[Report], str]] = {
 
 def post_mortem(
     report: Report,
-    start: BatchStart | None,
+    snapshot: BatchSnapshot | None,
     model: nn.Module,
     output_dir: Path | None,
     *,
@@ -45,51 +45,51 @@ def post_mortem(
 ) -> Report:
     """The report with what a second run of the batch shows, if it `examines`, and written to `output_dir` if any.
 
-    `start` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
+    `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
     that of the batch, where it is known.
     """
     finding = report.finding
     if finding is None:
         return report
     remarks: list[str] = []
-    examination: Examination | None = None
-    if examines and (start is None or reason):
+    diagnosis: Diagnosis | None = None
+    if examines and (snapshot is None or reason):
         why = reason or (
             "its outermost call lies in compiled code or in a backward, or what it was given could not be kept"
         )
         remarks.append(f"the batch was not run a second time: {why}")
-    elif examines and start is not None and finding.phase != "step":
-        finding, examination = _look(finding, report.frames, start, model, loss_scale, remarks)
+    elif examines and snapshot is not None and finding.phase != "step":
+        finding, diagnosis = _look(finding, report.frames, snapshot, model, loss_scale, remarks)
     finding = replace(finding, remarks=(*finding.remarks, *remarks))
     if output_dir is None:
         return replace(report, finding=finding)
-    return _write(report, finding, examination, start, output_dir)
+    return _write(report, finding, diagnosis, snapshot, output_dir)
 
 
 def _look(
     finding: Finding,
     frames: Sequence[Frame],
-    start: BatchStart,
+    snapshot: BatchSnapshot,
     model: nn.Module,
     loss_scale: float | None,
     remarks: list[str],
-) -> tuple[Finding, Examination | None]:
+) -> tuple[Finding, Diagnosis | None]:
     """The finding with what a second run of the batch shows, and with the cures where it failed again."""
     if finding.phase == "backward":
-        seen = examine_backward(start, finding, frames, model=model, loss_scale=loss_scale)
+        seen = rerun_backward(snapshot, finding, frames, model=model, loss_scale=loss_scale)
         return enrich(finding, seen), seen
-    examination = _attempt("the closer look", lambda: examine(start, finding, model=model), remarks)
-    if examination is None:
+    diagnosis = _attempt("the closer look", lambda: rerun_forward(snapshot, finding, model=model), remarks)
+    if diagnosis is None:
         return finding, None
-    closer = enrich(finding, examination)
-    if examination.transient is False:
-        if doubts := start.doubts():
+    closer = enrich(finding, diagnosis)
+    if diagnosis.transient is False:
+        if doubts := snapshot.doubts():
             remarks.append(f"no cure was tried, as {doubts[0]}")
         elif tried := _attempt(
-            "trying cures", lambda: try_cures(start, closer, model, loss_scale=loss_scale), remarks
+            "trying cures", lambda: try_cures(snapshot, closer, model, loss_scale=loss_scale), remarks
         ):
             closer = replace(closer, cures=tried[0], remarks=(*closer.remarks, *tried[1]))
-    return closer, examination
+    return closer, diagnosis
 
 
 def _attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None:
@@ -103,8 +103,8 @@ def _attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None
 def _write(
     report: Report,
     finding: Finding,
-    examination: Examination | None,
-    start: BatchStart | None,
+    diagnosis: Diagnosis | None,
+    snapshot: BatchSnapshot | None,
     output_dir: Path,
 ) -> Report:
     remarks: list[str] = []
@@ -112,8 +112,8 @@ def _write(
     if folder is None:
         return _told(report, finding, remarks)
     files: list[str] = []
-    call = None if examination is None else examination.call
-    if call is None or start is None:
+    call = None if diagnosis is None else diagnosis.call
+    if call is None or snapshot is None:
         is_forward = finding.phase == "forward"
         why = (
             "no call was seen to make the value a second time"
@@ -122,13 +122,13 @@ def _write(
         )
         remarks.append(f"no capsule was written: {why}")
     elif made := _attempt(
-        "writing the capsule", lambda: _write_capsule(folder, call, start, finding, report.rank), remarks
+        "writing the capsule", lambda: _write_capsule(folder, call, snapshot, finding, report.rank), remarks
     ):
         files.append(str(made))
     return _write_forms(report, finding, folder, _FORMS, files, remarks)
 
 
-def _write_capsule(folder: Path, call: Call, start: BatchStart, finding: Finding, rank: int) -> Path:
+def _write_capsule(folder: Path, call: Call, snapshot: BatchSnapshot, finding: Finding, rank: int) -> Path:
     return write_capsule(
         folder / "capsule",
         call.module,
@@ -137,8 +137,8 @@ def _write_capsule(folder: Path, call: Call, start: BatchStart, finding: Finding
         call.kwargs,
         finding=finding,
         rank=rank,
-        rng=call.rng or start.rng,
-        autocast=call.autocast or start.autocast,
+        rng=call.rng or snapshot.rng,
+        autocast=call.autocast or snapshot.autocast,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import cosh, inf, log2, sinh
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,8 +17,9 @@ from ..numerics.formats import limits
 from ..recording.frame_ring import PeakName
 from ..report.text import module_name
 from ..util.visible import visible
-from .growth import ending
-from .tracks import POINTS, Floats, Numbers, Tracks
+from .growth import Floats, ending
+
+Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 # Looks: one in `batch // 64` batches, at least one in 16, more where an end is near. At most so many may be spared, and
 # they come back at one in eight batches.
@@ -89,7 +91,7 @@ class Forecaster:
         # By place among the values; -1 for what has no format.
         self._track_at: Numbers = np.empty(0, np.int64)
         self._ends: Floats = np.empty(0)  # by track: log2 of the largest number of the format
-        self._tracks = Tracks(room)
+        self._history = HeadroomHistory(room)
         self._last = -1
         self._pause = 1
         self._spared = float(_SPARED)
@@ -117,7 +119,7 @@ class Forecaster:
             places.append(track)
         self._track_at = np.append(self._track_at, places)
         self._ends = np.append(self._ends, ends)
-        self._tracks.grow(len(self._names))
+        self._history.grow(len(self._names))
 
     def end(self, batch: int, values: bytes) -> list[Forecast]:
         """The batch is done: return what is new to say, at most one forecast.
@@ -128,7 +130,7 @@ class Forecaster:
         self._spared = max(0.0, min(_SPARED, self._spared + since * _SPARED_A_BATCH) - 1)
         self._last = max(batch, self._last)
         tracks = self._add(batch, np.frombuffer(values))
-        bits, losses, late, spans = self._tracks.falls(tracks)
+        bits, losses, late, spans = self._history.falls(tracks)
         with np.errstate(divide="ignore", invalid="ignore"):
             left, soonest = (np.where(loss > 0, bits / loss, inf) for loss in (losses, np.fmax(losses, late)))
         falling = np.flatnonzero(left <= _FOLLOWED * spans)
@@ -166,15 +168,15 @@ class Forecaster:
         largest = np.zeros(len(self._names))
         np.maximum.at(largest, self._track_at[places], values[places])
         # Another thread's later batch may have been quicker.
-        tracks = np.flatnonzero((largest > 0) & (self._tracks.latest < batch))
-        self._tracks.add(tracks, batch, self._ends[tracks] - np.log2(largest[tracks]))
+        tracks = np.flatnonzero((largest > 0) & (self._history.latest < batch))
+        self._history.add(tracks, batch, self._ends[tracks] - np.log2(largest[tracks]))
         return tracks
 
     def _leader(self, batch: int, tracks: Numbers) -> tuple[int, float, float] | None:
         """Return which of these ends first, the batch and the margin, where that is to be told."""
         found = None
         for place, track in enumerate(tracks):
-            points = self._tracks.points(track)
+            points = self._history.points(track)
             end = ending(*points)
             if end is not None and (found is None or end.left < found[1].left):
                 found = place, end, points[0][-1] - points[0][0], points[1]
@@ -205,3 +207,82 @@ class Forecaster:
         shift = abs(middle - last.batch)
         has_changed = batch > last.batch + last.plus_minus or shift > max(last.plus_minus, margin)
         return has_changed and len(self._told) < _MOST_LINES
+
+
+# Points kept of a tensor; when there are more, the older are joined by twos, so that they reach ever further back. The
+# latest 24 stay as close together as they came.
+POINTS = 64
+LATEST = 24
+_JOINED = (POINTS - LATEST) // 2 * 2
+_FEW = 5
+_PLACES = np.arange(_FEW)
+
+
+class HeadroomHistory:
+    """A track is a number from 0, `grow` brings it in. 0.8 KiB a track.
+
+    There is `room` for so many from the start: what is made in the first batch would lie between its activations.
+    """
+
+    def __init__(self, room: int = 0) -> None:
+        self.latest: Numbers = np.empty(0, np.int64)  # batch of the last point, -1 without any
+        self.count: Numbers = np.empty(0, np.int64)  # of points
+        self._batches: Floats = np.full((room, POINTS), np.nan)  # which float32 cannot count past 2^24
+        self._bits: Floats = np.full((room, POINTS), np.nan, np.float32)
+
+    def grow(self, number: int) -> None:
+        """Have room for so many tracks."""
+        more = number - len(self.count)
+        if more <= 0:
+            return
+        self.latest = np.append(self.latest, np.full(more, -1))
+        self.count = np.append(self.count, np.zeros(more, np.int64))
+        rows = len(self._bits)
+        if number > rows:
+            spare = np.full((max(number, 2 * rows) - rows, POINTS), np.nan)
+            self._batches = np.concatenate([self._batches, spare])
+            self._bits = np.concatenate([self._bits, spare.astype(np.float32)])
+
+    def add(self, tracks: Numbers, batch: int, bits: Floats) -> None:
+        """A point of each of these, all at the same batch."""
+        full = tracks[self.count[tracks] == POINTS]
+        if len(full):
+            for points in (self._batches, self._bits):
+                old = points[full]
+                pairs = (old[:, 0:_JOINED:2] + old[:, 1:_JOINED:2]) / 2
+                rest = np.full((len(full), _JOINED // 2), np.nan, points.dtype)
+                points[full] = np.concatenate([pairs, old[:, _JOINED:], rest], axis=1)
+            self.count[full] -= _JOINED // 2
+        self._batches[tracks, self.count[tracks]] = batch
+        self._bits[tracks, self.count[tracks]] = bits
+        self.count[tracks] += 1
+        self.latest[tracks] = batch
+
+    def falls(self, tracks: Numbers) -> tuple[Floats, Floats, Floats, Floats]:
+        """Return of each: its bits now, the loss a batch, the late loss a batch, how far back its points reach.
+
+        Lines go through the medians of five points: the latest, and those before the middle, or just before the latest.
+        """
+        count = self.count[tracks]
+        bits, now = self._median(tracks, count - _FEW)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            losses, late = (
+                (then - bits) / (now - at)
+                for then, at in (
+                    self._median(tracks, count * 3 // 8 - _FEW // 2),
+                    self._median(tracks, count - 2 * _FEW),
+                )
+            )
+        return bits, losses, late, self.latest[tracks] - self._batches[tracks, 0]
+
+    def _median(self, tracks: Numbers, first: Numbers) -> tuple[Floats, Floats]:
+        """The median of five points from this one, and their mean batch."""
+        rows, places = tracks[:, None], np.maximum(first[:, None] + _PLACES, 0)
+        return np.sort(self._bits[rows, places], axis=1)[:, _FEW // 2], self._batches[rows, places].mean(
+            axis=1
+        )
+
+    def points(self, track: int) -> tuple[Floats, Floats]:
+        """Batches and bits, oldest first, in float64."""
+        count = self.count[track]
+        return self._batches[track, :count].astype(float), self._bits[track, :count].astype(float)

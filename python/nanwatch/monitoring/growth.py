@@ -13,12 +13,11 @@ points of its window from the earlier ones. The errors of these back-tests weigh
 from __future__ import annotations
 
 from math import exp, log, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .tracks import Floats
-
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
 LEAST_POINTS = 12
 POWERS = np.array([2, 1, 1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 12, 1e-9, -1 / 12, -1 / 6])
 # Windows reach from the latest point so far back: all of the time, half of it, a quarter.

@@ -1,19 +1,156 @@
-"""The log of a run: what a watch sees, told to the user's own tracker, seldom, and without ever harming the run."""
+"""The log of a run: entries of numbers, histograms and words by their tags, handed to a backend.
+
+The log writes seldom, and an error of the backend ends the log and not the run.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import ceil, floor, inf, log2
 from time import monotonic
+from typing import Protocol
 
 from ..report.errors import spell
 from ..report.finding import Finding
 from ..report.frame import FrameRows
+from ..report.headroom import headroom_bits
+from ..report.record import Row, to_record
+from ..report.text import summary
 from ..util.user_warning import warn_user
+from ..util.visible import visible
 from .forecast import Forecast
-from .log_entry import BatchLog, LogEntry, fault_entry
-from .sink import Sink
+
+# The first part of a tag is the group in which TensorBoard and W&B show it: the few numbers of the whole model in one,
+# a curve a module in others.
+TOTAL = "nanwatch"
+HEADROOM, FORECAST, RANGES = "nanwatch_headroom_bits", "nanwatch_forecast_batch", "nanwatch_log2_abs_max"
+GROUPS = (TOTAL, HEADROOM, FORECAST, RANGES)
+IS_FINITE, LEAST = f"{TOTAL}/is_finite", f"{TOTAL}/headroom_bits"
+PLACE, TOLD, FINDING = f"{TOTAL}/headroom_module", f"{TOTAL}/forecast", f"{TOTAL}/finding"
+
+_MOST_BINS = 512  # W&B takes no more
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts between edges, of which there is one more; with the sums that TensorBoard asks for."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    least: float
+    most: float
+    sum: float
+    sum_of_squares: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Histogram:
+        """Of finite values, at least one, in bins a whole number wide: 1 where that makes at most 512."""
+        found = sorted(values)
+        first = floor(found[0])
+        width = max(1, ceil((floor(found[-1]) + 1 - first) / _MOST_BINS))
+        counts = [0] * ((floor(found[-1]) - first) // width + 1)
+        for value in found:
+            counts[(floor(value) - first) // width] += 1
+        edges = tuple(float(first + width * i) for i in range(len(counts) + 1))
+        return cls(edges, tuple(counts), found[0], found[-1], sum(found), sum(x * x for x in found))
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """What is to be logged at `batch`. All numbers are finite."""
+
+    batch: int
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """Takes entries. What these raise ends the log."""
+
+    def write(self, entry: LogEntry) -> None:
+        """Log it."""
+
+    def flush(self) -> None:
+        """Let what was logged outlive the process."""
+
+    def close(self) -> None:
+        """Nothing more comes. What is the user's is left open."""
+
+
+class BatchLog:
+    """Takes the frames of one batch, and makes the entry of them.
+
+    Of each tensor by its module, label and dtype the largest counts. An input is left out: it is its maker's output.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self._largest: dict[tuple[str, str, str], tuple[float, Row]] = {}
+
+    def add(self, frame: FrameRows) -> None:
+        """Take a frame of this batch."""
+        for row in frame.rows:
+            abs_max = row.abs_max
+            # Finite complex numbers may have a modulus that is too large for a float.
+            if abs_max and row.isfinite and row.role != "input" and abs_max != inf:
+                key = (frame.name, row.label, row.dtype)
+                largest = self._largest.get(key)
+                if largest is None or abs_max > largest[0]:
+                    self._largest[key] = (abs_max, row)
+
+    @cached_property
+    def headroom(self) -> dict[str, tuple[float, str, str]]:
+        """Of each module the least bits that are a number, with label and dtype; the worst first.
+
+        To be asked for when all frames are taken.
+        """
+        least: dict[str, tuple[float, str, str]] = {}
+        for (module, label, dtype), (_, row) in self._largest.items():
+            bits = headroom_bits(to_record(row))
+            if bits is not None and bits < least.get(module, (inf,))[0]:
+                least[module] = (bits, label, dtype)
+        return dict(sorted(least.items(), key=lambda item: item[1][0]))
+
+    def ranges(self) -> dict[str, Histogram]:
+        """By role, how many tensors have their largest magnitude in each power of two."""
+        found: dict[str, list[float]] = {}
+        for abs_max, row in self._largest.values():
+            found.setdefault(row.role, []).append(log2(abs_max))
+        return {role: Histogram.of(values) for role, values in found.items()}
+
+    def entry(self, shown: Iterable[str], forecasts: Sequence[Forecast] = ()) -> LogEntry:
+        """The entry, with a number for each of the modules in `shown` that has one."""
+        headroom = self.headroom
+        scalars = {IS_FINITE: 1.0}
+        texts = {}
+        if headroom:
+            module, (bits, label, dtype) = next(iter(headroom.items()))
+            scalars[LEAST] = bits
+            texts[PLACE] = visible(f"{spell_module(module)} {label}, {dtype}")
+        scalars |= {
+            f"{HEADROOM}/{spell_module(name)}": headroom[name][0] for name in shown if name in headroom
+        }
+        scalars |= {f"{FORECAST}/{spell_module(one.module)}": float(one.batch) for one in forecasts}
+        if forecasts:
+            texts[TOLD] = "\n\n".join(map(str, forecasts))
+        histograms = {f"{RANGES}/{role}": made for role, made in self.ranges().items()}
+        return LogEntry(self.batch, scalars, histograms, texts)
+
+
+def nonfinite_entry(finding: Finding) -> LogEntry:
+    """The entry of a batch that went wrong."""
+    return LogEntry(finding.batch, {IS_FINITE: 0.0}, texts={FINDING: summary(finding)})
+
+
+def spell_module(name: str) -> str:
+    """The name of a module within a tag."""
+    return visible(name) or "(root)"
+
 
 # A tracker takes 30 to 60 µs a number. Where the entries of a model would take more than a fiftieth of the run's time,
 # there are fewer of them.
@@ -23,13 +160,13 @@ _MOST_MODULES = 256
 
 
 class Log:
-    """Logs the batches to a sink: every so many, or fewer where that takes too long, and each fault.
+    """Logs the batches to a backend: every so many, or fewer where that takes too long, and each fault.
 
-    What the sink raises is one warning and the end of the log. `every` is in batches.
+    What the backend raises is one warning and the end of the log. `every` is in batches.
     """
 
-    def __init__(self, sink: Sink, every: int) -> None:
-        self._sink: Sink | None = sink
+    def __init__(self, backend: Backend, every: int) -> None:
+        self._backend: Backend | None = backend
         self._every = every
         self._next = 0
         self._not_before = 0.0
@@ -39,13 +176,13 @@ class Log:
         self._is_warm = False
         self._batch = BatchLog(-1)
         self._modules: dict[str, None] = {}
-        self._told_of: int | None = None  # the latest batch that was logged as faulty
+        self._told_of: int | None = None  # the latest batch that was logged as non-finite
         # A forked child has the tracker but not its thread: what is put in its queue would stay there, and block.
         self._process = os.getpid()
 
     def is_due(self, batch: int) -> bool:
         """Whether the frames of this batch are wanted."""
-        return self._sink is not None and self._has_time and batch >= self._next
+        return self._backend is not None and self._has_time and batch >= self._next
 
     def add(self, frame: FrameRows) -> None:
         """Take a frame of the batch that is under way; those of one that went wrong are dropped with the next."""
@@ -65,21 +202,21 @@ class Log:
             self._write(lambda: BatchLog(batch).entry((), forecasts))
         self._has_time = monotonic() >= self._not_before
 
-    def fault(self, finding: Finding) -> None:
-        """A batch went wrong. Of faulty ones in a row no more are told than of others."""
+    def on_nonfinite(self, finding: Finding) -> None:
+        """Log a non-finite batch. Consecutive ones are throttled to `log_every`, like any other entry."""
         last = self._told_of
         if last is not None and last <= finding.batch < last + self._every:
             return
         self._told_of = finding.batch
         # What is raised next may end the process.
-        self._write(lambda: fault_entry(finding), flushes=True)
+        self._write(lambda: nonfinite_entry(finding), flushes=True)
 
     def close(self) -> None:
         """Log no more. The user's own tracker stays open. A second time does nothing."""
-        sink, self._sink = self._sink, None
-        if sink is not None and self._process == os.getpid():
+        backend, self._backend = self._backend, None
+        if backend is not None and self._process == os.getpid():
             with self._safely():
-                sink.close()
+                backend.close()
 
     def _entry(self, taken: BatchLog, forecasts: Sequence[Forecast]) -> LogEntry:
         for name in taken.headroom:
@@ -89,14 +226,14 @@ class Log:
         return taken.entry(self._modules, forecasts)
 
     def _write(self, make: Callable[[], LogEntry], *, flushes: bool = False) -> None:
-        sink = self._sink
-        if sink is None or self._process != os.getpid():
+        backend = self._backend
+        if backend is None or self._process != os.getpid():
             return
         begun = monotonic()
         with self._safely():
-            sink.write(make())
+            backend.write(make())
             if flushes:
-                sink.flush()
+                backend.flush()
         ended = monotonic()
         if self._is_warm:
             self._not_before = ended + _SHARE * (ended - begun)
@@ -107,7 +244,7 @@ class Log:
         try:
             yield
         except Exception as error:
-            self._sink = None
+            self._backend = None
             warn_user(
                 f"nanwatch logs no more to log_to=, which raised {spell(error)}; the run goes on and is watched"
             )

@@ -1,18 +1,7 @@
-"""`torchrun … -m nanwatch.netcheck`: can these ranks talk to each other?
+"""`torchrun … -m nanwatch.netcheck`: can these ranks talk to each other, and if not, which rank, where and why?
 
-And if not: which rank, in which step, and what to try.
-
-The flow, one file a step:
-
-    command    command.py   the options, the steps in their order, the exit status
-    -> place   place.py     who this rank is, from the environment
-    -> guard   guard.py     the clock over each step: ends a process that hangs, also inside a native call
-    -> meeting meeting.py   the key-value store: who came, who failed first, who has ended
-    -> links   links.py     a TCP connection to each neighbour, without any backend
-    -> steps   steps.py     device, process group, barrier, all-reduce, point-to-point, bandwidth
-    -> words   words.py     every line that is printed
-
-Nothing of it knows a watch or a model.
+`command` runs the steps in their order: `guard` is the clock over each, `meeting` the store of the ranks, `steps` the
+checks, `words` the printed lines. Nothing here knows a watch or a model.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
 from ..util.suppressed import suppressing
 from ..util.visible import visible
-from . import links, steps, words
+from . import steps, words
 from .guard import GRACE, Guard, LinkError, StepError, Trouble
-from .links import Listener
-from .meeting import Arrival, Meeting, Verdict, reach
-from .place import Place, PlaceError
-from .steps import Transfer
+from .meeting import Arrival, Meeting, Outcome, Place, PlaceError, reach
+from .steps import Listener, Transfer
 
 _STDOUT, _STDERR = 1, 2
 _LOOK_AROUND = 1.5  # seconds; less than GRACE, in which the others are still there to answer
@@ -60,41 +60,27 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--timeout", type=_seconds, default=30.0, metavar="SECONDS", help="for each step (default: 30)"
-    )
-    parser.add_argument(
-        "--backend", choices=steps.BACKENDS, help="default: nccl where torch sees a GPU, gloo otherwise"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--timeout", type=_seconds, default=30.0, metavar="SECONDS", help="for each step (default: 30)")
+    add("--backend", choices=steps.BACKENDS, help="default: nccl where torch sees a GPU, gloo otherwise")
+    add(
         "--memory", type=_size, default=64 << 20, metavar="SIZE", help="taken on each device (default: 64MiB)"
     )
-    parser.add_argument(
-        "--sizes",
-        type=_size,
-        nargs="*",
-        default=[8, 64 << 10, 1 << 20, 16 << 20],
-        metavar="SIZE",
-        help="of the all-reduces that are timed (default: 8 64KiB 1MiB 16MiB); none leaves them out",
+    sizes = "of the all-reduces that are timed (default: 8 64KiB 1MiB 16MiB); none leaves them out"
+    add(
+        "--sizes", type=_size, nargs="*", default=[8, 64 << 10, 1 << 20, 16 << 20], metavar="SIZE", help=sizes
     )
-    parser.add_argument(
+    add(
         "--rounds",
         type=_count,
         default=1,
         metavar="N",
         help="how often to check, for a fault that comes and goes",
     )
-    parser.add_argument(
-        "--all-pairs",
-        action="store_true",
-        help=f"connect every pair of ranks; by default so up to {links.ALL_PAIRS} ranks, and beyond at the distances"
-        " 1, 2, 4, ...",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="rank 0 prints one JSON document on stdout, all else goes to stderr",
-    )
+    pairs = f"connect every pair of ranks; by default so up to {steps.ALL_PAIRS} ranks, and beyond at the distances"
+    add("--all-pairs", action="store_true", help=f"{pairs} 1, 2, 4, ...")
+    document = "rank 0 prints one JSON document on stdout, all else goes to stderr"
+    add("--json", action="store_true", help=document)
     return parser
 
 
@@ -160,7 +146,7 @@ class _Check:
                     world_size=place.world_size,
                     host=place.host,
                     local_rank=place.local_rank,
-                    address=links.own_address(reach(place, lambda: guard.remaining)),
+                    address=steps.own_address(reach(place, lambda: guard.remaining)),
                     port=listener.port,
                     token=token,
                     backend=self._backend,
@@ -172,14 +158,14 @@ class _Check:
         if place.rank == 0:
             words.say(words.header_lines(meeting.arrivals(), self._backend, options.timeout), self._lines_to)
         world_size = place.world_size
-        all_pairs = options.all_pairs or world_size <= links.ALL_PAIRS
-        shifts = links.shifts(world_size, all_pairs=all_pairs)
+        all_pairs = options.all_pairs or world_size <= steps.ALL_PAIRS
+        shifts = steps.shifts(world_size, all_pairs=all_pairs)
         with guard.step("links"):
             peers = [meeting.arrival((place.rank + shift) % world_size) for shift in shifts]
-            links.connect(peers, place.master_addr, min(links.PATIENCE, guard.remaining / 2))
+            steps.connect(peers, place.master_addr, min(steps.PATIENCE, guard.remaining / 2))
             self._peers = peers
-            meeting.count_linked()
-            if not self._await(meeting.have_linked):
+            meeting.count("linked")
+            if not self._await(lambda: meeting.have_all("linked")):
                 raise StepError("a rank has not yet reached its neighbours")
         with guard.step("process group"):
             # A little less than the clock: the error of the backend tells more than "no answer".
@@ -198,13 +184,15 @@ class _Check:
         words.say([words.ok_line(place)], self._lines_to)
         with guard.step("the other ranks"):
             meeting.end(None)
-            self._await(meeting.have_ended)
-            verdicts = meeting.verdicts()
-            if len(verdicts) < world_size or any(one.trouble is not None for one in verdicts.values()):
+            self._await(lambda: meeting.have_all("ended"))
+            outcomes = meeting.outcomes()
+            if len(outcomes) < world_size or any(one.trouble is not None for one in outcomes.values()):
                 raise StepError("another rank is broken")
-            steps.end()
+            dist.destroy_process_group()
         if place.rank == 0:
-            self._conclude()
+            table = words.transfer_lines(self._transfers, world_size) if world_size > 1 else []
+            words.say([*table, words.summary_line(outcomes, world_size)], self._lines_to)
+            self._print_document(outcomes)
         meeting.leave(GRACE)
         listener.close()
         guard.stop()
@@ -212,7 +200,7 @@ class _Check:
 
     def _await_arrivals(self) -> None:
         meeting, world_size = self._meeting, self._place.world_size
-        if not self._await(meeting.have_arrived):
+        if not self._await(lambda: meeting.have_all("arrived")):
             missing = meeting.missing()
             came = world_size - len(missing)
             raise StepError(f"{came} of {world_size} ranks came; missing: {words.spans(missing)}")
@@ -237,16 +225,6 @@ class _Check:
             pause = min(2 * pause, self._meeting.interval)
         return True
 
-    def _conclude(self) -> None:
-        """The table and the summary; the document when one was asked for."""
-        verdicts, world_size = self._meeting.verdicts(), self._place.world_size
-        lines = (
-            words.transfer_lines(self._transfers, world_size) if self._transfers and world_size > 1 else []
-        )
-        words.say([*lines, words.summary_line(verdicts, world_size)], self._lines_to)
-        if self._options.json:
-            words.say(json.dumps(self._document(verdicts), indent=2).splitlines(), _STDOUT)
-
     # Of the thread that saw the trouble; the process ends when it is done.
 
     def _end_badly(self, trouble: Trouble) -> None:
@@ -264,7 +242,7 @@ class _Check:
     def _look_around(self, trouble: Trouble) -> Trouble:
         """With the neighbours that cannot be reached any more: a backend seldom says which rank it waited for."""
         try:
-            links.connect(self._peers, self._place.master_addr, _LOOK_AROUND)
+            steps.connect(self._peers, self._place.master_addr, _LOOK_AROUND)
         except LinkError as error:
             return replace(trouble, why=f"{trouble.why}; {error}")
         return trouble
@@ -273,56 +251,47 @@ class _Check:
         """Tell how it ended and stay until all have: torchrun ends the ranks of a node as soon as one has gone."""
         meeting, rank = self._meeting, self._place.rank
         is_first = False
-        verdicts = {rank: Verdict(rank, trouble)}
+        outcomes = {rank: Outcome(rank, trouble)}
         with suppressing("the store was gone when the end was to be told"):
             is_first = meeting.end(trouble)
             until = time.monotonic() + waits
-            while not meeting.have_ended() and time.monotonic() < until:
+            while not meeting.have_all("ended") and time.monotonic() < until:
                 time.sleep(0.05)
-            verdicts = meeting.verdicts()
+            outcomes = meeting.outcomes()
         if is_first:
-            words.say([words.summary_line(verdicts, self._place.world_size)], self._lines_to)
-        if rank == 0 and self._options.json:
-            words.say(json.dumps(self._document(verdicts), indent=2).splitlines(), _STDOUT)
-        if len(verdicts) > 1:
+            words.say([words.summary_line(outcomes, self._place.world_size)], self._lines_to)
+        self._print_document(outcomes)
+        if len(outcomes) > 1:
             meeting.leave(GRACE)
 
-    def _document(self, verdicts: dict[int, Verdict]) -> dict[str, Any]:
-        place, arrivals, first = self._place, [], None
+    def _print_document(self, outcomes: dict[int, Outcome]) -> None:
+        """Print the JSON document, where one was asked for and this is rank 0."""
+        place, meeting = self._place, self._meeting
+        if place.rank or not self._options.json:
+            return
+        arrivals: list[Arrival] = []
+        first = None
         with suppressing("the store was gone when arrivals were to be read"):
-            arrivals, first = self._meeting.arrivals(), self._meeting.first()
+            arrivals, first = meeting.arrivals(), meeting.first()
         known = {one.rank: one for one in arrivals}
-        return {
-            "ok": len(verdicts) == place.world_size and all(v.trouble is None for v in verdicts.values()),
+        document = {
+            "ok": len(outcomes) == place.world_size and all(one.trouble is None for one in outcomes.values()),
             "world_size": place.world_size,
             "backend": self._backend,
             "timeout_s": self._options.timeout,
             "versions": sorted({one.versions for one in arrivals}),
             "first_failure": None if first is None else first.rank,
-            "ranks": [
-                _rank_entry(rank, known.get(rank), verdicts.get(rank)) for rank in range(place.world_size)
-            ],
-            "all_reduce": [
-                {
-                    "bytes": one.num_bytes,
-                    "iterations": one.iterations,
-                    "microseconds": one.seconds * 1e6,
-                    "algorithm_gb_per_s": one.algorithm_rate() / 1e9,
-                    "bus_gb_per_s": one.bus_rate(place.world_size) / 1e9,
-                }
-                for one in self._transfers
-            ],
+            "ranks": [_rank_entry(r, known.get(r), outcomes.get(r)) for r in range(place.world_size)],
+            "all_reduce": [one.entry(place.world_size) for one in self._transfers],
         }
+        words.say(json.dumps(document, indent=2).splitlines(), _STDOUT)
 
 
-def _rank_entry(rank: int, arrival: Arrival | None, verdict: Verdict | None) -> dict[str, Any]:
-    trouble = None if verdict is None else verdict.trouble
+def _rank_entry(rank: int, arrival: Arrival | None, outcome: Outcome | None) -> dict[str, Any]:
+    trouble = None if outcome is None else outcome.trouble
     return {
         "rank": rank,
-        "host": None if arrival is None else arrival.host,
-        "local_rank": None if arrival is None else arrival.local_rank,
-        "device": None if arrival is None else arrival.device,
-        "verdict": "silent" if verdict is None else "OK" if trouble is None else "broken",
-        "step": None if trouble is None else trouble.step,
-        "why": None if trouble is None else trouble.why,
+        **{name: getattr(arrival, name, None) for name in ("host", "local_rank", "device")},
+        "verdict": "silent" if outcome is None else "OK" if trouble is None else "broken",
+        **{name: getattr(trouble, name, None) for name in ("step", "why")},
     }

@@ -1,8 +1,8 @@
-"""The clock over each step: a process that hangs, also inside a native call, says where and ends.
+"""Clock over each step: a process that hangs, also inside a native call, says where and ends.
 
-A native call that waits for the network cannot be interrupted, so the clock is a thread of its own, and it ends the
-process with `os._exit`. A native call that also holds the interpreter's lock would stop that thread too; behind it
-stands `faulthandler`, whose timer needs no Python: it writes the stack to stderr and ends the process.
+A native call that waits for the network cannot be interrupted, so the clock is a thread that ends the process with
+`os._exit`. A native call that holds the interpreter's lock would stop that thread too. Behind it stands `faulthandler`,
+whose timer needs no Python: it writes the stack to stderr and ends the process.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..util.suppressed import suppressing
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TICK = 0.1  # seconds between two looks at the clock
 GRACE = 2.0  # seconds from the news of another rank's failure to the end of this one: its own error says more
-_SOURCE_PLACE = re.compile(r"\[/\S+:\d+\] ")  # of torch's build machine
 LAST_RESORT = 15.0  # seconds after the timeout; what the clock has to do takes less than 10
+_SOURCE_PLACE = re.compile(r"\[/\S+:\d+\] ")  # of torch's build machine
 
 
 class StepError(RuntimeError):
@@ -33,10 +33,7 @@ class StepError(RuntimeError):
 
 
 class LinkError(StepError):
-    """Of ranks that this one cannot reach: its own trouble, also when another rank has failed before.
-
-    A rank that has told of its failure still answers while the others end.
-    """
+    """Ranks that this one cannot reach: its own trouble, also when another rank has failed before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +46,7 @@ class Trouble:
 
 
 class Guard:
-    """Runs steps under a clock. `on_trouble` is called once, in whatever thread saw the first trouble; then the process
-    ends with status 1.
+    """Runs steps under a clock. The first trouble, in whatever thread, calls `on_trouble` and ends the process with 1.
 
     Make it in the main thread. SIGTERM and SIGINT are troubles too from then on: torchrun sends the first to all ranks
     of a node when one of them has ended badly.
@@ -59,20 +55,23 @@ class Guard:
     def __init__(self, timeout: float, on_trouble: Callable[[Trouble], None]) -> None:
         self._timeout = timeout
         self._on_trouble = on_trouble
-        self._step = "start"
-        self.detail = ""
-        self._deadline = time.monotonic() + timeout
         self._news: tuple[float, str, bool] | None = None
         self._stopped = False
         self._ending = threading.Lock()
-        self._signals, self._signals_end = os.pipe()
-        os.set_blocking(self._signals_end, False)
+        self._step = self._detail = ""
+        self._restart("start")
         # The C part of a handler writes to this pipe at once, also while the main thread is in a native call.
-        signal.set_wakeup_fd(self._signals_end, warn_on_full_buffer=False)
+        self._signals, end = os.pipe()
+        os.set_blocking(end, False)
+        signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         for number in _SIGNALS:
             signal.signal(number, lambda number, frame: None)
         self._thread = threading.Thread(target=self._watch, name="netcheck clock", daemon=True)
         self._thread.start()
+
+    def _restart(self, step: str, detail: str = "") -> None:
+        self._step, self._detail, self._deadline = step, detail, time.monotonic() + self._timeout
+        faulthandler.dump_traceback_later(self._timeout + LAST_RESORT, exit=True)
 
     @property
     def remaining(self) -> float:
@@ -81,24 +80,21 @@ class Guard:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A step: the clock starts anew, and an exception inside it is its trouble."""
-        self._deadline, self._step, self.detail = time.monotonic() + self._timeout, name, ""
-        faulthandler.dump_traceback_later(self._timeout + LAST_RESORT, exit=True)
+        """Run a step: restart the clock, and take an exception as its trouble."""
+        self._restart(name)
         try:
             yield
         except Exception as error:
-            self.fail(_words(error), is_own=isinstance(error, LinkError))
+            why = str(error) if isinstance(error, StepError) else _SOURCE_PLACE.sub("", spell(error))
+            self.fail(why, is_own=isinstance(error, LinkError))
 
     def tick(self, detail: str) -> None:
-        """The step goes on with its next part, named by `detail`: the clock starts anew."""
-        self.detail = detail
-        self._deadline = time.monotonic() + self._timeout
-        faulthandler.dump_traceback_later(self._timeout + LAST_RESORT, exit=True)
+        """Restart the clock for the next part of the step, named by `detail`."""
+        self._restart(self._step, detail)
 
     def hear(self, news: str, follows: bool) -> None:
-        """This rank will not get far: end within GRACE seconds. `follows` where another rank has told why."""
-        if self._news is None:
-            self._news = (time.monotonic(), news, follows)
+        """End within GRACE seconds: this rank will not get far. `follows` where another rank has told why."""
+        self._news = self._news or (time.monotonic(), news, follows)
 
     def fail(self, why: str, *, is_own: bool = False) -> None:
         """End the process with the trouble; does not return. It follows from news of another's, unless it `is_own`."""
@@ -106,38 +102,28 @@ class Guard:
             follows = self._news is not None and self._news[2] and not is_own
             if self._news is not None and self._news[1] not in why:
                 why = f"{why}; {self._news[1]}"
-            if self.detail:
-                why = f"{self.detail}: {why}"
             with suppressing("the trouble of a step could not be told"):
-                self._on_trouble(Trouble(self._step, why, follows))
+                self._on_trouble(
+                    Trouble(self._step, f"{self._detail}: {why}" if self._detail else why, follows)
+                )
             os._exit(1)
         threading.Event().wait()  # the thread that was first ends the process
 
     def stop(self) -> None:
-        """No step comes any more: the clock ends and signals are what they were by default."""
+        """Stop the clock and reset the signals: no step comes any more."""
         self._stopped = True
         faulthandler.cancel_dump_traceback_later()
         self._thread.join()
         signal.set_wakeup_fd(-1)
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        os.close(self._signals)
-        os.close(self._signals_end)
 
     def _watch(self) -> None:
         while not self._stopped:
-            readable, _, _ = select.select([self._signals], [], [], _TICK)
-            if readable:
-                number = os.read(self._signals, 1)[0]
-                self.fail(f"stopped by {signal.Signals(number).name}")
+            if select.select([self._signals], [], [], _TICK)[0]:
+                self.fail(f"stopped by {signal.Signals(os.read(self._signals, 1)[0]).name}")
             now = time.monotonic()
             if now > self._deadline and not self._stopped:
                 self.fail(f"no answer within {self._timeout:g} s")
             if self._news is not None and now > self._news[0] + GRACE and not self._stopped:
                 self.fail(self._news[1])
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, StepError):
-        return str(error)
-    return _SOURCE_PLACE.sub("", spell(error))

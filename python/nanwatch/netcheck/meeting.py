@@ -1,6 +1,6 @@
-"""The key-value store where the ranks meet: who came, who failed first, who has ended.
+"""Who this rank is, and the key-value store where the ranks meet: who came, who failed first, who has ended.
 
-A rank writes two keys and counts itself four times; while it works it asks one question every `interval` seconds.
+A rank writes two keys and counts itself four times. While it works it asks one question every `interval` seconds.
 """
 
 from __future__ import annotations
@@ -9,20 +9,91 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from ..util import reading
+from ..report.attempt import store_key
 from ..util.suppressed import suppressed, suppressing
 from .guard import StepError, Trouble
-from .place import Place
 
 _RETRY = 0.2  # seconds
 _MOST_QUESTIONS = 5000.0  # a second, that one store is asked by all ranks together
+START = (
+    "start it with torchrun (torchrun --nproc_per_node 2 -m nanwatch.netcheck), with srun and MASTER_ADDR and"
+    " MASTER_PORT set, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT by hand"
+)
+
+
+class PlaceError(ValueError):
+    """The environment does not say who this rank is; the text says what is missing or wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank: its numbers, its host, and the address and port of the store where all ranks meet.
+
+    `hosts_store` is True where this process has to open the store itself. `attempt` tells one start of the job from
+    another that meets in the same store.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    master_addr: str
+    master_port: int
+    hosts_store: bool
+    attempt: str
+
+    @property
+    def name(self) -> str:
+        """`host-localrank`."""
+        return f"{self.host}-{self.local_rank}"
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place:
+        """Read the place from the variables of torchrun or SLURM. Raises PlaceError."""
+        is_slurm = not environment.get("RANK") and environment.get("SLURM_PROCID")
+        names = (
+            ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+            if is_slurm
+            else ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        )
+        required = [*names[:2], "MASTER_ADDR", "MASTER_PORT"]
+        if missing := [name for name in required if not environment.get(name)]:
+            raise PlaceError(f"{', '.join(missing)} not set; {START}")
+        rank, world_size = (_number(environment, name) for name in names[:2])
+        if world_size == 0:
+            raise PlaceError(f"{names[1]}=0: there is no rank at all")
+        if rank >= world_size:
+            raise PlaceError(
+                f"{names[0]}={rank} with {names[1]}={world_size}: ranks count from 0 to {world_size - 1}"
+            )
+        port = _number(environment, "MASTER_PORT")
+        if not 0 < port < 65536:
+            raise PlaceError(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            # By hand, with one rank a host, nobody sets it.
+            local_rank=_number(environment, names[2]) if environment.get(names[2]) else 0,
+            host=socket.gethostname(),
+            master_addr=environment["MASTER_ADDR"],
+            master_port=port,
+            hosts_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            attempt=store_key(environment),
+        )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    given = environment[name]
+    # isdigit is True for more than int() reads, and int() refuses 5,000 digits.
+    if not (given.isascii() and given.isdigit() and len(given) < 10):
+        raise PlaceError(f"{name} should be a whole number, not negative, got {given[:60]!r}")
+    return int(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,50 +117,41 @@ class Arrival:
         return f"rank {self.rank} ({self.host}-{self.local_rank})"
 
 
-_ARRIVAL: dict[str, reading.Reader[Any]] = {
-    name: reading.count if kind == "int" else reading.text for name, kind in Arrival.__annotations__.items()
-}
-
-
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Outcome:
     """How a rank ended: with its trouble, or all well."""
 
     rank: int
     trouble: Trouble | None
 
-
-_TROUBLE: dict[str, reading.Reader[Any]] = {
-    "step": reading.text,
-    "why": reading.text,
-    "follows": reading.flag,
-}
-
-_VERDICT: dict[str, reading.Reader[Any]] = {
-    "rank": reading.count,
-    "trouble": reading.optional(lambda value, where: Trouble(**reading.members(value, where, _TROUBLE))),
-}
+    @classmethod
+    def of(cls, value: bytes) -> Outcome:
+        """Read what `Meeting.end` wrote."""
+        rank, trouble = json.loads(value)
+        return cls(rank, None if trouble is None else Trouble(**trouble))
 
 
 def reach(place: Place, remaining: Callable[[], float]) -> str:
-    """The address from which this host reaches the master, once something answers there.
+    """Return the address from which this host reaches the master, once something answers there.
 
     What is refused or not yet known to the name server may be only slow to start: tried until the time is over.
     """
+    address = (place.master_addr, place.master_port)
+    where = f"{place.master_addr} port {place.master_port}"
     while True:
         try:
             with socket.create_connection(
-                (place.master_addr, place.master_port), timeout=max(_RETRY, min(5.0, remaining() / 2))
+                address, timeout=max(_RETRY, min(5.0, remaining() / 2))
             ) as connection:
                 return str(connection.getsockname()[0])
         except socket.gaierror as error:
             why = f"the name {place.master_addr} has no address here ({error.strerror})"
         except ConnectionRefusedError:
-            why = f"nothing listens at {place.master_addr} port {place.master_port}"
+            why = f"nothing listens at {where}"
         except TimeoutError:
-            why = f"no answer from {place.master_addr} port {place.master_port}: packets to it or from it are lost"
+            why = f"no answer from {where}: packets to it or from it are lost"
         except OSError as error:
-            why = f"{place.master_addr} port {place.master_port} cannot be reached: {error.strerror or error}"
+            why = f"{where} cannot be reached: {error.strerror or error}"
         if remaining() < 2 * _RETRY:
             raise StepError(why)
         time.sleep(_RETRY)
@@ -108,14 +170,8 @@ class Meeting:
         self._store = self._connect(timeout, self.place.hosts_store)
 
     def _connect(self, timeout: float, is_master: bool) -> Store:
-        store = TCPStore(
-            self.place.master_addr,
-            self.place.master_port,
-            None,
-            is_master,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-        )
+        host, port, patience = self.place.master_addr, self.place.master_port, timedelta(seconds=timeout)
+        store = TCPStore(host, port, None, is_master, timeout=patience, wait_for_workers=False)
         return PrefixStore(f"nanwatch/netcheck/{self.place.attempt}", store)
 
     @property
@@ -126,10 +182,10 @@ class Meeting:
         return self._store
 
     def listen(self, tell: Callable[[str, bool], None]) -> None:
-        """Have `tell` called, once and from another thread, when a rank has failed or the store has gone: with the
-        news, and True where it is a rank that has told why.
+        """Call `tell`, once and from another thread, when a rank has failed or the store has gone.
 
-        Asks over a connection of its own: a question on the other one may hang.
+        It is given the news, and True where a rank has told why. Asks over a connection of its own: a question on the
+        other one may hang.
         """
         threading.Thread(target=self._listen, args=(tell,), name="netcheck news", daemon=True).start()
 
@@ -138,7 +194,7 @@ class Meeting:
             store = self._connect(60.0, False)
             while not store.check(["first"]):
                 time.sleep(self.interval)
-            first = _verdict(store.get("first"))
+            first = Outcome.of(store.get("first"))
         except Exception:
             suppressed("the store has gone")
             # The host of the store leaves when everybody has ended, also when all is well; `tell` knows which it is.
@@ -148,79 +204,67 @@ class Meeting:
         if first.rank != self.place.rank and first.trouble is not None:
             tell(f"rank {first.rank} failed first, in the step {first.trouble.step}", True)
 
-    # Coming.
+    def count(self, what: str) -> None:
+        """Count this rank among those that have "arrived", "linked" or "ended"."""
+        if self.store.add(what, 1) == self.place.world_size:
+            self.store.set(f"all {what}", "")
+
+    def have_all(self, what: str) -> bool:
+        """Return whether all ranks have."""
+        return self.store.check([f"all {what}"])
+
+    def _ranks(self, key: str, what: str) -> list[int]:
+        """Return the ranks that have written their `key/RANK`, without asking for each once all have."""
+        ranks = range(self.place.world_size)
+        return (
+            list(ranks)
+            if self.have_all(what)
+            else [rank for rank in ranks if self.store.check([f"{key}/{rank}"])]
+        )
+
+    def _values(self, key: str, what: str) -> list[bytes]:
+        keys = [f"{key}/{rank}" for rank in self._ranks(key, what)]
+        return self.store.multi_get(keys) if keys else []
 
     def arrive(self, arrival: Arrival) -> None:
         """Tell the others. Raises StepError when this rank's number is taken."""
-        mine = json.dumps(asdict(arrival))
-        there = self.store.compare_set(_here(arrival.rank), "", mine).decode()
+        mine, rank = json.dumps(asdict(arrival)), arrival.rank
+        there = self.store.compare_set(f"here/{rank}", "", mine).decode()
         if there != mine:
-            other = _arrival(there.encode())
+            host = json.loads(there)["host"]
             raise StepError(
-                f"another process on {other.host} is rank {other.rank} already: each rank must be started once"
+                f"another process on {host} is rank {rank} already: each rank must be started once"
             )
-        if self.store.add("arrived", 1) == arrival.world_size:
-            self.store.set("all arrived", "")
-
-    def have_arrived(self) -> bool:
-        """Whether all ranks have come."""
-        return self.store.check(["all arrived"])
+        self.count("arrived")
 
     def missing(self) -> list[int]:
-        """The ranks that have not come, in order."""
-        return [rank for rank in range(self.place.world_size) if not self.store.check([_here(rank)])]
+        """Return the ranks that have not come, in order."""
+        return sorted({*range(self.place.world_size)} - {*self._ranks("here", "arrived")})
 
     def arrival(self, rank: int) -> Arrival:
-        """What the rank told of itself."""
-        return _arrival(self.store.get(_here(rank)))
+        """Return what the rank told of itself."""
+        return Arrival(**json.loads(self.store.get(f"here/{rank}")))
 
     def arrivals(self) -> list[Arrival]:
-        """The same of all ranks that have come, in order."""
-        if self.have_arrived():
-            keys = [_here(rank) for rank in range(self.place.world_size)]
-        else:
-            absent = set(self.missing())
-            keys = [_here(rank) for rank in range(self.place.world_size) if rank not in absent]
-        return [_arrival(value) for value in self.store.multi_get(keys)] if keys else []
-
-    def count_linked(self) -> None:
-        """Tell that this rank has reached its neighbours."""
-        if self.store.add("linked", 1) == self.place.world_size:
-            self.store.set("all linked", "")
-
-    def have_linked(self) -> bool:
-        """Whether all ranks have."""
-        return self.store.check(["all linked"])
-
-    # Ending.
+        """Return the same of all ranks that have come, in order."""
+        return [Arrival(**json.loads(value)) for value in self._values("here", "arrived")]
 
     def end(self, trouble: Trouble | None) -> bool:
         """Tell the others how this rank has ended; True when it is the first to fail."""
-        mine = json.dumps({"rank": self.place.rank, "trouble": None if trouble is None else asdict(trouble)})
-        is_first = False
-        if trouble is not None:
-            is_first = self.store.compare_set("first", "", mine).decode() == mine
-        self.store.set(_end(self.place.rank), mine)
-        if self.store.add("ended", 1) == self.place.world_size:
-            self.store.set("all ended", "")
+        rank = self.place.rank
+        mine = json.dumps([rank, None if trouble is None else asdict(trouble)])
+        is_first = trouble is not None and self.store.compare_set("first", "", mine).decode() == mine
+        self.store.set(f"end/{rank}", mine)
+        self.count("ended")
         return is_first
 
-    def have_ended(self) -> bool:
-        """Whether all ranks have ended, well or not."""
-        return self.store.check(["all ended"])
+    def outcomes(self) -> dict[int, Outcome]:
+        """Return how the ranks ended that have told."""
+        return {one.rank: one for one in map(Outcome.of, self._values("end", "ended"))}
 
-    def verdicts(self) -> dict[int, Verdict]:
-        """How the ranks ended that have told."""
-        if self.have_ended():
-            told = list(range(self.place.world_size))
-        else:
-            told = [rank for rank in range(self.place.world_size) if self.store.check([_end(rank)])]
-        values = self.store.multi_get([_end(rank) for rank in told]) if told else []
-        return {verdict.rank: verdict for verdict in map(_verdict, values)}
-
-    def first(self) -> Verdict | None:
-        """The first rank to fail."""
-        return _verdict(self.store.get("first")) if self.store.check(["first"]) else None
+    def first(self) -> Outcome | None:
+        """Return the first rank to fail."""
+        return Outcome.of(self.store.get("first")) if self.store.check(["first"]) else None
 
     def leave(self, seconds: float) -> None:
         """Let go of the store. Its host stays until all have let go, or for so many seconds."""
@@ -230,19 +274,3 @@ class Meeting:
             while self.place.hosts_store and left < self.place.world_size and time.monotonic() < until:
                 time.sleep(0.02)
                 left = self.store.add("left", 0)
-
-
-def _here(rank: int) -> str:
-    return f"here/{rank}"
-
-
-def _end(rank: int) -> str:
-    return f"end/{rank}"
-
-
-def _arrival(value: bytes) -> Arrival:
-    return Arrival(**reading.members(json.loads(value), "arrival", _ARRIVAL))
-
-
-def _verdict(value: bytes) -> Verdict:
-    return Verdict(**reading.members(json.loads(value), "verdict", _VERDICT))

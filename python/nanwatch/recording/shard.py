@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..report.placement import MeshPlace, Placement
-from ..report.record import LOCAL_SHARD
+from ..report.record import LOCAL_SHARD, MeshPlace, Placement
 from ..util.modules import each_module
 from ..util.suppressed import suppressed
 

@@ -69,14 +69,5 @@ def _moment(value: Any, where: str) -> float:
     return seconds
 
 
-_ATTEMPT: dict[str, reading.Reader[Any]] = {
-    "run_id": reading.text,
-    "number": reading.count,
-    "master": reading.text,
-    "begun": _moment,
-}
-
-
-def read_attempt(value: Any, where: str) -> Attempt:
-    """The attempt that a JSON document has there. Raises ValueError."""
-    return Attempt(**reading.members(value, where, _ATTEMPT))
+read_attempt = reading.of(Attempt, begun=_moment)
+"""Reader of the attempt in a JSON document. Raises ValueError."""

@@ -10,8 +10,8 @@ from ..util.visible import visible
 from . import text
 
 if TYPE_CHECKING:
+    from .rank_observation import Origin
     from .report import Report
-    from .sighting import Origin
 
 
 def spell(error: BaseException) -> str:

@@ -9,12 +9,10 @@ from typing import Literal, TypeAlias
 
 from .frame import Frame, Phase
 from .record import Record
-from .spread import Spread
+from .stored_histogram import StoredHistogram
 
 Value: TypeAlias = Literal["nan", "inf", "nan+inf"]
-VALUES: tuple[Value, ...] = ("nan", "inf", "nan+inf")
 Origin: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]
-ORIGINS: tuple[Origin, ...] = ("produced", "received", "weight", "buffer", "data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +46,16 @@ class Finding:
 
     `origin` says how the value came there: "produced" by the module from finite weights, buffers and inputs;
     "received" from `source_module` (None when nobody watched made it); already in a "weight" or a "buffer";
-    or in the "data" the batch was called with, as it was when the faulty call had ended: data that the model
-    itself spoilt, by writing into its own input, looks the same. In the `phase` "backward" the module's backward
-    "produced" it from finite gradients of its outputs, or "received" it: from code of `source_module` between the calls
-    of its submodules, or, where that is None, from what lies behind the model, such as the loss. `num_nonfinite` and
-    `index` (of the first bad element, one number per dimension) are None when they could not be counted. `extent`,
-    `operation`, `source`, `made` (the value that the operation made, of which the finding's may have come),
-    `transient`, `cures` and `spreads` (of the operands as they were, and of the bad tensor) hold
-    what a closer look at the failing call found, and are empty without one. `sequence` is the place of the faulty frame
-    among all frames of its batch, from 0, also those that were dropped before it; None where they were not counted.
+    or in the "data" the batch was called with, as it was when the non-finite call had ended: data that the model
+    itself made non-finite, by writing into its own input, looks the same. In the `phase` "backward" the module's
+    backward "produced" it from finite gradients of its outputs, or "received" it: from code of `source_module` between
+    the calls of its submodules, or, where that is None, from what lies behind the model, such as the loss.
+    `num_nonfinite` and `index` (of the first non-finite element, one number per dimension) are None when they could not
+    be counted. `extent`, `operation`, `source`, `made` (the value that the operation made, of which the finding's may
+    have come), `transient`, `cures` and `spreads` (of the operands as they were, and of the non-finite tensor) hold
+    what a closer look at the failing call found, and are empty without one. `sequence` is the place of the non-finite
+    frame among all frames of its batch, from 0, also those that were dropped before it; None where they were not
+    counted.
     """
 
     module: str
@@ -80,7 +79,7 @@ class Finding:
     files: tuple[str, ...] = ()
     phase: Phase = "forward"
     sequence: int | None = None
-    spreads: tuple[Spread, ...] = ()
+    spreads: tuple[StoredHistogram, ...] = ()
     made: Value | None = None
 
 
@@ -95,8 +94,8 @@ def find(
     """The finding for `frames` (oldest first), or None when all that was read is finite.
 
     `batch_inputs` are records of what the whole batch was called with, `caller` the module whose forward made
-    the first faulty call; both only sharpen the origin of a value that was received. `num_frames` is how many frames
-    the batch has had, of which `frames` are the last; without it the finding has no sequence.
+    the first non-finite call; both only sharpen the origin of a value that was received. `num_frames` is how many
+    frames the batch has had, of which `frames` are the last; without it the finding has no sequence.
     """
     place, frame = next(((i, one) for i, one in enumerate(frames) if one.fault is not None), (0, None))
     record = None if frame is None else frame.fault

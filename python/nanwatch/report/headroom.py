@@ -58,6 +58,12 @@ def headroom_bits(record: Record) -> float | None:
     return log2(ends.largest) - log2(record.abs_max)
 
 
+def least_bits(records: Iterable[Record]) -> float | None:
+    """Return the least headroom of the records that is a number, in bits; None without one."""
+    found = (bits for one in records if (bits := headroom_bits(one)) is not None and isfinite(bits))
+    return min(found, default=None)
+
+
 def by_module(frames: Iterable[Frame]) -> dict[str, float]:
     """The least headroom of what each module holds and makes, in bits, worst first; modules without any left out.
 

@@ -30,7 +30,7 @@ from .record import Record
 
 if TYPE_CHECKING:
     from .finding import Finding
-    from .spread import Spread
+    from .stored_histogram import StoredHistogram
 
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
 NEAR_BITS = 2
@@ -177,17 +177,16 @@ def _operands(finding: Finding | None) -> list[list[str]]:
 
 def _pictures(finding: Finding | None) -> list[tuple[str, str, dict[str, Any]]]:
     """Of each spread its label, its numbers in words, and the figure of it against the formats."""
-    spreads: Sequence[Spread] = getattr(finding, "spreads", ())
+    spreads: Sequence[StoredHistogram] = getattr(finding, "spreads", ())
     if not spreads:
         return []
-    # They bring torch with them, and few reports have a spread.
+    # Deferred: it brings torch with it, and few reports have a histogram.
     from .exponent_figure import SHOWN_FORMATS, exponent_figure
-    from .spreading import histogram_of
 
     made = []
     for one in spreads:
         own = () if one.dtype in SHOWN_FORMATS else (one.dtype,)
-        figure = exponent_figure(histogram_of(one), (*SHOWN_FORMATS, *own))
+        figure = exponent_figure(one.restore(), (*SHOWN_FORMATS, *own))
         words = figure["layout"].pop("title")["text"]
         made.append((one.label, words, figure))
     return made

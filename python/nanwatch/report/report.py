@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, fields
+from functools import cache
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from ..util import reading
-from ..util.progress import Tell, silent
-from ..util.visible import wants_color
+from ..util.progress import Tell, silent, wants_color
 from . import text
 from .attempt import Attempt, read_attempt
-from .finding import ORIGINS, VALUES, Cure, Finding
-from .frame import PHASES, Frame
-from .record import ROLES, Record
-from .spread import Spread
+from .finding import Finding
+from .frame import Frame
+from .record import Record
 
 if TYPE_CHECKING:
     from ..numerics.ranges import TensorHealth
@@ -98,105 +97,34 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 # Reading back.
 
-_HEALTH: dict[str, reading.Reader[Any]] = {
-    "abs_min": reading.number,
-    "abs_max": reading.number,
-    "isfinite": reading.flag,
-    "finite_abs_min": reading.number,
-    "finite_abs_max": reading.number,
-    "num_nan": reading.count,
-    "num_posinf": reading.count,
-    "num_neginf": reading.count,
-    "num_zero": reading.count,
-    "num_subnormal": reading.count,
-    "numel": reading.count,
-    "first_nonfinite": reading.optional(reading.tuple_of(reading.count)),
-}
+
+@cache
+def _health_reader() -> reading.Reader[TensorHealth]:
+    # Deferred: ranges brings torch with it, and a report of finite frames is read without.
+    from ..numerics.ranges import TensorHealth
+
+    return reading.of(TensorHealth)
 
 
 def _health(value: Any, where: str) -> TensorHealth:
-    # Here and not above: ranges brings torch with it, and a report of finite frames is read without.
-    from ..numerics.ranges import TensorHealth
-
-    return TensorHealth(**reading.members(value, where, _HEALTH))
+    return _health_reader()(value, where)
 
 
-_RECORD: dict[str, reading.Reader[Any]] = {
-    "label": reading.text,
-    "role": reading.one_of(ROLES),
-    "shape": reading.optional(reading.tuple_of(reading.count)),
-    "dtype": reading.text,
-    "abs_min": reading.optional(reading.number),
-    "abs_max": reading.optional(reading.number),
-    "isfinite": reading.optional(reading.flag),
-    "health": reading.optional(_health),
-    "note": reading.text,
-}
-
-_FRAME: dict[str, reading.Reader[Any]] = {
-    "batch": reading.count,
-    "name": reading.text,
-    "class_name": reading.text,
-    "records": reading.tuple_of(lambda value, where: Record(**reading.members(value, where, _RECORD))),
-    "phase": reading.one_of(PHASES),
-    "recomputed": reading.flag,
-}
-
-_CURE: dict[str, reading.Reader[Any]] = {
-    "what": reading.text,
-    "works": reading.flag,
-    "headroom_bits": reading.optional(reading.number),
-}
-
-_SPREAD: dict[str, reading.Reader[Any]] = {
-    "label": reading.text,
-    "dtype": reading.text,
-    "first": reading.count,
-    "counts": reading.tuple_of(reading.count),
-    "num_zero": reading.count,
-    "num_nan": reading.count,
-    "num_posinf": reading.count,
-    "num_neginf": reading.count,
-}
-
-_FINDING: dict[str, reading.Reader[Any]] = {
-    "module": reading.text,
-    "class_name": reading.text,
-    "label": reading.text,
-    "batch": reading.count,
-    "rank": reading.count,
-    "value": reading.one_of(VALUES),
-    "origin": reading.one_of(ORIGINS),
-    "source_module": reading.optional(reading.text),
-    "num_nonfinite": reading.optional(reading.count),
-    "numel": reading.count,
-    "index": reading.optional(reading.tuple_of(reading.count)),
-    "extent": reading.text,
-    "operation": reading.optional(reading.text),
-    "source": reading.optional(reading.text),
-    "transient": reading.optional(reading.flag),
-    "cures": reading.tuple_of(lambda value, where: Cure(**reading.members(value, where, _CURE))),
-    "operands": reading.tuple_of(lambda value, where: Record(**reading.members(value, where, _RECORD))),
-    "remarks": reading.tuple_of(reading.text),
-    "files": reading.tuple_of(reading.text),
-    "phase": reading.one_of(PHASES),
-    "sequence": reading.optional(reading.count),
-    "spreads": reading.tuple_of(lambda value, where: Spread(**reading.members(value, where, _SPREAD))),
-    "made": reading.optional(reading.one_of(VALUES)),
-}
+_RECORD = reading.of(Record, health=reading.optional(_health))
+_FINDING = reading.of(Finding, operands=reading.tuple_of(_RECORD))
 
 
 def read_finding(value: Any, where: str) -> Finding:
-    """The finding that a JSON document has there. Raises ValueError."""
+    """Return the finding that a JSON document has there. Raises ValueError."""
     if isinstance(value, dict):
         value = {"sequence": None, "spreads": [], "made": None, **value}  # earlier reports have none of them
-    return Finding(**reading.members(value, where, _FINDING))
+    return _FINDING(value, where)
 
 
 _REPORT: dict[str, reading.Reader[Any]] = {
     "schema": reading.one_of((SCHEMA,)),
     "version": reading.one_of((VERSION,)),
-    "frames": reading.tuple_of(lambda value, where: Frame(**reading.members(value, where, _FRAME))),
+    "frames": reading.tuple_of(reading.of(Frame, records=reading.tuple_of(_RECORD))),
     "finding": reading.optional(read_finding),
     "batch": reading.optional(reading.count),
     "rank": reading.count,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from ..numerics.formats import limits
 from ..util.imports import needed
 from ..util.visible import visible
-from .backward_text import next_backward, why_backward
-from .forward_text import next_forward, why_forward
+from .finding_text import next_backward, next_forward, why_backward, why_forward
 from .headroom import has_vanished, shrinking
 from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, SKIPPED_STEP, Record
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from ..monitoring.sink import ACCEPTED, is_target
+from ..monitoring.backends import ACCEPTED, is_target
 from ..util.reading import shorten
 
 ACTIONS = ("raise", "warn", "record")

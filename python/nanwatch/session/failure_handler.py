@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..diagnosis.left_calls import left_calls
-from ..distributed.peers import Peers
-from ..monitoring.outlook import Outlook
+from ..distributed.coordinator import RankCoordinator
+from ..monitoring.monitor import Monitor
 from ..recording.events import Event, Recorder
 from ..recording.job import report_of
 from ..recording.observe import observe
@@ -34,7 +34,7 @@ from .reports import Reports, left_frames
 from .rerun_policy import RerunPolicy
 
 if TYPE_CHECKING:
-    from ..report.sighting import Origin
+    from ..report.rank_observation import Origin
 
 
 class FailureHandler:
@@ -48,7 +48,7 @@ class FailureHandler:
         model: nn.Module,
         options: Options,
         recorder: Recorder,
-        outlook: Outlook,
+        monitor: Monitor,
         reports: Reports,
         release: Callable[[], Report | None],
     ) -> None:
@@ -56,7 +56,7 @@ class FailureHandler:
         self._options = options
         self._action = options.on_nonfinite
         self._recorder = recorder
-        self._outlook = outlook
+        self._monitor = monitor
         self._reports = reports
         self._release = release
         self.batches = NonFiniteBatches()
@@ -68,11 +68,11 @@ class FailureHandler:
         self._exception_batch: int | None = None
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self.update_subscription()
-        self._peers: Peers | None = None
+        self._coordinator: RankCoordinator | None = None
         if self._action == "raise" and options.peer_timeout and options.enabled:
             # Not a bound method: the job would keep this alive.
             this = weakref.ref(self)
-            self._peers = Peers(
+            self._coordinator = RankCoordinator(
                 model,
                 options.peer_timeout,
                 lambda name: report_of(()) if (own := this()) is None else own._write_last_frames(name),
@@ -81,7 +81,7 @@ class FailureHandler:
     @property
     def awaits_batch_start(self) -> bool:
         """Whether the handler wants to be told of the starts of batches."""
-        return self.rerun.keeps_start or self._peers is not None
+        return self.rerun.keeps_start or self._coordinator is not None
 
     def update_subscription(self) -> None:
         """Subscribe to the ends of batches while a non-finite batch or a warning waits for one."""
@@ -99,8 +99,8 @@ class FailureHandler:
 
         Return what the recorder is to hold; see RerunPolicy.
         """
-        if self._peers is not None:
-            self._peers.batch_started(batch)
+        if self._coordinator is not None:
+            self._coordinator.batch_started(batch)
         if not self.rerun.keeps_start or module is None:
             return None
         return self.rerun.batch_started(module, args, kwargs)
@@ -141,7 +141,7 @@ class FailureHandler:
 
     def step_follows(self, report: Report) -> None:
         """Act on what a backward did wrong and a step is about to take, or on what a step left in its optimizer."""
-        self._outlook.fault(report.finding)
+        self._monitor.on_nonfinite(report.finding)
         self.batches.open_run(report)
         self._batch_ends.active = True
         self._warnings.begin(report.finding)
@@ -179,18 +179,18 @@ class FailureHandler:
         elif completed and batch % self._options.every == 0:
             self.batches.run_is_open = False
             self._warnings.end(batch)
-            self._outlook.end(batch)
+            self._monitor.end(batch)
 
     def explain(self, error: BaseException | None) -> None:
         """Raises PeerNonFiniteError from `error` when another rank's failure is behind it."""
-        explained = None if self._peers is None else self._peers.explain(error)
+        explained = None if self._coordinator is None else self._coordinator.explain(error)
         if explained is not None:
             raise explained from error
 
     def run_ended(self) -> None:
         """Raises PeerNonFiniteError when another rank has failed, as far as this one knows."""
-        if self._peers is not None:
-            self._peers.check()
+        if self._coordinator is not None:
+            self._coordinator.check()
 
     def watch_ends(self) -> None:
         """Tell of gradients that are not finite and that no step was about to take; then sum up the warnings."""
@@ -201,7 +201,7 @@ class FailureHandler:
                 finding = replace(held.finding, remarks=remarks)
                 report = replace(held, finding=finding)
                 self.batches.open_run(report)
-                self._outlook.fault(finding)
+                self._monitor.on_nonfinite(finding)
                 self._tell_at_end(finding, report)
         finally:
             batches = self._recorder.latest_batch + 1
@@ -210,8 +210,8 @@ class FailureHandler:
     def close(self) -> None:
         """Keep nothing, and hear of other ranks no more."""
         self.rerun.let_go()
-        if self._peers is not None:
-            self._peers.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
 
     @property
     def _acts(self) -> bool:
@@ -237,7 +237,7 @@ class FailureHandler:
         self._batch_ends.active = True
         if announces:
             self._announce(nonfinite.report)
-        self._outlook.fault(nonfinite.report.finding)
+        self._monitor.on_nonfinite(nonfinite.report.finding)
         if not self._acts:
             nonfinite.report = self._examined(nonfinite.report)
         self._warnings.begin(nonfinite.report.finding)
@@ -245,8 +245,8 @@ class FailureHandler:
 
     def _announce(self, report: Report) -> None:
         """Tell the other ranks, before anything slow."""
-        if self._peers is not None and report.finding is not None:
-            self._peers.publish(report.finding)
+        if self._coordinator is not None and report.finding is not None:
+            self._coordinator.publish(report.finding)
 
     def _act(self, batch: NonFiniteBatch | None, *, inside: bool = False) -> None:
         """Tell of the batch once; `inside` a forward raise at once, and leave the re-run to `forward_left`."""
@@ -278,7 +278,7 @@ class FailureHandler:
     def _settled(self, report: Report) -> tuple[Report, Origin | None]:
         """Return the report after the re-run, and what the ranks agreed on."""
         examined = self._examined(report)
-        return examined, None if self._peers is None else self._peers.settle(examined.finding)
+        return examined, None if self._coordinator is None else self._coordinator.settle(examined.finding)
 
     def _examined(self, report: Report) -> Report:
         """Return the report with what a re-run of its batch shows."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..diagnosis.batch_start import BatchStart
+from ..diagnosis.batch_snapshot import BatchSnapshot
 from ..instrumentation.temporary_wrappers import ExclusiveRun
 from ..report.errors import spell
 from ..report.report import Report
@@ -45,9 +45,9 @@ class _Ended(NamedTuple):
 
     batch: int
     module: weakref.ref[nn.Module]
-    rest: BatchStart
+    rest: BatchSnapshot
 
-    def start(self) -> BatchStart | None:
+    def start(self) -> BatchSnapshot | None:
         """Return the start of the batch, or None once its module is gone."""
         module = self.module()
         return None if module is None else replace(self.rest, module=module)
@@ -68,7 +68,7 @@ class RerunPolicy:
         self._failures = 0
         # By thread, from the start of its batch to its end; None where no second run is possible. They refer to the
         # batch's tensors.
-        self._starts: dict[int, tuple[BatchStart | None, weakref.ref[_Graph]]] = {}
+        self._starts: dict[int, tuple[BatchSnapshot | None, weakref.ref[_Graph]]] = {}
         # Held while a thread enters or leaves the model; notified when one has left.
         self._door = threading.Condition()
         self._turn: ExclusiveRun | None = None
@@ -88,7 +88,7 @@ class RerunPolicy:
         Return an object for the recorder to hold until no gradient of the batch can come any more.
         """
         try:
-            start = BatchStart.capture(module, args, kwargs)
+            start = BatchSnapshot.capture(module, args, kwargs)
         except Exception:
             suppressed("the start of a batch could not be kept, so it has no second run")
             start = None
@@ -221,7 +221,7 @@ class RerunPolicy:
         except Exception as error:
             warn_user(f"nanwatch could not write the last frames: {spell(error)}", may_raise=False)
 
-    def _start_of(self, report: Report) -> BatchStart | None:
+    def _start_of(self, report: Report) -> BatchSnapshot | None:
         if report.finding is not None and report.finding.phase == "backward":
             failed = self._failed
             return failed.start() if failed is not None and failed.batch == report.finding.batch else None

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..instrumentation.calls import Attachment
-from ..monitoring.outlook import Outlook
+from ..monitoring.monitor import Monitor
 from ..recording.backward import Arrival, BackwardCall
 from ..recording.events import Event, Recorder
 from ..recording.job import rank as _rank
@@ -67,7 +67,7 @@ class Watch:
             self._tracer = start_tracer(
                 options.trace, self._recorder, ring if fetches else 0, options.every, model
             )
-        self._outlook = Outlook(
+        self._monitor = Monitor(
             self._recorder,
             model,
             every=options.every,
@@ -80,7 +80,7 @@ class Watch:
             model,
             options,
             self._recorder,
-            self._outlook,
+            self._monitor,
             self._reports,
             lambda: None if (own := this()) is None else own._backward.release(),
         )
@@ -177,7 +177,7 @@ class Watch:
             self._failures.watch_ends()
         finally:
             self._failures.close()
-            self._outlook.close()
+            self._monitor.close()
 
     def pause(self) -> None:
         """Record nothing until `resume()`; batches meanwhile are not counted."""
@@ -265,7 +265,7 @@ class Watch:
 
     def on_frame(self, frame: FrameRows) -> None:
         """Print a frame of a traced batch, or write it where `trace` says so; learn what is seen over the batches."""
-        self._outlook.add(frame)
+        self._monitor.add(frame)
         if frame.batch not in self._options.trace_batches:
             return
         if self._options.trace is None:
@@ -343,7 +343,7 @@ class Watch:
     def _awaits_batch_end(self) -> bool:
         return (
             self._failures.awaits_batch_start
-            or self._outlook.awaits_batches
+            or self._monitor.awaits_batches
             or self._tracer is not None
             or self._options.abort_after_batch is not None
         )

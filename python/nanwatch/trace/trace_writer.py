@@ -26,7 +26,7 @@ from .trace import SUFFIX, parts_beside
 
 if TYPE_CHECKING:
     from ..report.frame import FrameRows
-    from .weight_versions import WeightVersions
+    from .trace import WeightVersions
 
 # Written anew with every flush: 32 Ki rows took 0.04 s.
 PART_ROWS = 32_768

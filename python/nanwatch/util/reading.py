@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from collections.abc import Callable, Mapping
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 from .visible import visible
 
@@ -145,6 +146,31 @@ def members(value: Any, where: str, readers: Mapping[str, Reader[Any]]) -> dict[
         if name not in readers:
             raise ValueError(f"{where} has {shorten(name)}, which this version does not know")
     return {name: read(value[name], f"{where}.{name}") for name, read in readers.items()}
+
+
+def of(kind: Callable[..., _T], **own: Reader[Any]) -> Reader[_T]:
+    """Return a reader of a dataclass or NamedTuple: `own` reads the fields named there, annotations say the others."""
+    space = vars(sys.modules[kind.__module__])
+    readers = {
+        # A NamedTuple wraps its annotations in ForwardRef.
+        name: own.get(name) or _of_annotation(eval(str(getattr(words, "__forward_arg__", words)), space))
+        for name, words in kind.__annotations__.items()
+    }
+    return lambda value, where: kind(**members(value, where, readers))
+
+
+def _of_annotation(kind: Any) -> Reader[Any]:
+    scalars: dict[Any, Reader[Any]] = {str: text, int: count, bool: flag, float: number}
+    if kind in scalars:
+        return scalars[kind]
+    arguments = get_args(kind)
+    if get_origin(kind) is Literal:
+        return one_of(arguments)
+    if get_origin(kind) is tuple:
+        return tuple_of(_of_annotation(arguments[0]))
+    if type(None) in arguments:
+        return optional(_of_annotation(arguments[0]))
+    return of(kind)
 
 
 def shorten(value: object) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TextIO
-
 
 def visible(text: str) -> str:
     r"""Return `text` with an escape such as `\x1b` for each character that is not printable, as repr() spells it.
@@ -20,13 +18,3 @@ def visible(text: str) -> str:
 def with_utf8(text: str) -> str:
     """Return `text` with an escape for each lone surrogate: for C++ and Parquet, whose text is UTF-8."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def wants_color(file: TextIO) -> bool:
-    """Return whether `file` is a terminal that shows colours, by rich's judgement; False without rich."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        return False
-    console = Console(file=file)
-    return console.is_terminal and not console.no_color and console.color_system is not None

@@ -28,8 +28,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import nanwatch
-from nanwatch.distributed import verdict
-from nanwatch.distributed.verdict import PeerNonFiniteError, Verdict
+from nanwatch.distributed import consensus
+from nanwatch.distributed.consensus import OriginConsensus, PeerNonFiniteError
 from support.parallel_models import shard, split
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -111,14 +111,14 @@ def begin(port: int | None, timeout: float | None) -> None:
         # The launcher's outlives a failed attempt, whose addresses gloo would find there and call in vain. So only
         # gloo is given a part of it that is new.
         store = dist.PrefixStore(f"gloo/{ATTEMPT}", kept)
-        verdict._default_store = lambda: kept
+        consensus._default_store = lambda: kept
     waits = None if timeout is None else timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD, timeout=waits)
 
 
 def die_after(what: str) -> None:
     """Have this process killed once it has told the others, or once it has written its report down, too."""
-    tell = Verdict.publish
+    tell = OriginConsensus.publish
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -128,9 +128,9 @@ def die_after(what: str) -> None:
         die()
 
     if what == "told":
-        Verdict.publish = tell_and_die
+        OriginConsensus.publish = tell_and_die
     else:
-        Verdict.settle = die
+        OriginConsensus.settle = die
 
 
 def play(scenario: dict, folder: Path) -> tuple[dict, Exception | None]:

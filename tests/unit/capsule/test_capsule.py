@@ -215,7 +215,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nanwatch.capsule.tensor_file.save", full)
+    monkeypatch.setattr("nanwatch.capsule.files.save", full)
     with pytest.raises(OSError, match="No space left"):
         write_capsule(tmp_path / "c", nn.Identity(), "", (torch.ones(2),))
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""BatchStart: a second call is as the first was, and afterwards everything is as it was before it."""
+"""BatchSnapshot: a second call is as the first was, and afterwards everything is as it was before it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.instrumentation.execution_context import RngState
 
 
@@ -29,12 +29,12 @@ class Does(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
-def started(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> BatchStart:
+def started(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> BatchSnapshot:
     """The start of a batch of a module that does this."""
-    return BatchStart.capture(Does(forward), args, kwargs)
+    return BatchSnapshot.capture(Does(forward), args, kwargs)
 
 
-def rerun(start: BatchStart) -> Any:
+def rerun(start: BatchSnapshot) -> Any:
     """What the second call returns."""
     with start.again() as call:
         return call()
@@ -52,7 +52,7 @@ def test_the_same_random_numbers() -> None:
     """Dropout drops the same elements as the first time, whatever was drawn in between."""
     model = nn.Dropout(0.5)
     x = torch.ones(64)
-    start = BatchStart.capture(model, (x,), None)
+    start = BatchSnapshot.capture(model, (x,), None)
     first = model(x)
     torch.rand(7)
     assert torch.equal(rerun(start), first)
@@ -122,12 +122,12 @@ def test_a_transformer_layer_calls_its_parts() -> None:
 
     linear.forward = called  # not a hook: hooks close the shortcut themselves
     x = torch.randn(1, 3, 8)
-    start = BatchStart.capture(layer, (x,), None)
+    start = BatchSnapshot.capture(layer, (x,), None)
     layer(x)
     rerun(start)
     assert calls == ["linear1"] * 2
     with torch.no_grad():
-        start = BatchStart.capture(layer, (x,), None)
+        start = BatchSnapshot.capture(layer, (x,), None)
     rerun(start)
     assert calls == ["linear1"] * 2
     assert torch.backends.mha.get_fastpath_enabled()
@@ -193,7 +193,7 @@ def test_buffers_and_flags_are_put_back(fail: bool) -> None:
         ]
         return [*held, model.nothing, model.norm.training]
 
-    start = BatchStart.capture(model, (torch.randn(4, 3),), None)
+    start = BatchSnapshot.capture(model, (torch.randn(4, 3),), None)
     before = state()
     with raises_if(fail):
         rerun(start)
@@ -211,7 +211,7 @@ def test_a_backward_under_way_is_not_disturbed() -> None:
     model: Any = Does(forward, factor=torch.ones(3))
     leaf = torch.ones(3, requires_grad=True)
     x = leaf * 1
-    start = BatchStart.capture(model, (x,), None)
+    start = BatchSnapshot.capture(model, (x,), None)
     product = leaf * model.factor * x
     rerun(start)
     product.sum().backward()

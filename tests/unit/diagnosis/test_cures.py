@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.diagnosis import cures as cures_module
-from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.cures import try_cures
 from nanwatch.report.finding import Cure
 from nanwatch.report.record import Record
@@ -199,7 +199,7 @@ def test_a_part_is_called_by_itself() -> None:
     model = nn.ModuleDict({"encoder": half(nn.Sequential(linear(1), Attention()))})
     x = big(2000.0).half()
     with nanwatch.watch(model):
-        start = BatchStart.capture(model["encoder"], (x,), {})
+        start = BatchSnapshot.capture(model["encoder"], (x,), {})
         with pytest.raises(nanwatch.NonFiniteError) as error:
             model["encoder"](x)
     finding = error.value.report.finding
@@ -248,7 +248,7 @@ def test_infinities_that_the_watch_allows() -> None:
     model.append(Attention().half())
     x = torch.zeros(1, 3, 4, dtype=HALF)
     with nanwatch.watch(model, allow_inf=["0", "1"]):
-        start = BatchStart.capture(model, (x,), {})
+        start = BatchSnapshot.capture(model, (x,), {})
         with pytest.raises(nanwatch.NonFiniteError) as error:
             model(x)
     finding = error.value.report.finding

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.cures import MAX_RUNS, try_cures
 from support.overflows import CASES, HALF, Attention, Op, big, failed, half, is_finite, linear, outlier
 from support.toys import Scale
@@ -87,7 +87,7 @@ def test_in_the_middle_of_the_users_own_forward() -> None:
             found.append(try_cures(start, finding, model))
 
         with torch.autocast("cpu", HALF):
-            start = BatchStart.capture(model, (x,), {})
+            start = BatchSnapshot.capture(model, (x,), {})
             if is_searched:
                 handle = model[2].register_forward_hook(search)
             y = model(x)
@@ -151,7 +151,7 @@ def test_a_script_module_is_a_remark() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         square = torch.jit.trace(Op(lambda x: x * x), torch.ones(1))
     model = nn.Sequential(linear(1).half(), square)
-    start = BatchStart.capture(model, (big(1000.0).half(),), {})
+    start = BatchSnapshot.capture(model, (big(1000.0).half(),), {})
     finding = replace(failed(nn.Sequential(linear(1), Op(lambda x: x * x)).half(), big(1000.0).half())[1])
     cures, (remark,) = try_cures(start, finding, model)
     assert cures == ()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.diagnosis.loss_scale import try_smaller
+from nanwatch.diagnosis.backward_cures import try_smaller
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.finding import Cure
 from nanwatch.report.record import Record

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nanwatch.diagnosis.batch_start import BatchStart
-from nanwatch.diagnosis.examination import enrich
-from nanwatch.diagnosis.microscope import examine
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.diagnosis.diagnosis import enrich
+from nanwatch.diagnosis.forward_rerun import rerun_forward
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch
 from support.examined import Does, culprit, exponential, look
@@ -282,14 +282,14 @@ def test_a_weight_a_buffer_and_data() -> None:
 def test_several_processes_do_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second run of one process alone would wait for the others."""
     model = Does(exponential)
-    start = BatchStart.capture(model, (torch.ones(2),), {})
+    start = BatchSnapshot.capture(model, (torch.ones(2),), {})
     with watch(model, on_nonfinite="record") as w:
         model(torch.ones(2))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     finding = w.report().finding
     assert finding is not None
-    seen = examine(start, finding, model=model)
+    seen = rerun_forward(start, finding, model=model)
     assert len(seen.remarks) == 1
     assert "4 processes" in seen.remarks[0]
 
@@ -297,12 +297,12 @@ def test_several_processes_do_not_run_again(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_module_that_is_gone() -> None:
     """A module that the model no longer has is a remark."""
     model = Does(lambda part, x: part(x), Does(exponential))
-    start = BatchStart.capture(model, (torch.ones(2),), {})
+    start = BatchSnapshot.capture(model, (torch.ones(2),), {})
     with watch(model, on_nonfinite="record") as w:
         model(torch.ones(2))
     finding = w.report().finding
     assert finding is not None
-    seen = examine(start, replace(finding, module="parts.7"), model=model)
+    seen = rerun_forward(start, replace(finding, module="parts.7"), model=model)
     assert "parts.7" in seen.remarks[0]
 
 

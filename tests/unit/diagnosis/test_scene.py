@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.diagnosis.batch_start import BatchStart
-from nanwatch.diagnosis.microscope import examine
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.diagnosis.forward_rerun import rerun_forward
 from nanwatch.session.api import watch
 from support.examined import Does, culprit, exponential, look
 
@@ -116,13 +116,13 @@ def test_a_value_that_was_received() -> None:
 def test_a_value_from_a_module_that_is_not_watched() -> None:
     """The operations of submodules without a frame are looked at too."""
     model = Does(lambda first, second, x: second(first(x)), Does(exponential), nn.Identity())
-    start = BatchStart.capture(model, (torch.ones(2),), {})
+    start = BatchSnapshot.capture(model, (torch.ones(2),), {})
     with watch(model, on_nonfinite="record", exclude=["parts.0"]) as w:
         model(torch.ones(2))
     finding = w.report().finding
     assert finding is not None
     assert finding.origin == "received"
-    seen = examine(start, finding, model=model)
+    seen = rerun_forward(start, finding, model=model)
     assert (seen.operation, seen.source) == ("aten.exp.default", culprit(exponential))
 
 
@@ -145,12 +145,12 @@ def test_a_nan_among_infinities_that_are_allowed() -> None:
     """Calls whose infinities are allowed are passed over; the one with the nan is examined."""
     part = Does(lambda x: x / (x - 1))
     model = Does(lambda part, x: part(x * 0) + part(x) + part(x * torch.tensor(INF)), part)
-    start = BatchStart.capture(model, (torch.ones(2),), {})
+    start = BatchSnapshot.capture(model, (torch.ones(2),), {})
     with watch(model, on_nonfinite="record", allow_inf=["parts.0", ""], inputs=False) as w:
         model(torch.ones(2))
     finding = w.report().finding
     assert finding is not None
-    seen = examine(start, finding, model=model)
+    seen = rerun_forward(start, finding, model=model)
     assert finding.value == "nan"
     assert seen.call is not None
     assert seen.call.args[0].tolist() == [INF, INF]

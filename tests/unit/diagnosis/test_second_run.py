@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.diagnosis.batch_start import BatchStart
-from nanwatch.diagnosis.examination import Examination
-from nanwatch.diagnosis.microscope import examine
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.diagnosis.diagnosis import Diagnosis
+from nanwatch.diagnosis.forward_rerun import rerun_forward
 from nanwatch.session.api import watch
 from support.examined import Does, culprit, exponential, look
 
@@ -31,14 +31,14 @@ def test_dropout_that_decides() -> None:
 
     model = Does(forward, nn.Dropout(0.5))
     x = torch.ones(64)
-    start = BatchStart.capture(model, (x,), {})
+    start = BatchSnapshot.capture(model, (x,), {})
     with watch(model, on_nonfinite="record") as w:
         y = model(x)
     finding = w.report().finding
     torch.rand(3)
     before = torch.get_rng_state()
     assert finding is not None
-    seen = examine(start, finding, model=model)
+    seen = rerun_forward(start, finding, model=model)
     assert torch.equal(torch.get_rng_state(), before)
     assert seen.operation == "aten.mul.Tensor" or seen.operation == "aten.reciprocal.default"
     assert seen.index == (int(y.isinf().nonzero()[0]),)
@@ -75,13 +75,13 @@ def test_nothing_is_left_behind() -> None:
     model = Counting().train()
     x = torch.randn(4, 3)
     with watch(model, on_nonfinite="record") as w:
-        start = BatchStart.capture(model, (x,), {})
+        start = BatchSnapshot.capture(model, (x,), {})
         model(x)
         finding = w.report().finding
         assert finding is not None
         before = state_of(model)
         w.pause()
-        seen = examine(start, finding, model=model)
+        seen = rerun_forward(start, finding, model=model)
         assert state_of(model) == before
     assert seen.operation == "aten.div.Tensor"
 
@@ -154,7 +154,7 @@ def test_a_failure_that_does_not_come_again() -> None:
     """A value that the second run does not make was transient."""
     times = iter([NAN, 1.0])
     _, seen = look(Does(lambda x: x * next(times)), torch.ones(2))
-    assert seen == Examination(transient=True)
+    assert seen == Diagnosis(transient=True)
 
 
 def test_a_second_run_that_raises() -> None:
@@ -216,16 +216,16 @@ def test_gradients_of_a_call_under_way() -> None:
     for examined in (False, True):
         net = model()
         torch.manual_seed(1)
-        start = BatchStart.capture(net, (x,), {})
-        seen: list[Examination] = []
+        start = BatchSnapshot.capture(net, (x,), {})
+        seen: list[Diagnosis] = []
         with watch(net, on_nonfinite="record", check="module") as w:
 
             def hook(*_: Any, net: nn.Module = net, w: Any = w, start: Any = start, seen: Any = seen) -> None:
                 if seen or w.report().finding is None:
                     return
                 w.pause()
-                seen.append(Examination())
-                seen[0] = examine(start, w.report().finding, model=net)
+                seen.append(Diagnosis())
+                seen[0] = rerun_forward(start, w.report().finding, model=net)
                 w.resume()
 
             if examined:
@@ -248,11 +248,11 @@ def test_autocast_is_as_it_was() -> None:
     model = Does(forward)
     x = torch.full((4, 4), 300.0)
     with torch.autocast("cpu", torch.float16), watch(model, on_nonfinite="record") as w:
-        start = BatchStart.capture(model, (x,), {})
+        start = BatchSnapshot.capture(model, (x,), {})
         model(x)
     finding = w.report().finding
     assert finding is not None
-    seen = examine(start, finding, model=model)
+    seen = rerun_forward(start, finding, model=model)
     assert (seen.operation, seen.source) == ("aten.mm.default", culprit(forward))
     assert [one.dtype for one in seen.operands] == ["float16", "float16"]
     assert seen.extent == "all"

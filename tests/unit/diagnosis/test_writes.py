@@ -1,4 +1,4 @@
-"""writes.Writes against an array that holds, for every element, who wrote it last."""
+"""storage_writes.StorageWriteLog against an array that holds, for every element, who wrote it last."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nanwatch.diagnosis import writes
-from nanwatch.diagnosis.writes import Writes
+from nanwatch.diagnosis import storage_writes
+from nanwatch.diagnosis.storage_writes import StorageWriteLog
 
 NAN = math.nan
 ROWS, COLUMNS = 4, 5
@@ -32,7 +32,7 @@ def test_the_last_writers_of_the_bad_elements(
     """After any number of writes to parts of a tensor, some bad: those who wrote last what is bad in a part of it."""
     x = torch.zeros(ROWS, COLUMNS)
     last = np.full((ROWS, COLUMNS), -1)
-    table: Writes[int] = Writes()
+    table: StorageWriteLog[int] = StorageWriteLog()
     for number, (place, bad) in enumerate(history):
         x[place] = NAN if bad else 1.0
         last[place] = number if bad else -1
@@ -46,7 +46,7 @@ def test_the_last_writers_of_the_bad_elements(
 def test_another_dtype_of_the_same_bytes() -> None:
     """A write is found through a view of another dtype, by its bytes."""
     x = torch.zeros(8)
-    table: Writes[str] = Writes()
+    table: StorageWriteLog[str] = StorageWriteLog()
     for i, name in ((1, "first"), (3, "second")):
         x[i] = NAN
         table.put(x[i], name)
@@ -59,7 +59,7 @@ def test_another_dtype_of_the_same_bytes() -> None:
 def test_expanded_tensors() -> None:
     """Elements that share their memory are one."""
     x = torch.zeros(3)
-    table: Writes[str] = Writes()
+    table: StorageWriteLog[str] = StorageWriteLog()
     for i, name in ((0, "first"), (2, "second")):
         x[i] = NAN
         table.put(x[i : i + 1].expand(4), name)
@@ -69,7 +69,7 @@ def test_expanded_tensors() -> None:
 
 def test_an_address_that_is_given_away_again() -> None:
     """What is remembered of a storage that is gone is not said of another, and keeps no memory alive."""
-    table: Writes[int] = Writes()
+    table: StorageWriteLog[int] = StorageWriteLog()
     for number in range(200):
         x = torch.full((1000,), NAN)
         assert table.find(x) == []
@@ -81,7 +81,7 @@ def test_an_address_that_is_given_away_again() -> None:
 
 def test_tensors_without_addresses() -> None:
     """A sparse tensor is known by itself, for as long as it lives."""
-    table: Writes[int] = Writes()
+    table: StorageWriteLog[int] = StorageWriteLog()
     for number in range(50):
         x = torch.full((3,), NAN).to_sparse()
         assert table.find(x) == []
@@ -96,8 +96,8 @@ def test_tensors_without_addresses() -> None:
 
 def test_the_table_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of storages that are gone are thrown out."""
-    monkeypatch.setattr(writes, "_MANY", 10)
-    table: Writes[int] = Writes()
+    monkeypatch.setattr(storage_writes, "_MANY", 10)
+    table: StorageWriteLog[int] = StorageWriteLog()
     kept = torch.full((2,), NAN)
     table.put(kept, 0)
     for number in range(100):

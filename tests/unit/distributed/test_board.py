@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nanwatch.distributed.board import Board
-from nanwatch.report.sighting import Origin, Sighting
+from nanwatch.distributed.store_protocol import StoreProtocol
+from nanwatch.report.rank_observation import Origin, RankObservation
 from support.sightings import connect, finding, serve
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -40,7 +40,7 @@ class Counting:
 def test_while_all_is_well_a_look_is_one_question_and_no_key(server):
     """Whatever the number of ranks."""
     counting = Counting(connect(server))
-    board = Board(counting, 16_384)
+    board = StoreProtocol(counting, 16_384)
     keys = server.num_keys()
     for _ in range(5):
         assert not board.has_news()
@@ -53,8 +53,8 @@ def test_a_rank_that_fails_after_many_sends_no_more_than_the_first(server):
     sent = []
     for rank in range(40):
         counting = Counting(connect(server) if rank % 10 == 0 else server)
-        board = Board(counting, 40)
-        board.publish(Sighting.of(finding(batch=3), rank, 5, None, ""))
+        board = StoreProtocol(counting, 40)
+        board.publish(RankObservation.of(finding(batch=3), rank, 5, None, ""))
         board.report()
         origin = board.origin()
         assert origin is not None
@@ -69,7 +69,7 @@ def test_a_thousand_writers_leave_the_earliest(server):
     """All at once from 20 connections: the least is there, none was lost, and the counts are exact."""
     chance = random.Random(1)
     sightings = [
-        Sighting.of(
+        RankObservation.of(
             finding(chance.choice(["produced", "weight"]), chance.randint(5, 9)),
             rank,
             chance.randint(0, 9),
@@ -79,8 +79,8 @@ def test_a_thousand_writers_leave_the_earliest(server):
         for rank in range(1000)
     ]
 
-    def write(mine: list[Sighting]) -> None:
-        board = Board(connect(server), 1000)
+    def write(mine: list[RankObservation]) -> None:
+        board = StoreProtocol(connect(server), 1000)
         for sighting in mine:
             board.publish(sighting)
             board.report()
@@ -91,7 +91,7 @@ def test_a_thousand_writers_leave_the_earliest(server):
         thread.start()
     for thread in threads:
         thread.join()
-    origin = Board(connect(server), 1000).origin()
+    origin = StoreProtocol(connect(server), 1000).origin()
     first = min(sightings, key=lambda one: (one.clock, one.sequence, one.rank))
     alike = [
         one

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 import nanwatch
 from nanwatch import Report
 from nanwatch import __main__ as doctor
-from nanwatch.distributed.merge import by_attempt, merge
-from nanwatch.distributed.merge_digest import Digest
+from nanwatch.distributed.merge import Digest, by_attempt, merge
 from nanwatch.report import headroom
 from nanwatch.report.attempt import Attempt
 from support.sightings import finding

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch import __main__ as command
-from nanwatch.distributed.merge_digest import Digest
-from nanwatch.distributed.merge_document import MOST_RANKS, document
-from nanwatch.distributed.merge_text import merged_text, spell_ranks
+from nanwatch.distributed.merge import Digest
+from nanwatch.distributed.merge_pages import MOST_RANKS, document, merged_text, spell_ranks
 from support.merges import NAMES, digests, merged_of, report
 from support.sightings import finding
 

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from nanwatch import __main__ as command
-from nanwatch.distributed.merge import by_attempt
-from nanwatch.distributed.merge_digest import Digest
-from nanwatch.distributed.merge_html import merged_html
-from nanwatch.distributed.merge_text import finding_summary
+from nanwatch.distributed.merge import Digest, by_attempt
+from nanwatch.distributed.merge_pages import finding_summary, merged_html
 from nanwatch.report.attempt import Attempt
 from nanwatch.util.visible import visible
 from support.html_page import HOSTILE, Page

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 import nanwatch
-from nanwatch.distributed import peers, verdict
-from nanwatch.distributed.board import Board
-from nanwatch.distributed.peers import Peers
-from nanwatch.distributed.verdict import PeerNonFiniteError
+from nanwatch.distributed import consensus, coordinator
+from nanwatch.distributed.consensus import PeerNonFiniteError
+from nanwatch.distributed.coordinator import RankCoordinator
+from nanwatch.distributed.store_protocol import StoreProtocol
 from nanwatch.report.attempt import store_key
-from nanwatch.report.sighting import Sighting
+from nanwatch.report.rank_observation import RankObservation
 from support.sightings import connect, finding, serve
 
 _before: set[threading.Thread] = set()
@@ -33,7 +33,7 @@ def others() -> None:
 
 
 def verdict_threads() -> int:
-    return sum(thread.name == "nanwatch verdict" for thread in set(threading.enumerate()) - _before)
+    return sum(thread.name == "nanwatch consensus" for thread in set(threading.enumerate()) - _before)
 
 
 def test_a_process_alone_asks_nobody(one_process_mesh):
@@ -47,24 +47,24 @@ def test_a_process_alone_asks_nobody(one_process_mesh):
 
 
 class Job:
-    """A job of two as one of its ranks sees it: the other one is a Board on the same store."""
+    """A job of two as one of its ranks sees it: the other one is a StoreProtocol on the same store."""
 
     def __init__(self, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.server = server
         self.group = type("Group", (), {})()
-        monkeypatch.setattr(peers, "_group", lambda: self.group)
-        monkeypatch.setattr(peers, "place", lambda: (0, 2))
-        monkeypatch.setattr(verdict, "_default_store", lambda: connect(server))
+        monkeypatch.setattr(coordinator, "_group", lambda: self.group)
+        monkeypatch.setattr(coordinator, "place", lambda: (0, 2))
+        monkeypatch.setattr(consensus, "_default_store", lambda: connect(server))
 
-    def board(self) -> Board:
+    def board(self) -> StoreProtocol:
         """As rank 1 sees the store."""
-        prefix = f"nanwatch/verdict/{store_key({})}/{peers._job._num_verdicts}"
-        return Board(dist.PrefixStore(prefix, connect(self.server)), 2)
+        prefix = f"nanwatch/consensus/{store_key({})}/{coordinator._job._num_settled}"
+        return StoreProtocol(dist.PrefixStore(prefix, connect(self.server)), 2)
 
     def other_fails(self) -> None:
         """Rank 1 has told and has had its say."""
         board = self.board()
-        board.publish(Sighting.of(finding(batch=1, module="there", rank=1), 1, 3, (0, 1), ""))
+        board.publish(RankObservation.of(finding(batch=1, module="there", rank=1), 1, 3, (0, 1), ""))
         board.report()
         board.leave()
 
@@ -103,7 +103,7 @@ def test_the_next_batch_raises_what_another_rank_found(job, tmp_path):
 def until_known() -> None:
     """Until the verdict has seen the failure of another rank; at most about 20 s."""
     for _ in range(400):
-        if peers._job.is_pending():
+        if coordinator._job.is_pending():
             return
         threading.Event().wait(0.05)
     raise AssertionError("it was never seen")
@@ -242,12 +242,12 @@ def test_only_the_error_of_a_collective_is_waited_for(job, monkeypatch, fail, wa
 
     model = Fails()
     with nanwatch.watch(model, peer_timeout=10):
-        monkeypatch.setattr(peers, "time", Time)
+        monkeypatch.setattr(coordinator, "time", Time)
         with pytest.raises((RuntimeError, ValueError)) as caught:
             model(torch.ones(2, 4))
         assert bool(pauses) is waits
         pauses.clear()
-        assert peers._job.explain(caught.value, None) is None
+        assert coordinator._job.explain(caught.value, None) is None
         assert not pauses
 
 
@@ -295,7 +295,7 @@ def test_a_watch_that_is_dropped_ends_its_thread(job):
     gc.collect()
     gc.collect()
     for thread in set(threading.enumerate()) - _before:
-        if thread.name == "nanwatch verdict":
+        if thread.name == "nanwatch consensus":
             thread.join(30)
     assert verdict_threads() == 0
 
@@ -304,15 +304,15 @@ def test_a_watch_that_is_collected_while_another_begins_is_in_nobodys_way(job, m
     """Python collects where it is, say in the thread that is being started: nothing waits and the verdict stays."""
     ended = []
 
-    class Collecting(verdict.Verdict):
+    class Collecting(consensus.OriginConsensus):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            collects = threading.Thread(target=peers._job.leave_if_last, daemon=True)
+            collects = threading.Thread(target=coordinator._job.leave_if_last, daemon=True)
             collects.start()
             collects.join(5)
             ended.append(not collects.is_alive())
             super().__init__(*arguments, **options)
 
-    monkeypatch.setattr(verdict, "Verdict", Collecting)
+    monkeypatch.setattr(coordinator, "OriginConsensus", Collecting)
     model = nn.Linear(4, 4)
     with nanwatch.watch(model, peer_timeout=10):
         model(torch.ones(2, 4))
@@ -323,7 +323,7 @@ def test_a_watch_that_is_collected_while_another_begins_is_in_nobodys_way(job, m
 def test_clocks_count_steps_and_batches_since(job):
     """So that a rank that validates in between counts like the others after its next step."""
     model = nn.Linear(4, 4)
-    mine = Peers(model, 10.0, lambda name: nanwatch.Report((), None, None))
+    mine = RankCoordinator(model, 10.0, lambda name: nanwatch.Report((), None, None))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     seen = []
     for batch, steps in enumerate((False, True, False, False, True, False)):
@@ -339,7 +339,7 @@ def test_clocks_count_steps_and_batches_since(job):
 def test_clocks_begin_anew_with_each_verdict(job):
     """The rank that failed was stopped before a step that others had made: with what follows all count alike again."""
     model = nn.Linear(4, 4)
-    mine = Peers(model, 10.0, lambda name: nanwatch.Report((), None, None))
+    mine = RankCoordinator(model, 10.0, lambda name: nanwatch.Report((), None, None))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for batch in range(3):
         mine.batch_started(batch)

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch import NonFiniteError, Report
-from nanwatch.distributed.verdict import PeerNonFiniteError
-from nanwatch.report.sighting import Origin, Sighting, earliest
+from nanwatch.distributed.consensus import PeerNonFiniteError
+from nanwatch.report.rank_observation import Origin, RankObservation, earliest
 from support.sightings import finding
 
 SIGHTINGS = st.builds(
-    Sighting,
+    RankObservation,
     rank=st.integers(0, 20_000),
     clock=st.tuples(st.integers(0, 3)),
     sequence=st.integers(0, 3),
@@ -34,19 +34,19 @@ SIGHTINGS = st.builds(
 @given(SIGHTINGS)
 def test_a_sighting_comes_back_from_its_json(sighting):
     """Also with names from all of Unicode."""
-    assert Sighting.from_json(sighting.to_json()) == sighting
+    assert RankObservation.from_json(sighting.to_json()) == sighting
 
 
 @pytest.mark.parametrize("document", ["{}", "[]", "1", '{"rank": "x"}'])
 def test_what_is_no_sighting_is_refused(document):
     """The store is written by programs that may be of another version."""
     with pytest.raises(ValueError, match="sighting"):
-        Sighting.from_json(document)
+        RankObservation.from_json(document)
 
 
 def test_a_long_name_keeps_its_end_and_the_message_small():
     """The end of a module's name tells modules apart; a store is no place for a novel."""
-    sighting = Sighting.of(finding(module="m." * 5000 + "last"), 1, 2, None, "p" * 9999)
+    sighting = RankObservation.of(finding(module="m." * 5000 + "last"), 1, 2, None, "p" * 9999)
     assert sighting.module.endswith(".last")
     assert len(sighting.to_json()) < 1024
 
@@ -70,7 +70,7 @@ def test_data_yields_only_to_another_part_at_the_same_time(inside, data):
 
 def test_the_error_of_a_peer_names_the_origin_and_survives_a_pickle():
     """It is a NonFiniteError of this rank, about another one."""
-    origin = Origin(Sighting.of(finding(batch=7), 3, 5, None, ""), 1, 2, 4, 4)
+    origin = Origin(RankObservation.of(finding(batch=7), 3, 5, None, ""), 1, 2, 4, 4)
     error = PeerNonFiniteError(Report((), None, 7, 1), origin)
     assert isinstance(error, NonFiniteError)
     assert str(error).splitlines()[0] == (
@@ -83,11 +83,11 @@ def test_the_error_of_a_peer_names_the_origin_and_survives_a_pickle():
 
 def test_a_value_that_all_saw_at_once_is_nobodys():
     """The text says so, and does not accuse the lowest rank."""
-    origin = Origin(Sighting.of(finding("weight", 8, label="weight"), 0, 0, None, ""), 8, 8, 8, 8)
+    origin = Origin(RankObservation.of(finding("weight", 8, label="weight"), 0, 0, None, ""), 8, 8, 8, 8)
     assert origin.is_shared
     assert "on all 8 ranks at once: it came to them by a collective" in str(origin)
 
 
 def test_json_of_a_sighting_is_one_document():
     """For whoever reads the store by hand."""
-    assert json.loads(Sighting.of(finding(), 1, 2, (5, 1), "stage 1").to_json())["clock"] == [5, 1]
+    assert json.loads(RankObservation.of(finding(), 1, 2, (5, 1), "stage 1").to_json())["clock"] == [5, 1]

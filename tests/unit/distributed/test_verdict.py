@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from nanwatch import Finding
-from nanwatch.distributed.board import Board
-from nanwatch.distributed.verdict import Verdict
+from nanwatch.distributed.consensus import OriginConsensus
+from nanwatch.distributed.store_protocol import StoreProtocol
 from nanwatch.report.attempt import store_key
-from nanwatch.report.sighting import Origin, Sighting
+from nanwatch.report.rank_observation import Origin, RankObservation
 from support.sightings import connect, finding, serve
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -106,7 +106,7 @@ def play(server: Any, played: Scenario) -> list[Origin | None]:
 
     def live(rank: int) -> None:
         seen = played.ranks[rank]
-        verdict = Verdict(connect(server), rank, world, played.peer_timeout, part=seen.part)
+        verdict = OriginConsensus(connect(server), rank, world, played.peer_timeout, part=seen.part)
         try:
             time.sleep(seen.delay)
             if seen.finding is not None:
@@ -145,7 +145,7 @@ def test_the_origin_is_right_whoever_told_first(server, number):
 
 def test_nobody_waits_longer_than_peer_timeout_for_a_rank_that_never_answers(server):
     """Rank 1 has gone without a word: rank 0 settles with what it knows, and says that one did not answer."""
-    verdict = Verdict(connect(server), 0, 2, peer_timeout=1.5)
+    verdict = OriginConsensus(connect(server), 0, 2, peer_timeout=1.5)
     start = time.monotonic()
     verdict.publish(finding(), 3)
     origin = verdict.settle(finding())
@@ -160,8 +160,8 @@ def test_nobody_waits_longer_than_peer_timeout_for_a_rank_that_never_answers(ser
 def test_a_rank_that_is_stuck_writes_down_what_it_knows_and_holds_up_nobody(server):
     """It waits in a collective: its thread tells it what has happened, and tells the others not to wait for it."""
     told: list[Origin] = []
-    stuck = Verdict(connect(server), 1, 2, peer_timeout=6.0, on_stuck=told.append)
-    failing = Verdict(connect(server), 0, 2, peer_timeout=60.0)
+    stuck = OriginConsensus(connect(server), 1, 2, peer_timeout=6.0, on_stuck=told.append)
+    failing = OriginConsensus(connect(server), 0, 2, peer_timeout=60.0)
     failing.publish(finding(), 3)
     origin = failing.settle(finding())
     assert origin.is_complete
@@ -180,11 +180,11 @@ def test_what_on_stuck_raises_is_a_warning_and_is_not_hidden(server):
     def broken(origin: Origin) -> None:
         raise OSError("disk full")
 
-    board = Board(dist.PrefixStore(f"nanwatch/verdict/{store_key({})}/", connect(server)), 2)
-    board.publish(Sighting.of(finding(), 0, 1, None, ""))
+    board = StoreProtocol(dist.PrefixStore(f"nanwatch/consensus/{store_key({})}/", connect(server)), 2)
+    board.publish(RankObservation.of(finding(), 0, 1, None, ""))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        stuck = Verdict(connect(server), 1, 2, peer_timeout=1.0, on_stuck=broken)
+        stuck = OriginConsensus(connect(server), 1, 2, peer_timeout=1.0, on_stuck=broken)
         until = time.monotonic() + 20
         while not told and time.monotonic() < until:
             time.sleep(0.02)
@@ -196,7 +196,7 @@ def test_what_on_stuck_raises_is_a_warning_and_is_not_hidden(server):
 def test_a_store_that_has_gone_leaves_a_rank_with_its_own_finding(is_connected):
     """The rank that held the store died: publish says so in time, settle names what is known, nothing is raised."""
     server = serve()
-    verdict = Verdict(connect(server), 1, 4, peer_timeout=3.0)
+    verdict = OriginConsensus(connect(server), 1, 4, peer_timeout=3.0)
     if is_connected:
         time.sleep(1.5)
     del server
@@ -211,7 +211,7 @@ def test_a_store_that_has_gone_leaves_a_rank_with_its_own_finding(is_connected):
 
 def test_settling_without_a_failure_is_refused(server):
     """There is nothing to name; the error says what to ask first."""
-    verdict = Verdict(connect(server), 0, 2, peer_timeout=5.0)
+    verdict = OriginConsensus(connect(server), 0, 2, peer_timeout=5.0)
     assert not verdict.pending()
     with pytest.raises(RuntimeError, match=r"ask pending\(\) first"):
         verdict.settle()
@@ -220,7 +220,7 @@ def test_settling_without_a_failure_is_refused(server):
 
 def test_only_the_first_finding_of_a_rank_counts(server):
     """What comes after it is its consequence."""
-    verdict = Verdict(connect(server), 0, 1, peer_timeout=5.0)
+    verdict = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)
     assert verdict.publish(finding(batch=7), 3)
     assert verdict.publish(finding(batch=1), 0)
     assert verdict.settle(finding()).first.batch == 7
@@ -231,11 +231,11 @@ def test_a_restarted_job_does_not_see_the_failure_before(server, monkeypatch):
     """The keys of an elastic job have its run id and the number of its restarts."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    before = Verdict(connect(server), 0, 1, peer_timeout=5.0)
+    before = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)
     before.publish(finding(), 3)
     before.stop()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    after = Verdict(connect(server), 0, 1, peer_timeout=5.0)
+    after = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)
     time.sleep(1.5)
     assert not after.pending()
     after.stop()
@@ -243,7 +243,7 @@ def test_a_restarted_job_does_not_see_the_failure_before(server, monkeypatch):
 
 def test_the_default_store_is_that_of_the_process_group(one_process_mesh):
     """Without a store handed in."""
-    verdict = Verdict(None, 0, 1, peer_timeout=10.0)
+    verdict = OriginConsensus(None, 0, 1, peer_timeout=10.0)
     assert verdict.publish(finding(), 3)
     assert verdict.settle(finding()).rank == 0
     verdict.stop()
@@ -261,7 +261,7 @@ def test_the_default_store_is_that_of_the_process_group(one_process_mesh):
 def test_numbers_that_mean_nothing_are_refused(server, rank, world, timeout, named):
     """With what was given."""
     with pytest.raises(ValueError, match=named):
-        Verdict(server, rank, world, timeout)
+        OriginConsensus(server, rank, world, timeout)
 
 
 def test_the_random_numbers_of_a_run_are_left_alone(server):
@@ -269,7 +269,7 @@ def test_the_random_numbers_of_a_run_are_left_alone(server):
     random.seed(5)
     torch.manual_seed(5)
     before = (random.getstate(), torch.get_rng_state())
-    verdict = Verdict(connect(server), 0, 1, peer_timeout=5.0)
+    verdict = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)
     time.sleep(0.5)
     verdict.stop()
     assert random.getstate() == before[0]

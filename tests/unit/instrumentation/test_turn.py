@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, watch
-from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.instrumentation import temporary_wrappers
 from nanwatch.instrumentation.slot import wrappers
 
@@ -154,7 +154,7 @@ def test_the_hooks_of_gradients_are_quiet_too() -> None:
 def test_a_copy_of_the_model_made_meanwhile_is_a_plain_model() -> None:
     """As always: no copy and no pickle shows a watch or a re-run."""
     model = nn.Sequential(nn.Linear(2, 2))
-    with watch(model), BatchStart.capture(model, (torch.ones(1, 2),), {}).again():
+    with watch(model), BatchSnapshot.capture(model, (torch.ones(1, 2),), {}).again():
         for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert all(not wrappers(module) for module in one.modules())
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.monitoring.forecast import Forecast, Forecaster
+from nanwatch.monitoring.forecast import Forecast, Forecaster, HeadroomHistory
 from nanwatch.monitoring.growth import Ending
-from nanwatch.monitoring.tracks import Tracks
 from nanwatch.recording.frame_ring import PeakMagnitudes
 from nanwatch.report.frame import FrameRows
 from nanwatch.report.record import Row
@@ -204,13 +203,13 @@ def test_a_slow_machine_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
         return due, found
 
     quick = told()
-    add = Tracks.add
+    add = HeadroomHistory.add
 
-    def slow(self: Tracks, *args: Any) -> None:
+    def slow(self: HeadroomHistory, *args: Any) -> None:
         sleep(0.003)
         add(self, *args)
 
-    monkeypatch.setattr(Tracks, "add", slow)
+    monkeypatch.setattr(HeadroomHistory, "add", slow)
     assert told() == quick
     assert quick[1]
 

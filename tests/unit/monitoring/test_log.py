@@ -13,10 +13,9 @@ from torch import nn
 
 import nanwatch
 from nanwatch.monitoring import log
+from nanwatch.monitoring.backends import CallableBackend
 from nanwatch.monitoring.forecast import Forecast
-from nanwatch.monitoring.log import Log
-from nanwatch.monitoring.log_entry import LogEntry
-from nanwatch.monitoring.sink import CallableSink
+from nanwatch.monitoring.log import Log, LogEntry
 from nanwatch.report.frame import FrameRows
 from nanwatch.report.record import Row
 from support.paths import ROOT
@@ -54,7 +53,7 @@ class Kept:
         return [batch for batch, _ in self.entries]
 
 
-class Entries(CallableSink):
+class Entries(CallableBackend):
     """A sink that keeps the entries themselves."""
 
     def __init__(self) -> None:
@@ -332,10 +331,9 @@ def test_what_is_no_tracker_is_refused(target: Any) -> None:
 
 def test_the_docs_have_every_tag() -> None:
     """docs/trackers.md names what is logged."""
-    from nanwatch.monitoring import log_entry
 
     text = (ROOT / "docs" / "trackers.md").read_text()
-    for tag in (log_entry.IS_FINITE, log_entry.LEAST, log_entry.PLACE, log_entry.TOLD, log_entry.FINDING):
+    for tag in (log.IS_FINITE, log.LEAST, log.PLACE, log.TOLD, log.FINDING):
         assert f"`{tag}`" in text
-    for group in log_entry.GROUPS[1:]:
+    for group in log.GROUPS[1:]:
         assert f"`{group}/" in text

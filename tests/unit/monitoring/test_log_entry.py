@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch.monitoring.forecast import Forecast
-from nanwatch.monitoring.log_entry import BatchLog, Histogram, fault_entry
+from nanwatch.monitoring.log import BatchLog, Histogram, nonfinite_entry
 from nanwatch.numerics.ranges import tensor_health
 from nanwatch.report.finding import find
 from nanwatch.report.frame import FrameRows
@@ -119,6 +119,6 @@ def test_a_fault_is_a_flag_and_the_summary() -> None:
     row = Row("output", "output", (2,), "float32", 1.0, inf, False, health, "")
     finding = find([FrameRows(4, "wo", "Linear", [row]).to_frame()])
     assert finding is not None
-    entry = fault_entry(finding)
+    entry = nonfinite_entry(finding)
     assert (entry.batch, dict(entry.scalars)) == (4, {"nanwatch/is_finite": 0.0})
     assert dict(entry.texts) == {"nanwatch/finding": summary(finding)}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanwatch.monitoring.tracks import LATEST, POINTS, Tracks
+from nanwatch.monitoring.forecast import LATEST, POINTS, HeadroomHistory
 
 TRACKS = 5
 
@@ -31,10 +31,10 @@ class Lists:
         points.append((batch, bits))
 
 
-def told(seed: int, batches: int, share: float) -> tuple[Tracks, Lists]:
+def told(seed: int, batches: int, share: float) -> tuple[HeadroomHistory, Lists]:
     """Both after so many batches, in each of which a tensor is seen with this chance; bits of few different values."""
     rng = np.random.default_rng(seed)
-    tracks, lists = Tracks(), Lists()
+    tracks, lists = HeadroomHistory(), Lists()
     for batch in range(batches):
         # Room is made as tensors are met.
         tracks.grow(min(TRACKS, 1 + batch // 3))
@@ -81,7 +81,7 @@ def test_falls_are_lines_through_medians(seed: int, batches: int, share: float) 
 
 def test_tracks_with_few_points_have_no_error() -> None:
     """With one point there is no fall, and no tracks have none."""
-    tracks = Tracks()
+    tracks = HeadroomHistory()
     tracks.grow(2)
     tracks.add(np.array([0]), 3, np.array([5.0]))
     bits, losses, late, spans = tracks.falls(np.array([0]))
@@ -93,7 +93,7 @@ def test_tracks_with_few_points_have_no_error() -> None:
 
 def test_batches_can_be_told_apart_after_years() -> None:
     """Numbers of batches are whole beyond the 2^24 that float32 counts to."""
-    tracks = Tracks()
+    tracks = HeadroomHistory()
     tracks.grow(1)
     first = 1 << 40
     for batch in range(first, first + 3 * POINTS):

@@ -1,4 +1,4 @@
-"""The parts of netcheck, each by itself: place, links, meeting, steps and words."""
+"""The parts of netcheck, each by itself: meeting, steps and words."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanwatch.netcheck import command, links, steps, words
+from nanwatch.netcheck import command, steps, words
 from nanwatch.netcheck.guard import StepError, Trouble
-from nanwatch.netcheck.meeting import Arrival, Meeting, Verdict
-from nanwatch.netcheck.place import Place, PlaceError
+from nanwatch.netcheck.meeting import Arrival, Meeting, Outcome, Place, PlaceError
 from support.netcheck_ranks import free_port
 
 HOST = socket.gethostname()
@@ -64,7 +63,7 @@ def test_an_environment_that_says_nothing_sensible_is_refused(changes, named):
 @given(st.integers(1, 40))
 def test_all_pairs_are_all_pairs(world_size):
     """Every ordered pair of two ranks has a distance in the list."""
-    shifts = links.shifts(world_size, all_pairs=True)
+    shifts = steps.shifts(world_size, all_pairs=True)
     pairs = {(rank, (rank + shift) % world_size) for rank in range(world_size) for shift in shifts}
     assert pairs == {(a, b) for a in range(world_size) for b in range(world_size) if a != b}
 
@@ -72,7 +71,7 @@ def test_all_pairs_are_all_pairs(world_size):
 @given(st.integers(1, 20_000))
 def test_few_neighbours_in_a_large_world(world_size):
     """Both next ranks are among them or have this one among theirs, none is the rank itself, there are log2 many."""
-    shifts = links.shifts(world_size, all_pairs=False)
+    shifts = steps.shifts(world_size, all_pairs=False)
     assert all(0 < shift < world_size for shift in shifts)
     assert len(shifts) == len(set(shifts)) == max(0, (world_size - 1).bit_length())
     assert world_size == 1 or shifts[0] == 1
@@ -120,9 +119,9 @@ def arrival(rank: int, port: int, token: str, address: str = "127.0.0.1") -> Arr
 
 def test_a_listener_that_is_the_right_one_is_reached():
     """Also where its address is only good on its own host, by the master's."""
-    listener = links.Listener("secret")
+    listener = steps.Listener("secret")
     try:
-        links.connect(
+        steps.connect(
             [arrival(1, listener.port, "secret"), arrival(2, listener.port, "secret", "")], "localhost", 5.0
         )
     finally:
@@ -131,14 +130,14 @@ def test_a_listener_that_is_the_right_one_is_reached():
 
 def test_failures_of_links_are_told_apart():
     """Another program, a refusal and a silent peer each have their words, and each peer its name."""
-    listener, silent = links.Listener("secret"), socket.create_server(("127.0.0.1", 0))
+    listener, silent = steps.Listener("secret"), socket.create_server(("127.0.0.1", 0))
     peers = [
         arrival(1, listener.port, "another"),
         arrival(2, free_port(), "secret"),
         arrival(3, silent.getsockname()[1], "secret"),
     ]
     with silent, pytest.raises(StepError) as raised:
-        links.connect(peers, "localhost", 1.0)
+        steps.connect(peers, "localhost", 1.0)
     listener.close()
     first, second, third = re.split(r"; (?=rank \d)", str(raised.value))
     assert first.startswith("rank 1 (node-1)")
@@ -183,21 +182,21 @@ def test_the_first_failure_is_one_rank_and_all_hear_of_it(meetings):
     assert firsts == [True, False]
     assert event.wait(20)
     assert heard == [("rank 1 failed first, in the step links", True)]
-    assert not meetings[0].have_ended()
+    assert not meetings[0].have_all("ended")
     meetings[2].end(None)
-    assert meetings[1].have_ended()
-    assert meetings[0].first() == Verdict(1, Trouble("links", "rank 1"))
+    assert meetings[1].have_all("ended")
+    assert meetings[0].first() == Outcome(1, Trouble("links", "rank 1"))
 
 
 def test_the_summary_tells_the_broken_from_the_stopped_and_the_silent():
     """Who failed, who only waited for them, and who said nothing."""
-    verdicts = {
-        0: Verdict(0, None),
-        1: Verdict(1, Trouble("links", "x")),
-        2: Verdict(2, Trouble("links", "y", follows=True)),
+    outcomes = {
+        0: Outcome(0, None),
+        1: Outcome(1, Trouble("links", "x")),
+        2: Outcome(2, Trouble("links", "y", follows=True)),
     }
     assert (
-        words.summary_line(verdicts, 5)
+        words.summary_line(outcomes, 5)
         == "netcheck: 1 of 5 ranks OK; broken: 1; stopped by that: 2; not a word from: 3-4"
     )
 

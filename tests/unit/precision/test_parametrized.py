@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import nanwatch
 from nanwatch import Finding, NonFiniteError, watch
-from nanwatch.diagnosis.batch_start import BatchStart
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.precision import parametrized
 
 
@@ -86,7 +86,7 @@ def test_the_users_block_is_as_it_was() -> None:
                 net(torch.ones(1, 3))
             before = parametrized.kept()
             assert bool(before) == warm
-            with BatchStart.capture(net, (torch.ones(1, 3),), {}).again() as call:
+            with BatchSnapshot.capture(net, (torch.ones(1, 3),), {}).again() as call:
                 call()
                 assert all(x is None or not x.requires_grad for x in parametrized.kept().values())
             after = parametrized.kept()

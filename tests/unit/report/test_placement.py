@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanwatch.report.placement import MeshPlace, Placement, read_placement
-from nanwatch.report.record import Record
+from nanwatch.report.record import MeshPlace, Placement, Record, read_placement
 
 _kinds = st.one_of(
     st.builds("Shard({})".format, st.integers(0, 9)),

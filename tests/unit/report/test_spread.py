@@ -16,13 +16,14 @@ import nanwatch
 from nanwatch.numerics.exponents import exponent_histogram
 from nanwatch.report.finding import Finding
 from nanwatch.report.report import Report
-from nanwatch.report.spread import Spread
-from nanwatch.report.spreading import histogram_of, spread_of
+from nanwatch.report.stored_histogram import StoredHistogram
 from support.html_page import HOSTILE, Page, growing
 from support.toys import fault_of
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-SPREAD = Spread("operand[0]", "float16", -24, (1, 0, 5), num_zero=2, num_nan=1, num_posinf=3, num_neginf=4)
+SPREAD = StoredHistogram(
+    "operand[0]", "float16", -24, (1, 0, 5), num_zero=2, num_nan=1, num_posinf=3, num_neginf=4
+)
 
 
 @given(
@@ -32,9 +33,9 @@ SPREAD = Spread("operand[0]", "float16", -24, (1, 0, 5), num_zero=2, num_nan=1, 
 def test_a_spread_is_the_histogram(dtype: torch.dtype, values: list[float]) -> None:
     """Of any values of any format, and back; it begins and ends with a count that is not 0."""
     x = torch.tensor(values, dtype=torch.float64).to(dtype)
-    found = spread_of(x, "x")
+    found = StoredHistogram.of(x, "x")
     assert found is not None
-    assert histogram_of(found) == exponent_histogram(x)
+    assert found.restore() == exponent_histogram(x)
     assert not found.counts or (found.counts[0] and found.counts[-1])
     assert sum(found.counts) + found.num_zero + found.num_nan + found.num_posinf + found.num_neginf == len(
         values
@@ -47,7 +48,7 @@ def test_a_spread_is_the_histogram(dtype: torch.dtype, values: list[float]) -> N
 )
 def test_what_has_no_spread_has_none(x: Tensor) -> None:
     """Integers, complex numbers and what has no values are passed over in silence."""
-    assert spread_of(x, "x") is None
+    assert StoredHistogram.of(x, "x") is None
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ class Writes(nn.Module):
 X = torch.tensor([[1.0, -2.0, 0.0, 300.0]], dtype=torch.float16)
 
 
-def spreads_of(report: Report) -> dict[str, Spread]:
+def spreads_of(report: Report) -> dict[str, StoredHistogram]:
     return {one.label: one for one in finding_of(report).spreads}
 
 
@@ -111,8 +112,8 @@ def test_the_closer_look_keeps_operands_and_result() -> None:
         report = fault_of(net, X)
     found = spreads_of(report)
     assert found.keys() == {"operand[0]", "operand[1]", "output"}
-    assert histogram_of(found["operand[0]"]) == histogram_of(found["operand[1]"]) == exponent_histogram(X)
-    assert histogram_of(found["output"]) == exponent_histogram(X * X)
+    assert found["operand[0]"].restore() == found["operand[1]"].restore() == exponent_histogram(X)
+    assert found["output"].restore() == exponent_histogram(X * X)
     assert found["output"].num_posinf == 1
     assert finding_of(Report.from_json(report.to_json())).spreads == finding_of(report).spreads
 
@@ -122,9 +123,9 @@ def test_an_operand_that_was_written_over_has_none() -> None:
     net = nn.Sequential(Writes())
     with nanwatch.watch(net):
         found = spreads_of(fault_of(net, X))
-    assert histogram_of(found["operand[1]"]) == exponent_histogram(X)
+    assert found["operand[1]"].restore() == exponent_histogram(X)
     assert "operand[0]" not in found
-    assert histogram_of(found["output"]) == exponent_histogram(X * X)
+    assert found["output"].restore() == exponent_histogram(X * X)
 
 
 def test_a_weight_and_the_data_have_theirs() -> None:
@@ -134,14 +135,14 @@ def test_a_weight_and_the_data_have_theirs() -> None:
         net[0].weight[0, 1] = float("nan")
     with nanwatch.watch(net):
         found = spreads_of(fault_of(net, X))
-    assert {label: histogram_of(one) for label, one in found.items()} == {
+    assert {label: one.restore() for label, one in found.items()} == {
         "weight": exponent_histogram(net[0].weight)
     }
     squares = Squares()
     bad = torch.tensor([float("inf"), 1.0])
     with nanwatch.watch(squares):
         found = spreads_of(fault_of(squares, bad))
-    assert {label: histogram_of(one) for label, one in found.items()} == {"input[0]": exponent_histogram(bad)}
+    assert {label: one.restore() for label, one in found.items()} == {"input[0]": exponent_histogram(bad)}
 
 
 def test_without_the_closer_look_there_is_no_picture_and_no_error() -> None:
@@ -162,7 +163,7 @@ def test_the_page_has_a_figure_for_each() -> None:
     pytest.importorskip("plotly")
     pytest.importorskip("jinja2")
     spreads = tuple(replace(SPREAD, label=name) for name in HOSTILE)
-    spreads += (Spread("wide", "float32", 3, (9,)),)
+    spreads += (StoredHistogram("wide", "float32", 3, (9,)),)
     page = Page(replace(growing(), finding=replace(finding_of(growing()), spreads=spreads)).to_html())
     assert page.unbalanced == []
     figures = page.data["spreads"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from nanwatch.session.api import watch
 from nanwatch.trace import trace
-from nanwatch.trace.fitting import FORMATS, fits, holdings
+from nanwatch.trace.format_advice import FORMATS, fits, holdings
 from nanwatch.trace.trace_writer import write_table
 from support.toys import Scale
 

@@ -17,9 +17,9 @@ import nanwatch
 from nanwatch.instrumentation.global_hooks import after_steps
 from nanwatch.report.frame import FrameRows
 from nanwatch.report.record import Row
-from nanwatch.trace import trace, weight_versions
+from nanwatch.trace import trace
+from nanwatch.trace.trace import WeightVersions
 from nanwatch.trace.trace_file import Trace
-from nanwatch.trace.weight_versions import WeightVersions
 from support.toys import mlp
 
 pa = pytest.importorskip("pyarrow")
@@ -69,7 +69,7 @@ def test_frames_may_come_long_after_the_steps() -> None:
 
 def test_a_run_without_frames_keeps_no_list_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond some the oldest are counted at once, and none is lost."""
-    monkeypatch.setattr(weight_versions, "_MOST_WAITING", 10)
+    monkeypatch.setattr(trace, "_MOST_WAITING", 10)
     versions = WeightVersions()
     for batch in range(1000):
         versions.step(batch, [("m", "w")])

@@ -1,7 +1,7 @@
-"""The other ranks of the job: told of a failure here, and heard when one of theirs comes first.
+"""Coordination with the other ranks of the job: publish a failure here, and raise when another rank failed first.
 
-All watches of a process that raise share one Verdict: whichever fails, the job has failed. It begins with the first
-batch after `init_process_group`, and once this rank has raised, the next batch begins another.
+All watches of a process that raise share one OriginConsensus: whichever fails, the job has failed. It begins with the
+first batch after `init_process_group`, and once this rank has raised, the next batch begins another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,13 +24,11 @@ from ..instrumentation.global_hooks import after_steps
 from ..recording.job import place, report_of
 from ..report.errors import NonFiniteError, spell
 from ..report.finding import Finding
+from ..report.rank_observation import Origin
 from ..report.report import Report
 from ..util.modules import each_module
 from ..util.user_warning import warn_user
-
-if TYPE_CHECKING:  # of use only in a job of several ranks
-    from ..report.sighting import Origin
-    from .verdict import PeerNonFiniteError, Verdict
+from .consensus import OriginConsensus, PeerNonFiniteError
 
 # A look at the store a second, give or take a quarter: so long until a failure elsewhere is known here.
 _NEWS = 2.0
@@ -40,7 +38,7 @@ _WORDS = ("gloo", "by peer", "NCCL", "ProcessGroup", "c10d", "Timed out waiting"
 _FILES = ("distributed_c10d.py", "_functional_collectives.py")
 
 
-class Peers:
+class RankCoordinator:
     """What one Watch says to the job and hears from it.
 
     `last_frames(folder)` gives this rank's latest frames as a report without a finding, and writes them into
@@ -54,13 +52,13 @@ class Peers:
         # The first batch after so many optimizer steps: of the latest such numbers, for rows that come late.
         self._firsts: deque[tuple[int, int]] = deque([(0, 0)], maxlen=64)
         self._job = _job
-        self._began = 0  # the verdict that the steps are counted from, by its number
+        self._began = 0  # the consensus that the steps are counted from, by its number
         weakref.finalize(self, _job.leave_if_last)
 
     def batch_started(self, batch: int) -> None:
         """Raises PeerNonFiniteError when another rank has failed."""
-        verdict = self._connect(batch)
-        if verdict is None:
+        consensus = self._connect(batch)
+        if consensus is None:
             return
         if self._job.steps != self._firsts[-1][1]:
             self._firsts.append((batch, self._job.steps))
@@ -80,12 +78,12 @@ class Peers:
 
     def publish(self, finding: Finding) -> None:
         """Tell the others what this rank found, before anything slow."""
-        verdict = self._connect(finding.batch)
-        if verdict is not None:
-            verdict.publish(finding, finding.sequence or 0, self._clock(finding.batch), self._part)
+        consensus = self._connect(finding.batch)
+        if consensus is not None:
+            consensus.publish(finding, finding.sequence or 0, self._clock(finding.batch), self._part)
 
     def settle(self, finding: Finding | None) -> Origin | None:
-        """Where the first of all was, once the ranks agree; None where there are no others. Ends the verdict."""
+        """Where the first of all was, once the ranks agree; None where there are no others. Ends the consensus."""
         return self._job.settle(finding)
 
     def explain(self, error: BaseException | None) -> PeerNonFiniteError | None:
@@ -100,14 +98,14 @@ class Peers:
         """Say and hear no more."""
         self._job.leave(self)
 
-    def _connect(self, batch: int) -> Verdict | None:
-        verdict = self._job.connect(self, self._peer_timeout)
+    def _connect(self, batch: int) -> OriginConsensus | None:
+        consensus = self._job.connect(self, self._peer_timeout)
         if self._began != self._job.num_begun:
             # Anew on all ranks: of a failure before, one was stopped before the step that others had made.
             self._began = self._job.num_begun
             self._firsts.clear()
             self._firsts.append((batch, self._job.steps))
-        return verdict
+        return consensus
 
     def _clock(self, batch: int) -> tuple[int, int]:
         first, steps = next((one for one in reversed(self._firsts) if one[0] <= batch), self._firsts[0])
@@ -118,118 +116,116 @@ class _Job:
     """What all watches of this process share."""
 
     def __init__(self) -> None:
-        self.steps = 0  # since the verdict began
+        self.steps = 0  # since the consensus began
         self.num_begun = 0
-        self._peers: weakref.WeakSet[Peers] = weakref.WeakSet()
-        self._reports: weakref.WeakKeyDictionary[Peers, Report] = weakref.WeakKeyDictionary()
-        self._verdict: Verdict | None = None
+        self._coordinators: weakref.WeakSet[RankCoordinator] = weakref.WeakSet()
+        self._reports: weakref.WeakKeyDictionary[RankCoordinator, Report] = weakref.WeakKeyDictionary()
+        self._consensus: OriginConsensus | None = None
         self._group: Callable[[], Any] = lambda: None
         # That have ended by a failure: the same number on all ranks, as every one of them raises.
-        self._num_verdicts = 0
+        self._num_settled = 0
         self._lock = threading.RLock()
         self._handle: Any = None
         self._excepthook: partial[None] | None = None
         # The error that came last, by its id: it may end a batch, then the `with`, then the process.
         self._waited_for: int | None = None
 
-    def connect(self, peers: Peers, peer_timeout: float) -> Verdict | None:
-        """The verdict of the process group there is now; None without one, or in a group of one."""
+    def connect(self, coordinator: RankCoordinator, peer_timeout: float) -> OriginConsensus | None:
+        """The consensus of the process group there is now; None without one, or in a group of one."""
         self._waited_for = None  # the next error may have its id
         group = _group()
         if group is None:
-            if self._verdict is not None:
+            if self._consensus is not None:
                 self._end()
             return None
         # First: else the last of the watches before, when it is collected now, would end what is begun here; and in the
         # thread that is being started it would wait for the lock.
-        self._peers.add(peers)
-        if self._verdict is None or self._group() is not group:
+        self._coordinators.add(coordinator)
+        if self._consensus is None or self._group() is not group:
             with self._lock:
-                if self._verdict is None or self._group() is not group:  # no other thread was first
+                if self._consensus is None or self._group() is not group:  # no other thread was first
                     self._begin(group, peer_timeout)
-        return self._verdict
+        return self._consensus
 
     def _begin(self, group: Any, peer_timeout: float) -> None:
-        from .verdict import Verdict
-
         self._end()
         rank, world_size = place()
         self._group = weakref.ref(group)
         self.steps = 0
         self.num_begun += 1
-        self._verdict = Verdict(
-            None, rank, world_size, peer_timeout, name=str(self._num_verdicts), on_stuck=self._stuck
+        self._consensus = OriginConsensus(
+            None, rank, world_size, peer_timeout, name=str(self._num_settled), on_stuck=self._stuck
         )
         self._handle = after_steps.add(self._stepped)
-        # Each verdict's own, with the one before it: others may have put theirs over the last one's.
+        # Each consensus's own, with the one before it: others may have put theirs over the last one's.
         self._excepthook = sys.excepthook = partial(self._uncaught, sys.excepthook)
 
-    def leave(self, peers: Peers) -> None:
-        """One watch has stopped; the last one ends the verdict."""
-        self._peers.discard(peers)
+    def leave(self, coordinator: RankCoordinator) -> None:
+        """One watch has stopped; the last one ends the consensus."""
+        self._coordinators.discard(coordinator)
         self.leave_if_last()
 
     def leave_if_last(self) -> None:
         """No watch is left that would want to know."""
-        if not self._peers:
+        if not self._coordinators:
             self._end()
 
     def settle(self, finding: Finding | None) -> Origin | None:
-        """See Peers."""
+        """See RankCoordinator."""
         with self._lock:
-            verdict = self._verdict
-            if verdict is None:
+            consensus = self._consensus
+            if consensus is None:
                 return None
             try:
-                return verdict.settle(finding)
+                return consensus.settle(finding)
             except RuntimeError as error:  # the store went, before it could say whose failure it was
                 warn_user(f"nanwatch: {spell(error)}", may_raise=False)
                 return None
             finally:
-                self._num_verdicts += 1
+                self._num_settled += 1
                 self._end()
 
-    def explain(self, error: BaseException | None, peers: Peers | None) -> PeerNonFiniteError | None:
-        """See Peers."""
-        verdict = self._verdict
-        if verdict is None or error is None or isinstance(error, NonFiniteError):
+    def explain(
+        self, error: BaseException | None, coordinator: RankCoordinator | None
+    ) -> PeerNonFiniteError | None:
+        """See RankCoordinator."""
+        consensus = self._consensus
+        if consensus is None or error is None or isinstance(error, NonFiniteError):
             return None
         if id(error) != self._waited_for and _is_of_collective(error):
             self._waited_for = id(error)
             until = time.monotonic() + _NEWS
-            while not verdict.pending() and not verdict.trouble and time.monotonic() < until:
+            while not consensus.pending() and not consensus.trouble and time.monotonic() < until:
                 time.sleep(0.05)
-        return self.failed_elsewhere(peers) if verdict.pending() else None
+        return self.failed_elsewhere(coordinator) if consensus.pending() else None
 
-    def has(self, peers: Peers) -> bool:
+    def has(self, coordinator: RankCoordinator) -> bool:
         """Whether this watch has joined, and not left."""
-        return peers in self._peers
+        return coordinator in self._coordinators
 
     def is_pending(self) -> bool:
         """Whether another rank has failed, as far as was seen a second ago."""
-        verdict = self._verdict
-        return verdict is not None and verdict.pending()
+        consensus = self._consensus
+        return consensus is not None and consensus.pending()
 
-    def failed_elsewhere(self, peers: Peers | None) -> PeerNonFiniteError | None:
+    def failed_elsewhere(self, coordinator: RankCoordinator | None) -> PeerNonFiniteError | None:
         """The error to raise now that another rank has failed; the frames of this one are written down first."""
-        from .verdict import PeerNonFiniteError
-
         reports = self._write_last_frames()
         origin = self.settle(None)
         if origin is None:
             return None
-        report = reports.get(peers) if peers is not None else next(iter(reports.values()), None)
+        report = reports.get(coordinator) if coordinator is not None else next(iter(reports.values()), None)
         return PeerNonFiniteError(report or report_of(()), origin)
 
-    def _write_last_frames(self) -> dict[Peers, Report]:
-        """Of every watch, once a verdict: what comes later is no more than the way out."""
-        for one in list(self._peers):
+    def _write_last_frames(self) -> dict[RankCoordinator, Report]:
+        """Of every watch, once a consensus: what comes later is no more than the way out."""
+        for one in list(self._coordinators):
             if one not in self._reports:
                 self._reports[one] = one.last_frames(f"peer-rank-{place()[0]}")
         return dict(self._reports)
 
     def _stuck(self, origin: Origin) -> None:
-        """In the thread of the verdict, while this rank waits for one that has failed."""
+        """In the thread of the consensus, while this rank waits for one that has failed."""
         self._write_last_frames()
         warn_user(f"nanwatch: rank {place()[0]} waits for a rank that has failed: {origin}", may_raise=False)
 
@@ -253,15 +249,15 @@ class _Job:
 
     def _end(self) -> None:
         with self._lock:
-            if self._verdict is None:
+            if self._consensus is None:
                 return
-            verdict, self._verdict = self._verdict, None
+            consensus, self._consensus = self._consensus, None
             self._handle.remove()
             if sys.excepthook is self._excepthook:
                 sys.excepthook = self._excepthook.args[0]
             self._group = lambda: None
             self._reports.clear()
-            verdict.stop()
+            consensus.stop()
 
 
 _job = _Job()

@@ -1,7 +1,7 @@
-"""Where a bad value comes from: the operations of a call, and for each bad tensor the one that began it.
+"""Provenance of non-finite values: which operation of a call began the values of a tensor.
 
-Operations are seen by a TorchDispatchMode, below autograd, autocast and functorch. Of a tensor nothing is kept; what is
-remembered of a bad one is which bytes of which storage were written, by which step.
+A TorchDispatchMode sees the operations, below autograd, autocast and functorch. It keeps no tensor alive. For a
+non-finite one it keeps which bytes of which storage were written, by which step.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ..numerics.ranges import _is_plain, only_our_dispatch, tensor_health
 from ..recording.observe import read
 from ..report.errors import spell
 from ..report.record import MASK, Record
-from ..report.spread import Spread
+from ..report.stored_histogram import StoredHistogram
 from .operation import Operands, Operation, operation_of
-from .writes import Writes
+from .storage_writes import StorageWriteLog
 
 SKIPPED_FILES = (
     str(Path(torch.__file__).parent),
@@ -42,9 +42,9 @@ _HANDLERS = ("__torch_dispatch__", "__torch_function__")
 class Step:
     """One operation that left a value that is not finite.
 
-    `origin` is the step that began its bad values, None when it began them itself; only then are `source`, `operands`,
-    `remarks` and `spreads` filled. `meant`: they are infinities that are there on purpose; only of them are the
-    signs known. `unwritten` stands for memory that was allocated and that nothing was seen to write.
+    `origin` is the step that began its non-finite values, None when it began them itself; only then are `source`,
+    `operands`, `remarks` and `spreads` filled. `meant`: they are infinities that are there on purpose; only of them are
+    the signs known. `unwritten` stands for memory that was allocated and that nothing was seen to write.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Step:
     source: str | None = None
     operands: tuple[Record, ...] = ()
     remarks: tuple[str, ...] = ()
-    spreads: tuple[Spread, ...] = ()
+    spreads: tuple[StoredHistogram, ...] = ()
 
     @property
     def values(self) -> str:
@@ -67,8 +67,8 @@ class Step:
         return " and ".join(word for word, present in shown if present)
 
 
-class Lineage(TorchDispatchMode):
-    """Inside, each operation of this thread is looked at; then `origin` tells where a bad tensor comes from.
+class ProvenanceMode(TorchDispatchMode):
+    """Mode that reads each operation of this thread. `origin` then tells where a non-finite tensor comes from.
 
     `outermost` is the code of the function above which there are no frames of the program. No result is changed and
     nothing is raised but what the operations raise; what could not be followed is told in `trouble`.
@@ -81,7 +81,7 @@ class Lineage(TorchDispatchMode):
         self.active = True
         self.trouble: str | None = None
         self._outermost = outermost
-        self._writes: Writes[Step] = Writes()
+        self._writes: StorageWriteLog[Step] = StorageWriteLog()
         self._number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,7 +99,7 @@ class Lineage(TorchDispatchMode):
         return result
 
     def origin(self, x: Tensor, *, nan: bool) -> Step | None:
-        """The step that began what is bad in `x`, None when none was seen to; `nan`: what is nan in it."""
+        """The step that began what is non-finite in `x`, None when none was seen to; `nan`: what is nan in it."""
         with only_our_dispatch(), torch.no_grad():
             return _origin(self._writes.find(x), nan)
 
@@ -128,39 +128,39 @@ class Lineage(TorchDispatchMode):
             for x in targets:
                 self._writes.put(x, step)
             return
-        bad, nan = [], False
+        nonfinite, nan = [], False
         for x in targets:
             row = read(x, "", "output")
             if row.isfinite is False:
-                bad.append(x)
+                nonfinite.append(x)
                 nan = nan or isnan(row.abs_max or 0.0)
             else:
                 self._writes.put(x, None)
-        if bad:
+        if nonfinite:
             step = Step(self._number, operation.name, nan)
             given = before or self._given(operation, args, kwargs)
-            if self._trace(step, operation, given, bad):
+            if self._trace(step, operation, given, nonfinite):
                 step.remarks += _masked_rows(operation, args, kwargs)
-            for x in bad:
+            for x in nonfinite:
                 self._writes.put(x, step)
 
-    def _trace(self, step: Step, operation: Operation, given: Operands, bad: Sequence[Tensor]) -> bool:
-        """Fill in where the step's bad values come from; True when it began them."""
+    def _trace(self, step: Step, operation: Operation, given: Operands, nonfinite: Sequence[Tensor]) -> bool:
+        """Fill in where the step's non-finite values come from; True when it began them."""
         suspects = [i for i, row in enumerate(given.rows) if row.isfinite is False]
         writers = {i: self._writes.find(given.tensors[i]) for i in suspects}
         is_live = any(not one.meant for i in suspects for one in writers[i])
-        causes = suspects if is_live and operation.carries else _causes(operation, given, suspects, bad)
+        causes = suspects if is_live and operation.carries else _causes(operation, given, suspects, nonfinite)
         sources = [one for i in causes for one in writers[i]]
         strangers = [i for i in causes if not writers[i] and given.rows[i].note != MASK]
         is_live = any(not one.meant for one in sources)
         if not is_live and not strangers and not step.nan:
-            step.posinf, step.neginf = _signs(bad)
-            step.meant = _is_meant(operation, given, step, bad, causes, sources)
+            step.posinf, step.neginf = _signs(nonfinite)
+            step.meant = _is_meant(operation, given, step, nonfinite, causes, sources)
         if is_live or (sources and step.meant):
             step.origin = _origin(sources, step.nan)
             return False
         step.source = self._source()
-        written = bad if operation.written else ()
+        written = nonfinite if operation.written else ()
         step.operands = given.records(written=written)
         step.spreads = given.spreads(written=written)
         step.remarks = (
@@ -198,10 +198,10 @@ def _origin(steps: Sequence[Step], nan: bool) -> Step | None:
     return min(origins, key=lambda one: one.number, default=None)
 
 
-def _signs(bad: Sequence[Tensor]) -> tuple[bool, bool]:
+def _signs(nonfinite: Sequence[Tensor]) -> tuple[bool, bool]:
     """Whether there is an inf and a -inf in these, which have no nan."""
     posinf = neginf = False
-    for x in bad:
+    for x in nonfinite:
         try:
             health = tensor_health(x)
         except TypeError:
@@ -210,34 +210,36 @@ def _signs(bad: Sequence[Tensor]) -> tuple[bool, bool]:
     return posinf, neginf
 
 
-def _causes(operation: Operation, given: Operands, suspects: list[int], bad: Sequence[Tensor]) -> list[int]:
-    """Of the bad operands those that made the result bad: of an elementwise operation, where they are so both."""
-    if not suspects or not _is_elementwise(operation, given, bad):
+def _causes(
+    operation: Operation, given: Operands, suspects: list[int], nonfinite: Sequence[Tensor]
+) -> list[int]:
+    """Return the operands that made the result non-finite: of an elementwise one, those non-finite where it is."""
+    if not suspects or not _is_elementwise(operation, given, nonfinite):
         return suspects
-    hit = _bad(bad[0])
+    hit = _nonfinite(nonfinite[0])
     where = [hit] * len(given.tensors)
     if operation.base == "where" and len(given.tensors) == 3:
         condition = given.tensors[0]
         where[1:] = [hit & condition, hit & ~condition]
-    return [i for i in suspects if bool((where[i] & _bad(given.tensors[i])).any())]
+    return [i for i in suspects if bool((where[i] & _nonfinite(given.tensors[i])).any())]
 
 
-def _bad(x: Tensor) -> Tensor:
+def _nonfinite(x: Tensor) -> Tensor:
     return ~torch.isfinite(_reference._to_arithmetic(x))
 
 
-def _is_elementwise(operation: Operation, given: Operands, bad: Sequence[Tensor]) -> bool:
+def _is_elementwise(operation: Operation, given: Operands, nonfinite: Sequence[Tensor]) -> bool:
     """Whether result and operands can be compared, element by element."""
     # What was written in place is no longer there.
-    is_one = operation.pointwise and not operation.written and len(bad) == 1
-    return is_one and all(map(_is_plain, (*bad, *given.tensors)))
+    is_one = operation.pointwise and not operation.written and len(nonfinite) == 1
+    return is_one and all(map(_is_plain, (*nonfinite, *given.tensors)))
 
 
 def _is_meant(
     operation: Operation,
     given: Operands,
     step: Step,
-    bad: Sequence[Tensor],
+    nonfinite: Sequence[Tensor],
     causes: Sequence[int],
     sources: Sequence[Step],
 ) -> bool:
@@ -248,10 +250,10 @@ def _is_meant(
     if not causes:
         # The sum of two masks that hold the dtype's minimum; the logarithm of a mask of zeros and ones.
         return not step.posinf and (bool(masks) or given.zero_one)
-    if _is_elementwise(operation, given, bad):
-        made = _bad(bad[0])
+    if _is_elementwise(operation, given, nonfinite):
+        made = _nonfinite(nonfinite[0])
         for i in causes:
-            made &= ~_bad(given.tensors[i])
+            made &= ~_nonfinite(given.tensors[i])
         return not bool(made.any())
     posinf = any(one.posinf for one in sources)
     neginf = bool(masks) or any(one.neginf for one in sources)

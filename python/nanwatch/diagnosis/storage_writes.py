@@ -1,4 +1,4 @@
-"""What was written where: for each storage the bad writes whose traces may still be in it."""
+"""Log of writes to storages: for each storage the non-finite writes whose traces may still be in it."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ class _Place(Generic[T]):
         return self.guard.expired() if isinstance(self.guard, StorageWeakRef) else self.guard() is None
 
 
-class Writes(Generic[T]):
-    """The bad writes, by storage; of a tensor without one that could be addressed, by the tensor itself."""
+class StorageWriteLog(Generic[T]):
+    """The non-finite writes, by storage; of a tensor without one that could be addressed, by the tensor itself."""
 
     def __init__(self) -> None:
         self._places: dict[int, _Place[T]] = {}
 
     def put(self, x: Tensor, write: T | None) -> None:
-        """`x` was written: with something bad, that `write` tells of, or with finite values only (None)."""
+        """`x` was written: with something non-finite, that `write` tells of, or with finite values only (None)."""
         x, region, key, owner = _address(x)
         place = self._place(x, key)
         if place is None:
@@ -104,14 +104,14 @@ class Writes(Generic[T]):
             del self._places[key]
 
     def __contains__(self, x: object) -> bool:
-        """Whether there are bad writes to the storage of the tensor `x`; touches no data."""
+        """Whether there are non-finite writes to the storage of the tensor `x`; touches no data."""
         if not self._places or not isinstance(x, Tensor):
             return False
         x, _, key, _ = _address(x)
         return self._place(x, key) is not None
 
     def find(self, x: Tensor) -> list[T]:
-        """The writes that made what is bad in `x`, the oldest first: of each of its bad elements the last."""
+        """Return the last write to each non-finite element of `x`, the oldest write first."""
         x, region, key, _ = _address(x)
         place = self._place(x, key)
         if place is None:
@@ -148,7 +148,7 @@ def _address(x: Tensor) -> tuple[Tensor, _Region, int, torch.UntypedStorage | No
 
 
 def _latest(x: Tensor, region: _Region, writes: list[tuple[_Region, T]]) -> list[tuple[_Region, T]]:
-    """Those that were the last to write to one of the bad elements of `x`, the oldest first."""
+    """Those that were the last to write to one of the non-finite elements of `x`, the oldest first."""
     ends = [region.ends, *(where.ends for where, _ in writes)]
     low, high = min(one for one, _ in ends), max(one for _, one in ends)
     if high - low > _MOST_BYTES:

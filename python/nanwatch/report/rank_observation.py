@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from ..util import reading
 from ..util.visible import visible
-from .finding import ORIGINS, VALUES, Finding, Value
+from .finding import Finding, Value
 from .finding import Origin as Kind
 from .text import module_name
 
@@ -18,11 +17,11 @@ _MOST_CHARACTERS = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class RankObservation:
     """A finding and when it was.
 
     `clock` counts alike on all ranks: the batch number where each rank makes the same calls. `sequence` is the place of
-    the faulty frame within its batch, from 0. `part` names the part of the model that the rank holds, such as a
+    the non-finite frame within its batch, from 0. `part` names the part of the model that the rank holds, such as a
     pipeline stage; sequences of different parts are not comparable. `kind` is the finding's origin on its own rank.
     """
 
@@ -40,8 +39,8 @@ class Sighting:
     @classmethod
     def of(
         cls, finding: Finding, rank: int, sequence: int, clock: Sequence[int] | None, part: str
-    ) -> Sighting:
-        """The sighting of a finding; without a `clock` its batch is it. Long names lose their beginning."""
+    ) -> RankObservation:
+        """The observation of a finding; without a `clock` its batch is it. Long names lose their beginning."""
         return cls(
             rank=rank,
             clock=tuple(map(int, clock)) if clock is not None else (finding.batch,),
@@ -57,7 +56,7 @@ class Sighting:
 
     @property
     def order(self) -> tuple[tuple[int, ...], int, bool, int]:
-        """Sorts sightings of one part, the earliest first; of equal ones the lowest rank.
+        """Sorts observations of one part, the earliest first; of equal ones the lowest rank.
 
         What a call was given was there before its output, which tensor parallel ranks add up.
         """
@@ -65,7 +64,7 @@ class Sighting:
 
     @property
     def place(self) -> str:
-        """The same for sightings at the same time, at the same place in the same part, of the same kind."""
+        """The same for observations at the same time, at the same place in the same part, of the same kind."""
         return f"{'.'.join(map(str, self.clock))}/{self.sequence}/{self.kind}/{self.part}"
 
     @property
@@ -78,34 +77,23 @@ class Sighting:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, document: str | bytes) -> Sighting:
+    def from_json(cls, document: str | bytes) -> RankObservation:
         """What `to_json` wrote. Raises ValueError, saying where, for anything else."""
-        return cls(**reading.members(json.loads(document), "sighting", _SIGHTING))
+        return _OBSERVATION(json.loads(document), "sighting")
 
 
-_SIGHTING: dict[str, reading.Reader[Any]] = {
-    "rank": reading.count,
-    "clock": reading.tuple_of(reading.count),
-    "sequence": reading.count,
-    "part": reading.text,
-    "batch": reading.count,
-    "module": reading.text,
-    "class_name": reading.text,
-    "label": reading.text,
-    "value": reading.one_of(VALUES),
-    "kind": reading.one_of(ORIGINS),
-}
+_OBSERVATION = reading.of(RankObservation)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where the job's first non-finite value was.
 
-    `first` is the earliest sighting, and `num_alike` the number of ranks that saw theirs at the very same place and
-    time. Of `world_size` ranks `num_reported` had their say, `num_failed` of them with a sighting.
+    `first` is the earliest observation, and `num_alike` the number of ranks that saw theirs at the very same place and
+    time. Of `world_size` ranks `num_reported` had their say, `num_failed` of them with a observation.
     """
 
-    first: Sighting
+    first: RankObservation
     num_alike: int
     num_failed: int
     num_reported: int
@@ -113,7 +101,7 @@ class Origin:
 
     @property
     def rank(self) -> int:
-        """The rank of the earliest sighting, the lowest of those alike."""
+        """The rank of the earliest observation, the lowest of those alike."""
         return self.first.rank
 
     @property
@@ -159,11 +147,11 @@ _KINDS: dict[Kind, str] = {
 }
 
 
-def earliest(inside: Sighting | None, data: Sighting | None) -> Sighting | None:
-    """The first of the earliest sighting inside a model and the earliest in data.
+def earliest(inside: RankObservation | None, data: RankObservation | None) -> RankObservation | None:
+    """The first of the earliest observation inside a model and the earliest in data.
 
     Of one part of the model the earlier is the first. Data of another part at the same time may be what that inside
-    sighting sent on, whatever the sequences, so it is not.
+    observation sent on, whatever the sequences, so it is not.
     """
     if inside is None or data is None:
         return inside or data

@@ -109,7 +109,7 @@ def fits(
     for i in range(len(seen.lines)):
         module, part, dtypes = seen.lines[i]
         least = None if seen.smallest[i] == inf else float(seen.smallest[i])
-        most, good = float(seen.largest[i]), not seen.bad[i]
+        most, good = float(seen.largest[i]), not seen.nonfinite[i]
         found.append(
             Need(
                 module=module,
@@ -193,7 +193,7 @@ class _Seen:
         above = self._low > 0
         np.minimum.at(self.smallest, self._group[above], self._low[above])
         self.has_zero = self._any(self._low == 0)
-        self.bad = self._any(~finite)
+        self.nonfinite = self._any(~finite)
 
         dtype_codes = dtype.codes[counts]
         dtypes: dict[int, list[str]] = {}
@@ -272,7 +272,7 @@ class _Seen:
                     both[1] += possible
             each = [Share(a / elements, b / elements) if elements else Share(0.0, 0.0) for a, b in sums]
             verdict: Verdict = "fits"
-            if self.bad[i]:
+            if self.nonfinite[i]:
                 verdict = "not finite"
             elif overflows[i]:
                 verdict = "overflows"

@@ -1,4 +1,4 @@
-"""One verdict for all ranks of a job: where the first non-finite value was, agreed on through the job's store.
+"""One consensus for all ranks of a job: where the first non-finite value was, agreed on through the job's store.
 
 Never by a collective: when one rank has failed, the others may be waiting for it in one of their own. A thread looks at
 the store once a second; all that touches the store runs in that thread, so that a store that hangs holds nobody up.
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from ..report.attempt import store_key
 from ..report.errors import NonFiniteError, spell
 from ..report.finding import Finding
+from ..report.rank_observation import Origin, RankObservation
 from ..report.report import Report
-from ..report.sighting import Origin, Sighting
 from ..util.user_warning import warn_user
-from .board import Board
+from .store_protocol import StoreProtocol
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ _INTERVAL = 1.0  # seconds between two looks while all is well
 _INTERVAL_SETTLING = (0.05, 0.5)  # the first and the longest pause while ranks report
 _MOST_QUESTIONS = 20_000.0  # a second, from all ranks: one connection to a store alone can ask 55,000
 _STOPPING = 2.0  # seconds that stop() waits for the thread, which may hang in the store
-# Seconds that a rank with the verdict waits at most for the others to have it too. Once a process of a job has ended,
+# Seconds that a rank with the consensus waits at most for the others to have it too. Once a process of a job has ended,
 # its launcher ends the others, and the store goes with the process that holds it.
 _FAREWELL = 3.0
 
@@ -46,8 +46,8 @@ class PeerNonFiniteError(NonFiniteError):
         return f"{self.origin}\n\nThis rank ({self.report.rank}), at that time:\n{self.report.to_text()}"
 
 
-class Verdict:
-    """One rank's part in the verdict, from its construction to `stop()`.
+class OriginConsensus:
+    """One rank's part in the consensus, from its construction to `stop()`.
 
     Args:
         store: any torch.distributed Store that all ranks share; the keys get a prefix of their own, with torchrun's
@@ -56,8 +56,8 @@ class Verdict:
         peer_timeout: seconds that `publish` and `settle` together wait at most for the store and for other ranks.
         part: the part of the model that this rank holds, the same for replicas; name it where ranks hold different
             parts, as the stages of a pipeline do.
-        name: tells several verdicts of one job apart; the same on all ranks.
-        on_stuck: called, in the thread of the verdict, with the Origin as far as it is known when another rank has
+        name: tells several consensuses of one job apart; the same on all ranks.
+        on_stuck: called, in the thread of the consensus, with the Origin as far as it is known when another rank has
             failed and this one has neither published nor settled for a third of `peer_timeout`: it waits in a
             collective for the one that failed and cannot raise anything. By two thirds of `peer_timeout` at the
             latest. What it raises becomes a warning.
@@ -83,7 +83,7 @@ class Verdict:
         self.rank, self.world_size, self.peer_timeout, self.part = rank, world_size, peer_timeout, part
         self._on_stuck = on_stuck
         self._store: Store | None = _default_store() if store is None else store
-        self._prefix = f"nanwatch/verdict/{store_key(os.environ)}/{name}"
+        self._prefix = f"nanwatch/consensus/{store_key(os.environ)}/{name}"
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Written by the thread alone, read by all.
         self._news: float | None = None
@@ -93,11 +93,11 @@ class Verdict:
         self._is_stuck = False
         self._has_left = False
         # Written by the callers.
-        self._mine: Sighting | None = None
+        self._mine: RankObservation | None = None
         self._budget = peer_timeout
         self._is_late = False
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="nanwatch verdict", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="nanwatch consensus", daemon=True)
         self._thread.start()
         # A daemon thread that comes back from native code into an interpreter that is ending takes the process down.
         atexit.register(self.stop)
@@ -124,14 +124,14 @@ class Verdict:
     ) -> bool:
         """Tell the other ranks what this one found; only the first time does anything. True when the store has it.
 
-        `sequence` is the place of the faulty frame in its batch, from 0. `clock` is for ranks that do not all make the
-        same number of forwards: whole numbers that count alike everywhere, such as optimizer steps and batches since
-        the last of them. All ranks give one of the same length, or none does. `part`, if given, stands for the
-        verdict's. Never raises for what the store does.
+        `sequence` is the place of the non-finite frame in its batch, from 0. `clock` is for ranks that do not all make
+        the same number of forwards: whole numbers that count alike everywhere, such as optimizer steps and batches
+        since the last of them. All ranks give one of the same length, or none does. `part`, if given, stands for the
+        consensus's. Never raises for what the store does.
         """
         if self._mine is None:
             part = self.part if part is None else part
-            self._mine = mine = Sighting.of(finding, self.rank, sequence, clock, part)
+            self._mine = mine = RankObservation.of(finding, self.rank, sequence, clock, part)
             return self._in_thread(lambda until: self._publish(mine))
         return not self.trouble
 
@@ -142,7 +142,7 @@ class Verdict:
         Raises RuntimeError when nothing has failed, here or elsewhere.
         """
         if not self._in_thread(self._settle) and own is not None and self._known is None:
-            mine = self._mine or Sighting.of(own, self.rank, 0, None, self.part)
+            mine = self._mine or RankObservation.of(own, self.rank, 0, None, self.part)
             return Origin(mine, num_alike=1, num_failed=1, num_reported=1, world_size=self.world_size)
         if self._known is None:
             raise RuntimeError(
@@ -179,7 +179,7 @@ class Verdict:
         try:
             store, self._store = self._store, None
             assert store is not None
-            self._board = Board(_own_store(store, self._prefix), self.world_size)
+            self._protocol = StoreProtocol(_own_store(store, self._prefix), self.world_size)
             # A reference would keep the job's server alive, and its port taken, beyond destroy_process_group.
             del store
         except Exception as error:
@@ -219,14 +219,14 @@ class Verdict:
         if self._trouble or self._has_left:
             return
         if self._news is None:
-            if self._board.has_news():
+            if self._protocol.has_news():
                 self._learn()
             return
         waited = time.monotonic() - self._news
         if not self._reported and waited > self.peer_timeout / 3:
             self._is_stuck = True
             self._report()
-        if self._is_stuck and (self._board.is_complete() or waited > self.peer_timeout * 2 / 3):
+        if self._is_stuck and (self._protocol.is_complete() or waited > self.peer_timeout * 2 / 3):
             self._learn()
             if self._on_stuck is not None and self._known is not None:
                 self._tell_stuck(self._on_stuck, self._known)
@@ -239,34 +239,34 @@ class Verdict:
             warn_user(f"nanwatch: on_stuck raised {spell(error)}", may_raise=False)
 
     def _learn(self) -> None:
-        self._known = self._board.origin() or self._known
+        self._known = self._protocol.origin() or self._known
         if self._known is not None and self._news is None:
             self._news = time.monotonic()
 
-    def _publish(self, mine: Sighting) -> None:
-        self._board.publish(mine)
+    def _publish(self, mine: RankObservation) -> None:
+        self._protocol.publish(mine)
         self._report()
         self._learn()
 
     def _report(self) -> None:
         if not self._reported:
             self._reported = True
-            self._board.report()
+            self._protocol.report()
 
     def _leave(self) -> None:
         if not self._has_left:
             self._has_left = True
-            self._board.leave()
+            self._protocol.leave()
 
     def _settle(self, until: float) -> None:
-        if not self._board.has_news():
+        if not self._protocol.has_news():
             return
         self._report()
-        self._wait(self._board.is_complete, until)
+        self._wait(self._protocol.is_complete, until)
         self._learn()
         self._leave()
-        if self._board.is_complete():
-            self._wait(self._board.all_left, min(until, time.monotonic() + _FAREWELL))
+        if self._protocol.is_complete():
+            self._wait(self._protocol.all_left, min(until, time.monotonic() + _FAREWELL))
 
     def _wait(self, is_over: Callable[[], bool], until: float) -> None:
         """Ask again and again, until a little before the caller gives up waiting."""

@@ -1,4 +1,4 @@
-"""The call whose backward made a bad gradient once more, each operation of its backward looked at.
+"""The call whose backward made a non-finite gradient once more, each operation of its backward looked at.
 
 The loss is no part of the model, so the gradients of the call's outputs are not there a second time. Gradients of the
 size that was seen stand in for them: an operation whose derivative is not finite shows with any, an overflow with those
@@ -27,9 +27,9 @@ from ..report.frame import Frame
 from ..report.record import Record
 from ..util.suppressed import suppressed
 from .backward_cures import gradient_record, run_backward, try_backward_cures, without_hooks
-from .batch_start import BatchStart, no_second_run
-from .examination import Examination
-from .lineage import SKIPPED_FILES
+from .batch_snapshot import BatchSnapshot, no_second_run
+from .diagnosis import Diagnosis
+from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
 
@@ -38,48 +38,48 @@ class _Found(Exception):  # noqa: N818 - ends the run, and is no error
     """What was looked for is found."""
 
 
-def examine_backward(
-    start: BatchStart,
+def rerun_backward(
+    snapshot: BatchSnapshot,
     finding: Finding,
     frames: Sequence[Frame],
     *,
     model: nn.Module,
     loss_scale: float | None = None,
-) -> Examination:
+) -> Diagnosis:
     """Run the batch of `finding` once more, and the backward of the guilty module's calls; see which operation makes
-    a bad gradient of finite ones, and whether it does with a smaller loss scale too.
+    a non-finite gradient of finite ones, and whether it does with a smaller loss scale too.
 
     `frames` are the report's, `loss_scale` is that of the failed backward, where it is known. No gradient of the user's
     is touched. Raises nothing of its own: what could not be done is a remark.
     """
     name = finding.module if finding.origin == "produced" else finding.source_module
     if name is None:
-        return Examination(
+        return Diagnosis(
             remarks=("what made it lies behind the model's outputs, so it was not looked for in the model",)
         )
     if reason := no_second_run():
-        return Examination(remarks=(f"the batch was not run a second time: {reason}",))
+        return Diagnosis(remarks=(f"the batch was not run a second time: {reason}",))
     try:
         if (guilty := find_module(model, name)) is None:
-            return Examination(remarks=(f"the model has no module {name!r} any more",))
+            return Diagnosis(remarks=(f"the model has no module {name!r} any more",))
         if not (magnitudes := _magnitudes(finding, frames, name)):
-            return Examination(
+            return Diagnosis(
                 remarks=(
                     "no gradient of its outputs was seen, so there was none to start a second backward from",
                 )
             )
-        scene = _Scene(finding, magnitudes)
-        with start.again() as call, wrap_calls([guilty.module], scene.run), suppress(_Found):
+        probe = _BackwardProbe(finding, magnitudes)
+        with snapshot.again() as call, wrap_calls([guilty.module], probe.run), suppress(_Found):
             call()
-        if scene.gradients:
+        if probe.gradients:
             cures, remarks = try_backward_cures(
-                start, model, name, scene.call, scene.gradients, loss_scale=loss_scale
+                snapshot, model, name, probe.call, probe.gradients, loss_scale=loss_scale
             )
-            return replace(scene.found, cures=cures, remarks=(*scene.found.remarks, *remarks))
+            return replace(probe.found, cures=cures, remarks=(*probe.found.remarks, *remarks))
     except Exception as error:
-        return Examination(remarks=(f"the backward could not be examined: {spell(error)}",))
+        return Diagnosis(remarks=(f"the backward could not be examined: {spell(error)}",))
     remark = "in a second run, with other gradients of the same size, no operation made a bad gradient"
-    return Examination(remarks=(remark, *start.doubts()))
+    return Diagnosis(remarks=(remark, *snapshot.doubts()))
 
 
 def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[str, list[float]]:
@@ -96,11 +96,11 @@ def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[st
     return found
 
 
-class _Scene:
+class _BackwardProbe:
     """Makes the calls of the guilty module, and the backward of each."""
 
     def __init__(self, finding: Finding, magnitudes: dict[str, list[float]]) -> None:
-        self.found = Examination()
+        self.found = Diagnosis()
         # The call whose backward failed, counted from 0, and the gradients of its outputs that are tried.
         self.call = -1
         self.gradients: dict[str, Tensor] = {}
@@ -153,7 +153,7 @@ class _Scene:
 
     def _look(self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]) -> bool:
         """Make a backward, and keep what was found; whether anything was."""
-        steps: list[Examination] = []
+        steps: list[Diagnosis] = []
         run_backward(roots, wanted, gradients, lambda node: _looker(node, steps))
         if steps and self.found.operation is None:
             self.found = steps[0]
@@ -179,20 +179,20 @@ def _signs(roots: list[Tensor], weight: Tensor, index: tuple[int, ...] | None) -
     ]
 
 
-def _looker(node: Any, steps: list[Examination]) -> Any:
+def _looker(node: Any, steps: list[Diagnosis]) -> Any:
     def look(made: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
-        bad = (
+        nonfinite = (
             [] if steps else [one for x in made if x is not None and (one := gradient_record(x, "")).is_fault]
         )
-        if not bad:
+        if not nonfinite:
             return
         records = [gradient_record(x, f"gradient[{i}]") for i, x in enumerate(given) if x is not None]
         if any(one.isfinite is False for one in records):
             return
         steps.append(
-            Examination(
+            Diagnosis(
                 operation=node.name(),
-                made="nan" if any("nan" in value_of(one) for one in bad) else "inf",
+                made="nan" if any("nan" in value_of(one) for one in nonfinite) else "inf",
                 source=_source(node.metadata.get("traceback_", ())),
                 operands=(*records, *_saved(node)),
                 remarks=(

@@ -1,9 +1,9 @@
-"""What is seen over many batches: forecasts, from the largest magnitudes of some, and the user's log, from frames."""
+"""Monitoring over many batches: forecasts from the largest magnitudes, and the user's log from frames."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -12,16 +12,15 @@ from ..report.finding import Finding
 from ..report.frame import FrameRows
 from ..util.modules import each_module
 from ..util.user_warning import warn_user
+from .backends import backend_for
 from .forecast import Forecast, Forecaster
-
-if TYPE_CHECKING:
-    from .log import Log
+from .log import Log
 
 
-class Outlook:
-    """Tells the recorder of which batches frames or magnitudes are wanted, and those who want them what they see.
+class Monitor:
+    """Asks the recorder for frames and magnitudes of some batches, and hands them to the log and the forecaster.
 
-    `every`, `log_to` and `log_every` are as `watch` takes them. Raises as `sink_of` does.
+    `every`, `log_to` and `log_every` are as `watch` takes them. Raises as `backend_for` does.
     """
 
     def __init__(
@@ -40,10 +39,7 @@ class Outlook:
         self._looking = threading.Lock()
         self._log: Log | None = None
         if log_to is not None:
-            from .log import Log
-            from .sink import sink_of
-
-            self._log = Log(sink_of(log_to), log_every)
+            self._log = Log(backend_for(log_to), log_every)
         self._frames = recorder.subscribe(Event.FRAME)
         self._frames.active = self._log is not None
         recorder.gathers_peaks = forecasts
@@ -67,10 +63,10 @@ class Outlook:
         for forecast in forecasts:
             warn_user(str(forecast))
 
-    def fault(self, finding: Finding | None) -> None:
+    def on_nonfinite(self, finding: Finding | None) -> None:
         """A batch went wrong, or a step was about to take what its backward did wrong."""
         if self._log is not None and finding is not None:
-            self._log.fault(finding)
+            self._log.on_nonfinite(finding)
 
     def close(self) -> None:
         """Log no more."""

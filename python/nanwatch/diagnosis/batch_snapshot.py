@@ -1,7 +1,7 @@
-"""The start of a batch: what has to be known there so that its outermost call can be made once more.
+"""Snapshot of the start of a batch, from which its outermost call can be made again.
 
-References and random states, no copies: a batch that ends well costs a few microseconds. All that a second run would
-leave behind (random states, buffers, training flags) is put back after it.
+It holds references and random states, no copies: a batch that ends well costs a few microseconds. After a re-run the
+snapshot puts back all that the run left behind: random states, buffers, training flags.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PLAIN = (
 
 
 @dataclass(frozen=True, slots=True)
-class BatchStart:
+class BatchSnapshot:
     """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`."""
 
     module: nn.Module
@@ -56,7 +56,7 @@ class BatchStart:
     @classmethod
     def capture(
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-    ) -> BatchStart:
+    ) -> BatchSnapshot:
         """The start of a batch, now."""
         kwargs = kwargs or _NOTHING
         given = [(f"args[{i}]", x) for i, x in enumerate(args)] + list(kwargs.items())

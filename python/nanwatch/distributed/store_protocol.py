@@ -2,15 +2,15 @@
 
 No key exists while all is well, and a rank that looks asks for one. A rank that fails sends eleven short messages, and
 eleven more to settle; one that only settles sends twelve (benchmarks/count_verdict.py). Nothing grows with the number
-of ranks: the earliest sighting is kept in the store by compare-and-set, and of ranks that saw theirs at one place only
-the number is kept.
+of ranks: the earliest observation is kept in the store by compare-and-set, and of ranks that saw theirs at one place
+only the number is kept.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..report.sighting import Origin, Sighting, earliest
+from ..report.rank_observation import Origin, RankObservation, earliest
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -26,7 +26,7 @@ _FAILED, _INSIDE, _DATA, _NUM_FAILED, _NUM_REPORTED, _COMPLETE, _NUM_LEFT = (
 )
 
 
-class Board:
+class StoreProtocol:
     """The keys, read and written through one store; every method is a few round trips, and none waits for a rank."""
 
     def __init__(self, store: Store, world_size: int) -> None:
@@ -38,24 +38,24 @@ class Board:
         found: bool = self._store.check([_FAILED])
         return found
 
-    def publish(self, sighting: Sighting) -> None:
+    def publish(self, observation: RankObservation) -> None:
         """Tell what this rank saw."""
-        self._store.add(_at(sighting), 1)
+        self._store.add(_at(observation), 1)
         self._store.add(_NUM_FAILED, 1)
-        self._lower(_DATA if sighting.came_with_the_data else _INSIDE, sighting)
-        self._store.set(_FAILED, "")  # after the sighting: who reads this finds one
+        self._lower(_DATA if observation.came_with_the_data else _INSIDE, observation)
+        self._store.set(_FAILED, "")  # after the observation: who reads this finds one
 
-    def _lower(self, key: str, sighting: Sighting) -> None:
-        """Leave the earlier one of `sighting` and what is under the key, whoever else does the same."""
-        mine, expected = sighting.to_json(), ""
+    def _lower(self, key: str, observation: RankObservation) -> None:
+        """Leave the earlier one of `observation` and what is under the key, whoever else does the same."""
+        mine, expected = observation.to_json(), ""
         while True:
             held: bytes = self._store.compare_set(key, expected, mine)
-            if held == mine.encode() or Sighting.from_json(held).order <= sighting.order:
+            if held == mine.encode() or RankObservation.from_json(held).order <= observation.order:
                 return
             expected = held.decode()
 
     def report(self) -> None:
-        """Tell that this rank has had its say, with or without a sighting; once a rank."""
+        """Tell that this rank has had its say, with or without an observation; once a rank."""
         if self._store.add(_NUM_REPORTED, 1) == self._world_size:
             self._store.set(_COMPLETE, "")
 
@@ -65,7 +65,7 @@ class Board:
         return found
 
     def leave(self) -> None:
-        """Tell that this rank has the verdict and needs the store, and the other ranks, no longer; once a rank."""
+        """Tell that this rank has the consensus and needs the store, and the other ranks, no longer; once a rank."""
         self._store.add(_NUM_LEFT, 1)
 
     def all_left(self) -> bool:
@@ -85,9 +85,9 @@ class Board:
             world_size=self._world_size,
         )
 
-    def _read(self, key: str) -> Sighting | None:
-        return Sighting.from_json(self._store.get(key)) if self._store.check([key]) else None
+    def _read(self, key: str) -> RankObservation | None:
+        return RankObservation.from_json(self._store.get(key)) if self._store.check([key]) else None
 
 
-def _at(sighting: Sighting) -> str:
-    return f"at/{sighting.place}"
+def _at(observation: RankObservation) -> str:
+    return f"at/{observation.place}"

@@ -1,17 +1,21 @@
-"""A merge as text: who was first, weights that differ, the headroom of each module on each rank."""
+"""A merge as text, as an HTML page and as a JSON document: who was first, weights that differ, headroom by rank.
+
+The map of the page is a table whose cells the style colours, without a script. Names come from a user's model, and
+jinja2 escapes them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from math import ceil, inf
+from typing import Any
 
 from ..report import text
+from ..report.html import LOW_BITS, NEAR_BITS, WIDEST_BAR, bits_words, level_of, still_page
+from ..report.report import plain
 from ..util.visible import visible
-
-if TYPE_CHECKING:
-    from .merge import Merged, ModuleHeadroom, WeightRanges
-    from .merge_digest import Digest
+from .merge import Digest, Merged, ModuleHeadroom, WeightRanges
 
 _WORST = 20  # modules and weights shown; the document has all
 _MOST_RANKS = 16  # named one by one
@@ -157,3 +161,148 @@ def _summary_lines(rows: Sequence[ModuleHeadroom]) -> Iterable[str]:
 
 def _width(names: Sequence[str]) -> int:
     return max((len(text.module_name(name)) for name in names), default=6)
+
+
+_MAP_ROWS = 40  # modules: the rows of the map
+_COLUMNS = 256  # with more ranks, a column is several of them
+_WORDY = 32  # columns up to which a cell shows its number
+_SHOWN = 20  # findings, weights, files
+_PALEST = 20  # percent of the colour that is left at the widest headroom
+
+
+def merged_html(merged: Merged) -> str:
+    """The merge as one HTML document, to be written as UTF-8. Raises ImportError without jinja2."""
+    modules = merged.modules()
+    per_column = ceil(len(merged.digests) / _COLUMNS)
+    groups = [merged.ranks[i : i + per_column] for i in range(0, len(merged.digests), per_column)]
+    first = merged.origins
+    named = {one.rank for one in first}
+    return still_page(
+        "merge",
+        "merge --html",
+        merged=merged,
+        headline=_headline(merged),
+        attempt=attempt_words(merged),
+        others=[other_summary(one) for one in merged.others],
+        first=first,
+        later=[one for one in merged.failed if one.rank not in named],
+        rows=[
+            {"name": text.module_name(name), "cells": _cells(merged.column(name), groups)}
+            for name in modules[:_MAP_ROWS]
+        ],
+        heads=_heads(groups),
+        is_binned=per_column > 1,
+        per_column=per_column,
+        num_modules=len(modules),
+        cells_have_words=len(groups) <= _WORDY,
+        summaries=[merged.summary(name) for name in modules[:_MAP_ROWS]],
+        differences=merged.differences(),
+        near_bits=NEAR_BITS,
+        low_bits=LOW_BITS,
+        shown=_SHOWN,
+        module_name=text.module_name,
+        number=_number,
+        spread=spell_bits,
+        range_line=range_line,
+        finding_summary=finding_summary,
+        count_ranks=count_ranks,
+        spell_ranks=spell_ranks,
+    )
+
+
+def _headline(merged: Merged) -> str:
+    first = merged.origins
+    if not first:
+        return f"All finite on {count_ranks(len(merged.digests))}"
+    finding = first[0].finding
+    assert finding is not None
+    where = f"{finding.value} first seen in {finding.label} of {text.module_name(finding.module)}"
+    if len(first) == 1:
+        return f"{where} on rank {first[0].rank}"
+    return f"{where} on {count_ranks(len(first))} at once"
+
+
+def _heads(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """The first rank of each column, or where there is no room for all of them, of so many columns."""
+    step = 1 if len(groups) <= _WORDY else ceil(len(groups) / 8)
+    return [(groups[i][0], min(step, len(groups) - i)) for i in range(0, len(groups), step)]
+
+
+def _cells(column: Sequence[float | None], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    cells, at = [], 0
+    for ranks in groups:
+        seen = [
+            (bits, rank)
+            for bits, rank in zip(column[at : at + len(ranks)], ranks, strict=True)
+            if bits is not None
+        ]
+        at += len(ranks)
+        bits, rank = min(seen, default=(None, ranks[0]))
+        of = (
+            f"rank {rank}"
+            if len(ranks) == 1 or not seen
+            else f"ranks {ranks[0]} to {ranks[-1]}, least on rank {rank}"
+        )
+        cells.append(
+            {
+                "level": level_of(bits),
+                "share": _share(bits),
+                "title": f"{of}: {bits_words(bits) or 'no range'}",
+                "words": _number(bits),
+            }
+        )
+    return cells
+
+
+def _share(bits: float | None) -> int | None:
+    """How much of its colour a cell keeps, in percent; None for all."""
+    if bits is None or bits < LOW_BITS:
+        return None
+    room = (min(bits, WIDEST_BAR) - LOW_BITS) / (WIDEST_BAR - LOW_BITS)
+    return round(100 - (100 - _PALEST) * room)
+
+
+def _number(bits: float | None) -> str:
+    return "none" if bits == -inf else "all zero" if bits == inf else spell_bits(bits)
+
+
+SCHEMA = "nanwatch.merged"
+VERSION = 1
+
+# Up to so many ranks a document holds what each of them said. Above it holds the summaries, which grow with the model
+# and hardly with the job.
+MOST_RANKS = 256
+_DOCUMENT_RANGES = 16  # of a weight that differs
+
+
+def document(merged: Merged) -> dict[str, Any]:
+    """The whole for programs; nan and the infinities are spelt as strings, as in a report.
+
+    `headroom_bits` and `weights` are null where there are more than 256 ranks, and `findings` and `origins` are the
+    first 256; `num_failed` and `origin_ranks` are of all. `other_attempts` has a document of each.
+    """
+    modules, weights = merged.modules(), merged.weights()
+    is_whole = len(merged.digests) <= MOST_RANKS
+    failed, origins = merged.failed, merged.origins
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "attempt": plain(merged.attempt),
+        "ranks": merged.ranks,
+        "num_failed": len(failed),
+        "origin_ranks": [one.rank for one in origins],
+        "origins": [plain(one.finding) for one in origins[:MOST_RANKS]],
+        "findings": [plain(one.finding) for one in failed[:MOST_RANKS]],
+        "headroom": [plain(merged.summary(name)) for name in modules],
+        "headroom_bits": {name: [plain(bits) for bits in merged.column(name)] for name in modules}
+        if is_whole
+        else None,
+        "differences": [
+            {**plain(replace(one, ranges=one.ranges[:_DOCUMENT_RANGES])), "num_ranges": len(one.ranges)}
+            for one in weights
+            if len(one.ranges) > 1
+        ],
+        "weights": [plain(one) for one in weights] if is_whole else None,
+        "other_attempts": [document(one) for one in merged.others],
+        "left_out": list(merged.left_out),
+    }

@@ -1,4 +1,4 @@
-"""A trial: the batch run once more under some change, and what every module call of it saw."""
+"""An experiment: the batch run once more under some change, and what every module call of it saw."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ..instrumentation.temporary_wrappers import wrap_calls
+from ..instrumentation.wrapped_names import named_modules
 from ..numerics._reference import _to_arithmetic
 from ..precision.casting import NARROW, autocast_kinds, first_float, replaced
 from ..recording.masked_scores import masked_scores
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..report.record import Row, is_fault
-from .batch_start import BatchStart
+from .batch_snapshot import BatchSnapshot
 
 # Of the norm. bfloat16 rounds to 0.4 %, which may grow to a few percent through a deep model.
 _MOST_CHANGE = 0.25
@@ -34,7 +35,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Trial:
+class Experiment:
     """The calls of a run in the order in which they ended, and the exception that ended the run, if one did."""
 
     calls: list[Call] = field(default_factory=list)
@@ -46,7 +47,7 @@ class Trial:
         """The rows of that label in all calls of that module."""
         return [row for call in self.calls if call.name == name for row in call.rows if row.label == label]
 
-    def faults(self) -> Iterator[tuple[str, str]]:
+    def nonfinite(self) -> Iterator[tuple[str, str]]:
         """`(module, label)` of each row that is not finite and should be."""
         for call in self.calls:
             yield from ((call.name, row.label) for row in call.rows if is_fault(row))
@@ -54,7 +55,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change that a trial makes at the module calls themselves.
+    """The change that an experiment makes at the module calls themselves.
 
     `autocast`: the dtype that takes the place of float16 in autocast; float32 switches autocast off. `clamp` is
     `(module, limit)`: the first floating-point tensor that is given to the module is clamped to ±limit.
@@ -65,35 +66,36 @@ class Change:
 
 
 def run(
-    start: BatchStart,
+    snapshot: BatchSnapshot,
     names: Mapping[nn.Module, str],
     change: Change | None = None,
     keep: tuple[str, str] | None = None,
-) -> Trial:
-    """Run the batch of `start` once more. What its forward raises is the trial's error; KeyboardInterrupt passes.
+) -> Experiment:
+    """Run the batch of `snapshot` once more; keep what its forward raises as the error. KeyboardInterrupt passes.
 
-    `keep` is the `(module, label)` of a tensor that the trial keeps a copy of. A watch of the model sees nothing of it.
+    `keep` is the `(module, label)` of a tensor that the experiment keeps a copy of. A watch of the model sees nothing
+    of it.
     """
-    trial = Trial()
+    experiment = Experiment()
     change = change or Change()
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = names.get(module, "?")
         output, call, seen_values = _changed_call(module, args, kwargs, change, name)
-        trial.calls.append(call)
+        experiment.calls.append(call)
         if keep is not None and keep[0] == name:
-            trial.kept += [
+            experiment.kept += [
                 x.detach().clone() for label, x in seen_values if label == keep[1] and isinstance(x, Tensor)
             ]
         return output
 
     try:
-        with start.again() as call, wrap_calls(start.module.modules(), seen):
+        with snapshot.again() as call, wrap_calls(snapshot.module.modules(), seen):
             call()
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.
-        trial.error = error.with_traceback(None)
-    return trial
+        experiment.error = error.with_traceback(None)
+    return experiment
 
 
 @contextmanager
@@ -175,3 +177,31 @@ def is_close(values: list[Tensor], healthy: list[Tensor]) -> bool:
         difference += float((after - before).abs().square().sum())
         total += float(before.abs().square().sum())
     return difference <= _MOST_CHANGE**2 * total
+
+
+def module_words(name: str) -> str:
+    """The module in prose."""
+    return f"`{name}`" if name else "the model"
+
+
+def in_float32(model: nn.Module, name: str, *, cast_output: bool = True) -> str:
+    """The cure of running this module of `model` in float32."""
+    option = "" if cast_output else ", cast_output=False"
+    return f"run {module_words(name)} in float32, nanwatch.run_in_fp32({_code(model, name)}{option})"
+
+
+def _code(model: nn.Module, name: str) -> str:
+    """The expression that reaches the module in Python: `model.decoder.block[0]`."""
+    path = next((one.path for one in named_modules(model, remove_duplicate=False) if one.name == name), name)
+    code, module = "model", model
+    for part in path.split(".") if path else ():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and part.isdecimal():
+            code += f"[{part}]"
+        elif isinstance(module, nn.ModuleDict):
+            code += f"[{part!r}]"
+        elif part.isidentifier():
+            code += f".{part}"
+        else:
+            return f"model.get_submodule({path!r})"
+        module = module._modules[part]  # type: ignore[assignment]
+    return code

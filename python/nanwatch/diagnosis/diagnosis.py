@@ -1,0 +1,72 @@
+"""Diagnosis of a finding: what a re-run of its batch shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ..instrumentation.execution_context import Autocast, RngState
+from ..report.finding import Cure, Finding, Value, working_first
+from ..report.record import Record
+from ..report.stored_histogram import StoredHistogram
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A module call as it was handed in: `module(*args, **kwargs)`, in the model by the name of `name`.
+
+    `rng` and `autocast` are as the call found them, or None and empty where nobody looked.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rng: RngState | None = None
+    autocast: tuple[Autocast, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a re-run of the batch shows of a finding.
+
+    `operation` (as "aten.exp.default"), `source` ("/path/file.py:123", the innermost line that is not PyTorch's) and
+    `operands` (records of its tensors, before it ran) are of the operation that made the non-finite value; `made` is
+    the value as the operation made it. They are None and empty when no operation was seen. `transient` is True when the
+    second run did not make the value again, False when it did, None when that says nothing. `extent` and `index` are of
+    the non-finite tensor. `call` is the call in which the value was made; it holds the call's tensors, so drop it when
+    done. `remarks` are sentences, `cures` what was tried on the way, `spreads` of the operands, as far as they were
+    there, and of the non-finite tensor.
+    """
+
+    operation: str | None = None
+    source: str | None = None
+    operands: tuple[Record, ...] = ()
+    transient: bool | None = None
+    extent: str = ""
+    index: tuple[int, ...] | None = None
+    remarks: tuple[str, ...] = ()
+    call: Call | None = None
+    spreads: tuple[StoredHistogram, ...] = ()
+    cures: tuple[Cure, ...] = ()
+    made: Value | None = None
+
+
+def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
+    """Return the finding with the facts of the diagnosis."""
+    return replace(
+        finding,
+        operation=diagnosis.operation,
+        source=diagnosis.source,
+        operands=diagnosis.operands,
+        transient=diagnosis.transient,
+        extent=diagnosis.extent,
+        spreads=diagnosis.spreads,
+        index=diagnosis.index if finding.index is None else finding.index,
+        made=diagnosis.made,
+        cures=working_first((*finding.cures, *diagnosis.cures)),
+        remarks=(*finding.remarks, *diagnosis.remarks),
+    )

@@ -1,0 +1,276 @@
+"""Re-run of a failed batch that reads each operation of the guilty call, to find which one made the value, and where.
+
+The second run builds no graph and leaves nothing behind: `BatchSnapshot.again` puts back what it changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..instrumentation.execution_context import Autocast, RngState
+from ..instrumentation.temporary_wrappers import wrap_calls
+from ..instrumentation.wrapped_names import find_module, name_of, unwrapped
+from ..recording.observe import observe
+from ..recording.walk import Leaf, call_leaves, leaves
+from ..report.errors import spell
+from ..report.finding import Finding, value_of
+from ..report.record import Record, to_record
+from ..report.stored_histogram import StoredHistogram
+from .batch_snapshot import BatchSnapshot, no_second_run
+from .diagnosis import Call, Diagnosis
+from .extent import describe
+from .left_calls import left_calls
+from .provenance import ProvenanceMode
+
+
+def rerun_forward(snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module) -> Diagnosis:
+    """Run the batch of `finding` again and find the operation that made the non-finite value.
+
+    `model` is the watched root, in which the names of the finding are names. Takes one run of the batch, in which the
+    operations of the guilty module's calls are read, inputs and outputs; a value that was in a weight, a buffer or the
+    data is only described. Raises nothing of its own: what could not be done is a remark.
+    """
+    try:
+        if finding.origin in ("weight", "buffer"):
+            return _of_state(finding, model)
+        if finding.origin == "data":
+            return _of_data(snapshot, finding, model)
+        if reason := no_second_run():
+            return Diagnosis(remarks=(f"the batch was not run a second time: {reason}",))
+        return _of_rerun(snapshot, finding, model)
+    except Exception as error:
+        return Diagnosis(remarks=(f"the finding could not be examined: {spell(error)}",))
+
+
+def _of_state(finding: Finding, model: nn.Module) -> Diagnosis:
+    module = _module(model, finding.module)
+    own = {} if module is None else {**module._parameters, **module._buffers}
+    x = own.get(finding.label)
+    if x is None:
+        return Diagnosis()
+    return Diagnosis(extent=describe(x), index=_first_nonfinite(x), spreads=_histograms(x, finding.label))
+
+
+def _of_data(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Diagnosis:
+    nonfinite = [
+        (label, x)
+        for label, x in call_leaves(snapshot.args, snapshot.kwargs)
+        if isinstance(x, Tensor) and to_record(observe(x, label, "input")).is_fault
+    ]
+    remarks = []
+    for label, x in nonfinite:
+        words = describe(x)
+        remarks.append(f"{label} of the batch is not finite" + (f": {words}" if words else ""))
+        if any(x is given and x._version != version for _, given, version in snapshot.versions):
+            remarks.append(f"{label} of the batch was written to, in place, since it began")
+    # Of an inner call the label is that module's: its value is known by where it is non-finite.
+    is_outermost = _module(model, finding.module) is unwrapped(snapshot.module)
+    same = (
+        dict(nonfinite).get(finding.label)
+        if is_outermost
+        else next((x for _, x in nonfinite if _is_that(x, finding)), None)
+    )
+    if same is None:
+        # The model has given it another shape.
+        extent = next((f"of {label} of the batch: {describe(x)}" for label, x in nonfinite), "")
+        return Diagnosis(extent=extent, remarks=tuple(remarks))
+    return Diagnosis(
+        extent=describe(same),
+        index=_first_nonfinite(same),
+        remarks=tuple(remarks),
+        spreads=_histograms(same, finding.label),
+    )
+
+
+def _histograms(x: Tensor, label: str) -> tuple[StoredHistogram, ...]:
+    found = StoredHistogram.of(x, label)
+    return () if found is None else (found,)
+
+
+def _is_that(x: Tensor, finding: Finding) -> bool:
+    """Whether `x` may be the tensor of the finding: as large, and non-finite at as many places, the first the same."""
+    health = observe(x, "", "output")[7]
+    if health is None or finding.index is None:
+        return False
+    num_nonfinite = health.num_nan + health.num_posinf + health.num_neginf
+    return (health.numel, num_nonfinite, health.first_nonfinite) == (
+        finding.numel,
+        finding.num_nonfinite,
+        finding.index,
+    )
+
+
+def _first_nonfinite(x: Tensor) -> tuple[int, ...] | None:
+    health = observe(x, "", "output")[7]
+    return None if health is None else health.first_nonfinite
+
+
+def _of_rerun(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Diagnosis:
+    suspect = _module(model, finding.module)
+    if suspect is None:
+        return Diagnosis(remarks=(f"the model has no module {finding.module!r} any more",))
+    examined: nn.Module | None
+    name = finding.module if finding.origin == "produced" else finding.source_module
+    if name is None:
+        examined, name = snapshot.module, name_of(model, snapshot.module)
+    else:
+        examined = _module(model, name)
+    if examined is None:
+        return Diagnosis(remarks=(f"the model has no module {name!r} any more",))
+    probe = CallProbe(finding, suspect, examined, name, ProvenanceMode(_run.__code__))
+    failure = _run(probe, snapshot)
+    if probe.found is not None:
+        return probe.found
+    if failure:
+        return Diagnosis(remarks=(f"the second run of the batch raised {failure}", *snapshot.doubts()))
+    if not probe.was_called:
+        probe.trouble.append(f"the second run did not call {finding.module or 'the root module'}")
+    if doubts := snapshot.doubts():
+        doubts.insert(0, "the second run of the batch did not make the value again, which says little here")
+    return Diagnosis(transient=None if doubts or probe.trouble else True, remarks=(*probe.trouble, *doubts))
+
+
+def _run(probe: CallProbe, snapshot: BatchSnapshot) -> str:
+    """Make the outermost call of the batch again under the probe. Return what it raised, in words, or ""."""
+    try:
+        with snapshot.again() as call, probe.in_place():
+            call()
+    except Exception as error:
+        return spell(error)
+    return ""
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    found = find_module(model, name)
+    return None if found is None else found.module
+
+
+class _Guilty(NamedTuple):
+    """A call, and what shows whether it wrote to what it was given."""
+
+    call: Call
+    versions: list[tuple[str, Tensor, int]]
+
+    @classmethod
+    def of(cls, call: Call) -> _Guilty:
+        given = [(label, x) for label, x in call_leaves(call.args, call.kwargs) if isinstance(x, Tensor)]
+        return cls(call, [(label, x, x._version) for label, x in given if not x.is_inference()])
+
+    def remarks(self) -> list[str]:
+        """What was written to."""
+        return [
+            f"the call wrote to its {label}, in place: what it was given is no longer there"
+            for label, x, version in self.versions
+            if x._version != version
+        ]
+
+
+class CallProbe:
+    """Probe on the calls of the suspect, whose record was non-finite, and of the module that is examined for the cause.
+
+    When the suspect produced the value they are one; else the examined module is the one that called the suspect.
+    """
+
+    def __init__(
+        self, finding: Finding, suspect: nn.Module, examined: nn.Module, name: str, provenance: ProvenanceMode
+    ) -> None:
+        self.found: Diagnosis | None = None
+        self.was_called = False
+        self.trouble: list[str] = []
+        self._finding = finding
+        self._is_producer = finding.origin == "produced"
+        self._suspect = suspect
+        self._examined = examined
+        self._name = name
+        self._provenance = provenance
+        # The calls of the examined module: all of the thread that makes the second run.
+        self._under_way: list[_Guilty] = []
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the calls of both modules are looked at."""
+        try:
+            with wrap_calls([self._suspect, self._examined], self._run):
+                yield
+        finally:
+            self._provenance.active = False
+
+    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call, and look at what the finding speaks of."""
+        if self.found is not None:
+            return module._call_impl(*args, **kwargs)
+        own = None
+        if module is self._examined:
+            own = _Guilty.of(Call(self._name, module, args, kwargs, RngState.capture(), Autocast.capture()))
+        # A receiver that nobody called was called by the batch.
+        guilty = own if self._is_producer or not self._under_way else self._under_way[-1]
+        is_receiver = not self._is_producer and module is self._suspect
+        self.was_called = self.was_called or module is self._suspect
+        if is_receiver:
+            self._look(call_leaves(args, kwargs), guilty)
+        try:
+            result = module._call_impl(*args, **kwargs) if own is None else self._call_traced(own)
+        except Exception as error:  # of a hook that looks for such values itself
+            left = [call for call in left_calls(error) if call.module is module]
+            if self._is_producer and left:
+                self._look(leaves(left[-1].output, "output"), guilty)
+            raise
+        if self._is_producer:
+            self._look(leaves(result, "output"), guilty)
+        elif is_receiver:
+            # A record is made after the call, which may have written non-finite values into its own input.
+            self._look(call_leaves(args, kwargs), guilty)
+        return result
+
+    def _call_traced(self, own: _Guilty) -> Any:
+        self._under_way.append(own)
+        try:
+            with nullcontext() if len(self._under_way) > 1 else self._provenance:
+                return own.call.module._call_impl(*own.call.args, **own.call.kwargs)
+        finally:
+            self._under_way.pop()
+
+    def _look(self, given: list[Leaf], guilty: _Guilty | None) -> None:
+        """See whether the value of the finding is there; where it is, settle what made it."""
+        if self.found is not None or guilty is None:
+            return
+        try:
+            for label, x in given:
+                if label != self._finding.label or not isinstance(x, Tensor):
+                    continue
+                record = to_record(observe(x, label, "output" if self._is_producer else "input"))
+                # Where infinities are allowed, earlier calls may have had some.
+                if record.is_fault and ("nan" not in self._finding.value or "nan" in value_of(record)):
+                    self.found = self._settled(x, record, guilty)
+        except Exception as error:
+            self.trouble.append(f"{self._finding.label} could not be looked at: {spell(error)}")
+
+    def _settled(self, x: Tensor, record: Record, guilty: _Guilty) -> Diagnosis:
+        step = self._provenance.origin(x, nan="nan" in value_of(record))
+        self._provenance.active = False
+        remarks = []
+        if step is None:
+            remarks.append("no operation that goes through PyTorch's dispatcher was seen to make the value")
+        elif step.meant:
+            remarks.append(
+                f"{step.operation} put {step.values} there, on purpose as it seems; if so, watch with"
+                f" allow_inf={self._finding.module!r}"
+            )
+        if self._provenance.trouble is not None:
+            remarks.append(self._provenance.trouble)
+        return Diagnosis(
+            operation=None if step is None else step.operation,
+            source=None if step is None else step.source,
+            operands=() if step is None else step.operands,
+            made=None if step is None or step.unwritten else "nan" if step.nan else "inf",
+            transient=False,
+            extent=describe(x),
+            index=None if record.health is None else record.health.first_nonfinite,
+            remarks=(*remarks, *(() if step is None else step.remarks), *guilty.remarks()),
+            call=guilty.call,
+            spreads=(*(() if step is None else step.spreads), *_histograms(x, record.label)),
+        )
