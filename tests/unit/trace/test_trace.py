@@ -41,13 +41,13 @@ def rows(draw: st.DrawFn) -> Row:
     label, role, shape = draw(names), draw(st.sampled_from(ROLES)), draw(st.none() | sizes)
     dtype = draw(st.sampled_from(["", "float16", "int64"]))
     if draw(st.booleans()):
-        return label, role, shape, dtype, None, None, None, None, draw(names)
+        return Row(label, role, shape, dtype, None, None, None, None, draw(names))
     health = draw(st.none() | healths)
     low, high = draw(magnitudes), draw(magnitudes | st.just(inf))
     if health is not None:
         # A health repeats the range of its row, and is stored once.
         health = health._replace(abs_min=low, abs_max=high, isfinite=False)
-    return label, role, shape, dtype, low, high, health is None, health, draw(names)
+    return Row(label, role, shape, dtype, low, high, health is None, health, draw(names))
 
 
 frames = st.builds(
