@@ -11,39 +11,63 @@ would make of them.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ._version import __version__
-from .capsule.capsule import Capsule, write_capsule
-from .integrations.debug import DebugUnderflowOverflow, detect_overflow
-from .integrations.debug_option import follow_environment, patch_transformers, unpatch_transformers
 from .numerics import _extension as _extension
-from .numerics.exponents import ExponentHistogram, exponent_histogram
-from .numerics.fit import Fit, narrowest, would_fit
-from .numerics.ranges import AbsRange, TensorHealth, abs_range, abs_ranges, tensor_health
-from .precision.precision import fp32_modules, run_in_fp32
-from .report.errors import BatchLimitError, CapsuleError, NonFiniteError, TraceError
-from .report.finding import Cure, Finding
-from .report.frame import Frame
-from .report.record import Record
-from .report.report import Report
-from .session.api import Watch, watch
-from .session.replay import replay
+from .numerics import _ops as _ops  # torch.ops.nanwatch.*
 
 if TYPE_CHECKING:
+    from .capsule.capsule import Capsule, write_capsule
+    from .integrations.debug import DebugUnderflowOverflow, detect_overflow
+    from .integrations.debug_option import patch_transformers, unpatch_transformers
+    from .numerics.exponents import ExponentHistogram, exponent_histogram
+    from .numerics.fit import Fit, narrowest, would_fit
+    from .numerics.ranges import AbsRange, TensorHealth, abs_range, abs_ranges, tensor_health
+    from .precision.precision import fp32_modules, run_in_fp32
+    from .report.errors import BatchLimitError, CapsuleError, NonFiniteError, TraceError
+    from .report.finding import Cure, Finding
+    from .report.frame import Frame
+    from .report.record import Record
+    from .report.report import Report
+    from .session.api import Watch, watch
+    from .session.replay import replay
     from .trace.comparison import diff
     from .trace.difference import Difference
     from .trace.trace_file import Trace
 else:
-    # What reads traces is for after a run, and is imported when it is asked for.
-    _LATER = {"Difference": "trace.difference", "Trace": "trace.trace_file", "diff": "trace.comparison"}
+    # Public names and the modules that define them. A name is imported when it is first asked for.
+    _MODULES = {
+        "capsule.capsule": ("Capsule", "write_capsule"),
+        "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
+        "integrations.debug_option": ("patch_transformers", "unpatch_transformers"),
+        "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
+        "numerics.fit": ("Fit", "narrowest", "would_fit"),
+        "numerics.ranges": ("AbsRange", "TensorHealth", "abs_range", "abs_ranges", "tensor_health"),
+        "precision.precision": ("fp32_modules", "run_in_fp32"),
+        "report.errors": ("BatchLimitError", "CapsuleError", "NonFiniteError", "TraceError"),
+        "report.finding": ("Cure", "Finding"),
+        "report.frame": ("Frame",),
+        "report.record": ("Record",),
+        "report.report": ("Report",),
+        "session.api": ("Watch", "watch"),
+        "session.replay": ("replay",),
+        "trace.comparison": ("diff",),
+        "trace.difference": ("Difference",),
+        "trace.trace_file": ("Trace",),
+    }
+    _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
     def __getattr__(name: str) -> object:
-        if name not in _LATER:
+        if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = found = getattr(import_module(f".{_LATER[name]}", __name__), name)
+        globals()[name] = found = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
         return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
 
 
 __all__ = [
@@ -83,4 +107,8 @@ __all__ = [
     "write_capsule",
 ]
 
-follow_environment()
+
+if os.environ.get("NANWATCH_TRANSFORMERS"):
+    from .integrations.debug_option import follow_environment
+
+    follow_environment()

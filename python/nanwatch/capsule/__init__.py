@@ -1,1 +1,4 @@
-"""A folder that runs one module call again elsewhere: writing it, reading it from a stranger, its tensors."""
+"""A folder that holds one module call: writing it, reading it from a stranger, its tensors.
+
+Running the call again is `replay` in `session`.
+"""

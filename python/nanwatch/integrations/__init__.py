@@ -1,10 +1,4 @@
-"""nanwatch inside the trainers and trackers of other libraries, one file each.
+"""nanwatch inside the trainers of other libraries, one file each, and the DebugUnderflowOverflow drop-in.
 
-Nothing of theirs is imported before it is asked for.
-
-debug_option.py    the class behind `--debug underflow_overflow` of transformers' Trainer
-transformers.py    NanWatchCallback for transformers' Trainer
-lightning.py       NanWatchCallback for Lightning's Trainer
-tensorboard.py     a log in TensorBoard's event files
-wandb.py           a log in a run of Weights & Biases
+Nothing of theirs is imported before it is asked for. TensorBoard and W&B are in `monitoring`.
 """

@@ -1,1 +1,4 @@
-"""What is seen over many batches: forecasts of overflows, and the log in TensorBoard, W&B or a function."""
+"""What is learnt over many batches: forecasts of overflows, and the log in TensorBoard, W&B or a function.
+
+What happens at a failure is in `session` and `diagnosis`.
+"""
