@@ -74,7 +74,8 @@ class Program:
         if phase == "forward":
             with _Names(self.model) as names, _Makers(self, names) as makers:
                 self.loss(self.model(*self.names.batch(steps - 1)))
-            return makers.found
+            found: list[Fault] = makers.found
+            return found
         return self._backward_faults(steps)
 
     def _backward_faults(self, steps: int) -> list[Fault]:
@@ -102,7 +103,8 @@ class Program:
         frame: Any = sys._getframe()
         while frame is not None:
             if frame.f_code.co_filename == self.file:
-                return self.lines[frame.f_lineno - 1].strip()
+                number: int = frame.f_lineno
+                return self.lines[number - 1].strip()
             frame = frame.f_back
         return ""
 
@@ -134,7 +136,7 @@ class _Makers(TorchDispatchMode):
     """Collects the operations that make inf or nan of finite values, or nan of values without one."""
 
     def __init__(self, program: Program, names: _Names) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.program, self.names = program, names
         self.found: list[Fault] = []
 
@@ -183,7 +185,8 @@ def _finite(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _nodes(outputs: Iterable[Tensor], ends: Iterable[Any] = ()) -> Iterator[Any]:
-    left, known = [x.grad_fn for x in outputs], {None, *ends}
+    left: list[Any] = [x.grad_fn for x in outputs]
+    known = {None, *ends}
     while left:
         node = left.pop()
         if node not in known:

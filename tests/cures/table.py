@@ -1,6 +1,7 @@
 """The failing models of this package: the thread each comes from, its fault, and the line that cured it.
 
-`source` is the public thread. The code and the sentences are our own.
+`source` is the public thread. The code and the sentences are our own, and so is the number of an eps that the thread
+leaves open.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class Cure:
     `module` is the module whose forward has the fault, "" for the root, and "-" for code outside all modules.
     `operation` is its name in torch.ops.aten, in the backward phase that of the forward operation whose gradient fails.
     `line` is the line that the cure replaces by `fixed`, both without indentation. `made_at` is the line that runs the
-    operation, where that is another one. A model with `steps` above 1 is trained, and its last step fails.
+    operation, where that is another one. A model with `steps` above 1 is trained, and its last step fails. `inferred`:
+    the thread explains the fault, and the line follows from that. The other threads show or describe the line.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Cure:
     cause: str
     made_at: str = ""
     steps: int = 1
+    inferred: bool = False
 
     @property
     def path(self) -> Path:
@@ -179,6 +182,7 @@ CURES = [
         line="return (p * t).sum(-1) / (p.norm(dim=-1) * t.norm(dim=-1))",
         fixed="return (p * t).sum(-1) / (p.norm(dim=-1) * t.norm(dim=-1) + 1e-7)",
         cause="division",
+        inferred=True,
     ),
     Cure(
         name="masked_label_mean",
@@ -255,6 +259,7 @@ CURES = [
         line="y = x / count",
         fixed="y = x / count.masked_fill(count == 0, 1)",
         cause="division",
+        inferred=True,
     ),
     Cure(
         name="rmse_exact",
@@ -678,6 +683,7 @@ CURES = [
         line="return torch.log(x / (1 - x))",
         fixed="return torch.logit(x, eps=1e-6)",
         cause="logarithm",
+        inferred=True,
     ),
     Cure(
         name="sac_tanh_scale",
@@ -809,6 +815,7 @@ CURES = [
         line="smooth = torch.log(torch.exp(x) + 1)",
         fixed="smooth = nn.functional.softplus(x)",
         cause="untaken branch",
+        inferred=True,
     ),
     Cure(
         name="vgae_logstd",
@@ -997,6 +1004,7 @@ CURES = [
         line="theta = torch.acos(cosine)",
         fixed="theta = torch.acos(cosine.clamp(-1 + 1e-6, 1 - 1e-6))",
         cause="angle",
+        inferred=True,
     ),
     Cure(
         name="lorentz_arcosh",
@@ -1024,6 +1032,7 @@ CURES = [
         fixed="x = x.clamp(-1 + 1e-7, 1 - 1e-7)",
         cause="angle",
         made_at="return 0.5 * (torch.log1p(x) - torch.log1p(-x))",
+        inferred=True,
     ),
     Cure(
         name="masked_log_softmax",
@@ -1165,6 +1174,7 @@ CURES = [
             'return F.cross_entropy(logits[keep], labels[keep], reduction="sum") / keep.sum().clamp(min=1)'
         ),
         cause="empty mean",
+        inferred=True,
     ),
     Cure(
         name="finger_contact_mean",
@@ -1179,6 +1189,7 @@ CURES = [
         line="return distance[flag].mean()",
         fixed="return distance[flag].sum() / flag.sum().clamp(min=1)",
         cause="empty mean",
+        inferred=True,
     ),
     Cure(
         name="eigenvectors_repeated",
@@ -1198,21 +1209,19 @@ CURES = [
         cause="decomposition",
     ),
     Cure(
-        name="procrustes_svd",
-        source="https://github.com/Pzoom522/ProcrustEs-KGE/issues/2",
+        name="pseudo_inverse",
+        source="https://github.com/pytorch/pytorch/issues/110009",
         saw=(
-            "SvdHelperBackward returned nan values at every attempt to train; a safety matrix is "
-            "added before the decomposition."
+            "A pseudo-inverse by svd and torch.linalg.pinv differ in their gradients, which for U "
+            "and V of close values are unstable."
         ),
         phase="backward",
-        module="align",
+        module="solve",
         operation="linalg_svd",
-        line="u, _, vh = torch.linalg.svd(correlation)",
-        fixed=(
-            "u, _, vh = torch.linalg.svd(correlation + torch.diag(torch.linspace(0.1, 0.3, "
-            "len(correlation))))"
-        ),
+        line="inverse = vh.T @ torch.diag(1 / s) @ u.T",
+        fixed="inverse = torch.linalg.pinv(design)",
         cause="decomposition",
+        made_at="u, s, vh = torch.linalg.svd(design, full_matrices=False)",
     ),
     Cure(
         name="svd_rank_deficient",
@@ -1230,6 +1239,7 @@ CURES = [
             "torch.eye(*features.shape[-2:]).cumsum(-1), full_matrices=False)"
         ),
         cause="decomposition",
+        inferred=True,
     ),
     Cure(
         name="dora_weight_norm",
@@ -1258,6 +1268,7 @@ CURES = [
         line="return F.linear(x, self.weight / sigma, self.bias)",
         fixed="return F.linear(x, self.weight / (sigma + self.eps), self.bias)",
         cause="zero norm",
+        inferred=True,
     ),
     Cure(
         name="where_shifted_ratio",
@@ -1271,13 +1282,14 @@ CURES = [
         line="below = t * (x / t)",
         fixed="below = t * (x / torch.where(t == 0, torch.ones_like(t), t))",
         cause="untaken branch",
+        inferred=True,
     ),
     Cure(
         name="where_sqrt_negative",
-        source="https://github.com/pytorch/pytorch/issues/187297",
+        source="https://github.com/tensorflow/tensorflow/pull/38467",
         saw=(
-            "torch.where passes a nan gradient on from a square root of negative values in the "
-            "branch that is not selected."
+            "where(y > 0, sqrt(y), y) has a nan gradient for negative y; the reviewer writes "
+            "sqrt(where(y > 0, y, 1))."
         ),
         phase="backward",
         module="companding",
@@ -1296,6 +1308,7 @@ CURES = [
         line="coarse = torch.log2(x)",
         fixed="coarse = torch.log2(torch.where(x > 2, x, torch.ones_like(x)))",
         cause="untaken branch",
+        inferred=True,
     ),
     Cure(
         name="nfw_profile",
@@ -1310,6 +1323,7 @@ CURES = [
         line="inner = torch.atanh(torch.sqrt((1 - x) / (1 + x)))",
         fixed="inner = torch.atanh(torch.sqrt((1 - x.clamp(max=0.999)) / (1 + x.clamp(max=0.999))))",
         cause="untaken branch",
+        inferred=True,
     ),
     Cure(
         name="where_norm_then_select",
@@ -1520,6 +1534,7 @@ CURES = [
         line="inverse_scale = torch.where(scale == 0, 0.0, 1 / scale)",
         fixed="inverse_scale = torch.where(scale < 1e-30, 0.0, 1 / scale.clamp(min=1e-30))",
         cause="quantisation",
+        inferred=True,
     ),
     Cure(
         name="float8_scale",
@@ -1532,6 +1547,7 @@ CURES = [
         fixed="scale = amax.clamp(min=1e-12) / 448.0",
         cause="quantisation",
         made_at="rounded = (x / scale).clamp(-448, 448)",
+        inferred=True,
     ),
     Cure(
         name="learning_rate_quality",
@@ -1719,6 +1735,7 @@ CURES = [
             "0.5, torch.zeros_like(x))"
         ),
         cause="untaken branch",
+        inferred=True,
     ),
     Cure(
         name="capped_exponential",
@@ -1733,6 +1750,7 @@ CURES = [
         line="return torch.where(x <= self.cap, torch.exp(x), self.limit)",
         fixed="return torch.where(x <= self.cap, torch.exp(x.clamp(max=self.cap)), self.limit)",
         cause="untaken branch",
+        inferred=True,
     ),
     Cure(
         name="power_three_halves",
@@ -1786,6 +1804,7 @@ CURES = [
         line="angle = 2.0 * torch.asin(chord.clamp(max=1.0))",
         fixed="angle = 2.0 * torch.asin(chord.clamp(max=1.0 - 1e-6))",
         cause="angle",
+        inferred=True,
     ),
     Cure(
         name="symmetric_eigenvalues",
@@ -1814,5 +1833,98 @@ CURES = [
         line="return x.abs().pow(self.p).sum(-1)",
         fixed="return (x.abs() + 1e-6).pow(self.p).sum(-1)",
         cause="root",
+        inferred=True,
+    ),
+    Cure(
+        name="annotator_spread",
+        source="https://github.com/ZhouCX117/UAED_MuGE/issues/50",
+        saw="The std during training is always nan for a dataset that has one annotation per image.",
+        phase="forward",
+        module="uncertainty",
+        operation="std",
+        line="return labels.std(dim=1)",
+        fixed="return labels.std(dim=1, unbiased=False)",
+        cause="one element",
+        inferred=True,
+    ),
+    Cure(
+        name="instance_variance",
+        source="https://github.com/pytorch/pytorch/pull/51953",
+        saw=(
+            "The variance over a dimension of one element is nan, which reaches instance "
+            "normalisation; numpy's estimate is 0."
+        ),
+        phase="forward",
+        module="down.norm",
+        operation="var",
+        line="var = x.var(dim=2, keepdim=True)",
+        fixed="var = x.var(dim=2, keepdim=True, unbiased=False)",
+        cause="one element",
+    ),
+    Cure(
+        name="l1_no_positive",
+        source="https://github.com/open-mmlab/mmdetection/pull/5976",
+        saw=(
+            "The L1 loss of the regression is not a number when an image has no positive sample; it "
+            "returns 0 since."
+        ),
+        phase="forward",
+        module="bbox_head.loss_l1",
+        operation="mean",
+        line="return (pred - target).abs().mean()",
+        fixed="return (pred - target).abs().mean() if target.numel() else pred.sum() * 0",
+        cause="empty mean",
+    ),
+    Cure(
+        name="mask_attention_empty",
+        source="https://github.com/Deci-AI/super-gradients/pull/982",
+        saw="The mask attention loss returns nan values when the mask is empty.",
+        phase="forward",
+        module="criterion",
+        operation="mean",
+        line="mask_loss = losses[mask].mean()",
+        fixed="mask_loss = losses[mask].sum() / mask.sum().clamp(min=1)",
+        cause="empty mean",
+        inferred=True,
+    ),
+    Cure(
+        name="label_entropy",
+        source="https://github.com/pyro-ppl/numpyro/pull/2276",
+        saw=(
+            "The entropy of a categorical is nan when a probability is exactly zero; the term is "
+            "written with xlogy."
+        ),
+        phase="forward",
+        module="router.weigh",
+        operation="log",
+        line="return -(probs * torch.log(probs)).sum(-1)",
+        fixed="return -torch.special.xlogy(probs, probs).sum(-1)",
+        cause="logarithm",
+    ),
+    Cure(
+        name="normuon_ratio",
+        source="https://github.com/microsoft/dion/pull/24",
+        saw=(
+            "The ratio of two norms is 0/0 for weights whose gradient is zero; the denominator is "
+            "clamped to 1e-8."
+        ),
+        phase="forward",
+        module="update",
+        operation="div",
+        line="ratio = norm / norm_new",
+        fixed="ratio = norm / norm_new.clamp(min=1e-8)",
+        cause="zero norm",
+    ),
+    Cure(
+        name="clip_by_norm_zero",
+        source="https://github.com/PaddlePaddle/Paddle/pull/32038",
+        saw="The output of clip_by_norm is inf or nan if all of its input values are zero.",
+        phase="forward",
+        module="clip",
+        operation="reciprocal",
+        line="scale = self.limit / norm",
+        fixed="scale = self.limit / norm.clamp(min=1e-6)",
+        cause="zero norm",
+        inferred=True,
     ),
 ]

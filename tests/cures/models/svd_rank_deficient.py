@@ -27,13 +27,14 @@ class Denoiser(nn.Module):
 
 def make() -> nn.Module:
     torch.manual_seed(0)
-    return Denoiser()
+    model = Denoiser()
+    nn.init.eye_(model.embed.weight)
+    return model
 
 
 def batch(seed: int = 0) -> tuple[Tensor]:
-    g = torch.Generator().manual_seed(seed)
     frames = torch.zeros(6, 3)
-    frames[:2] = torch.randn(2, 3, generator=g)
+    frames[seed % 2, 0], frames[2, 1] = 2.0, 3.0
     return (frames,)
 
 
