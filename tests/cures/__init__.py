@@ -1,0 +1,1 @@
+"""Failing models rebuilt from public reports, each with the one line that cured it; see table.Cure."""
