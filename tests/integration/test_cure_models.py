@@ -1,4 +1,4 @@
-"""The models of `cures` fail as their table says, and the line that a maintainer chose cures each. Plain PyTorch."""
+"""The models of `support.cures` fail as their table says, and the chosen line cures each. Plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import difflib
 
 import pytest
 
-from cures.program import OUTSIDE, Program
-from cures.table import CURES, MODELS, Cure
+from support.cures.program import OUTSIDE, Program
+from support.cures.table import CURES, MODELS, Cure
 
 pytestmark = pytest.mark.filterwarnings("ignore:(var|std)\\(\\):UserWarning")
 
