@@ -1,8 +1,8 @@
 // The CPU kernels against the scalar Range and Health, on memory that ends where the tensor ends: built with the
 // address and undefined-behaviour sanitizers, a read past an element that is not the tensor's own stops it.
 //
-//   g++ -O1 -g -fsanitize=address,undefined -Icsrc tests/native/range_fuzz/fuzz.cpp csrc/cpu/range_kernels_*.cpp && ./a.out 1
-//   100000
+//   g++ -O1 -g -fsanitize=address,undefined -Icsrc tests/native/range_fuzz/fuzz.cpp csrc/cpu/range_kernels_*.cpp
+//   ./a.out 1 100000
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
