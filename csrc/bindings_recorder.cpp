@@ -44,7 +44,8 @@ void bind_recorder(py::module_& m) {
   m.def(
       "set_device_backend",
       [](uintptr_t table) { RowTable::set_backend(reinterpret_cast<const NanwatchBackend*>(table)); }, py::arg("table"),
-      "Puts a NanwatchBackend (its address; see csrc/device_backend.h) in the place of the devices', for tests. 0: "
+      "Puts a NanwatchBackend (its address; see csrc/device/device_backend.h) in the place of the devices', for tests. "
+      "0: "
       "none.");
   m.def(
       "device_backend", [] { return reinterpret_cast<uintptr_t>(RowTable::backend()); },
@@ -57,7 +58,7 @@ void bind_recorder(py::module_& m) {
       .def_property("active", &Subscription::active, &Subscription::set_active)
       .def("remove", [](Subscription& self) { self.set_active(false); });
   py::class_<CallRecorder>(m, "CallRecorder", py::custom_type_setup(&collect_recorder),
-                           "Records the calls of watched modules; see python/nanwatch/calls.py.")
+                           "Records the calls of watched modules; see python/nanwatch/instrumentation/calls.py.")
       .def(py::init([](py::object events, py::object frame_type, const py::dict& helpers, size_t max_frames,
                        int64_t every, std::vector<int64_t> traced, bool weights, bool buffers, bool inputs,
                        bool outputs, int64_t reread_weights, bool verify_hits, bool measure_time, bool gradients,

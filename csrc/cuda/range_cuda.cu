@@ -1,5 +1,5 @@
 // CUDA kernels of the range and the health. Alone with nvcc, no torch:
-//   nvcc -std=c++17 -O3 -c csrc/range_cuda.cu -Xcompiler=-fPIC,-Wall,-Wextra -gencode=arch=compute_90,code=sm_90
+//   nvcc -std=c++17 -O3 -c csrc/cuda/range_cuda.cu -Xcompiler=-fPIC,-Wall,-Wextra -gencode=arch=compute_90,code=sm_90
 //
 // This file cuts tensors into launches. One kernel (range_cuda_kernels.h) reads, merges and writes the rows; from the
 // inside out: cuda_lanes.h folds words, cuda_scan.h reads a block's share, cuda_walk.h says which share that is,

@@ -80,7 +80,7 @@ inline int64_t exponent_columns(Format format) {
 }
 
 // Codes that one pass compares with: what a format does to a number changes at five magnitudes
-// (python/nanwatch/fit.py).
+// (python/nanwatch/numerics/fit.py).
 constexpr int kMaxEdges = 5;
 
 // How many elements have a magnitude word of at least each code; nan is above inf, inf above every number.

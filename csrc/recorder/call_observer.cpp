@@ -7,7 +7,7 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
-// The limits of python/nanwatch/walk.py; the tests hold the two walks against each other.
+// The limits of python/nanwatch/recording/walk.py; the tests hold the two walks against each other.
 constexpr int64_t kMaxLeaves = 4096;
 constexpr int kMaxDepth = 32;
 constexpr Py_ssize_t kMaxScalars = 64;

@@ -1,5 +1,6 @@
-// Calls of watched modules inside compiled code. There is no module call any more; what python/nanwatch/compiled.py put
-// into the graph in its place are operators, and these find their recorder by its number:
+// Calls of watched modules inside compiled code. There is no module call any more; what
+// python/nanwatch/instrumentation/compile/dynamo.py put into the graph in its place are operators, and these find their
+// recorder by its number:
 //
 //   begin_(sequence, watch, callee, tensors)                  before a call that no watched call of the graph made
 //   record_(sequence, watch, callee, caller, plan, tensors)   after every call, with all the tensors of its frame

@@ -2,7 +2,8 @@
 //
 // nn.Module.__call__ asks its module for `_compiled_call_impl` before it runs hooks and forward. A Place takes that
 // name in the class nn.Module, as a data descriptor, and answers with the callable it knows for the module's address.
-// Nothing is written into the module, so no pickle, copy or `vars(module)` shows a watch. See python/nanwatch/links.py.
+// Nothing is written into the module, so no pickle, copy or `vars(module)` shows a watch. See
+// python/nanwatch/instrumentation/slot.py.
 #include <unordered_map>
 
 #include "recorder/watched_call.h"

@@ -92,7 +92,7 @@ inline bool is_row(PyObject* row) {
   return PyTuple_Check(row) && PyTuple_GET_SIZE(row) == kRowItems;
 }
 
-// Two notes of python/nanwatch/record.py say that the extremes of a value are meant.
+// Two notes of python/nanwatch/report/record.py say that the extremes of a value are meant.
 inline bool is_meant(PyObject* row) {
   PyObject* const note = PyTuple_GET_ITEM(row, row_item::note);
   return PyUnicode_Check(note) && (PyUnicode_CompareWithASCIIString(note, "mask") == 0 ||

@@ -42,7 +42,7 @@ class Settings:
 
 
 class Event(IntEnum):  # not IntFlag, whose `&` takes 1 µs
-    """Events that a recorder reports only while somebody subscribes to them, numbered as in csrc/call_recorder.h."""
+    """Events that a recorder reports only while somebody subscribes; numbered as in csrc/recorder/subscriptions.h."""
 
     BATCH_START = 1
     BATCH_END = 2
@@ -226,7 +226,7 @@ class Recorder(Protocol):
 
 
 class Subscriptions:
-    """Counts the subscriptions to each event; the pure-Python twin of csrc/call_recorder.h."""
+    """Counts the subscriptions to each event; the pure-Python twin of csrc/recorder/call_recorder.h."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a signal's handler may subscribe at any moment

@@ -50,7 +50,7 @@ class FrameRing(deque[FrameRows]):
 
 
 class PeakMagnitudes:
-    """The largest magnitude of each weight, buffer and output in a batch, for forecasts. See csrc/largest.h.
+    """The largest magnitude of each weight, buffer and output in a batch, for forecasts; see peak_magnitudes.h.
 
     A name that came once keeps its position.
     """

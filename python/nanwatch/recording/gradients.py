@@ -25,7 +25,7 @@ from .backward import Arrival, Part
 from .job import place
 from .observe import observe, past_torch_function
 
-_KEPT = 16  # the latest of one backward; see csrc/recent_gradients.h
+_KEPT = 16  # the latest of one backward; see csrc/gradients/recent_gradients.h
 
 
 class _GradientState(NamedTuple):

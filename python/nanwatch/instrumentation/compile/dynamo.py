@@ -8,8 +8,8 @@ makes its frame and raises as a call in the interpreter does (csrc/recorder/call
 Inductor cuts a graph where it meets an operator on the host, and captures the parts between the cuts into CUDA graphs,
 as `mode="reduce-overhead"` asks it to. The operators of watched calls would cut the graph at every call, as they are
 said to write to `sequence`, a number in host memory. Where a whole batch is traced for one device they are given a
-number on that device instead, and are captured with the rest (csrc/graph_rows.h); one operator stays outside, before
-all of them, and polls what replays have left.
+number on that device instead, and are captured with the rest (csrc/device/graph_rows.h). One operator stays outside,
+before all of them, and polls what replays have left.
 """
 
 from __future__ import annotations

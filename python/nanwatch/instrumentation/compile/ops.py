@@ -1,9 +1,9 @@
 """The operators that a watched model leaves in a compiled graph, and their way to a recorder.
 
 A graph holds numbers and tensors, no Python objects: each operator takes the number of a recorder. The compiled part
-has kernels of its own for them (csrc/compiled_call.cpp), and calls those here where they do not serve. A model that is
-watched again, after the first watch of it has stopped, gets the number that it had: the graph compiled then serves the
-new watch as it is.
+has kernels of its own for them (csrc/recorder/call_recorder_compiled.cpp) and calls those here where its own do not
+serve. A model that is watched again, after its first watch has stopped, gets the number that it had: the graph compiled
+then serves the new watch as it is.
 """
 
 from __future__ import annotations
