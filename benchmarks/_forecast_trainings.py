@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import cos, pi
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from torch.nn import functional
 # A batch is what the model is called with and the target; a loss takes the output and the target.
 Sample = Callable[[], tuple[dict[str, Any], Any]]
 Loss = Callable[[Any, Any], Tensor]
+
+
+TABLE = Path(__file__).with_name("forecast_trainings.txt")
 
 
 @dataclass(frozen=True)
@@ -335,253 +339,20 @@ def run(training: Training) -> Iterator[nn.Module]:
 
 
 def trainings() -> list[Training]:
-    """All of them, healthy ones and doomed ones."""
+    """Return all of them, healthy ones and doomed ones; forecast_trainings.txt lists them."""
     made: list[Training] = []
-
-    def add(*models: str, **options: Any) -> None:
-        seeds = options.pop("seeds", 1)
-        rates = options.pop("rates")
-        for number, (model, rate) in enumerate(itertools.product(models, rates)):
-            made.extend(
-                Training(model=model, rate=rate, seed=10 * number + seed, **options) for seed in range(seeds)
-            )
-
-    half, brain = "autocast-float16", "autocast-bfloat16"
-    # Adam's steps are of one size, so weights grow in a straight line and outputs as a power of it.
-    add("residual", optimizer="adam", rates=[3e-3, 1e-2, 3e-2], precision=half, task="target-3e5", seeds=2)
-    add(
-        "residual-no-norm",
-        "gated",
-        optimizer="adamw",
-        rates=[1e-3, 3e-3, 1e-2],
-        precision=half,
-        task="target-1e6",
-    )
-    add("residual", "gated", optimizer="lion", rates=[1e-3, 4e-3], precision=half, task="target-3e5")
-    add(
-        "mlp",
-        "residual",
-        "gated",
-        optimizer="adam",
-        rates=[1e-3, 3e-3],
-        precision=half,
-        task="critic",
-        steps=4000,
-    )
-    add(
-        "mlp",
-        "residual-no-norm",
-        optimizer="rmsprop",
-        rates=[2e-3, 1e-2],
-        precision="float16",
-        task="critic",
-        steps=4000,
-    )
-    add("gated", "mlp", optimizer="adamw", rates=[1e-3, 5e-3], precision=half, task="unbounded", steps=2500)
-    add(
-        "mlp",
-        "gated",
-        optimizer="adafactor",
-        rates=[1e-2, 3e-2],
-        precision=half,
-        task="unbounded",
-        steps=2500,
-    )
-    add(
-        "rnn", "unrolled", optimizer="adam", rates=[1e-3, 5e-3], precision=half, task="target-1e6", steps=1000
-    )
-    add("rnn", "unrolled", optimizer="adam", rates=[1e-3], precision="float16", task="critic", steps=1500)
-    add("cnn-no-norm", optimizer="adam", rates=[1e-3, 5e-3], precision=half, task="wrong-sign", steps=1500)
-    add(
-        "gpt2",
-        "llama",
-        "t5",
-        optimizer="adamw",
-        rates=[3e-3, 1e-2],
-        precision="float16",
-        task="wrong-sign",
-        steps=500,
-    )
-    add("gpt2", "llama", "t5", optimizer="adamw", rates=[0.03, 0.1], precision="float16", steps=400)
-    add("lora", optimizer="adamw", rates=[0.1, 0.3, 1.0], precision="float16", steps=500)
-    add("lora", optimizer="adamw", rates=[0.03, 0.1], precision="float16", task="wrong-sign", steps=500)
-    add(
-        "residual",
-        optimizer="adam",
-        rates=[1e-2],
-        precision=half,
-        task="target-3e5",
-        schedule="warmup",
-        seeds=2,
-    )
-    add(
-        "gated",
-        "mlp",
-        optimizer="adam",
-        rates=[2e-3],
-        precision=half,
-        task="critic",
-        schedule="warmup",
-        steps=3000,
-    )
-    add(
-        "gated",
-        "mlp",
-        optimizer="adam",
-        rates=[1e-3],
-        precision=half,
-        task="critic",
-        schedule="raised",
-        steps=2000,
-    )
-    add(
-        "residual",
-        "gated",
-        optimizer="adam",
-        rates=[5e-3],
-        precision=half,
-        task="target-3e5",
-        schedule="evaluated",
-    )
-    add(
-        "residual",
-        "mlp",
-        optimizer="adam",
-        rates=[1e-2],
-        precision=half,
-        task="target-1e6",
-        schedule="cosine",
-        steps=800,
-    )
-    add(
-        "mlp",
-        "residual-no-norm",
-        optimizer="momentum",
-        rates=[0.01, 0.03],
-        precision=half,
-        task="critic",
-        steps=1500,
-    )
-    add("vae", optimizer="adam", rates=[3e-3, 1e-2], precision=half, task="wrong-sign", steps=1500)
-    # A rate above 2 over the curvature: a growth by a constant factor, to the end of float32 or bfloat16.
-    for precision in ("float32", brain, "bfloat16"):
-        add("linear", optimizer="sgd", rates=[0.26, 0.28, 0.33], precision=precision, steps=1500)
-        add(
-            "linear", optimizer="momentum", rates=[1.2], precision=precision, schedule="unclipped", steps=1500
-        )
-    add("linear", optimizer="sgd", rates=[0.27, 0.3], precision=half, schedule="warmup", steps=1000)
-    add("linear", optimizer="sgd", rates=[0.27, 0.3], precision="float16", schedule="evaluated", steps=1000)
-    add("linear", optimizer="momentum", rates=[1.05, 1.1], task="plain", schedule="unclipped", steps=1500)
-    add("cnn-no-norm", optimizer="sgd", rates=[0.01, 0.03], precision=half, task="wrong-sign", steps=2000)
-    add("cnn", optimizer="adam", rates=[3e-3, 1e-2], precision=half, task="wrong-sign", steps=1000)
-    add("llama", "gpt2", optimizer="adamw", rates=[0.015, 0.02], precision="float16", steps=500)
-    add("autoencoder", "gru", optimizer="adam", rates=[1e-2], precision=half, task="target-1e6", steps=3000)
-    add(
-        "autoencoder",
-        "lstm",
-        optimizer="lion",
-        rates=[1e-2, 3e-2],
-        precision="float16",
-        task="critic",
-        steps=3000,
-    )
-    add("mlp", "linear-autoencoder", optimizer="sgd", rates=[0.3, 0.6], steps=600)
-    add("mlp", "unrolled", "gated", optimizer="sgd", rates=[0.03, 0.1], task="unbounded", steps=1500)
-    add(
-        "mlp",
-        "residual-no-norm",
-        "gated",
-        "unrolled",
-        optimizer="sgd",
-        rates=[1e-3, 1e-2],
-        task="critic",
-        steps=1500,
-    )
-    add("mlp", "gated", optimizer="momentum", rates=[1e-3], task="critic", schedule="unclipped", steps=1500)
-    add("mlp", "gated", optimizer="sgd", rates=[3e-3], precision="bfloat16", task="critic", steps=1500)
-    # Healthy ones.
-    schedules = ("constant", "warmup", "cosine", "step", "evaluated")
-    for schedule, precision in zip(schedules, (half, brain, half, half, half), strict=True):
-        add(
-            "residual",
-            "gated",
-            "mlp",
-            optimizer="adamw",
-            rates=[1e-3, 1e-2],
-            precision=precision,
-            schedule=schedule,
-        )
-        add(
-            "cnn",
-            "autoencoder",
-            "gru",
-            optimizer="adam",
-            rates=[3e-3, 2e-2],
-            precision=precision,
-            schedule=schedule,
-        )
-        add(
-            "gpt2",
-            "llama",
-            "t5",
-            optimizer="adamw",
-            rates=[2e-3],
-            precision=precision,
-            schedule=schedule,
-            task="learnable",
-            steps=300,
-        )
-    add("cnn", "cnn-no-norm", optimizer="momentum", rates=[0.01, 0.1], precision=half)
-    add("cnn", "gru", "rnn", optimizer="lion", rates=[1e-4, 1e-3], precision=half, schedule="warmup")
-    add("lstm", optimizer="lion", rates=[1e-4, 1e-3], schedule="warmup")
-    add("residual", "autoencoder", "vae", optimizer="adafactor", rates=[1e-2], precision=half)
-    add("factors", optimizer="sgd", rates=[0.1, 1.0], steps=1500)
-    add("factors", "vae", optimizer="adam", rates=[1e-3, 1e-2], precision=half, schedule="step")
-    add("linear", "mlp", optimizer="sgd", rates=[0.01, 0.03], steps=800)
-    add("linear", "residual", optimizer="adamw", rates=[0.03], precision="bfloat16", steps=800)
-    add("lora", optimizer="adamw", rates=[1e-3, 1e-2], precision="float16", task="learnable", steps=400)
-    add(
-        "lora",
-        optimizer="adamw",
-        rates=[3e-3],
-        precision=half,
-        schedule="cosine",
-        task="learnable",
-        steps=400,
-    )
-    add("gpt2", "t5", optimizer="lion", rates=[3e-4, 1e-3], precision=half, task="learnable", steps=300)
-    add("gpt2", "llama", optimizer="adamw", rates=[1e-3], precision="bfloat16", task="learnable", steps=300)
-    # Growth that ends: a target that is large but fits.
-    for task in ("target-300", "target-3e3"):
-        add(
-            "residual",
-            "gated",
-            "mlp",
-            optimizer="adam",
-            rates=[3e-3, 1e-2],
-            precision=half,
-            task=task,
-            steps=1200,
-        )
-        add(
-            "mlp",
-            "residual",
-            optimizer="adamw",
-            rates=[1e-2],
-            precision=half,
-            task=task,
-            schedule="evaluated",
-            steps=1200,
-        )
-        add(
-            "rnn",
-            "mlp",
-            optimizer="lion",
-            rates=[1e-3],
-            precision=half,
-            task=task,
-            schedule="cosine",
-            steps=1200,
-        )
-    add("residual", "mlp", optimizer="adam", rates=[1e-2], precision=half, task="target-2e4", steps=1500)
+    columns = ("precision", "task", "schedule", "steps", "seeds")
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        models, optimizer, rates, *rest = line.split()
+        given: dict[str, Any] = {k: v for k, v in zip(columns, rest, strict=True) if v != "-"}
+        seeds = int(given.pop("seeds", 1))
+        if "steps" in given:
+            given["steps"] = int(given["steps"])
+        for number, (model, rate) in enumerate(itertools.product(models.split(","), rates.split(","))):
+            made += [
+                Training(model, optimizer, float(rate), seed=10 * number + seed, **given)
+                for seed in range(seeds)
+            ]
     return made
