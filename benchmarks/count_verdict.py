@@ -89,7 +89,7 @@ def count(number: int) -> list[Step]:
                 board.leave()
 
         def ask(one: OriginConsensus, question: Callable[[StoreProtocol], object]) -> Callable[[], object]:
-            return lambda: one._in_thread(lambda until: question(one._board))
+            return lambda: one._in_thread(lambda until: question(one._protocol))
 
         store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
         mine = made_up(number - 1, "produced", 812)
