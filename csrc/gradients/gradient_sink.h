@@ -1,4 +1,4 @@
-// What a GradientLog asks of its owner. Used under the interpreter lock.
+// Interface between a GradientLog and its owner. The caller holds the interpreter lock.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -73,7 +73,7 @@ template <typename Make>
 bool CallObserver::fill_frame(const Node& node, FrameData* frame, const Make& make) {
   bool done = fill_once(node, frame, make);
   if (done && frame->has_nonfinite) {
-    // Of a non-finite call nothing is taken on trust: what was remembered may have been overwritten unseen.
+    // Read every tensor of a non-finite call again: memory behind a cached range may have changed unseen.
     frame->start_over();
     frame->reads_all = true;
     done = fill_once(node, frame, make);

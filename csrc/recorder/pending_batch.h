@@ -16,7 +16,7 @@
 
 namespace nanwatch {
 
-// What an ended batch was still waiting for, and the events behind it. Never changed: several threads may wait at once.
+// The pending rows of an ended batch and the stream events that complete them. Immutable, as several threads may wait.
 struct PendingEvents {
   std::vector<PendingRowPtr> rows;
   std::vector<StreamEvent> events;

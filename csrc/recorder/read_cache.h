@@ -88,7 +88,7 @@ struct Content {
   }
 };
 
-// What was read, and the content it was of. The caches know whether the addresses in it still mean what they meant.
+// A range and the tensor content it was read from. The caches know whether its addresses are still valid.
 struct CacheEntry {
   Content content;
   int64_t batch = -1;  // when it was read

@@ -69,7 +69,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """What it takes in the file."""
+        """Size of the tensor in the file, in bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
@@ -78,7 +78,7 @@ class Entry:
         return f"{self.dtype} {list(self.shape)}"
 
     def to_json(self) -> Json:
-        """As it stands in the capsule's JSON."""
+        """Return the entry of the capsule's JSON document."""
         return {
             "dtype": self.dtype,
             "shape": list(self.shape),
@@ -89,7 +89,7 @@ class Entry:
 
 
 def read_entry(value: Json, where: str) -> Entry:
-    """What `Entry.to_json` wrote; ValueError, naming the place, for anything else."""
+    """Read what `Entry.to_json` wrote. Raise ValueError, naming the place, for anything else."""
     if not isinstance(value, dict) or set(value) != set(Entry.__slots__):
         raise fail(where, f"an object with {', '.join(Entry.__slots__)}", value)
     kind = dtype(value["dtype"], f"{where}.dtype")

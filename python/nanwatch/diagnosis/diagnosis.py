@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a re-run of the batch shows of a finding.
+    """Facts about a finding that a re-run of its batch showed.
 
     `operation` (as "aten.exp.default"), `source` ("/path/file.py:123", the innermost line that is not PyTorch's) and
     `operands` (records of its tensors, before it ran) are of the operation that made the non-finite value; `made` is

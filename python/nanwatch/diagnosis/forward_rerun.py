@@ -67,7 +67,7 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Dia
         remarks.append(f"{label} of the batch is not finite" + (f": {words}" if words else ""))
         if any(x is given and x._version != version for _, given, version in snapshot.versions):
             remarks.append(f"{label} of the batch was written to, in place, since it began")
-    # Of an inner call the label is that module's: its value is known by where it is non-finite.
+    # The label of an inner call belongs to that module, so its value is found by where it is non-finite.
     is_outermost = _module(model, finding.module) is unwrapped(snapshot.module)
     same = (
         dict(nonfinite).get(finding.label)
@@ -161,7 +161,7 @@ class _Guilty(NamedTuple):
         return cls(call, [(label, x, x._version) for label, x in given if not x.is_inference()])
 
     def remarks(self) -> list[str]:
-        """What was written to."""
+        """Name the arguments that the call wrote to."""
         return [
             f"the call wrote to its {label}, in place: what it was given is no longer there"
             for label, x, version in self.versions

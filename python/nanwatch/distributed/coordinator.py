@@ -218,7 +218,7 @@ class _Job:
         return PeerNonFiniteError(report or report_of(()), origin)
 
     def _write_last_frames(self) -> dict[RankCoordinator, Report]:
-        """Of every watch, once a consensus: what comes later is no more than the way out."""
+        """Write the last frames of every watch, once: later frames belong to the way out."""
         for one in list(self._coordinators):
             if one not in self._reports:
                 self._reports[one] = one.last_frames(f"peer-rank-{place()[0]}")

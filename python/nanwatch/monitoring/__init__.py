@@ -1,4 +1,4 @@
-"""What is learnt over many batches: forecasts of overflows, and the log in TensorBoard, W&B or a function.
+"""Facts that take many batches: forecasts of overflows, and the log in TensorBoard, W&B or a function.
 
 What happens at a failure is in `session` and `diagnosis`.
 """

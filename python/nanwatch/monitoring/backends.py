@@ -57,7 +57,7 @@ def _is_writer(target: Any) -> bool:
 
 
 def _is_run(target: Any) -> bool:
-    """Of a run, or of the module `wandb`, which stands for the run that `wandb.init` began."""
+    """Return whether `target` is a run of wandb, or the module `wandb`, which stands for the run it began."""
     return callable(getattr(target, "log", None)) and callable(getattr(target, "define_metric", None))
 
 

@@ -48,7 +48,7 @@ class Histogram:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Histogram:
-        """Of finite values, at least one, in bins a whole number wide: 1 where that makes at most 512."""
+        """Make a histogram of finite values, at least one. Bins are whole numbers wide: 1 if 512 bins suffice."""
         found = sorted(values)
         first = floor(found[0])
         width = max(1, ceil((floor(found[-1]) + 1 - first) / _MOST_BINS))
@@ -61,7 +61,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """What is to be logged at `batch`. All numbers are finite."""
+    """Values to log at `batch`. All numbers are finite."""
 
     batch: int
     scalars: Mapping[str, float] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class BatchLog:
 
     @cached_property
     def headroom(self) -> dict[str, tuple[float, str, str]]:
-        """Of each module the least bits that are a number, with label and dtype; the worst first.
+        """Return the least headroom of each module in bits, with label and dtype, the worst first.
 
         To be asked for when all frames are taken.
         """
@@ -208,7 +208,7 @@ class Log:
         if last is not None and last <= finding.batch < last + self._every:
             return
         self._told_of = finding.batch
-        # What is raised next may end the process.
+        # The next exception may end the process.
         self._write(lambda: nonfinite_entry(finding), flushes=True)
 
     def close(self) -> None:

@@ -116,7 +116,7 @@ def _attempt(peer: Arrival, address: str, patience: float) -> str:
 
 
 def own_address(seen: str) -> str:
-    """What others may use of the address from which the master was reached; "" where it is of use here only."""
+    """Return the address of the master as other ranks can use it; "" where it is valid on this machine only."""
     return "" if seen.startswith("127.") or seen == "::1" else seen
 
 

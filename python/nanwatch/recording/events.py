@@ -24,7 +24,7 @@ Check: TypeAlias = Literal["auto", "module", "batch", "async"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a recorder looks at and keeps; see `watch`."""
+    """Settings of a recorder: which tensors it reads and how many frames it keeps; see `watch`."""
 
     max_frames: int = 21
     every: int = 1
@@ -110,13 +110,13 @@ class RecorderEvents(Protocol):
     def on_pending_nonfinite(
         self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool
     ) -> None:
-        """As `on_nonfinite`, when the rows of the batch have completed. `given`: its arguments, as at its end.
+        """Called like `on_nonfinite`, when the rows of the batch have completed. `given` are its arguments at its end.
 
         `is_left`: its end is behind this thread, and `on_pending_batch_end` follows; else `on_batch_end` does.
         """
 
     def on_batch_pending(self, batch: int, completed: bool) -> None:
-        """As `on_batch_end`, of a batch whose rows are pending."""
+        """Called like `on_batch_end`, for a batch whose rows are pending."""
 
     def on_warning(self, message: str) -> None:
         """Warn of something in the user's run."""
@@ -126,7 +126,7 @@ class RecorderEvents(Protocol):
 
 
 class Recorder(Protocol):
-    """What the two recorders have in common."""
+    """Interface of the two recorders."""
 
     paused: bool  # read: whether nothing is recorded; set by pause(), resume() and stop()
     gathers_peaks: bool  # for `take_peaks`

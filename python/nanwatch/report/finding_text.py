@@ -185,7 +185,7 @@ def why_backward(finding: Finding, frame: Frame | None) -> str:
 
 
 def next_backward(finding: Finding, frame: Frame | None, record: Record | None) -> str:
-    """What to look at."""
+    """Say what the user should look at next."""
     if finding.phase == "step":
         return "look at the gradients of this step and of the last ones, and at the format of the state."
     if finding.origin == "received" and finding.source_module is None:
@@ -229,7 +229,7 @@ def _derivative(finding: Finding, narrow: tuple[str, float] | None) -> str:
 
 
 def _narrowest(finding: Finding, record: Record | None) -> tuple[str, float] | None:
-    """Of the formats that the value went through the one that ends first, and its end.
+    """Return the narrowest format that the value went through, and its largest number.
 
     Under autocast that is not the gradient's own: of a float32 weight it is made in half, and converted then.
     """

@@ -99,7 +99,7 @@ def is_excused(note: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was seen of one value of a module call.
+    """One value of a module call.
 
     `shape` is None and `dtype` is "" for a value that is no tensor. `abs_min`, `abs_max` (floats, in the
     units of the tensor) and `isfinite` are None where nothing was read; then `note` says why. `health` is

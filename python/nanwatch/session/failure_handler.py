@@ -282,7 +282,7 @@ class FailureHandler:
 
     def _examined(self, report: Report) -> Report:
         """Return the report with what a re-run of its batch shows."""
-        # Of non-finite batches in a row the first tells most.
+        # The first of several non-finite batches in a row tells most.
         is_first = self.batches.failure is report
         if not is_first and self._action != "raise":
             return report

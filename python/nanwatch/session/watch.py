@@ -252,7 +252,7 @@ class Watch:
             self._batch_starts.active = self._failures.awaits_batch_start
             raise error
 
-    # What follows is called by the recorder; see RecorderEvents.
+    # The recorder calls the methods below; see RecorderEvents.
 
     def on_batch_start(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
@@ -295,7 +295,7 @@ class Watch:
         self._check_limit(batch, completed)
 
     def on_batch_pending(self, batch: int, completed: bool) -> None:
-        """As `on_batch_end`, but for the batch's fault, which is not known yet."""
+        """End a batch like `on_batch_end`, except for its failure, which is not known yet."""
         try:
             self._failures.forward_left(batch, completed)
         finally:

@@ -1,4 +1,4 @@
-"""What a comparison of two traces found: plain, typed, immutable; in words and as a page."""
+"""Result of a comparison of two traces, its text and its page."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What `diff` found.
+    """Result of `diff`.
 
     `first` is the first place where the two part, None where they do not; `firsts` the first of each kind. `grew` are
     the weights, buffers and outputs that grew most, by the factor. `num_records` were compared. `only_a` and `only_b`
@@ -171,7 +171,7 @@ def _plural(count: int, one: str, many: str) -> str:
     return f"{count:,} {one if count == 1 else many}"
 
 
-# As a page: where the two part, what grew, and the lines of both on the same charts.
+# The page: where the two part, what grew, and the lines of both on the same charts.
 
 
 def diff_html(found: Difference) -> str:

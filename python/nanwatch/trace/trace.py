@@ -300,7 +300,7 @@ class WeightVersions:
     def __init__(self) -> None:
         self._steps: deque[tuple[int, Collection[Key]]] = deque()
         self._counts: dict[Key, int] = {}
-        # Of each weight what was last seen of it, and its count then.
+        # The last range of each weight, and its count then.
         self._seen: dict[Key, tuple[Any, int]] = {}
         # Not a plain lock: the garbage collector may run anybody's code within, and that may make a step.
         self._lock = threading.RLock()
@@ -313,7 +313,7 @@ class WeightVersions:
                 self._count()
 
     def column(self, frame: FrameRows) -> list[int | None]:
-        """Of each row the number of changes before it; None for what is no weight or buffer of a forward."""
+        """Return the number of changes before each row; None for rows that are no weight or buffer of a forward."""
         with self._lock:
             while self._steps and self._steps[0][0] < frame.batch:
                 self._count()

@@ -178,7 +178,7 @@ class WeightSteps:
     def __init__(self, model: nn.Module, took: Callable[[Collection[Key]], None]) -> None:
         self._model = weakref.ref(model)
         self._took = took
-        # Of each optimizer how many parameters it had, and those that are the model's with their names.
+        # The number of parameters of each optimizer, and the names of those in the model.
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[tuple[Tensor, list[Key]]]]] = (
             weakref.WeakKeyDictionary()
         )

@@ -35,7 +35,7 @@ from .ops import NOBODY
 
 DEVICE_TYPE = "cuda"
 _INDUCTOR = "torch._inductor.config"
-# What has to be on in Inductor, by its name for it: `triton.cudagraph_trees` allow what is captured to write to
+# Settings that Inductor must have on, by its own names: `triton.cudagraph_trees` allow what is captured to write to
 # memory that stays, and without `graph_partition` one operator on the host is enough for no capture at all.
 _NEEDED = (
     "triton.cudagraphs",
@@ -250,7 +250,7 @@ def _can_be_captured(recorder: Any) -> bool:
 
 
 def _setting(tx: Any, name: str) -> bool:
-    """As torch.compile was told; else as it is everywhere."""
+    """Return the option given to torch.compile, else the global one."""
     backend = tx.output.compiler_fn
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
