@@ -1,0 +1,234 @@
+"""Compiles the CUDA sources of this folder with nvcc alone, without PyTorch's headers. setup.py calls `build_cuda`.
+
+TORCH_CUDA_ARCH_LIST and CUDA_HOME choose the architectures and the toolkit, as setup.py says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parents[1]  # where includes begin
+ROOT = CSRC.parent
+LOG = ROOT / "build" / "compile.log"
+# From Turing to Blackwell: one binary for every generation PyTorch still builds for, and PTX for what comes after.
+DEFAULT_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
+# PyTorch's names, those with a suffix before those without: the first that fits is taken.
+NAMED_ARCHS = {
+    "Kepler+Tesla": "3.7",
+    "Kepler": "3.5+PTX",
+    "Maxwell+Tegra": "5.3",
+    "Maxwell": "5.0;5.2+PTX",
+    "Pascal": "6.0;6.1+PTX",
+    "Volta+Tegra": "7.2",
+    "Volta": "7.0+PTX",
+    "Turing": "7.5+PTX",
+    "Ampere+Tegra": "8.7",
+    "Ampere": "8.0;8.6+PTX",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell+Tegra": "11.0",
+    "Blackwell": "10.0;10.3;12.0;12.1+PTX",
+}
+
+
+class BuildError(Exception):
+    """Why the compiled part, or its CUDA part, cannot be built here, in words for the user."""
+
+
+@contextlib.contextmanager
+def step(name: str) -> Iterator[None]:
+    """Run a step with all of its output in LOG, also that of its processes; print its name and time, or its errors."""
+    LOG.parent.mkdir(parents=True, exist_ok=True)
+    begin, started, failed = LOG.stat().st_size if LOG.exists() else 0, time.monotonic(), True
+    sys.stdout.flush()
+    sys.stderr.flush()
+    outside = os.dup(1), os.dup(2)
+    try:
+        with LOG.open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        yield
+        failed = False
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for saved, stream in zip(outside, (1, 2), strict=True):
+            os.dup2(saved, stream)
+            os.close(saved)
+        print(
+            f"nanwatch: {name} {'failed after' if failed else 'took'} {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+        if failed:
+            with LOG.open(errors="replace") as log:
+                log.seek(begin)
+                errors = [line for line in log if re.search(r"\berror\b", line, re.IGNORECASE)]
+            print("".join(errors[:10]) + f"nanwatch: all of it is in {LOG}", file=sys.stderr, flush=True)
+
+
+def sources_with(suffix: str) -> list[Path]:
+    """Return the sources of csrc/ with this suffix, relative to the root; BuildError if there are none."""
+    found = sorted(path.relative_to(ROOT) for path in CSRC.rglob(f"*{suffix}"))
+    if not found:
+        raise BuildError(f"csrc/ has no *{suffix}: the source tree is not complete")
+    return found
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """The parts of one CUDA toolkit that a torch-free build needs."""
+
+    nvcc: str
+    version: str
+    runtime: Path  # libcudart_static.a
+    archs: tuple[str, ...]  # what this nvcc can compile for: "75", "90", "90a", …
+
+
+def find_nvcc() -> str | None:
+    """The nvcc of CUDA_HOME or CUDA_PATH, else the one on PATH, else the one in /usr/local/cuda."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        home = os.environ.get(variable)
+        if home and (found := shutil.which("nvcc", path=str(Path(home, "bin")))):
+            return found
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def output_of(command: list[str]) -> str:
+    """stdout and stderr of a short command; BuildError when it cannot run or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"`{shlex.join(command)}` did not run: {error}") from error
+    text = done.stdout + done.stderr
+    if done.returncode != 0:
+        raise BuildError(f"`{shlex.join(command)}` failed ({done.returncode}): {text.strip()[-400:]}")
+    return text
+
+
+def read_toolkit(nvcc: str) -> Toolkit:
+    """Return the toolkit of this nvcc; BuildError where it does not answer as nvcc does."""
+    version = re.search(r"release (\d+\.\d+)", output_of([nvcc, "--version"]))
+    # nvcc itself knows where its toolkit lies; a symbolic link or a wrapper on PATH would mislead a guess.
+    dry_run = output_of([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull])
+    top = re.search(r"^#\$ TOP=(.*)$", dry_run, re.MULTILINE)
+    if version is None or top is None:
+        raise BuildError(f"{nvcc} does not answer --version and --dryrun as nvcc does")
+    home = Path(top.group(1).strip()).resolve()
+    places = [home / "lib64", home / "lib", *sorted(home.glob(f"targets/{platform.machine()}*/lib"))]
+    runtime = next(
+        (place / "libcudart_static.a" for place in places if (place / "libcudart_static.a").exists()), None
+    )
+    if runtime is None:
+        raise BuildError(f"libcudart_static.a is in none of {', '.join(map(str, places))}")
+    archs = tuple(re.findall(r"sm_(\d+[a-z]?)", output_of([nvcc, "--list-gpu-code"])))
+    return Toolkit(nvcc, version.group(1), runtime, archs)
+
+
+def present_archs() -> set[str]:
+    """Return the architectures of the GPUs of this machine, by the driver; empty where there is none."""
+    with contextlib.suppress(BuildError):
+        text = output_of(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"])
+        return {major + minor for major, minor in re.findall(r"^(\d+)\.(\d)\s*$", text, re.MULTILINE)}
+    return set()
+
+
+def wanted_archs(available: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """(architectures to compile, architectures to add PTX for), from TORCH_CUDA_ARCH_LIST, the GPUs, or the default."""
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
+    if not listed:
+        present = sorted(present_archs(), key=int)
+        if present and all(arch in available for arch in present):
+            return present, present[-1:]
+        binaries = [arch for arch in DEFAULT_ARCHS if arch in available]
+        return (binaries, binaries[-1:]) if binaries else ([available[-1]], [available[-1]])
+    for name, value in NAMED_ARCHS.items():
+        listed = re.sub(rf"\b{re.escape(name)}\b(\+PTX)?", value, listed)
+    binaries, ptx = [], []
+    for entry in re.split(r"[\s;,]+", listed):
+        match = re.fullmatch(r"(\d+)\.(\d[a-z]?)(\+PTX)?", entry)
+        if match is None:
+            accepted = "numbers such as 8.0, 9.0a or 12.0+PTX, or " + ", ".join(NAMED_ARCHS)
+            raise BuildError(f"TORCH_CUDA_ARCH_LIST has {entry!r}; accepted are {accepted}")
+        arch = match.group(1) + match.group(2)
+        if (
+            arch not in available
+        ):  # lists are written for a family of machines: an old entry is no reason to stop
+            print(f"nanwatch: this nvcc cannot compile for sm_{arch}; left out", file=sys.stderr)
+            continue
+        binaries.append(arch)
+        if match.group(3):
+            ptx.append(arch)
+    if not binaries:
+        raise BuildError(f"TORCH_CUDA_ARCH_LIST={listed!r} names none of sm_{', sm_'.join(available)}")
+    return binaries, ptx
+
+
+@dataclass(frozen=True)
+class CudaPart:
+    """Objects and flags that the CUDA part adds to the link, and its version and architectures."""
+
+    objects: list[str]
+    link: list[str]
+    version: str
+    archs: str
+
+
+def compile_cuda(source: Path, folder: Path, toolkit: Toolkit, targets: list[str], jobs: int) -> str:
+    """The object file of one CUDA source; BuildError if nvcc cannot make it."""
+    out = folder / f"{source.stem}.o"
+    command = [toolkit.nvcc, "-c", str(source), "-o", str(out), "-O3", "-std=c++17", f"--threads={jobs}"]
+    # Compressed, eight architectures are 3 MB in place of 9.
+    command += [
+        f"-I{CSRC.name}",
+        "-Xcompiler=-fPIC,-Wall,-Wextra,-fvisibility=hidden",
+        "-Xfatbin=-compress-all",
+        *targets,
+    ]
+    inputs = [ROOT / source, *CSRC.rglob("*.h")]
+    recipe = out.with_suffix(".command")
+    # Eight architectures take half a minute on two cores: not again for a change in a C++ file.
+    if not (
+        out.exists()
+        and recipe.exists()
+        and recipe.read_text() == shlex.join(command)
+        and max(path.stat().st_mtime for path in inputs) < out.stat().st_mtime
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        with step(f"{source} ({len(targets)} targets)"):
+            print(shlex.join(command), flush=True)
+            if subprocess.run(command, cwd=ROOT).returncode != 0:
+                raise BuildError(
+                    f"nvcc {toolkit.version} could not compile {source}; its message is in {LOG}"
+                )
+        recipe.write_text(shlex.join(command))
+    return str(out)
+
+
+def build_cuda(folder: Path, jobs: int) -> CudaPart:
+    """Compiles the torch-free CUDA sources with nvcc alone, also where torch has no CUDA; BuildError if it cannot."""
+    if not sys.platform.startswith("linux"):
+        raise BuildError(f"the CUDA part is built on Linux only, this is {sys.platform}")
+    sources = sources_with(".cu")
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise BuildError("nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)")
+    toolkit = read_toolkit(nvcc)
+    binaries, ptx = wanted_archs(toolkit.archs)
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in binaries]
+    targets += [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ptx]
+    objects = [compile_cuda(source, folder, toolkit, targets, jobs) for source in sources]
+    # Hidden, or a libcudart of another version that torch brings would be bound in place of this one.
+    link = [str(toolkit.runtime), f"-Wl,--exclude-libs,{toolkit.runtime.name}", "-ldl", "-lrt", "-lpthread"]
+    archs = " ".join([f"sm_{arch}" for arch in binaries] + [f"compute_{arch}" for arch in ptx])
+    return CudaPart(objects, link, toolkit.version, archs)
