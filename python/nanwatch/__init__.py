@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from .integrations.debug_option import patch_transformers, unpatch_transformers
     from .numerics.exponents import ExponentHistogram, exponent_histogram
     from .numerics.fit import Fit, narrowest, would_fit
-    from .numerics.ranges import AbsRange, TensorHealth, abs_range, abs_ranges, tensor_health
+    from .numerics.health import AbsRange, TensorHealth
+    from .numerics.ranges import abs_range, abs_ranges, tensor_health
     from .precision.precision import fp32_modules, run_in_fp32
     from .report.errors import BatchLimitError, CapsuleError, NonFiniteError, TraceError
     from .report.finding import Cure, Finding
@@ -45,7 +46,8 @@ else:
         "integrations.debug_option": ("patch_transformers", "unpatch_transformers"),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
         "numerics.fit": ("Fit", "narrowest", "would_fit"),
-        "numerics.ranges": ("AbsRange", "TensorHealth", "abs_range", "abs_ranges", "tensor_health"),
+        "numerics.health": ("AbsRange", "TensorHealth"),
+        "numerics.ranges": ("abs_range", "abs_ranges", "tensor_health"),
         "precision.precision": ("fp32_modules", "run_in_fp32"),
         "report.errors": ("BatchLimitError", "CapsuleError", "NonFiniteError", "TraceError"),
         "report.finding": ("Cure", "Finding"),

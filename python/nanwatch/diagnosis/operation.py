@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..numerics.formats import limits
 from ..numerics.ranges import _is_plain, tensor_health
-from ..recording.observe import observe, read
+from ..recording.observe import histogram_of, observe, read
 from ..recording.walk import leaves
 from ..report.headroom import is_normal
+from ..report.histogram import StoredHistogram
 from ..report.record import Record, Row, to_record
-from ..report.stored_histogram import StoredHistogram
 
 # In-place operations that do not look at what was there before.
 _OVERWRITING = frozenset(
@@ -152,7 +152,7 @@ class Operands(NamedTuple):
             for x, row in zip(self.tensors, self.rows, strict=True)
             if not (_is_plain(x) and x.untyped_storage()._cdata in gone)
         ]
-        found = (StoredHistogram.of(x, label) for x, label in there)
+        found = (histogram_of(x, label) for x, label in there)
         return tuple(islice((one for one in found if one is not None), _MOST_HISTOGRAMS))
 
 

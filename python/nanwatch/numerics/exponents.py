@@ -14,8 +14,8 @@ from torch import Tensor
 
 from . import _extension, _ops, _reference
 from .formats import floor_log2, limits
+from .health import TensorHealth
 from .ranges import (
-    TensorHealth,
     _dtype_name,
     _is_plain,
     _readable,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -18,39 +18,10 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _extension, _ops, _reference
+from .health import AbsRange, TensorHealth
 
 _Read = Callable[[Tensor], Tensor]
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
-
-
-class AbsRange(NamedTuple):
-    """The ends of |x| over a tensor, and whether every element is finite."""
-
-    abs_min: float
-    abs_max: float
-    isfinite: bool
-
-
-class TensorHealth(NamedTuple):
-    """The range of a tensor and what is in it; counts are elements."""
-
-    abs_min: float
-    abs_max: float
-    isfinite: bool
-    finite_abs_min: float
-    """Over the finite elements only; inf when there are none."""
-    finite_abs_max: float
-    """Over the finite elements only; 0.0 when there are none."""
-    num_nan: int
-    num_posinf: int
-    num_neginf: int
-    num_zero: int
-    """Zeros of either sign, and elements that a sparse layout does not store."""
-    num_subnormal: int
-    """Nonzero elements below the smallest normal number of the tensor's own dtype."""
-    numel: int
-    first_nonfinite: tuple[int, ...] | None
-    """Index of the first nan or inf in C order; None when all is finite. Nested: (component, index in it)."""
 
 
 def _abs_range(x: Tensor) -> AbsRange:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics._reference import without_repeats
-from ..numerics.exponents import health_with_exponents
+from ..numerics.exponents import exponent_histogram, health_with_exponents
+from ..numerics.formats import limits
+from ..numerics.health import TensorHealth
 from ..numerics.ranges import (
-    TensorHealth,
     abs_range,
     health_of,
     local_shard,
@@ -20,6 +21,7 @@ from ..numerics.ranges import (
     tensor_health,
     unreadable,
 )
+from ..report.histogram import StoredHistogram
 from ..report.record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
 from ..util.suppressed import suppressed
 from .masked_scores import MaskedScores, are_masked
@@ -142,6 +144,17 @@ def dtype_name(x: Tensor) -> str:
     except Exception:
         suppressed("a tensor's dtype raised")
         return ""
+
+
+def histogram_of(x: Tensor, label: str) -> StoredHistogram | None:
+    """Count the elements of `x` in one pass. Return None for integers, complex numbers and unreadable tensors."""
+    if x.is_complex() or limits(dtype_name(x)) is None or unreadable(x):
+        return None
+    try:
+        return StoredHistogram.of(exponent_histogram(x), label)
+    except (TypeError, RuntimeError):
+        # Memory may be short, as after an OutOfMemoryError.
+        return None
 
 
 def _unread(x: Tensor, label: str, role: Role, error: Exception) -> Row:

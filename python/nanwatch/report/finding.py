@@ -8,8 +8,8 @@ from math import isnan, prod
 from typing import Literal, TypeAlias
 
 from .frame import Frame, Phase
+from .histogram import StoredHistogram
 from .record import Record
-from .stored_histogram import StoredHistogram
 
 Value: TypeAlias = Literal["nan", "inf", "nan+inf"]
 Origin: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]

@@ -26,11 +26,12 @@ from ..util.visible import visible
 from . import text
 from .frame import Frame
 from .headroom import NEAR_FACTOR, by_module, headroom_bits, shrinking
+from .histogram import SHOWN_FORMATS, exponent_figure
 from .record import Record
 
 if TYPE_CHECKING:
     from .finding import Finding
-    from .stored_histogram import StoredHistogram
+    from .histogram import StoredHistogram
 
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
 NEAR_BITS = 2
@@ -180,13 +181,10 @@ def _pictures(finding: Finding | None) -> list[tuple[str, str, dict[str, Any]]]:
     spreads: Sequence[StoredHistogram] = getattr(finding, "spreads", ())
     if not spreads:
         return []
-    # Deferred: it brings torch with it, and few reports have a histogram.
-    from .exponent_figure import SHOWN_FORMATS, exponent_figure
-
     made = []
     for one in spreads:
         own = () if one.dtype in SHOWN_FORMATS else (one.dtype,)
-        figure = exponent_figure(one.restore(), (*SHOWN_FORMATS, *own))
+        figure = exponent_figure(one, (*SHOWN_FORMATS, *own))
         words = figure["layout"].pop("title")["text"]
         made.append((one.label, words, figure))
     return made

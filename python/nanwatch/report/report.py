@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, fields
-from functools import cache
 from math import isfinite
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from ..util import reading
 from ..util.progress import Tell, silent, wants_color
@@ -15,15 +14,9 @@ from . import text
 from .attempt import Attempt, read_attempt
 from .finding import Finding
 from .frame import Frame
-from .record import Record
-
-if TYPE_CHECKING:
-    from ..numerics.ranges import TensorHealth
 
 SCHEMA = "nanwatch.report"
 VERSION = 1
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +91,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
 # Reading back.
 
 
-@cache
-def _health_reader() -> reading.Reader[TensorHealth]:
-    # Deferred: ranges brings torch with it, and a report of finite frames is read without.
-    from ..numerics.ranges import TensorHealth
-
-    return reading.of(TensorHealth)
-
-
-def _health(value: Any, where: str) -> TensorHealth:
-    return _health_reader()(value, where)
-
-
-_RECORD = reading.of(Record, health=reading.optional(_health))
-_FINDING = reading.of(Finding, operands=reading.tuple_of(_RECORD))
+_FINDING = reading.of(Finding)
 
 
 def read_finding(value: Any, where: str) -> Finding:
@@ -124,7 +104,7 @@ def read_finding(value: Any, where: str) -> Finding:
 _REPORT: dict[str, reading.Reader[Any]] = {
     "schema": reading.one_of((SCHEMA,)),
     "version": reading.one_of((VERSION,)),
-    "frames": reading.tuple_of(reading.of(Frame, records=reading.tuple_of(_RECORD))),
+    "frames": reading.tuple_of(reading.of(Frame)),
     "finding": reading.optional(read_finding),
     "batch": reading.optional(reading.count),
     "rank": reading.count,

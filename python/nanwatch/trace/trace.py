@@ -14,10 +14,11 @@ from importlib import import_module
 from itertools import chain
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..numerics.health import TensorHealth
 from ..report.errors import TraceError
 from ..report.frame import PHASES, Frame, FrameRows
 from ..report.record import ROLES, Record, Row
@@ -25,9 +26,6 @@ from ..util import reading
 from ..util.imports import needed
 from ..util.progress import Tell, silent
 from ..util.visible import with_utf8
-
-if TYPE_CHECKING:
-    from ..numerics.ranges import TensorHealth
 
 VERSION = 3
 READ_VERSIONS = (1, 2, 3)
@@ -270,9 +268,6 @@ def _sizes(text: str | None, where: str) -> tuple[int, ...] | None:
 
 
 def _health(row: dict[str, Any]) -> TensorHealth:
-    # Here and not above: ranges brings torch with it, and most traces hold no count.
-    from ..numerics.ranges import TensorHealth
-
     return TensorHealth(
         abs_min=row["abs_min"],
         abs_max=row["abs_max"],

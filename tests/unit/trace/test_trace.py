@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from nanwatch.numerics.ranges import TensorHealth
+from nanwatch.numerics.health import TensorHealth
 from nanwatch.report.errors import TraceError
 from nanwatch.report.frame import Frame, FrameRows
 from nanwatch.report.record import ROLES, Row
