@@ -87,8 +87,8 @@ bool is_alone() {
   const OutsideCompiler outside;
   bool is_one = false;
   const bool done = survived([&is_one] {
-    is_one =
-        py::module_::import("nanwatch.recording.job").attr("place")().cast<std::pair<int64_t, int64_t>>().second == 1;
+    const py::object both = py::module_::import("nanwatch.util.job").attr("rank_and_world_size")();
+    is_one = both.cast<std::pair<int64_t, int64_t>>().second == 1;
     return true;
   });
   if (!done) throw_error();

@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics.ranges import only_our_dispatch, unreadable
-from ..report.errors import CapsuleError
 from ..report.finding import Finding
 from ..report.report import SCHEMA as REPORT_SCHEMA
 from ..report.report import VERSION as REPORT_VERSION
@@ -28,6 +27,7 @@ from ..report.report import Report
 from ..util import reading
 from ..util.imports import needed
 from ..util.reading import fail, shorten
+from ..util.visible import visible
 from .tree import DTYPES, Json, LeftOut, device, dtype, sizes
 from .tree import read as read_tree
 
@@ -207,7 +207,12 @@ TENSORS = "tensors.safetensors"
 # In bytes; Python's objects for it take some twenty times as much.
 MAX_DOCUMENT = 1 << 26
 
-_T = TypeVar("_T")
+
+class CapsuleError(ValueError):
+    """No whole capsule of a version that this nanwatch reads. The text names the file and the place in it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(visible(message))  # it may quote a file from a stranger
 
 
 @contextmanager

@@ -7,11 +7,10 @@ import json
 from math import isfinite
 from typing import Any
 
-from ..report.text import module_name
 from ..trace.format_advice import FORMATS, LOST, Holding, Need, Share, fits, holdings
 from ..trace.trace_file import Trace
 from ..util.progress import shown
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 from .commands import command_parser, failed
 
 _DOES_NOT_FIT = 1

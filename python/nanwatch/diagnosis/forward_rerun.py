@@ -16,10 +16,10 @@ from ..instrumentation.temporary_wrappers import wrap_calls
 from ..instrumentation.wrapped_names import find_module, name_of, unwrapped
 from ..recording.observe import histogram_of, observe
 from ..recording.walk import Leaf, call_leaves, leaves
-from ..report.errors import spell
 from ..report.finding import Finding, value_of
 from ..report.histogram import StoredHistogram
 from ..report.record import Record, to_record
+from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .diagnosis import Call, Diagnosis
 from .extent import describe

@@ -14,11 +14,11 @@ from typing import TypeVar
 from torch import nn
 
 from ..capsule.capsule import write_capsule
-from ..report.errors import spell
 from ..report.finding import Finding
 from ..report.frame import Frame
 from ..report.report import Report
 from ..util.numbered import make_numbered
+from ..util.visible import spell
 from .backward_rerun import rerun_backward
 from .batch_snapshot import BatchSnapshot
 from .cures import try_cures

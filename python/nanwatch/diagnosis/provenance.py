@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..numerics import _reference
 from ..numerics.ranges import _is_plain, only_our_dispatch, tensor_health
 from ..recording.observe import read
-from ..report.errors import spell
 from ..report.histogram import StoredHistogram
 from ..report.record import MASK, Record
+from ..util.visible import spell
 from .operation import Operands, Operation, operation_of
 from .storage_writes import StorageWriteLog
 

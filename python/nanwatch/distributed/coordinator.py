@@ -21,13 +21,14 @@ import torch
 from torch import nn
 
 from ..instrumentation.global_hooks import after_steps
-from ..recording.job import place, report_of
-from ..report.errors import NonFiniteError, spell
+from ..report.errors import NonFiniteError
 from ..report.finding import Finding
 from ..report.rank_observation import Origin
-from ..report.report import Report
+from ..report.report import Report, report_of
+from ..util.job import rank, rank_and_world_size
 from ..util.modules import each_module
 from ..util.user_warning import warn_user
+from ..util.visible import spell
 from .consensus import OriginConsensus, PeerNonFiniteError
 
 # A look at the store a second, give or take a quarter: so long until a failure elsewhere is known here.
@@ -149,7 +150,7 @@ class _Job:
 
     def _begin(self, group: Any, peer_timeout: float) -> None:
         self._end()
-        rank, world_size = place()
+        rank, world_size = rank_and_world_size()
         self._group = weakref.ref(group)
         self.steps = 0
         self.num_begun += 1
@@ -221,13 +222,16 @@ class _Job:
         """Write the last frames of every watch, once: later frames belong to the way out."""
         for one in list(self._coordinators):
             if one not in self._reports:
-                self._reports[one] = one.last_frames(f"peer-rank-{place()[0]}")
+                self._reports[one] = one.last_frames(f"peer-rank-{rank()}")
         return dict(self._reports)
 
     def _stuck(self, origin: Origin) -> None:
         """In the thread of the consensus, while this rank waits for one that has failed."""
         self._write_last_frames()
-        warn_user(f"nanwatch: rank {place()[0]} waits for a rank that has failed: {origin}", may_raise=False)
+        warn_user(
+            f"nanwatch: rank {rank()} waits for a rank that has failed: {origin}",
+            may_raise=False,
+        )
 
     def _stepped(self, *_: Any) -> None:
         self.steps += 1

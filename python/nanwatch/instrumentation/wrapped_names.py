@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..report.text import without_wrappers
 from ..util.modules import each_module
+from ..util.visible import without_wrappers
 
 # By name: most of them are in parts of torch that are imported by those who use them. A module of the user's own that
 # has a child called `module` is none of these.

@@ -18,7 +18,7 @@ from ..report import text
 from ..report.errors import BatchLimitError
 from ..report.record import Role, Row, to_record
 from ..session.checks import MAX_BATCH, whole
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 
 
 class OverflowDetectedError(ValueError):
@@ -144,7 +144,7 @@ class DebugUnderflowOverflow:
             if not is_traced:
                 self._dump(batch)
                 raise OverflowDetectedError(
-                    f"nan or inf in batch {batch}, in a call of {text.module_name(frame.name)}"
+                    f"nan or inf in batch {batch}, in a call of {module_name(frame.name)}"
                     f" ({visible(frame.class_name)}); the frames that led to it were printed above"
                 )
         if self.abort_after_batch_num is not None and self.batch_number > self.abort_after_batch_num:

@@ -3,15 +3,74 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from math import ceil, floor
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
-from ..recording.job import place
 from ..util.imports import needed
-from .log import GROUPS, TOTAL, Backend, Histogram, LogEntry
+from ..util.job import rank_and_world_size
+
+# The first part of a tag is the group in which TensorBoard and W&B show it: the few numbers of the whole model in one,
+# a curve a module in others.
+TOTAL = "nanwatch"
+HEADROOM, FORECAST, RANGES = "nanwatch_headroom_bits", "nanwatch_forecast_batch", "nanwatch_log2_abs_max"
+GROUPS = (TOTAL, HEADROOM, FORECAST, RANGES)
+IS_FINITE, LEAST = f"{TOTAL}/is_finite", f"{TOTAL}/headroom_bits"
+PLACE, TOLD, FINDING = f"{TOTAL}/headroom_module", f"{TOTAL}/forecast", f"{TOTAL}/finding"
+
+_MOST_BINS = 512  # W&B takes no more
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts between edges, of which there is one more; with the sums that TensorBoard asks for."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    least: float
+    most: float
+    sum: float
+    sum_of_squares: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Histogram:
+        """Make a histogram of finite values, at least one. Bins are whole numbers wide: 1 if 512 bins suffice."""
+        found = sorted(values)
+        first = floor(found[0])
+        width = max(1, ceil((floor(found[-1]) + 1 - first) / _MOST_BINS))
+        counts = [0] * ((floor(found[-1]) - first) // width + 1)
+        for value in found:
+            counts[(floor(value) - first) // width] += 1
+        edges = tuple(float(first + width * i) for i in range(len(counts) + 1))
+        return cls(edges, tuple(counts), found[0], found[-1], sum(found), sum(x * x for x in found))
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """Values to log at `batch`. All numbers are finite."""
+
+    batch: int
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """Takes entries. What these raise ends the log."""
+
+    def write(self, entry: LogEntry) -> None:
+        """Log it."""
+
+    def flush(self) -> None:
+        """Let what was logged outlive the process."""
+
+    def close(self) -> None:
+        """Nothing more comes. What is the user's is left open."""
+
 
 ACCEPTED = (
     "a SummaryWriter of TensorBoard, a run of wandb, the path of a folder for TensorBoard, or a callable that takes a"
@@ -76,7 +135,7 @@ class TensorBoardBackend:
         if isinstance(target, str | os.PathLike):
             needed("tensorboard", _WHO, "tensorboard")  # first, or torch would be said to be what is missing
             module = needed("torch.utils.tensorboard", _WHO, "tensorboard")
-            rank, world_size = place()
+            rank, world_size = rank_and_world_size()
             folder = Path(target).absolute()  # the run may change its folder
             if world_size > 1:
                 folder = folder.with_name(f"{folder.name}-rank{rank}")

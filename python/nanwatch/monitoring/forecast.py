@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..numerics.formats import limits
-from ..recording.frame_ring import PeakName
-from ..report.text import module_name
-from ..util.visible import visible
+from ..recording.events import PeakName
+from ..util.visible import module_name, visible
 from .growth import Floats, ending
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"

@@ -6,80 +6,33 @@ The log writes seldom, and an error of the backend ends the log and not the run.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil, floor, inf, log2
+from math import inf, log2
 from time import monotonic
-from typing import Protocol
 
-from ..report.errors import spell
 from ..report.finding import Finding
 from ..report.frame import FrameRows
 from ..report.headroom import headroom_bits
 from ..report.record import Row, to_record
 from ..report.text import summary
 from ..util.user_warning import warn_user
-from ..util.visible import visible
+from ..util.visible import spell, visible
+from .backends import (
+    FINDING,
+    FORECAST,
+    HEADROOM,
+    IS_FINITE,
+    LEAST,
+    PLACE,
+    RANGES,
+    TOLD,
+    Backend,
+    Histogram,
+    LogEntry,
+)
 from .forecast import Forecast
-
-# The first part of a tag is the group in which TensorBoard and W&B show it: the few numbers of the whole model in one,
-# a curve a module in others.
-TOTAL = "nanwatch"
-HEADROOM, FORECAST, RANGES = "nanwatch_headroom_bits", "nanwatch_forecast_batch", "nanwatch_log2_abs_max"
-GROUPS = (TOTAL, HEADROOM, FORECAST, RANGES)
-IS_FINITE, LEAST = f"{TOTAL}/is_finite", f"{TOTAL}/headroom_bits"
-PLACE, TOLD, FINDING = f"{TOTAL}/headroom_module", f"{TOTAL}/forecast", f"{TOTAL}/finding"
-
-_MOST_BINS = 512  # W&B takes no more
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """Counts between edges, of which there is one more; with the sums that TensorBoard asks for."""
-
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-    least: float
-    most: float
-    sum: float
-    sum_of_squares: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Histogram:
-        """Make a histogram of finite values, at least one. Bins are whole numbers wide: 1 if 512 bins suffice."""
-        found = sorted(values)
-        first = floor(found[0])
-        width = max(1, ceil((floor(found[-1]) + 1 - first) / _MOST_BINS))
-        counts = [0] * ((floor(found[-1]) - first) // width + 1)
-        for value in found:
-            counts[(floor(value) - first) // width] += 1
-        edges = tuple(float(first + width * i) for i in range(len(counts) + 1))
-        return cls(edges, tuple(counts), found[0], found[-1], sum(found), sum(x * x for x in found))
-
-
-@dataclass(frozen=True, slots=True)
-class LogEntry:
-    """Values to log at `batch`. All numbers are finite."""
-
-    batch: int
-    scalars: Mapping[str, float] = field(default_factory=dict)
-    histograms: Mapping[str, Histogram] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
-
-
-class Backend(Protocol):
-    """Takes entries. What these raise ends the log."""
-
-    def write(self, entry: LogEntry) -> None:
-        """Log it."""
-
-    def flush(self) -> None:
-        """Let what was logged outlive the process."""
-
-    def close(self) -> None:
-        """Nothing more comes. What is the user's is left open."""
 
 
 class BatchLog:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import find_module, for_names, named_modules
-from ..report.text import close_names
+from ..util.visible import close_names
 from . import parametrized
 from .casting import NARROW, autocast_kinds, cast, first_float
 

@@ -4,35 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
 
 from ..report.finding import Finding, Origin, finding_of
 from ..report.frame import FrameRows
 from ..report.record import Row, is_fault, to_record
-
-Part: TypeAlias = Literal["output", "input", "weight"]
-
-
-class BackwardCall(NamedTuple):
-    """A call that got gradients: its frame, the watched module that made it, and its number.
-
-    Calls are numbered as they end in the forward, so children before their parents.
-    """
-
-    frame: FrameRows
-    caller: str | None
-    number: int
-
-
-class Arrival(NamedTuple):
-    """One record of a backward: whose and which row it is, the part of the call that it is the gradient of, and when
-    it came. `time` is the same for all records of one gradient, as of a module's output that is the next one's input.
-    """
-
-    call: int
-    row: int
-    part: Part
-    time: int
+from .events import Arrival, BackwardCall
 
 
 @dataclass(frozen=True, slots=True)

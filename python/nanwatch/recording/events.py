@@ -9,16 +9,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-from ..report.frame import FrameRows
-from ..report.record import Row
-from .backward import Arrival, BackwardCall
-from .frame_ring import PeakName
-from .masked_scores import MaskedScores
+    from ..report.frame import FrameRows
+    from ..report.record import Row
+    from .masked_scores import MaskedScores
 
+PeakName: TypeAlias = tuple[str, str, str]  # module, label, dtype
 Check: TypeAlias = Literal["auto", "module", "batch", "async"]
 
 
@@ -57,6 +57,32 @@ class Subscription(Protocol):
 
     def remove(self) -> None:
         """Switch it off."""
+
+
+Part: TypeAlias = Literal["output", "input", "weight"]
+
+
+class BackwardCall(NamedTuple):
+    """A call that got gradients: its frame, the watched module that made it, and its number.
+
+    Calls are numbered in the order in which they end in the forward, so children come before their parents.
+    """
+
+    frame: FrameRows
+    caller: str | None
+    number: int
+
+
+class Arrival(NamedTuple):
+    """One row of a backward: the position of its call and of the row, the part of the call it is the gradient of.
+
+    `time` orders the rows. All rows of one gradient have the same, as a module's output is the next one's input.
+    """
+
+    call: int
+    row: int
+    part: Part
+    time: int
 
 
 class RecorderEvents(Protocol):

@@ -5,13 +5,11 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable
-from typing import TypeAlias
 
 from ..numerics.formats import limits
 from ..report.frame import FrameRows
 from ..report.record import is_excused
-
-PeakName: TypeAlias = tuple[str, str, str]  # module, label, dtype
+from .events import PeakName
 
 _BATCHES = 16  # more than one is under way where several threads call the model
 # A model that names its outputs anew in every batch must not fill the memory: beyond this many, none is added.

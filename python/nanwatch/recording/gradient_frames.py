@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..report.frame import FrameRows, Phase
 from ..report.record import Role, Row
-from .backward import Arrival, BackwardCall
-from .events import Event, RecorderEvents, Subscriptions
+from .events import Arrival, BackwardCall, Event, RecorderEvents, Subscriptions
 from .frame_ring import FrameRing
 from .gradients import PythonGradients
 from .observe import past_torch_function

@@ -21,8 +21,8 @@ from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..report.record import Row, is_fault
-from .backward import Arrival, Part
-from .job import place
+from ..util.job import rank_and_world_size
+from .events import Arrival, Part
 from .observe import observe, past_torch_function
 
 _KEPT = 16  # the latest of one backward; see csrc/gradients/recent_gradients.h
@@ -107,7 +107,7 @@ class _Backward:
     is_nonfinite: bool = False
     is_over: bool = False
     # No other process in the job: collectives write past the version counter.
-    is_alone: bool = field(default_factory=lambda: place()[1] == 1)
+    is_alone: bool = field(default_factory=lambda: rank_and_world_size()[1] == 1)
 
     def came(self, place: tuple[Any, ...], state: _GradientState) -> bool:
         """Whether the latest gradient was this one, at this very place."""

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ..numerics import _extension
 from ..report.frame import FrameRows
 from ..report.record import NOT_CHECKED, Role, Row, is_fault
-from .events import Event, RecorderEvents, Settings, Subscription, Subscriptions
-from .frame_ring import FrameRing, PeakMagnitudes, PeakName
+from .events import Event, PeakName, RecorderEvents, Settings, Subscription, Subscriptions
+from .frame_ring import FrameRing, PeakMagnitudes
 from .gradient_frames import RecordsBackwards
 from .masked_scores import MaskedScores
 from .observe import call_values, completed_row, observe

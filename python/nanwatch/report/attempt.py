@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from ..util import reading
+
+_BEGUN = time.time()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,11 @@ class Attempt:
     def __str__(self) -> str:
         begun = datetime.fromtimestamp(self.begun, timezone.utc)
         return f"attempt {self.number} of run {self.run_id}, begun {begun:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def current_attempt() -> Attempt | None:
+    """Return the attempt that this process belongs to, None where torchrun has not started it."""
+    return Attempt.of(os.environ, _BEGUN)
 
 
 def store_key(environment: Mapping[str, str]) -> str:

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, log2, sqrt
+from typing import TYPE_CHECKING
 
 from ..numerics.formats import Limits, limits
-from .frame import Frame
-from .record import Record, is_excused
+
+if TYPE_CHECKING:
+    from .frame import Frame
+    from .record import Record
 
 # 8 bits. From the root of the end on a value may leave it by its own square; for float16 the two are the same.
 NEAR_FACTOR = 256
@@ -48,7 +51,7 @@ def headroom_bits(record: Record) -> float | None:
     a complex tensor, whose modulus may pass what one part can hold.
     """
     ends = limits(record.dtype)
-    if ends is None or record.abs_max is None or is_excused(record.note):
+    if ends is None or record.abs_max is None or record.is_excused:
         return None
     if record.isfinite is False or not isfinite(record.abs_max):
         return -inf

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..numerics.formats import limits
 from ..util.imports import needed
 from ..util.progress import Tell, silent
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 from . import text
 from .frame import Frame
 from .headroom import NEAR_FACTOR, by_module, headroom_bits, shrinking
@@ -81,7 +81,7 @@ def report_html(
         pictures=pictures,
         num_records=sum(len(frame.records) for frame in frames),
         low_bits=LOW_BITS,
-        module_name=text.module_name,
+        module_name=module_name,
     )
 
 
@@ -277,7 +277,7 @@ def _bars(frames: Sequence[Frame]) -> list[dict[str, Any]]:
     """Name, words, colour and width in percent of the modules with the least headroom, worst first."""
     return [
         {
-            "name": text.module_name(name),
+            "name": module_name(name),
             "bits": bits_words(bits),
             "level": level_of(bits),
             "width": round(100 * min(max(bits, 0.0), WIDEST_BAR) / WIDEST_BAR, 1),
@@ -314,7 +314,7 @@ def _tree(frames: Sequence[Frame], finding: Finding | None) -> Node | None:
         return None
     worst = by_module(frames)
     frame_of = {frame.name: frame for frame in frames}
-    root, nodes = Node(text.module_name("")), []
+    root, nodes = Node(module_name("")), []
     for name, frame in frame_of.items():
         path = [root]
         for part in name.split(".", _TREE_DEPTH) if name else ():

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..util import reading
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 from .finding import Finding, Value
 from .finding import Origin as Kind
-from .text import module_name
 
 # A name of a module is rarely longer; what a store holds of a rank stays below a kilobyte.
 _MOST_CHARACTERS = 120

@@ -130,9 +130,14 @@ class Record:
         return read_placement(self.note.removeprefix(f"{LOCAL_SHARD}: ")) if self.is_shard else None
 
     @property
+    def is_excused(self) -> bool:
+        """True when the note says that a non-finite value in the tensor is meant."""
+        return is_excused(self.note)
+
+    @property
     def is_fault(self) -> bool:
         """True when the tensor held a nan or an inf that nobody put there on purpose."""
-        return self.isfinite is False and not is_excused(self.note)
+        return self.isfinite is False and not self.is_excused
 
 
 class Row(NamedTuple):

@@ -9,9 +9,10 @@ from math import isfinite
 from typing import Any, TextIO
 
 from ..util import reading
+from ..util.job import rank
 from ..util.progress import Tell, silent, wants_color
 from . import text
-from .attempt import Attempt, read_attempt
+from .attempt import Attempt, current_attempt, read_attempt
 from .finding import Finding
 from .frame import Frame
 
@@ -70,6 +71,16 @@ class Report:
         """The report that `to_json` wrote. Raises ValueError, saying where, for anything else."""
         advice = "pass the whole text that Report.to_json() wrote"
         return reading.document(document, _report, "a nanwatch report", advice)
+
+
+def report_of(
+    frames: tuple[Frame, ...],
+    finding: Finding | None = None,
+    batch: int | None = None,
+    parameter_mesh: tuple[str, ...] = (),
+) -> Report:
+    """Return a report of this process, with its rank and its attempt in the job."""
+    return Report(frames, finding, batch, rank(), parameter_mesh, current_attempt())
 
 
 def plain(value: Any) -> Any:

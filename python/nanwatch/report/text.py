@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ..numerics.formats import limits
 from ..util.imports import needed
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 from .finding_text import next_backward, next_forward, why_backward, why_forward
 from .headroom import has_vanished, shrinking
 from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, SKIPPED_STEP, Record
@@ -70,26 +69,6 @@ def _attributes(frame: Frame) -> str:
 def batch_lines(batch: int) -> list[str]:
     """The header above the first frame of a batch."""
     return [f"\n\n{PREFIX} *** Starting batch number={batch} ***", COLUMNS]
-
-
-def close_names(wanted: str, names: Iterable[str]) -> str:
-    """Where to look for the module that was meant."""
-    close = difflib.get_close_matches(wanted, list(names), n=3)
-    return visible(f"close names: {', '.join(close)}") if close else "see model.named_modules() for the names"
-
-
-# What wrappers put before the names of the modules that they hold.
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-
-
-def without_wrappers(name: str) -> str:
-    """The name that a module has in the model itself, where a wrapper such as DistributedDataParallel holds it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def module_name(name: str) -> str:
-    """The name as prose has it: the root has none of its own."""
-    return visible(name) or "the root module"
 
 
 _PHASES: dict[Phase, str] = {

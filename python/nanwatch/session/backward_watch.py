@@ -12,7 +12,8 @@ from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps
 from ..instrumentation.wrapped_names import find_module, named_modules, parameter_names
-from ..recording.backward import Arrival, BackwardCall, find_in_backward
+from ..recording.backward import find_in_backward
+from ..recording.events import Arrival, BackwardCall
 from ..recording.observe import observe
 from ..report.finding import find, finding_of
 from ..report.frame import FrameRows

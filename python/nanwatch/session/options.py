@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.wrapped_names import for_names
 from ..recording.events import Check, Settings
 from ..recording.masked_scores import masked_scores
-from ..report.text import close_names
+from ..util.visible import close_names
 from . import checks
 
 if TYPE_CHECKING:

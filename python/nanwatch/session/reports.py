@@ -11,14 +11,14 @@ from torch import nn
 from ..diagnosis.left_calls import LeftCall
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..recording.events import Recorder
-from ..recording.job import rank, report_of
 from ..recording.observe import call_values, observe
 from ..recording.shard import parameter_mesh
 from ..recording.walk import call_leaves
 from ..report.finding import Finding, find
 from ..report.frame import Frame, FrameRows
 from ..report.record import Record, Row
-from ..report.report import Report
+from ..report.report import Report, report_of
+from ..util.job import rank
 from .options import Options
 
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from ..diagnosis.batch_snapshot import BatchSnapshot
 from ..instrumentation.temporary_wrappers import ExclusiveRun
-from ..report.errors import spell
 from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.user_warning import warn_user
+from ..util.visible import spell
 from .options import Options
 
 # A run that goes on may fail for ever, and a disk is not filled with capsules: after so many failures looks get rarer.

@@ -13,15 +13,14 @@ from torch import nn
 
 from ..instrumentation.calls import Attachment
 from ..monitoring.monitor import Monitor
-from ..recording.backward import Arrival, BackwardCall
-from ..recording.events import Event, Recorder
-from ..recording.job import rank as _rank
+from ..recording.events import Arrival, BackwardCall, Event, Recorder
 from ..recording.recorder import make_recorder
 from ..report import text
 from ..report.errors import BatchLimitError, NonFiniteError
 from ..report.frame import Frame, FrameRows
 from ..report.report import Report
 from ..trace.tracer import Tracer, ring_size, start_tracer
+from ..util.job import rank as _rank
 from ..util.user_warning import warn_user
 from .backward_watch import BackwardWatch
 from .failure_handler import FailureHandler

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ..numerics.formats import limits
-from ..report.text import without_wrappers
 from ..util.progress import Tell
+from ..util.visible import without_wrappers
 from .align import Ints, Rows, align
 from .difference import KINDS, Difference, Growth, Kind, Place, Series
 from .trace_file import Trace, batch_words, strings

@@ -9,8 +9,7 @@ from math import isfinite
 from typing import Any, Literal, TypeAlias
 
 from ..report.html import page
-from ..report.text import module_name
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 
 Kind: TypeAlias = Literal["isfinite", "shape", "dtype", "range"]
 _SHOWN = 5

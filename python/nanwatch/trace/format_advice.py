@@ -19,9 +19,9 @@ import torch
 from ..numerics.exponents import ExponentHistogram
 from ..numerics.fit import check_margin, edges, narrowest, would_fit
 from ..numerics.formats import limits
-from ..report.errors import TraceError
-from ..report.text import without_wrappers
 from ..util import reading
+from ..util.visible import without_wrappers
+from .trace import TraceError
 from .trace_file import Strings, Trace, strings
 
 # The narrowest first; of those of one width the more precise one.

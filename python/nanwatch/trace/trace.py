@@ -19,13 +19,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..numerics.health import TensorHealth
-from ..report.errors import TraceError
 from ..report.frame import PHASES, Frame, FrameRows
 from ..report.record import ROLES, Record, Row
 from ..util import reading
 from ..util.imports import needed
 from ..util.progress import Tell, silent
-from ..util.visible import with_utf8
+from ..util.visible import visible, with_utf8
 
 VERSION = 3
 READ_VERSIONS = (1, 2, 3)
@@ -75,6 +74,13 @@ FACTS: dict[str, reading.Reader[Any]] = {
     "every": reading.count,
     "lost_frames": reading.count,
 }
+
+
+class TraceError(ValueError):
+    """No trace of a version that this nanwatch reads. The text names the file and the place in it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(visible(message))  # it may quote a file from a stranger
 
 
 def parts_beside(path: Path) -> Path:

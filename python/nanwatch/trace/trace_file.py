@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ..report.errors import TraceError, spell
 from ..report.finding import find
 from ..report.frame import Frame
 from ..report.report import Report
 from ..util import reading
 from ..util.progress import Tell, silent
+from ..util.visible import spell
 from . import trace
-from .trace import SUFFIX, parts_beside
+from .trace import SUFFIX, TraceError, parts_beside
 
 
 @dataclass(frozen=True)

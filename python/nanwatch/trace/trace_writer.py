@@ -19,8 +19,8 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ..report.errors import spell
 from ..util.user_warning import warn_user
+from ..util.visible import spell
 from . import trace
 from .trace import SUFFIX, parts_beside
 

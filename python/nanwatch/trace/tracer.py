@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from .._version import __version__
 from ..instrumentation.global_hooks import Handles, after_steps
 from ..recording.events import Recorder
-from ..recording.job import place
+from ..util.job import rank_and_world_size
 from ..util.modules import each_module
 from ..util.user_warning import warn_user
 from . import trace
@@ -146,7 +146,7 @@ class Tracer:
 
 def start_tracer(path: Path, recorder: Recorder, ring: int, every: int, model: nn.Module) -> Tracer | None:
     """A Tracer; None, with a warning, where the disk is full. What else keeps a file from being made is raised."""
-    rank, world_size = place()
+    rank, world_size = rank_and_world_size()
     if world_size > 1:
         path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
     try:
