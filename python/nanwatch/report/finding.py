@@ -17,11 +17,20 @@ Origin: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]
 
 @dataclass(frozen=True, slots=True)
 class Cure:
-    """A change tried on the failing call: what it was, whether it cured, and the bits of room it left."""
+    """A change tried on the failing batch: what it was, whether it cured, and the bits of room it left.
+
+    `patch` is the change as a unified diff that `git apply` takes, "" where it is no change of a source file. Its paths
+    begin with a/ and b/ and are relative to the top of the git work tree that holds the file, else to the folder that
+    was current. `code` is the code to write, "" where `what` has it: the new statement, without indentation. `effect`
+    says what the change does to values that were finite, such as "changes 3 of 4,096 elements, the others bit-equal".
+    """
 
     what: str
     works: bool
     headroom_bits: float | None = None
+    patch: str = ""
+    effect: str = ""
+    code: str = ""
 
     @property
     def verdict(self) -> str:
