@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..instrumentation.execution_context import Autocast, RngState
 from ..report.finding import Finding
+from ..util import reading
 from ..util.numbered import make_numbered
 from . import files, tree
 from .files import (
@@ -37,7 +38,6 @@ from .files import (
     Entry,
     blaming,
     check_file,
-    to_json,
 )
 from .tree import Json, LeftOut
 
@@ -146,7 +146,7 @@ def write_capsule(
             }
             for one in (Autocast.capture() if autocast is None else autocast)
         ],
-        "finding": to_json(finding),
+        "finding": reading.plain(finding),
         "rank": rank,
         "tensors": {entry: Entry.of(x).to_json() for entry, x in call.tensors.items()},
         "left_out": {

@@ -20,10 +20,7 @@ from torch import Tensor
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics.ranges import only_our_dispatch, unreadable
-from ..report.finding import Finding
-from ..report.report import SCHEMA as REPORT_SCHEMA
-from ..report.report import VERSION as REPORT_VERSION
-from ..report.report import Report
+from ..report.finding import read_finding
 from ..util import reading
 from ..util.imports import needed
 from ..util.reading import fail, shorten
@@ -276,19 +273,6 @@ def _autocast(value: Json, where: str) -> Autocast:
     return Autocast(found["device_type"].type, found["dtype"], found["enabled"])
 
 
-def _finding(value: Json, where: str) -> Finding | None:
-    report = {"schema": REPORT_SCHEMA, "version": REPORT_VERSION, "frames": [], "batch": None, "rank": 0}
-    try:
-        return Report.from_json(json.dumps({**report, "finding": value})).finding
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def to_json(finding: Finding | None) -> Json:
-    """A finding as a report has it."""
-    return json.loads(Report((), finding, None).to_json())["finding"]
-
-
 _MODULE = {
     "name": reading.text,
     "class": reading.text,
@@ -308,7 +292,7 @@ _MEMBERS: dict[str, Callable[[Json, str], Any]] = {
     "training": reading.mapping_of(reading.flag),
     "rng": reading.mapping_of(reading.text),
     "autocast": reading.list_of(_autocast),
-    "finding": _finding,
+    "finding": reading.optional(read_finding),
     "rank": reading.count,
     "tensors": reading.mapping_of(read_entry),
     "left_out": reading.mapping_of(_left_out),

@@ -25,6 +25,8 @@ from .cures import try_cures
 from .diagnosis import Call, Diagnosis, enrich
 from .forward_rerun import rerun_forward
 
+PATCH_FILE = "cure.patch"
+
 _T = TypeVar("_T")
 _FORMS: dict[str, Callable[[Report], str]] = {
     "report.html": lambda report: report.to_html(),
@@ -123,6 +125,11 @@ def _write(
         remarks.append(f"no capsule was written: {why}")
     elif made := _attempt(
         "writing the capsule", lambda: _write_capsule(folder, call, snapshot, finding, report.rank), remarks
+    ):
+        files.append(str(made))
+    patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
+    if patch and (
+        made := _attempt(f"writing {PATCH_FILE}", lambda: _write_whole(folder / PATCH_FILE, patch), remarks)
     ):
         files.append(str(made))
     return _write_forms(report, finding, folder, _FORMS, files, remarks)

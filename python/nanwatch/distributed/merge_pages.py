@@ -13,7 +13,7 @@ from typing import Any
 
 from ..report import text
 from ..report.html import LOW_BITS, NEAR_BITS, WIDEST_BAR, bits_words, level_of, still_page
-from ..report.report import plain
+from ..util.reading import plain
 from ..util.visible import module_name, visible
 from .merge import Digest, Merged, ModuleHeadroom, WeightRanges
 

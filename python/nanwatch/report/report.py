@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, fields
-from math import isfinite
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from ..util import reading
@@ -13,7 +12,7 @@ from ..util.job import rank
 from ..util.progress import Tell, silent, wants_color
 from . import text
 from .attempt import Attempt, current_attempt, read_attempt
-from .finding import Finding
+from .finding import Finding, read_finding
 from .frame import Frame
 
 SCHEMA = "nanwatch.report"
@@ -54,7 +53,7 @@ class Report:
 
     def to_json(self) -> str:
         """One strict JSON document; nan and the infinities are the strings "nan", "inf" and "-inf"."""
-        document = {"schema": SCHEMA, "version": VERSION, **plain(self)}
+        document = {"schema": SCHEMA, "version": VERSION, **reading.plain(self)}
         return json.dumps(document, allow_nan=False)
 
     def to_html(self, tell: Tell = silent) -> str:
@@ -83,33 +82,7 @@ def report_of(
     return Report(frames, finding, batch, rank(), parameter_mesh, current_attempt())
 
 
-def plain(value: Any) -> Any:
-    """For JSON: dataclasses and named tuples as dicts, tuples as lists, nan and the infinities as strings."""
-    if isinstance(value, float):
-        return value if isfinite(value) else str(value)
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return [plain(item) for item in value]
-    names = _field_names(type(value))
-    return {name: plain(getattr(value, name)) for name in names} if names else value
-
-
-def _field_names(kind: type) -> tuple[str, ...]:
-    if hasattr(kind, "__dataclass_fields__"):
-        return tuple(field.name for field in fields(kind))
-    return tuple(getattr(kind, "_fields", ()))
-
-
 # Reading back.
-
-
-_FINDING = reading.of(Finding)
-
-
-def read_finding(value: Any, where: str) -> Finding:
-    """Return the finding that a JSON document has there. Raises ValueError."""
-    if isinstance(value, dict):
-        value = {"sequence": None, "spreads": [], "made": None, **value}  # earlier reports have none of them
-    return _FINDING(value, where)
 
 
 _REPORT: dict[str, reading.Reader[Any]] = {
@@ -127,7 +100,5 @@ _REPORT: dict[str, reading.Reader[Any]] = {
 def _report(document: Any) -> Report:
     if isinstance(document, dict) and document.get("schema") == SCHEMA and document.get("version") != VERSION:
         raise ValueError(f"its version is {document.get('version')!r}, this nanwatch reads version {VERSION}")
-    if isinstance(document, dict):
-        document = {"parameter_mesh": [], "attempt": None, **document}  # earlier reports have neither
-    found = reading.members(document, "report", _REPORT)
+    found = reading.members(document, "report", _REPORT, added={"parameter_mesh": (), "attempt": None})
     return Report(**{name: value for name, value in found.items() if name not in ("schema", "version")})

@@ -9,7 +9,8 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
@@ -54,6 +55,25 @@ def document(text: str, read: Callable[[Any], _T], what: str, advice: str) -> _T
         raise ValueError(f"not {what}: nested too deeply; {advice}") from None
     except (ValueError, TypeError) as error:
         raise ValueError(visible(f"not {what}: {error}; {advice}")) from error
+
+
+def plain(value: Any) -> Any:
+    """Return `value` for JSON: dataclasses and named tuples as dicts, tuples as lists, nan and inf as strings."""
+    if isinstance(value, float):
+        return value if isfinite(value) else str(value)
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return [plain(item) for item in value]
+    names = _field_names(type(value))
+    return {name: plain(getattr(value, name)) for name in names} if names else value
+
+
+def _field_names(kind: type) -> tuple[str, ...]:
+    if hasattr(kind, "__dataclass_fields__"):
+        return tuple(field.name for field in fields(kind))
+    return tuple(getattr(kind, "_fields", ()))
+
+
+# Readers.
 
 
 def text(value: Any, where: str) -> str:
@@ -135,28 +155,47 @@ def mapping_of(read: Reader[_T]) -> Reader[dict[str, _T]]:
     return read_all
 
 
-def members(value: Any, where: str, readers: Mapping[str, Reader[Any]]) -> dict[str, Any]:
-    """An object that has exactly these members, each read by its reader."""
+def members(
+    value: Any, where: str, readers: Mapping[str, Reader[Any]], added: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read an object that has exactly these members, each by its reader.
+
+    `added` has the values of members that documents of earlier versions lack.
+    """
     if not isinstance(value, dict):
         raise fail(where, "an object", value)
+    absent = added or {}
     for name in readers:
-        if name not in value:
+        if name not in value and name not in absent:
             raise ValueError(f"{where} has no {name!r}")
     for name in value:
         if name not in readers:
             raise ValueError(f"{where} has {shorten(name)}, which this version does not know")
-    return {name: read(value[name], f"{where}.{name}") for name, read in readers.items()}
+    found = {name: read(value[name], f"{where}.{name}") for name, read in readers.items() if name in value}
+    return {**absent, **found}
 
 
-def of(kind: Callable[..., _T], **own: Reader[Any]) -> Reader[_T]:
-    """Return a reader of a dataclass or NamedTuple: `own` reads the fields named there, annotations say the others."""
+def of(kind: Callable[..., _T], *, added: Iterable[str] = (), **own: Reader[Any]) -> Reader[_T]:
+    """Return a reader of a dataclass or NamedTuple: `own` reads the fields named there, annotations say the others.
+
+    The fields in `added` keep their defaults where a document of an earlier version lacks them.
+    """
     space = vars(sys.modules[kind.__module__])
     readers = {
         # A NamedTuple wraps its annotations in ForwardRef.
         name: own.get(name) or _of_annotation(eval(str(getattr(words, "__forward_arg__", words)), space))
         for name, words in kind.__annotations__.items()
     }
-    return lambda value, where: kind(**members(value, where, readers))
+    absent = dict.fromkeys(added, _ABSENT)
+
+    def read(value: Any, where: str) -> _T:
+        found = members(value, where, readers, absent)
+        return kind(**{name: one for name, one in found.items() if one is not _ABSENT})
+
+    return read
+
+
+_ABSENT = object()
 
 
 def _of_annotation(kind: Any) -> Reader[Any]:
