@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from ..report.attempt import store_key
 from ..report.errors import NonFiniteError
 from ..report.finding import Finding
 from ..report.rank_observation import Origin, RankObservation
 from ..report.report import Report
+from ..util.job import store_key
 from ..util.user_warning import warn_user
 from ..util.visible import spell
 from .store_protocol import StoreProtocol

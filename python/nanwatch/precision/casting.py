@@ -1,4 +1,4 @@
-"""Tensors inside nested Python values in another dtype, and everything else left as it is."""
+"""Casts of the tensors inside nested Python values, and the cache of parametrized weights during such a call."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from ..recording.walk import MAX_DEPTH
 from ..util.suppressed import suppressed
@@ -134,3 +135,28 @@ def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
         suppressed("an object of the user's could not be made anew for a cast")
         return value
     return new
+
+
+# torch.nn.utils.parametrize.cached() computes parametrized weights once in its block. Its cache belongs to the process.
+# A call of ours computes them without a graph or in another dtype, so it gets a cache of its own.
+
+ParametrizationCache = dict[
+    tuple[int, str], Tensor | None
+]  # by the id of the module and the name of the weight
+
+
+def caches_parametrizations() -> bool:
+    """Return whether this is inside a block of parametrize.cached()."""
+    return parametrize._cache_enabled > 0
+
+
+def cached_parametrizations() -> ParametrizationCache:
+    """Return a copy of the cache, empty outside a block."""
+    return dict(parametrize._cache) if caches_parametrizations() else {}
+
+
+def swap_parametrizations(cache: ParametrizationCache) -> ParametrizationCache:
+    """Put `cache` in place of the current one, and return that."""
+    before: ParametrizationCache = parametrize._cache
+    parametrize._cache = cache
+    return before

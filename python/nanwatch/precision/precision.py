@@ -17,8 +17,14 @@ from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import find_module, for_names, named_modules
 from ..util.visible import close_names
-from . import parametrized
-from .casting import NARROW, autocast_kinds, cast, first_float
+from .casting import (
+    NARROW,
+    autocast_kinds,
+    caches_parametrizations,
+    cast,
+    first_float,
+    swap_parametrizations,
+)
 
 _SLOT = "forward"
 
@@ -138,7 +144,7 @@ class _ForwardWrapper:
         back = self._given_back(given, bool(enabled)) if claim.cast_output else None
         lent = _lend(self.module, to)
         # A weight that was parametrized before, as parametrize.cached() keeps it, has another dtype.
-        cache = parametrized.exchange({}) if parametrized.is_on() else None
+        cache = swap_parametrizations({}) if caches_parametrizations() else None
         try:
             args, kwargs = cast(args, NARROW, to), cast(kwargs, NARROW, to)
             # bfloat16 has the range of float32: autocast may stay as it is.
@@ -146,7 +152,7 @@ class _ForwardWrapper:
             output = _without_autocast(off, self._behind, args, kwargs)
         finally:
             if cache is not None:
-                parametrized.exchange(cache)
+                swap_parametrizations(cache)
             _take_back(lent)
         return output if back is None else cast(output, (to,), back, scalars=False)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,8 +13,10 @@ from ..report.frame import FrameRows, Phase
 from ..report.record import Role, Row
 from .events import Arrival, BackwardCall, Event, RecorderEvents, Subscriptions
 from .frame_ring import FrameRing
-from .gradients import PythonGradients
 from .observe import past_torch_function
+
+if TYPE_CHECKING:
+    from .gradients import PythonGradients
 
 
 class RecordsBackwards(ABC):
@@ -28,19 +29,8 @@ class RecordsBackwards(ABC):
     _events: RecorderEvents
     _subscriptions: Subscriptions
     _nodes: list[Any]
-
-    def __init__(self, gradients: bool, counts: bool) -> None:
-        this = weakref.ref(self)
-        self._gradients: PythonGradients | None = None
-        if gradients:
-            self._gradients = PythonGradients(
-                lambda: None if (own := this()) is None else own._report_backward_start(),
-                lambda *found: None if (own := this()) is None else own._keep_backward(*found),
-                counts,
-                self.lock,
-            )
-        # Of calls in compiled code the latest of each module, for the gradients of its weights.
-        self._compiled_calls: dict[str, object] = {}
+    _gradients: PythonGradients | None
+    _compiled_calls: dict[str, object]
 
     def _add(self, **amounts: int) -> None:
         with self.lock:

@@ -24,6 +24,7 @@ from ..report.record import NOT_CHECKED, Role, Row, is_fault
 from .events import Event, PeakName, RecorderEvents, Settings, Subscription, Subscriptions
 from .frame_ring import FrameRing, PeakMagnitudes
 from .gradient_frames import RecordsBackwards
+from .gradients import PythonGradients
 from .masked_scores import MaskedScores
 from .observe import call_values, completed_row, observe
 from .walk import Unwalked, is_container, leaves, spell_key
@@ -96,7 +97,17 @@ class PythonRecorder(RecordsBackwards):
         # Guards the counters, the ring, the nodes and what is known of backwards. Nobody calls back or reads a
         # tensor while holding it. Reentrant, as a signal's handler may ask for a report at any moment.
         self.lock = threading.RLock()
-        super().__init__(settings.gradients, settings.counts)
+        # No graph keeps a call in compiled code alive: the latest call of each module is kept for its weights' gradients.
+        self._compiled_calls = {}
+        this = weakref.ref(self)
+        self._gradients = None
+        if settings.gradients:
+            self._gradients = PythonGradients(
+                lambda: None if (own := this()) is None else own._report_backward_start(),
+                lambda *found: None if (own := this()) is None else own._keep_backward(*found),
+                settings.counts,
+                self.lock,
+            )
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
         with self.lock:

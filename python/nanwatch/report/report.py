@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from ..util import reading
-from ..util.job import rank
+from ..util.job import Attempt, current_attempt, rank, read_attempt
 from ..util.progress import Tell, silent, wants_color
 from . import text
-from .attempt import Attempt, current_attempt, read_attempt
 from .finding import Finding, read_finding
 from .frame import Frame
 

@@ -1,9 +1,16 @@
-"""The distributed job that this process belongs to: its rank, and how many processes there are."""
+"""The distributed job that this process belongs to: rank, number of processes, and which start of the job this is."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from . import reading
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -21,3 +28,74 @@ def rank_and_world_size() -> tuple[int, int]:
 def rank() -> int:
     """Return the rank of this process, 0 without a job."""
     return rank_and_world_size()[0]
+
+
+_BEGUN = time.time()
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a torchrun job, as one of its processes knows it.
+
+    `run_id` is torchrun's rendezvous id. `number` is how many restarts came before, counted by the launcher of this
+    node: of several launchers, only the one whose process failed counts. `master` is `host:port` of the store where
+    each attempt has a new one, "" where the launcher keeps one. `begun` is in seconds since 1970.
+    """
+
+    run_id: str
+    number: int
+    master: str
+    begun: float
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], begun: float) -> Attempt | None:
+        """Read the environment that torchrun has set. Return None where it set nothing, or nothing that can be read."""
+        number = environment.get("TORCHELASTIC_RESTART_COUNT", "")
+        # isdigit is True for more than int() reads, and int() refuses 5,000 digits.
+        if not (number.isascii() and number.isdigit() and len(number) < 10):
+            return None
+        return cls(environment.get("TORCHELASTIC_RUN_ID", ""), int(number), _new_master(environment), begun)
+
+    @property
+    def key(self) -> tuple[str, str | int]:
+        """A key that all ranks of an attempt share, and no other attempt has."""
+        return self.run_id, self.master or self.number
+
+    def __str__(self) -> str:
+        begun = datetime.fromtimestamp(self.begun, timezone.utc)
+        return f"attempt {self.number} of run {self.run_id}, begun {begun:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def current_attempt() -> Attempt | None:
+    """Return the attempt that this process belongs to, None where torchrun has not started it."""
+    return Attempt.of(os.environ, _BEGUN)
+
+
+def store_key(environment: Mapping[str, str]) -> str:
+    """Return a suffix for keys, so that attempts that meet in one store do not read each other's."""
+    own = Attempt.of(environment, begun=0.0)
+    return "/0" if own is None else "/".join(map(str, own.key))
+
+
+def _new_master(environment: Mapping[str, str]) -> str:
+    # Launchers of one job disagree (torch 2.13): of two on one machine, the one whose worker had failed said 1 after
+    # the restart and the other 0. So ranks that meet in a new store go by its address.
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "False" or "MASTER_PORT" not in environment:
+        return ""
+    return f"{environment.get('MASTER_ADDR', '')}:{environment['MASTER_PORT']}"
+
+
+# Reading back.
+
+_LAST_SECOND = 253_402_300_799.0  # of the year 9999, where datetime ends
+
+
+def _moment(value: Any, where: str) -> float:
+    seconds = reading.number(value, where)
+    if not 0 <= seconds <= _LAST_SECOND:
+        raise reading.fail(where, "seconds since 1970", value)
+    return seconds
+
+
+read_attempt = reading.of(Attempt, begun=_moment)
+"""Reader of the attempt in a JSON document. Raises ValueError."""

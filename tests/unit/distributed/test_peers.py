@@ -18,8 +18,8 @@ from nanwatch.distributed import consensus, coordinator
 from nanwatch.distributed.consensus import PeerNonFiniteError
 from nanwatch.distributed.coordinator import RankCoordinator
 from nanwatch.distributed.store_protocol import StoreProtocol
-from nanwatch.report.attempt import store_key
 from nanwatch.report.rank_observation import RankObservation
+from nanwatch.util.job import store_key
 from support.sightings import connect, finding, serve
 
 _before: set[threading.Thread] = set()
