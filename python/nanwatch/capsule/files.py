@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..instrumentation.execution_context import Autocast, RngState
-from ..numerics.ranges import only_our_dispatch, unreadable
+from ..numerics.readable import only_our_dispatch, unreadable
 from ..report.finding import read_finding
 from ..util import reading
 from ..util.imports import needed

@@ -14,15 +14,7 @@ from torch import Tensor
 
 from . import _extension, _ops, _reference
 from .formats import floor_log2, limits
-from .health import TensorHealth
-from .ranges import (
-    _dtype_name,
-    _is_plain,
-    _readable,
-    _through_public,
-    only_our_dispatch,
-    tensor_health,
-)
+from .readable import dtype_name, is_plain, only_our_dispatch, readable, through_public
 
 
 class _Counts(dict[int, int]):
@@ -55,7 +47,7 @@ class ExponentHistogram:
         for exponent, num in listed.items():
             if exponent not in exponents or num < 0:
                 raise ValueError(
-                    f"an exponent histogram got {num} elements at exponent {exponent} of {_dtype_name(self.dtype)}; "
+                    f"an exponent histogram got {num} elements at exponent {exponent} of {dtype_name(self.dtype)}; "
                     f"accepted are counts of 0 and more at {exponents.start} to {exponents.stop - 1}"
                 )
         object.__setattr__(self, "counts", listed)
@@ -73,7 +65,7 @@ class ExponentHistogram:
     @property
     def num_subnormal(self) -> int:
         """Nonzero elements below the smallest normal number of `dtype`; 0 for integers."""
-        ends = limits(_dtype_name(self.dtype))
+        ends = limits(dtype_name(self.dtype))
         if ends is None:
             return 0
         normal = floor_log2(ends.smallest_normal)
@@ -90,7 +82,7 @@ class ExponentHistogram:
             return NotImplemented
         if other.dtype != self.dtype:
             raise ValueError(
-                f"histograms of {_dtype_name(self.dtype)} and {_dtype_name(other.dtype)} have no sum: what is "
+                f"histograms of {dtype_name(self.dtype)} and {dtype_name(other.dtype)} have no sum: what is "
                 "subnormal differs. Convert the tensors to one dtype before they are counted."
             )
         return ExponentHistogram(
@@ -115,13 +107,13 @@ def exponent_histogram(x: Tensor) -> ExponentHistogram:
     """
     _extension.explain_once()
     with only_our_dispatch():
-        x = _readable(x, "exponent_histogram")
+        x = readable(x, "exponent_histogram")
         dtype = counted_dtype(x)
         exponents = _reference.exponents_of(dtype)
-        if _is_plain(x):
+        if is_plain(x):
             row = _ops.exponent_histogram(x)
         else:
-            row = _through_public(_ops.exponent_histogram, _reference.exponent_histogram, x)
+            row = through_public(_ops.exponent_histogram, _reference.exponent_histogram, x)
         return _from_row(dtype, exponents, row.tolist())
 
 
@@ -134,17 +126,3 @@ def _from_row(dtype: torch.dtype, exponents: Iterable[int], row: list[int]) -> E
     nans, posinfs, neginfs, zeros = row[: _reference.EXPONENT_HEAD]
     counts = dict(zip(exponents, row[_reference.EXPONENT_HEAD :], strict=True))
     return ExponentHistogram(dtype, counts, zeros, nans, posinfs, neginfs)
-
-
-class HealthWithExponents(TensorHealth):
-    """A TensorHealth that also has `ExponentHistogram.counts` where the tensor is of floating point."""
-
-    exponents: Mapping[int, int] | None = None
-
-
-def health_with_exponents(x: Tensor) -> TensorHealth:
-    """Return the health of `x` with its elements by power of two, for `counts=True`. Raises as `tensor_health` does."""
-    health = HealthWithExponents(*tensor_health(x))
-    if x.is_floating_point():
-        health.exponents = exponent_histogram(x).counts
-    return health

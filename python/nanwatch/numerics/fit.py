@@ -22,7 +22,7 @@ from torch import Tensor
 from . import _extension, _ops, _reference
 from .exponents import ExponentHistogram, counted_dtype
 from .formats import limits
-from .ranges import _dtype_name, _is_plain, _readable, _through_public, _type_name, only_our_dispatch
+from .readable import dtype_name, is_plain, only_our_dispatch, readable, through_public, type_name
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
 """What `narrowest` chooses from: by width, of one width the finer before the wider."""
@@ -89,7 +89,7 @@ class Fit:
         most = "" if self.is_exact else "at most "
         scaled = "" if self.scale == 1.0 else f" scaled by {self.scale:g}"
         return (
-            f"{_dtype_name(self.dtype)}{scaled}: {most}{self.overflow:.3%} overflow, {self.underflow:.3%} become zero, "
+            f"{dtype_name(self.dtype)}{scaled}: {most}{self.overflow:.3%} overflow, {self.underflow:.3%} become zero, "
             f"{self.subnormal:.3%} become subnormal"
         )
 
@@ -118,12 +118,12 @@ def would_fit(x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale:
         return _fit_of_histogram(x, target, float(scale))
     _extension.explain_once()
     with only_our_dispatch():
-        x = _readable(x, "would_fit")
-        marks = _marks(_dtype_name(counted_dtype(x)), target, float(scale))
+        x = readable(x, "would_fit")
+        marks = _marks(dtype_name(counted_dtype(x)), target, float(scale))
         # The marks ascend, and only uint64 has some beyond its words, which no element reaches.
         codes = [_as_int64(word) for word in marks if word < 1 << 64]
         read, public = (partial(f, codes=codes) for f in (_ops.count_from, _reference.count_from))
-        row = read(x) if _is_plain(x) else _through_public(read, public, x)
+        row = read(x) if is_plain(x) else through_public(read, public, x)
         nonzero, kept, normal, overflow, nonfinite = row.tolist() + [0] * (len(marks) - len(codes))
     found = (overflow - nonfinite, nonzero - kept, kept - normal)
     return Fit(getattr(torch, target), float(scale), nonzero - nonfinite, *found, *found)
@@ -235,9 +235,7 @@ def _ends(name: str) -> _Ends:
 
 def _target(dtype: torch.dtype | str) -> str:
     if not isinstance(dtype, torch.dtype | str):
-        raise TypeError(
-            f"would_fit got a {_type_name(dtype)} as dtype; a torch.dtype or its name is accepted"
-        )
+        raise TypeError(f"would_fit got a {type_name(dtype)} as dtype; a torch.dtype or its name is accepted")
     name = str(dtype).removeprefix("torch.")
     if name not in _TARGETS:
         why = (
@@ -327,7 +325,7 @@ def _as_int64(word: int) -> int:
 
 def _fit_of_histogram(histogram: ExponentHistogram, target: str, scale: float) -> Fit:
     """The bounds: a power of two counts as certain when all its numbers agree, as possible when one of them does."""
-    source = _dtype_name(histogram.dtype)
+    source = dtype_name(histogram.dtype)
     words, marks = _ladder(source), _marks(source, target, scale)
     lowest = _reference.exponents_of(histogram.dtype).start
     most, least = [0, 0, 0], [0, 0, 0]

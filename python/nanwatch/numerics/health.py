@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -33,3 +34,9 @@ class TensorHealth(NamedTuple):
     numel: int
     first_nonfinite: tuple[int, ...] | None
     """Index of the first nan or inf in C order; None when all is finite. Nested: (component, index in it)."""
+
+
+class HealthWithExponents(TensorHealth):
+    """TensorHealth that also has `ExponentHistogram.counts`, for a tensor of floating point."""
+
+    exponents: Mapping[int, int] | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..numerics.ranges import local_shard, only_our_dispatch
+from ..numerics.readable import local_shard, only_our_dispatch
 
 if TYPE_CHECKING:
     from ..numerics.health import TensorHealth

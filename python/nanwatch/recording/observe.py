@@ -10,17 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics._reference import without_repeats
-from ..numerics.exponents import exponent_histogram, health_with_exponents
+from ..numerics.exponents import exponent_histogram
 from ..numerics.formats import limits
-from ..numerics.health import TensorHealth
-from ..numerics.ranges import (
-    abs_range,
-    health_of,
-    local_shard,
-    only_our_dispatch,
-    tensor_health,
-    unreadable,
-)
+from ..numerics.health import HealthWithExponents, TensorHealth
+from ..numerics.ranges import abs_range, health_of, tensor_health
+from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..report.histogram import StoredHistogram
 from ..report.record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
 from ..util.suppressed import suppressed
@@ -215,11 +209,18 @@ def _examine(x: Tensor, row: Row, allow_inf: bool | MaskedScores, counts: bool) 
                 is_mask = are_masked(x, row.role, health, scores)
             row = _with_health(row, health, is_mask, allow_inf is True)
         if counts and row.isfinite:
-            row = row._replace(health=health_with_exponents(x))
+            row = row._replace(health=_health_with_exponents(x))
     except Exception:
         # The range already says what matters; the counts are an extra.
         suppressed("the elements of a tensor could not be counted")
     return row
+
+
+def _health_with_exponents(x: Tensor) -> TensorHealth:
+    health = HealthWithExponents(*tensor_health(x))
+    if x.is_floating_point():
+        health.exponents = exponent_histogram(x).counts
+    return health
 
 
 def _with_health(row: Row, health: TensorHealth, is_mask: bool, allow_inf: bool) -> Row:

@@ -97,7 +97,7 @@ class PythonRecorder(RecordsBackwards):
         # Guards the counters, the ring, the nodes and what is known of backwards. Nobody calls back or reads a
         # tensor while holding it. Reentrant, as a signal's handler may ask for a report at any moment.
         self.lock = threading.RLock()
-        # No graph keeps a call in compiled code alive: the latest call of each module is kept for its weights' gradients.
+        # No graph keeps a call in compiled code alive. The latest of each module is kept, for its weights' gradients.
         self._compiled_calls = {}
         this = weakref.ref(self)
         self._gradients = None

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import Handles, before_steps
 from ..numerics._extension import instances_of
-from ..numerics.ranges import only_our_dispatch
+from ..numerics.readable import only_our_dispatch
 from ..recording.events import Event
 from ..recording.observe import read
 from ..report import text

@@ -178,7 +178,7 @@ WEIGHT = "state[0.weight]"  # float32, 4 by 3
         (put("rng", {"cpu": WEIGHT}), "capsule.rng['cpu'] should be a tensor of bytes"),
         (put("rng", {"cuda:0": "rng[cpu]"}), "capsule.rng should have cpu"),
         (put("autocast", 0, "dtype", "half"), "capsule.autocast[0].dtype should be"),
-        (put("finding", {"module": 1}), "capsule.finding: "),
+        (put("finding", {"module": 1}), "capsule.finding has no 'class_name'"),
         (put("tensors", WEIGHT, "dtype", "float16"), f"'{WEIGHT}' is F32 [4, 3]; capsule.json says F16 [4, 3]"),
         (put("tensors", WEIGHT, "dtype", "complex64"), f"'{WEIGHT}' is F32 [4, 3]; capsule.json says U8 [96]"),
         (put("tensors", WEIGHT, "shape", [3, 4]), f"'{WEIGHT}' is F32 [4, 3]; capsule.json says F32 [3, 4]"),
