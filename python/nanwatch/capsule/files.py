@@ -58,7 +58,7 @@ class Entry:
 
     @classmethod
     def of(cls, x: Tensor) -> Entry:
-        """The entry of a tensor that can be kept."""
+        """Return the entry of a tensor that can be kept."""
         with torch._C.DisableTorchFunction():
             strides = None if x.is_contiguous() else tuple(x.stride())
             name = str(x.dtype).removeprefix("torch.")
@@ -66,12 +66,12 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in the file, in bytes."""
+        """Return the size of the tensor in the file, in bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
     def type_name(self) -> str:
-        """`float16 [4, 512]`."""
+        """Return `float16 [4, 512]`."""
         return f"{self.dtype} {list(self.shape)}"
 
     def to_json(self) -> Json:
@@ -103,7 +103,7 @@ def read_entry(value: Json, where: str) -> Entry:
 
 
 def why_not(x: Tensor) -> str:
-    """Why the values of `x` cannot be kept, in a few words; "" when they can."""
+    """Return why the values of `x` cannot be kept, in a few words; "" when they can."""
     reason = unreadable(x)
     if reason and not reason.startswith("dtype "):
         return reason
@@ -135,7 +135,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], label: str) -> None:
 
 
 def load(path: Path, entries: Mapping[str, Entry], label: str) -> dict[str, Tensor]:
-    """The tensors of the file, on the CPU, in memory of their own, strided as they were where nothing overlaps.
+    """Load the tensors of the file on the CPU, in memory of their own, with their strides where nothing overlaps.
 
     Raises ValueError for a file that is damaged or has not exactly these entries, ImportError without safetensors.
     """
@@ -178,7 +178,7 @@ def _load(file: Any, name: str, entry: Entry) -> Tensor:
 
 
 def _strided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """`x` with these strides; as it is where they overlap or take far more memory."""
+    """Return `x` with these strides, or `x` itself where they overlap or take far more memory."""
     span = 1
     for stride, size in sorted(zip(strides, x.shape, strict=True)):
         if size == 1:
@@ -214,7 +214,7 @@ class CapsuleError(ValueError):
 
 @contextmanager
 def blaming(path: Path) -> Iterator[None]:
-    """Whatever is wrong inside is wrong with this file."""
+    """Raise any error of the block as a CapsuleError that names this file."""
     try:
         yield
     except RecursionError:
@@ -227,7 +227,7 @@ def blaming(path: Path) -> Iterator[None]:
 
 
 def check_file(path: Path) -> None:
-    """ValueError for what is no file of its own: a pipe would wait for ever, a link lead anywhere."""
+    """Raise ValueError for a pipe, which would wait for ever, and for a link, which may lead anywhere."""
     reading.check_regular(path, follows_links=False)
 
 
@@ -300,7 +300,7 @@ _MEMBERS: dict[str, Callable[[Json, str], Any]] = {
 
 
 class Document:
-    """The document, read as far as that goes without the tensors. Raises ValueError or OSError."""
+    """The JSON document, read as far as that goes without the tensors. Raises ValueError or OSError."""
 
     def __init__(self, path: Path) -> None:
         self._found = reading.members(_read_document(path), "capsule", _MEMBERS)
@@ -314,7 +314,7 @@ class Document:
             )
 
     def fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The fields of a Capsule but for its folder, with the tensors of the other file in their places."""
+        """Return the fields of a Capsule but for its folder, with the tensors of the other file in their places."""
         found = self._found
         known: dict[str, Any] = {**found["left_out"], **tensors}
 

@@ -60,7 +60,7 @@ class LogEntry:
 
 
 class Backend(Protocol):
-    """Takes entries. What these raise ends the log."""
+    """Protocol of a backend. An exception from one ends the log."""
 
     def write(self, entry: LogEntry) -> None:
         """Log it."""
@@ -69,7 +69,7 @@ class Backend(Protocol):
         """Let what was logged outlive the process."""
 
     def close(self) -> None:
-        """Nothing more comes. What is the user's is left open."""
+        """End the log. A tracker of the user's stays open."""
 
 
 ACCEPTED = (
@@ -79,7 +79,7 @@ ACCEPTED = (
 
 
 class CallableBackend:
-    """Calls a function with the numbers and words of each entry."""
+    """Backend that calls a function with the numbers and words of each entry."""
 
     def __init__(self, function: Callable[[dict[str, float | str], int], object]) -> None:
         self._function = function
@@ -89,19 +89,19 @@ class CallableBackend:
         self._function({**entry.scalars, **entry.texts}, entry.batch)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: each entry was delivered."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def is_target(target: Any) -> bool:
-    """Whether it is one of those that are ACCEPTED, by what it can do."""
+    """Return whether `target` is one of those that are ACCEPTED, by what it can do."""
     return isinstance(target, str | os.PathLike) or _is_writer(target) or _is_run(target) or callable(target)
 
 
 def backend_for(target: Any) -> Backend:
-    """The backend for a target. Raises ImportError, naming the extra, where its package is not installed."""
+    """Return the backend for a target. Raise ImportError with the extra where its package is not installed."""
     if isinstance(target, str | os.PathLike) or _is_writer(target):
         return TensorBoardBackend(target)
     if _is_run(target):
@@ -124,7 +124,7 @@ _WHO = "watch(log_to=<folder>)"
 
 
 class TensorBoardBackend:
-    """Writes entries with the user's writer, or with one of its own in a folder, which it makes for the first entry.
+    """Backend that writes with the user's writer, or with one of its own in a folder, made for the first entry.
 
     The step is the number of the batch. With several processes each has a folder of its own, as a trace has a file.
     """
@@ -168,7 +168,7 @@ class TensorBoardBackend:
             self._writer.close()
 
     def _open(self) -> Any:
-        """The writer; None when the user has closed it, as it would begin another file then."""
+        """Return the writer; None when the user has closed it, as it would begin another file then."""
         if self._writer is None and self._make is not None:
             self._writer = self._make()
         return None if getattr(self._writer, "all_writers", True) is None else self._writer
@@ -192,10 +192,10 @@ BATCH = f"{TOTAL}/batch"
 
 
 class WandbBackend:
-    """Adds entries to the user's run; the x axis of their charts is the number of the batch.
+    """Backend that adds entries to the user's run; the x axis of their charts is the number of the batch.
 
-    A run has one step for all that is logged, and drops what comes with a lower step than it has reached. So nothing
-    here makes a step: what is logged goes with the next `run.log` of the user's own. Of several entries between two of
+    A run has one step for all that is logged, and drops what comes with a lower step than it has reached. So the
+    backend makes no step: its entry goes with the next `run.log` of the user's own. Of several entries between two of
     those the latest stays, number by number.
     """
 
@@ -228,7 +228,7 @@ class WandbBackend:
         return run
 
     def flush(self) -> None:
-        """The run has a process of its own that outlives this one."""
+        """Do nothing: the run has a process of its own that outlives this one."""
 
     def close(self) -> None:
-        """The run is the user's."""
+        """Do nothing: the run is the user's."""

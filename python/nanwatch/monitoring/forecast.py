@@ -45,9 +45,11 @@ _LINES_IN = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """`label` of `module` has `bits` of headroom in `dtype` and loses `bits_per_100` in 100 batches. It is expected to
-    overflow near `batch`, give or take `plus_minus` batches, the first of all modules; so many `followers` will later.
-    `replaces` is the batch of the forecast that no longer holds."""
+    """Prediction that `label` of `module` overflows near `batch`, give or take `plus_minus` batches, first of all.
+
+    It has `bits` of headroom in `dtype` and loses `bits_per_100` in 100 batches. `followers` more modules overflow
+    later. `replaces` is the batch of the forecast that no longer holds.
+    """
 
     module: str
     label: str
@@ -74,13 +76,13 @@ class Forecast:
 
 @cache
 def _end_bits(dtype: str) -> float | None:
-    """log2 of the largest finite number of the format; None for what is none."""
+    """Return log2 of the largest finite number of the format; None for a dtype without limits."""
     ends = limits(dtype)
     return None if ends is None else log2(ends.largest)
 
 
 class Forecaster:
-    """Takes the largest magnitudes of some batches and foretells overflows; 0.8 KiB for each tensor, for good.
+    """Forecaster of overflows from the largest magnitudes of some batches. Keeps 0.8 KiB for each tensor.
 
     `is_due(batch)` says whether a batch is wanted. `room`: how many tensors there may be.
     """
@@ -99,14 +101,14 @@ class Forecaster:
         self._told: list[tuple[int, Forecast]] = []  # with the batches that they were told in
 
     def is_due(self, batch: int) -> bool:
-        """Whether this batch is wanted."""
+        """Return whether this batch is wanted."""
         since = batch - self._last
         return since >= _MOST_BATCHES or (
             since >= self._pause and self._spared + since * _SPARED_A_BATCH >= 1
         )
 
     def meet(self, names: Sequence[PeakName]) -> None:
-        """The names of the next values, which come after those that were met before."""
+        """Add the names of the next values, which come after those that were added before."""
         if not names:
             return
         places, ends = [], []
@@ -122,7 +124,7 @@ class Forecaster:
         self._history.grow(len(self._names))
 
     def end(self, batch: int, values: bytes) -> list[Forecast]:
-        """The batch is done: return what is new to say, at most one forecast.
+        """Take the values of a finished batch. Return the new forecasts, at most one.
 
         `values` are the largest magnitudes as Recorder.take_peaks gives them.
         """
@@ -219,9 +221,9 @@ _PLACES = np.arange(_FEW)
 
 
 class HeadroomHistory:
-    """A track is a number from 0, `grow` brings it in. 0.8 KiB a track.
+    """Headroom of tensors over batches. A track is a number from 0, and `grow` adds it. 0.8 KiB a track.
 
-    There is `room` for so many from the start: what is made in the first batch would lie between its activations.
+    There is `room` for so many from the start: memory allocated in the first batch would lie between its activations.
     """
 
     def __init__(self, room: int = 0) -> None:
@@ -231,7 +233,7 @@ class HeadroomHistory:
         self._bits: Floats = np.full((room, POINTS), np.nan, np.float32)
 
     def grow(self, number: int) -> None:
-        """Have room for so many tracks."""
+        """Make room for so many tracks."""
         more = number - len(self.count)
         if more <= 0:
             return
@@ -244,7 +246,7 @@ class HeadroomHistory:
             self._bits = np.concatenate([self._bits, spare.astype(np.float32)])
 
     def add(self, tracks: Numbers, batch: int, bits: Floats) -> None:
-        """A point of each of these, all at the same batch."""
+        """Add a point to each of these, all at the same batch."""
         full = tracks[self.count[tracks] == POINTS]
         if len(full):
             for points in (self._batches, self._bits):
@@ -259,7 +261,7 @@ class HeadroomHistory:
         self.latest[tracks] = batch
 
     def falls(self, tracks: Numbers) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return of each: its bits now, the loss a batch, the late loss a batch, how far back its points reach.
+        """Return for each: its bits now, the loss a batch, the late loss a batch, how far back its points reach.
 
         Lines go through the medians of five points: the latest, and those before the middle, or just before the latest.
         """
@@ -276,14 +278,14 @@ class HeadroomHistory:
         return bits, losses, late, self.latest[tracks] - self._batches[tracks, 0]
 
     def _median(self, tracks: Numbers, first: Numbers) -> tuple[Floats, Floats]:
-        """The median of five points from this one, and their mean batch."""
+        """Return the median of five points from this one, and their mean batch."""
         rows, places = tracks[:, None], np.maximum(first[:, None] + _PLACES, 0)
         return np.sort(self._bits[rows, places], axis=1)[:, _FEW // 2], self._batches[rows, places].mean(
             axis=1
         )
 
     def points(self, track: int) -> tuple[Floats, Floats]:
-        """Batches and bits, oldest first, in float64."""
+        """Return batches and bits, oldest first, in float64."""
         count = self.count[track]
         return self._batches[track, :count].astype(float), self._bits[track, :count].astype(float)
 

@@ -36,9 +36,10 @@ from .forecast import Forecast
 
 
 class BatchLog:
-    """Takes the frames of one batch, and makes the entry of them.
+    """The frames of one batch, and the log entry made of them.
 
-    Of each tensor by its module, label and dtype the largest counts. An input is left out: it is its maker's output.
+    The largest record counts for each tensor by its module, label and dtype. Inputs are left out: each is another
+    module's output.
     """
 
     def __init__(self, batch: int) -> None:
@@ -70,14 +71,14 @@ class BatchLog:
         return dict(sorted(least.items(), key=lambda item: item[1][0]))
 
     def ranges(self) -> dict[str, Histogram]:
-        """By role, how many tensors have their largest magnitude in each power of two."""
+        """Return, by role, how many tensors have their largest magnitude in each power of two."""
         found: dict[str, list[float]] = {}
         for abs_max, row in self._largest.values():
             found.setdefault(row.role, []).append(log2(abs_max))
         return {role: Histogram.of(values) for role, values in found.items()}
 
     def entry(self, shown: Iterable[str], forecasts: Sequence[Forecast] = ()) -> LogEntry:
-        """The entry, with a number for each of the modules in `shown` that has one."""
+        """Return the entry, with a number for each of the modules in `shown` that has one."""
         headroom = self.headroom
         scalars = {IS_FINITE: 1.0}
         texts = {}
@@ -96,12 +97,12 @@ class BatchLog:
 
 
 def nonfinite_entry(finding: Finding) -> LogEntry:
-    """The entry of a batch that went wrong."""
+    """Return the entry of a non-finite batch."""
     return LogEntry(finding.batch, {IS_FINITE: 0.0}, texts={FINDING: summary(finding)})
 
 
 def spell_module(name: str) -> str:
-    """The name of a module within a tag."""
+    """Return the name of a module within a tag."""
     return visible(name) or "(root)"
 
 
@@ -113,9 +114,9 @@ _MOST_MODULES = 256
 
 
 class Log:
-    """Logs the batches to a backend: every so many, or fewer where that takes too long, and each fault.
+    """Logs batches to a backend: every n-th, or fewer where that takes too long, and each non-finite one.
 
-    What the backend raises is one warning and the end of the log. `every` is in batches.
+    An exception of the backend becomes one warning and the end of the log. `every` is in batches.
     """
 
     def __init__(self, backend: Backend, every: int) -> None:
@@ -134,7 +135,7 @@ class Log:
         self._process = os.getpid()
 
     def is_due(self, batch: int) -> bool:
-        """Whether the frames of this batch are wanted."""
+        """Return whether the frames of this batch are wanted."""
         return self._backend is not None and self._has_time and batch >= self._next
 
     def add(self, frame: FrameRows) -> None:
@@ -146,7 +147,7 @@ class Log:
         own.add(frame)
 
     def end(self, batch: int, forecasts: Sequence[Forecast]) -> None:
-        """The batch is done, and all was finite: log it if its frames were taken, and the forecasts in any case."""
+        """Log a finite batch if its frames were taken, and the forecasts in any case."""
         taken, self._batch = self._batch, BatchLog(-1)
         if taken.batch == batch:
             self._next = batch + self._every
@@ -165,7 +166,7 @@ class Log:
         self._write(lambda: nonfinite_entry(finding), flushes=True)
 
     def close(self) -> None:
-        """Log no more. The user's own tracker stays open. A second time does nothing."""
+        """Stop logging. The user's own tracker stays open. A second time does nothing."""
         backend, self._backend = self._backend, None
         if backend is not None and self._process == os.getpid():
             with self._safely():

@@ -1,7 +1,7 @@
-"""How many elements of a tensor lie in each power of two: `exponent_histogram`, in one pass and with one sync.
+"""Number of elements of a tensor in each power of two: `exponent_histogram`, in one pass and with one sync.
 
-A range says where the ends are; the histogram says how much is there, which is what decides about a format: one
-element of 1e-9 among a million is another matter than half of a million.
+A range says where the ends are. The histogram says how many elements are there, which decides about a format: one
+element of 1e-9 among a million is another matter than half a million of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .readable import dtype_name, is_plain, only_our_dispatch, readable, through
 
 
 class _Counts(dict[int, int]):
-    """Nothing lies at an exponent that is not there."""
+    """Counts by exponent, 0 for one that is not listed."""
 
     def __missing__(self, exponent: int) -> int:
         return 0
@@ -54,17 +54,17 @@ class ExponentHistogram:
 
     @property
     def num_finite_nonzero(self) -> int:
-        """The elements that have a power of two."""
+        """Return the number of elements that have a power of two."""
         return sum(self.counts.values())
 
     @property
     def num_inf(self) -> int:
-        """Infinities of either sign."""
+        """Return the number of infinities of either sign."""
         return self.num_posinf + self.num_neginf
 
     @property
     def num_subnormal(self) -> int:
-        """Nonzero elements below the smallest normal number of `dtype`; 0 for integers."""
+        """Return the number of nonzero elements below the smallest normal number of `dtype`; 0 for integers."""
         ends = limits(dtype_name(self.dtype))
         if ends is None:
             return 0
@@ -73,11 +73,11 @@ class ExponentHistogram:
 
     @property
     def numel(self) -> int:
-        """All elements."""
+        """Return the number of all elements."""
         return self.num_finite_nonzero + self.num_zero + self.num_nan + self.num_inf
 
     def __add__(self, other: ExponentHistogram) -> ExponentHistogram:
-        """The histogram of both tensors together. Raises ValueError when their dtypes differ."""
+        """Return the histogram of both tensors together. Raise ValueError when their dtypes differ."""
         if not isinstance(other, ExponentHistogram):
             return NotImplemented
         if other.dtype != self.dtype:
@@ -96,7 +96,7 @@ class ExponentHistogram:
 
 
 def exponent_histogram(x: Tensor) -> ExponentHistogram:
-    """Counts the elements of `x` by power of two, its zeros, subnormals, nans and infinities: one pass, one sync.
+    """Count the elements of `x` by power of two, its zeros, subnormals, nans and infinities: one pass, one sync.
 
     Any shape and layout, as `tensor_health` takes them, strides without a copy. Floating point down to float8 by the
     formats' own codes; integers by their magnitude (int8 -128 is 2^7) and bool as 0 and 1, which have no subnormal
@@ -118,7 +118,7 @@ def exponent_histogram(x: Tensor) -> ExponentHistogram:
 
 
 def counted_dtype(x: Tensor) -> torch.dtype:
-    """The dtype whose exponents are counted: that of `x`, or float32 for a quantized tensor."""
+    """Return the dtype whose exponents are counted: that of `x`, or float32 for a quantized tensor."""
     return torch.float32 if x.is_quantized else x.dtype
 
 

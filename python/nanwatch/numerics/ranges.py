@@ -1,7 +1,7 @@
-"""The range and the health of a tensor as plain Python values: `abs_range`, `abs_ranges`, `tensor_health`.
+"""Range and health of a tensor as plain Python values: `abs_range`, `abs_ranges`, `tensor_health`.
 
-Each call waits for the device once, to bring the numbers over; `torch.ops.nanwatch.abs_range` does not wait.
-What cannot be read raises TypeError and says why: a tensor that nobody looked at is never called finite.
+Each call waits for the device once, to copy the numbers; `torch.ops.nanwatch.abs_range` does not wait. A tensor that
+cannot be read raises TypeError with the reason. It never counts as finite.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .readable import is_plain, only_our_dispatch, readable, through_public, typ
 
 
 def _abs_range(x: Tensor) -> AbsRange:
-    """`abs_range` without the compiled part, and for every tensor that the compiled part does not read itself."""
+    """Do the work of `abs_range` without the compiled part, or for a tensor that the compiled part cannot read."""
     with only_our_dispatch():
         return _to_range(_range_row(readable(x, "abs_range")).tolist())
 
 
 def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
-    """The `abs_range` of each tensor, in their order: one launch per device and one sync per device.
+    """Return the `abs_range` of each tensor, in their order: one launch per device and one sync per device.
 
     An empty iterable gives `[]`. Raises TypeError, naming the position, as `abs_range` does.
     """
@@ -57,7 +57,7 @@ def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
 
 
 def _tensor_health(x: Tensor) -> TensorHealth:
-    """`tensor_health` without the compiled part, and for every tensor that the compiled part does not read itself."""
+    """Do the work of `tensor_health` without the compiled part, or for a tensor that it cannot read."""
     with only_our_dispatch():
         x = readable(x, "tensor_health")
         return _to_health(x, _health_row(x).tolist())
@@ -66,7 +66,7 @@ def _tensor_health(x: Tensor) -> TensorHealth:
 if TYPE_CHECKING or _extension.C is None:
 
     def abs_range(x: Tensor) -> AbsRange:
-        """`(abs_min, abs_max, isfinite)` of |x| over all elements of `x`, in one pass and with one sync.
+        """Return `(abs_min, abs_max, isfinite)` of |x| over all elements of `x`, in one pass and with one sync.
 
         Equal to `x.abs().min()`, `x.abs().max()` and `torch.isfinite(x).all()`, as a float, a float and a bool:
         one nan makes both ends nan. Any shape and layout; floating point down to float8, integers (unsigned
@@ -80,7 +80,8 @@ if TYPE_CHECKING or _extension.C is None:
         return _abs_range(x)
 
     def tensor_health(x: Tensor) -> TensorHealth:
-        """The range of `x`, its ends over the finite elements, its counts and where the first bad element is.
+        """Return the range of `x`, its ends over the finite elements, its counts and the index of the first bad
+        element.
 
         One pass and one sync. A complex element is finite when its parts are; the rest is judged by its modulus, an
         infinite one counts in `num_posinf`. Raises TypeError as `abs_range` does.
@@ -103,7 +104,7 @@ def _health_row(x: Tensor) -> Tensor:
 
 
 def _index_of(x: Tensor, flat: int) -> tuple[int, ...]:
-    """The index, over the shape of `x`, of its element number `flat` in C order."""
+    """Return the index, over the shape of `x`, of its element number `flat` in C order."""
     if x.is_nested:
         for i, component in enumerate(x.unbind()):
             if flat < component.numel():
@@ -130,7 +131,7 @@ def _to_health(x: Tensor, row: list[float]) -> TensorHealth:
 
 
 def health_of(row: list[float], shape: Sequence[int]) -> TensorHealth:
-    """The health of a tensor of this shape from the columns of `torch.ops.nanwatch.health`."""
+    """Return the health of a tensor of this shape from the columns of `torch.ops.nanwatch.health`."""
     return _health(row, prod(shape), lambda flat: _index_in(shape, flat))
 
 

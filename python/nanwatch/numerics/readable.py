@@ -19,10 +19,10 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
 def unreadable(x: Tensor) -> str:
-    """Why `x` has no values that can be read, in a few words; "" when they can.
+    """Return why `x` has no values that can be read, in a few words; "" when it has.
 
-    Costs about a microsecond and touches no data. A tensor subclass with its own dispatch can still refuse when it
-    is read: that is a TypeError of the functions above.
+    Takes about a microsecond and reads no data. A tensor subclass with its own dispatch may still refuse to be read.
+    The functions that read raise TypeError then.
     """
     if type(x) in _PLAIN_TYPES:
         return _unreadable(x)
@@ -65,7 +65,7 @@ def _unreadable_subclass(x: Tensor) -> str:
 
 
 def readable(x: Tensor, caller: str) -> Tensor:
-    """`x`, or its local shard; TypeError for what is not a tensor or cannot be read."""
+    """Return `x`, or its local shard. Raise TypeError for what is not a tensor or cannot be read."""
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{caller} takes a torch.Tensor, got {type_name(x)}. "
@@ -81,7 +81,7 @@ def readable(x: Tensor, caller: str) -> Tensor:
 
 
 def local_shard(x: Tensor) -> Tensor | None:
-    """What this process holds of a DTensor; None for any other tensor."""
+    """Return the part of a DTensor that this process holds; None for any other tensor."""
     if type(x) is Tensor:
         return None
     # DTensor is not imported for this (0.3 s): where nobody imported it, there is none.
@@ -93,7 +93,7 @@ def local_shard(x: Tensor) -> Tensor | None:
 
 
 def _has_storage_for(x: Tensor) -> bool:
-    """False when the storage is smaller than the tensor's extent.
+    """Return False when the storage is smaller than the tensor's extent.
 
     FSDP frees a parameter by resizing its storage to nothing; torch itself then reads through a null pointer.
     """
@@ -104,7 +104,7 @@ def _has_storage_for(x: Tensor) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether the sizes and strides of `x` say where in its storage the elements are."""
+    """Return whether the sizes and strides of `x` say where in its storage the elements are."""
     return (
         x.layout is torch.strided
         and not x.is_nested
@@ -114,7 +114,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def through_public(operator: Read, public: Read, x: Tensor) -> Tensor:
-    """The row of a tensor on which some public torch operations may be missing; a subclass never sees ours."""
+    """Read a tensor on which some public torch operations may be missing. A subclass never sees our operators."""
     try:
         return public(x) if _reference.overrides_dispatch(x) else operator(x)
     except Exception as error:
@@ -127,10 +127,10 @@ def through_public(operator: Read, public: Read, x: Tensor) -> Tensor:
 
 @contextmanager
 def only_our_dispatch() -> Iterator[None]:
-    """Reads the data past `__torch_function__`, active modes and torch.jit.trace: a look is no part of a program.
+    """Read the data past `__torch_function__`, active modes and torch.jit.trace.
 
-    Without this a user's FakeTensorMode would answer for a real tensor, a counting mode would count us, and a traced
-    graph would hold our operations.
+    Without this a user's FakeTensorMode would answer for a real tensor, a counting mode would count our operations, and
+    a traced graph would hold them.
     """
     tracing = torch._C._get_tracing_state()
     if tracing is not None:

@@ -49,11 +49,11 @@ def first_float(value: Any, depth: int = 0) -> torch.dtype | None:
 
 
 def cast(value: Any, sources: tuple[torch.dtype, ...], to: torch.dtype, *, scalars: bool = True) -> Any:
-    """`value` with its tensors of the dtypes `sources` in `to`, in tuples, lists, mappings and dataclasses.
+    """Return `value` with its tensors of the dtypes `sources` in `to`, in tuples, lists, mappings and dataclasses.
 
-    What holds no such tensor is handed on as the same object, so a cache that the callee fills stays the caller's; what
-    holds one is a copy of the same type, or stays itself where its type cannot be copied. `scalars=False` leaves
-    tensors of no dimension alone: they decide no dtype, and a loss is better left wide.
+    A value that holds no such tensor is returned as the same object, so a cache that the callee fills stays the
+    caller's. A value that holds one is a copy of the same type, or stays itself where its type cannot be copied.
+    `scalars=False` leaves tensors of no dimension alone: they decide no dtype, and a loss is better left wide.
     """
     least_ndim = 0 if scalars else 1
 
@@ -64,7 +64,7 @@ def cast(value: Any, sources: tuple[torch.dtype, ...], to: torch.dtype, *, scala
 
 
 def replaced(value: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
-    """`value` with what `change` makes of its tensors, where that is not None; else as `cast`."""
+    """Return `value` with its tensors replaced by what `change` returns, where that is not None; else as `cast`."""
     return _replaced(value, change, 0)[0]
 
 

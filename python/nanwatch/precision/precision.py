@@ -1,6 +1,6 @@
 """Modules that compute in float32 though all around them is narrower: `run_in_fp32`, `fp32_modules`.
 
-A wrapper takes the slot of the module's `forward`: hooks would see an exception only if told to, know nothing of
+A wrapper takes the slot of the module's `forward`. Hooks would see an exception only with always_call, do not see
 direct calls of `forward`, and cannot lend the module other weights. The slot is an instance attribute, so copies and
 pickles take it with them, and the wrapper pickles by its class.
 """
@@ -32,7 +32,7 @@ _SLOT = "forward"
 def run_in_fp32(
     module: nn.Module | str, model: nn.Module | None = None, *, cast_output: bool = True
 ) -> Fp32Handle:
-    """From now on `module` computes in float32, with everything inside it.
+    """Run `module` in float32 from now on, with everything inside it.
 
     In each of its calls autocast is off, float16 and bfloat16 tensors among its arguments come as float32, and half
     precision weights and buffers are used as float32 copies through which gradients reach the weights themselves.
@@ -55,7 +55,7 @@ def run_in_fp32(
 
 
 def fp32_modules(model: nn.Module, patterns: str | Iterable[str], *, cast_output: bool = True) -> Fp32Handle:
-    """`run_in_fp32` for every module of `model` whose name one of the glob patterns matches; one handle for all.
+    """Apply `run_in_fp32` to every module of `model` whose name one of the glob patterns matches; one handle for all.
 
     `*` crosses dots: "encoder.block.*.wo" is every `wo` in the encoder's blocks. Raises ValueError for a pattern that
     matches no module that is ever called, TypeError for patterns that are no strings.
@@ -81,9 +81,9 @@ def fp32_modules(model: nn.Module, patterns: str | Iterable[str], *, cast_output
 
 
 class Fp32Handle:
-    """What `run_in_fp32` did, to be undone by `remove()` or at the end of a `with` block.
+    """Handle of `run_in_fp32`: `remove()` or the end of a `with` block undoes it.
 
-    It speaks for the modules it was made for: a copy of the model stays as it was copied.
+    It covers the modules it was made for: a copy of the model stays as it was copied.
     """
 
     def __init__(self, claims: list[tuple[_ForwardWrapper, _Claim]]) -> None:
@@ -128,7 +128,7 @@ class _ForwardWrapper:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward behind this; through it `inspect.signature` reads the arguments."""
+        """Return the forward behind this; through it `inspect.signature` reads the arguments."""
         return MethodType(type(self.module).forward, self.module) if self.found is None else self.found
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +275,7 @@ def _write_back(own: Tensor, copy: Tensor) -> None:
 
 
 def _version(x: Tensor) -> int | None:
-    """The version counter, where there is one to read: not in inference mode, nor while torch.compile looks on."""
+    """Return the version counter, where it can be read: not in inference mode, nor while torch.compile traces."""
     return None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 

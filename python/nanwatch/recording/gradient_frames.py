@@ -1,4 +1,4 @@
-"""From what came in a backward to its frames: PythonRecorder's part of what gradients/gradient_recorder.cpp does."""
+"""Frames of backwards: PythonRecorder's part of what gradients/gradient_recorder.cpp does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RecordsBackwards(ABC):
-    """The part of PythonRecorder that makes frames of backwards; see Recorder."""
+    """The part of PythonRecorder that makes frames of backwards."""
 
     counters: dict[str, int]
     lock: AbstractContextManager[object]
@@ -40,7 +40,7 @@ class RecordsBackwards(ABC):
     @property
     @abstractmethod
     def paused(self) -> bool:
-        """See Recorder."""
+        """Return whether nothing is recorded."""
 
     def _report_backward_start(self) -> None:
         if self._subscriptions.has(Event.BACKWARD_START):

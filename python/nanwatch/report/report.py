@@ -34,12 +34,11 @@ class Report:
 
     @property
     def mesh(self) -> tuple[str, ...]:
-        """Where this rank is in the device meshes that the model's parameters and tensors of the frames are sharded
-        over, as `dp=1 of 4`."""
+        """Return the position of this rank in the device meshes of parameters and frames' tensors, as `dp=1 of 4`."""
         return tuple(dict.fromkeys((*self.parameter_mesh, *text.mesh_coordinates(self.frames))))
 
     def to_text(self, color: bool = False) -> str:
-        """The frames in columns and the finding in words; ANSI colours with `color`, which needs `rich`."""
+        """Return the frames in columns and the finding in words; with ANSI colours for `color`, which needs `rich`."""
         return text.report_text(self.frames, self.finding, self.batch, self.mesh, color=color)
 
     def __str__(self) -> str:
@@ -51,12 +50,12 @@ class Report:
         out.write(f"{self.to_text(color=wants_color(out))}\n")
 
     def to_json(self) -> str:
-        """One strict JSON document; nan and the infinities are the strings "nan", "inf" and "-inf"."""
+        """Return one strict JSON document; nan and the infinities are the strings "nan", "inf" and "-inf"."""
         document = {"schema": SCHEMA, "version": VERSION, **reading.plain(self)}
         return json.dumps(document, allow_nan=False)
 
     def to_html(self, tell: Tell = silent) -> str:
-        """One page that opens offline and sends nothing: the finding, a chart, headroom by module, every record.
+        """Return a page that opens offline and sends nothing: the finding, a chart, headroom by module, every record.
 
         Write it as UTF-8. Needs `jinja2` and `plotly`: raises ImportError, naming the extra, without them.
         """
@@ -66,7 +65,7 @@ class Report:
 
     @classmethod
     def from_json(cls, document: str) -> Report:
-        """The report that `to_json` wrote. Raises ValueError, saying where, for anything else."""
+        """Return the report that `to_json` wrote. Raise ValueError with the place for anything else."""
         advice = "pass the whole text that Report.to_json() wrote"
         return reading.document(document, _report, "a nanwatch report", advice)
 

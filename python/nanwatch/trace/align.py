@@ -1,9 +1,9 @@
-"""Which row of one trace answers to which row of another, though modules were added, taken out, swapped or renamed.
+"""Alignment of the rows of two traces, though modules were added, removed, swapped or renamed.
 
 Batches that made the same calls, as nearly all do, are compared as arrays. For the others the calls are aligned once
-for each pair of patterns: first those of the same module and class, as a diff of two texts goes about it; then, between
-those, calls of the same class and with the same labels (a module put into a Sequential renames all behind it), and at
-last of the same name (a module that was swapped). No torch in here, and no names: what has an identity is a number.
+for each pair of patterns: first calls of the same module and class, as a diff of two texts does it; then, between
+those, calls of the same class and with the same labels (a module put into a Sequential renames all behind it); at last
+calls of the same name (a module that was swapped). This module needs no torch and no names: numbers stand for them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _MATCHED = 400_000
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a trace by batch and call, each column an array. The numbers mean the same on both sides.
+    """Rows of a trace by batch and call, each column an array. The numbers mean the same on both sides.
 
-    `module` and `kind` (its class) are of the call, `again` says that it was recomputed; `record` is role and label.
+    `module` and `kind` (its class) belong to the call, `again` says that it was recomputed, and `record` is role and
+    label.
     """
 
     batch: Ints
@@ -43,7 +44,7 @@ class Rows:
     record: Ints
 
     def patterns(self) -> Ints:
-        """What has to be equal, row by row, for two batches to be compared as they stand."""
+        """Return a number for each row. Two batches with equal numbers are compared as they stand."""
         first = np.ones(len(self.call), np.int64)
         first[1:] = (self.call[1:] != self.call[:-1]) | (self.batch[1:] != self.batch[:-1])
         # Mixed, not packed: 4 columns of numbers may not fit in 64 bits. Equal mixtures are taken for equal rows.
@@ -66,9 +67,9 @@ class Call:
 
 
 def align(a: Rows, b: Rows, batches: Sequence[tuple[int, int]], tell: Tell = silent) -> tuple[Ints, Ints]:
-    """Rows of `a` and the rows of `b` that answer to them, for these pairs of batches, in the order of `a`.
+    """Return the rows of `a` and the rows of `b` that match them, for these pairs of batches, in the order of `a`.
 
-    Of each side the rows of a batch stand together, and those of a call.
+    On each side the rows of a batch stand together, and those of a call.
     """
     pattern_a, pattern_b = a.patterns(), b.patterns()
     known: dict[tuple[bytes, bytes], tuple[Ints, Ints]] = {}
@@ -96,7 +97,7 @@ def align(a: Rows, b: Rows, batches: Sequence[tuple[int, int]], tell: Tell = sil
 
 
 def _calls(rows: Rows, start: int, end: int) -> list[Call]:
-    """The calls of one batch; their `start` counts from the batch's first row."""
+    """Return the calls of one batch; their `start` counts from the batch's first row."""
     number = rows.call[start:end]
     bounds = [0, *(np.flatnonzero(number[1:] != number[:-1]) + 1).tolist(), end - start]
     columns = (rows.module, rows.kind, rows.again, rows.record)
@@ -110,7 +111,7 @@ def _calls(rows: Rows, start: int, end: int) -> list[Call]:
 
 
 def _align_batch(a: Sequence[Call], b: Sequence[Call]) -> tuple[Ints, Ints]:
-    """The rows that answer to each other, counted from the first of the batch."""
+    """Return the matching rows, counted from the first of the batch."""
     pairs = align_calls(a, b)
     found: Pairs = []
     for i, j in pairs:
@@ -126,7 +127,7 @@ def _align_batch(a: Sequence[Call], b: Sequence[Call]) -> tuple[Ints, Ints]:
 
 
 def align_calls(a: Sequence[Call], b: Sequence[Call]) -> Pairs:
-    """The calls that answer to each other, as positions; each at most once."""
+    """Return the matching calls as positions, each at most once."""
     levels = [
         ([one.exact for one in a], [one.exact for one in b]),
         ([one.similar for one in a], [one.similar for one in b]),
@@ -152,7 +153,7 @@ def align_calls(a: Sequence[Call], b: Sequence[Call]) -> Pairs:
 
 
 def _between(pairs: Pairs, whole: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
-    """The gaps that the pairs, in order, leave on both sides."""
+    """Return the gaps that the pairs, in order, leave on both sides."""
     from_a, to_a, from_b, to_b = whole
     gaps = []
     for i, j in [*pairs, (to_a, to_b)]:
@@ -163,7 +164,7 @@ def _between(pairs: Pairs, whole: tuple[int, int, int, int]) -> list[tuple[int, 
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> Pairs:
-    """A long common subsequence: equal ends, then what is there once on each side, then what lies between those."""
+    """Return a long common subsequence: equal ends, then keys that are unique on each side, then what lies between."""
     pairs: Pairs = []
     gaps = [(0, len(a), 0, len(b))]
     while gaps:
@@ -189,7 +190,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> Pairs:
 
 
 def _unique_in_order(a: Sequence[int], b: Sequence[int]) -> Pairs:
-    """The most pairs of what is there once on each side that stand in the same order on both."""
+    """Return the most pairs of keys that are unique on each side and in the same order on both."""
     count_a, count_b = Counter(a), Counter(b)
     place = {key: j for j, key in enumerate(b) if count_b[key] == 1}
     unique = [(i, place[key]) for i, key in enumerate(a) if count_a[key] == 1 and key in place]

@@ -58,7 +58,7 @@ class Attempt:
 
     @property
     def key(self) -> tuple[str, str | int]:
-        """A key that all ranks of an attempt share, and no other attempt has."""
+        """Return a key that all ranks of an attempt share, and no other attempt has."""
         return self.run_id, self.master or self.number
 
     def __str__(self) -> str:

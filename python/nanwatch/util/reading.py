@@ -1,4 +1,4 @@
-"""Values out of a JSON document that may be anybody's, each checked.
+"""Readers of JSON documents, which may come from anybody, and `plain` for writing them.
 
 A reader takes a value and the place of it in the document, so that an error names the place. It raises ValueError.
 """
@@ -25,7 +25,7 @@ Reader: TypeAlias = Callable[[Any, str], _T]
 
 
 def refuse_constant(name: str) -> float:
-    """For json.loads(parse_constant=…): NaN and Infinity are no JSON."""
+    """Raise ValueError for NaN and Infinity, which are no JSON: for json.loads(parse_constant=…)."""
     raise ValueError(f'{name} is no JSON number; "{name}" in quotes was expected')
 
 
@@ -48,7 +48,7 @@ def file_text(path: Path, most: int = MAX_FILE, *, follows_links: bool = True) -
 
 
 def document(text: str, read: Callable[[Any], _T], what: str, advice: str) -> _T:
-    """What `read` makes of a JSON text. Raises ValueError: that it is not `what`, why, and the advice."""
+    """Parse a JSON text and return what `read` makes of it. Raise ValueError with the reason and the advice."""
     try:
         return read(json.loads(text, parse_constant=refuse_constant))
     except RecursionError:
@@ -77,28 +77,28 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 
 def text(value: Any, where: str) -> str:
-    """A string."""
+    """Read a string."""
     if not isinstance(value, str):
         raise fail(where, "a string", value)
     return value
 
 
 def count(value: Any, where: str) -> int:
-    """A whole number."""
+    """Read a whole number."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise fail(where, "an integer", value)
     return value
 
 
 def flag(value: Any, where: str) -> bool:
-    """True or False."""
+    """Read true or false."""
     if not isinstance(value, bool):
         raise fail(where, "true or false", value)
     return value
 
 
 def number(value: Any, where: str) -> float:
-    """A number; nan and the infinities are spelt as strings."""
+    """Read a number; nan and the infinities are spelt as strings."""
     special = {"nan": nan, "inf": inf, "-inf": -inf}
     if isinstance(value, str) and value in special:
         return special[value]
@@ -113,7 +113,7 @@ def number(value: Any, where: str) -> float:
 
 
 def one_of(choices: tuple[_T, ...]) -> Reader[_T]:
-    """One of the choices."""
+    """Return a reader of one of the choices."""
 
     def read(value: Any, where: str) -> _T:
         if value not in choices:
@@ -124,12 +124,12 @@ def one_of(choices: tuple[_T, ...]) -> Reader[_T]:
 
 
 def optional(read: Reader[_T]) -> Reader[_T | None]:
-    """What `read` reads, or None."""
+    """Return a reader of null, or of what `read` reads."""
     return lambda value, where: None if value is None else read(value, where)
 
 
 def list_of(read: Reader[_T]) -> Reader[list[_T]]:
-    """A list of what `read` reads."""
+    """Return a reader of a list, each item by `read`."""
 
     def read_all(value: Any, where: str) -> list[_T]:
         if not isinstance(value, list):
@@ -140,12 +140,12 @@ def list_of(read: Reader[_T]) -> Reader[list[_T]]:
 
 
 def tuple_of(read: Reader[_T]) -> Reader[tuple[_T, ...]]:
-    """The same as a tuple."""
+    """Return a reader of a list as a tuple, each item by `read`."""
     return lambda value, where: tuple(list_of(read)(value, where))
 
 
 def mapping_of(read: Reader[_T]) -> Reader[dict[str, _T]]:
-    """An object with any members, each of what `read` reads."""
+    """Return a reader of an object with any members, each by `read`."""
 
     def read_all(value: Any, where: str) -> dict[str, _T]:
         if not isinstance(value, dict):
@@ -213,7 +213,7 @@ def _of_annotation(kind: Any) -> Reader[Any]:
 
 
 def shorten(value: object) -> str:
-    """`repr(value)`, at most 60 characters of it."""
+    """Return `repr(value)`, cut to 60 characters."""
     # Only the beginning is made: a hostile value may be a gigabyte.
     if isinstance(value, str):
         return repr(value) if len(value) <= 58 else f"{value[:54]!r}..."
@@ -224,5 +224,5 @@ def shorten(value: object) -> str:
 
 
 def fail(where: str, expected: str, value: object) -> ValueError:
-    """The error that names a place, what belongs there and what came."""
+    """Return a ValueError that names the place, what is accepted there and what came."""
     return ValueError(f"{where} should be {expected}, got {shorten(value)}")

@@ -1,4 +1,4 @@
-"""Text of strangers made safe to show: what a terminal, a log or a page would obey is spelt out."""
+"""Words for people made of names from strangers: what a terminal, a log or a page would obey is spelt out."""
 
 from __future__ import annotations
 
