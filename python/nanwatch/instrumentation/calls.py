@@ -86,6 +86,19 @@ def _watched_call(recorder: Any, module: nn.Module, inner: Any, node: int) -> An
     return NativeWatchedCall(recorder, module, inner, node)
 
 
+def check_model(model: object) -> None:
+    """Raise TypeError for an object that is no module, or one whose calls cannot be seen."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(f"watch() needs a module, got the class {model.__name__}; pass {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"watch() needs a torch.nn.Module, got {type(model).__name__}; pass the model itself")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"watch() cannot hook the modules inside a {type(model).__name__};"
+            " pass the model as it was before torch.jit"
+        )
+
+
 class Attachment:
     """A recorder on the modules of one model, until `remove`.
 

@@ -17,7 +17,7 @@ from ..recording.observe import own_tensors, read
 from ..report import text
 from ..report.errors import BatchLimitError
 from ..report.record import Role, Row, to_record
-from ..session.checks import MAX_BATCH, whole
+from ..session.options import MAX_BATCH, whole
 from ..util.visible import visible
 
 

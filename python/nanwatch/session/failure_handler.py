@@ -1,6 +1,6 @@
 """Handling of non-finite values: report them, tell the other ranks, ask for the re-run, and act once.
 
-The recorder notifies the handler, which owns all that follows: `on_nonfinite` says what it does at the end.
+The recorder notifies the handler through the Watch. The option `on_nonfinite` says what the handler does at the end.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.user_warning import warn_user
 from .nonfinite_batches import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings
-from .options import Options
 from .reports import Reports, left_frames
-from .rerun_policy import RerunPolicy
 
 if TYPE_CHECKING:
     from ..report.rank_observation import Origin
+    from .optimizer_guard import OptimizerGuard
+    from .options import Options
+    from .rerun_policy import RerunPolicy
 
 
 class FailureHandler:
-    """Takes a watch's non-finite values, from the first of a batch to the exception, the user's function or a warning.
+    """Owner of a Watch's failures, from the first non-finite value of a batch to the exception, callback or warning.
 
-    `release()` gives up the report of a backward that no step has been about to take, if there is one.
+    `guard` holds the failure of a backward until a step is about to take it; None without `gradients`.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class FailureHandler:
         recorder: Recorder,
         monitor: Monitor,
         reports: Reports,
-        release: Callable[[], Report | None],
+        rerun: RerunPolicy,
+        guard: OptimizerGuard | None,
     ) -> None:
         self._model = weakref.ref(model)
         self._options = options
@@ -58,16 +60,16 @@ class FailureHandler:
         self._recorder = recorder
         self._monitor = monitor
         self._reports = reports
-        self._release = release
+        self.rerun = rerun
+        self._guard = guard
         self.batches = NonFiniteBatches()
-        self.rerun = RerunPolicy(model, options)
         # A backward fails when its batch has ended: with gradients one finite batch says nothing of its own.
         self._warnings = NonFiniteWarnings(
             speaks=self._action == "warn", patience=2 if options.gradients else 1
         )
         self._exception_batch: int | None = None
-        self._batch_ends = recorder.subscribe(Event.BATCH_END)
-        self.update_subscription()
+        # An error that was found while a report was asked for, which is no place to raise it.
+        self._postponed: NonFiniteError | None = None
         self._coordinator: RankCoordinator | None = None
         if self._action == "raise" and options.peer_timeout and options.enabled:
             # Not a bound method: the job would keep this alive.
@@ -77,15 +79,30 @@ class FailureHandler:
                 options.peer_timeout,
                 lambda name: report_of(()) if (own := this()) is None else own._write_last_frames(name),
             )
+        self._takes_starts = rerun.keeps_start or self._coordinator is not None
+        self._batch_starts = recorder.subscribe(Event.BATCH_START)
+        self._batch_starts.active = self._takes_starts
+        self._batch_ends = recorder.subscribe(Event.BATCH_END)
+        self._update_subscription()
 
-    @property
-    def awaits_batch_start(self) -> bool:
-        """Whether the handler wants to be told of the starts of batches."""
-        return self.rerun.keeps_start or self._coordinator is not None
+    def _update_subscription(self) -> None:
+        """Subscribe to the ends of batches while a kept start, a non-finite batch or a warning waits for one."""
+        self._batch_ends.active = self._takes_starts or bool(self.batches) or self._warnings.awaits_batches
 
-    def update_subscription(self) -> None:
-        """Subscribe to the ends of batches while a non-finite batch or a warning waits for one."""
-        self._batch_ends.active = bool(self.batches) or self._warnings.awaits_batches
+    def poll(self, *, wait: bool) -> None:
+        """Poll the recorder. Postpone an error to the next batch, optimizer's step or `Watch.look()`."""
+        try:
+            self._recorder.poll(wait)
+        except NonFiniteError as error:
+            self._postponed = error
+            self._batch_starts.active = True
+
+    def raise_postponed(self) -> None:
+        """Raise the error that `poll` has postponed, if any."""
+        error, self._postponed = self._postponed, None
+        if error is not None:
+            self._batch_starts.active = self._takes_starts
+            raise error
 
     @property
     def ended_by_exception(self) -> bool:
@@ -95,9 +112,9 @@ class FailureHandler:
     def batch_started(
         self, batch: int, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> object:
-        """Keep what a re-run would need. Raises PeerNonFiniteError when another rank has failed.
+        """Keep what a re-run would need, and return what the recorder is to hold; see RerunPolicy.
 
-        Return what the recorder is to hold; see RerunPolicy.
+        Raises PeerNonFiniteError when another rank has failed.
         """
         if self._coordinator is not None:
             self._coordinator.batch_started(batch)
@@ -125,7 +142,7 @@ class FailureHandler:
             if at_once and self._acts:
                 self._act(batch, inside=not frame.recomputed)
         finally:
-            if frame.recomputed and is_new:  # its end is told to nobody
+            if frame.recomputed and is_new:  # the recorder reports no end of it
                 self.batches.end(number)
 
     def late_nonfinite_call(
@@ -169,31 +186,41 @@ class FailureHandler:
             self._left_by(error, batch)
 
     def conclude(self, batch: int, completed: bool) -> None:
-        """Act on a batch that has ended and whose frames are all known, where that was put off."""
-        if (nonfinite := self.batches.get(batch)) is not None:
-            try:
+        """Act on a batch that has ended and whose frames are all known, unless `nonfinite_call` has acted."""
+        try:
+            if (nonfinite := self.batches.get(batch)) is not None:
                 if completed:
                     self._act(nonfinite)
-            finally:
-                self.batches.end(batch)
-        elif completed and batch % self._options.every == 0:
-            self.batches.run_is_open = False
-            self._warnings.end(batch)
-            self._monitor.end(batch)
+            elif completed and batch % self._options.every == 0:
+                self.batches.run_is_open = False
+                self._warnings.end(batch)
+                self._monitor.end(batch)
+        finally:
+            self.batches.end(batch)
+            self._update_subscription()
+
+    def batch_ended(self, batch: int) -> None:
+        """Let go of what was kept for the batch, which has ended in this thread."""
+        self.rerun.batch_ended(batch)
+        self._update_subscription()
 
     def explain(self, error: BaseException | None) -> None:
-        """Raises PeerNonFiniteError from `error` when another rank's failure is behind it."""
+        """Raise PeerNonFiniteError from `error` when another rank's failure is behind it."""
         explained = None if self._coordinator is None else self._coordinator.explain(error)
         if explained is not None:
             raise explained from error
 
-    def run_ended(self) -> None:
-        """Raises PeerNonFiniteError when another rank has failed, as far as this one knows."""
-        if self._coordinator is not None:
+    def run_ended(self, error: BaseException | None) -> None:
+        """Take the end of a `with` block. Raises PeerNonFiniteError when another rank has failed first."""
+        if error is not None:
+            self.poll(wait=True)
+            self._postponed = None  # `error` says more
+            self.explain(error)
+        elif self._coordinator is not None:
             self._coordinator.check()
 
     def watch_ends(self) -> None:
-        """Tell of gradients that are not finite and that no step was about to take; then sum up the warnings."""
+        """Report non-finite gradients that no step was about to take, then sum up the warnings."""
         try:
             held = self._release()
             if held is not None and held.finding is not None:
@@ -208,15 +235,19 @@ class FailureHandler:
             self._warnings.close(batches, may_raise=sys.exc_info()[0] is None)
 
     def close(self) -> None:
-        """Keep nothing, and hear of other ranks no more."""
+        """Let go of everything, and leave the other ranks."""
         self.rerun.let_go()
         if self._coordinator is not None:
             self._coordinator.close()
 
     @property
     def _acts(self) -> bool:
-        """Whether a report is handed to anybody; otherwise the run goes on by itself."""
+        """Whether somebody gets the report. Otherwise the run goes on by itself."""
         return self._action == "raise" or callable(self._action)
+
+    def _release(self) -> Report | None:
+        """Return the report of a deferred backward, which came first, and drop it."""
+        return None if self._guard is None else self._guard.release()
 
     def _meet(
         self,
@@ -229,10 +260,10 @@ class FailureHandler:
     ) -> NonFiniteBatch | None:
         """Count a non-finite call of the module. `report` makes the report, of the first of its batch."""
         self._warnings.count(module)
-        # A forward that is recomputed in the backward repeats what its batch has told.
+        # A forward that is recomputed in the backward repeats the failure of its batch.
         if batch in self.batches:
             return self.batches.get(batch)
-        # Weights that something else than an optimizer moved by what the backward did wrong: that came first.
+        # A deferred backward came first: something else than an optimizer has moved the weights by its gradients.
         nonfinite = self.batches.add(batch, self._release() or report(), is_left=is_left)
         self._batch_ends.active = True
         if announces:

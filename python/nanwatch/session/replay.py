@@ -23,8 +23,8 @@ from ..report.report import Report
 from ..report.text import close_names, without_wrappers
 from ..util.suppressed import suppressed
 from ..util.visible import visible
-from .api import watch
-from .checks import SWITCH
+from .options import SWITCH
+from .watch import watch
 
 Model: TypeAlias = "nn.Module | Callable[[], nn.Module]"
 
