@@ -62,6 +62,16 @@ class PythonWatchedCall(CallWrapper):
         return output
 
 
+# Functions that make watched calls without the compiled part. torch.compile must not compile them.
+_INTERPRETED: tuple[Any, ...] = (
+    PythonWatchedCall.__call__,
+    PythonRecorder.enter,
+    PythonRecorder.leave,
+    PythonRecorder.left_by,
+    PythonRecorder._add,
+    vars(PythonRecorder)["paused"].fget,
+)
+
 if _extension.C is not None:
     _Native: Any = _extension.C.WatchedCall
 
@@ -122,7 +132,7 @@ class Attachment:
         # The tensor that the operators in compiled code declare as written; see compile/ops.py.
         self._sequence = _new_sequence(torch.device("cpu"))
         self._device_sequences: dict[torch.device, torch.Tensor] = {}
-        dynamo.follow_watched_calls(PythonWatchedCall.__call__)
+        dynamo.follow_watched_calls(_INTERPRETED)
         skip_shape_inference()
         self._observed = observed
         self._allow_inf = allow_inf

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from ...numerics import _extension
-from ...recording.recorder import PythonRecorder
 from ...util.imports import when_imported
 from ...util.user_warning import warn_user
 from .. import slot
@@ -51,11 +50,11 @@ _warned = False
 _unexpecting: weakref.WeakSet[CodeType] = weakref.WeakSet()
 
 
-def follow_watched_calls(interpreted: Callable[..., Any]) -> None:
+def follow_watched_calls(interpreted: Iterable[Any]) -> None:
     """Make Dynamo see watched modules: at once, or when it is imported, which takes a second and may never happen.
 
-    `interpreted` makes watched calls where there is no compiled part; Dynamo is not to compile it.
-    What was compiled before that is compiled again when it is called next.
+    Dynamo does not compile the functions `interpreted`, which make watched calls without the compiled part. Code that
+    was compiled before is compiled again at its next call.
     """
     global _installed
     if not _installed:
@@ -65,7 +64,7 @@ def follow_watched_calls(interpreted: Callable[..., Any]) -> None:
         _forget_traces()
 
 
-def _change_dynamo(interpreted: Callable[..., Any]) -> None:
+def _change_dynamo(interpreted: Iterable[Any]) -> None:
     try:
         _change_call_function(interpreted)
     except Exception as error:
@@ -79,22 +78,13 @@ def _warn(what: str, error: Exception) -> None:
         warn_user(f"nanwatch: {what} ({type(error).__name__}: {error})")
 
 
-def _change_call_function(interpreted: Callable[..., Any]) -> None:
+def _change_call_function(interpreted: Iterable[Any]) -> None:
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
     _unexpecting.update(code for reference in input_codes.seen if (code := reference()) is not None)
-    # The interpreter's own way through a watched module, where there is no compiled part, is not to be compiled itself.
-    paused: Any = vars(PythonRecorder)["paused"]
-    called = (
-        PythonRecorder.enter,
-        PythonRecorder.leave,
-        PythonRecorder.left_by,
-        PythonRecorder._add,
-        paused.fget,
-    )
-    for function in (slot._PythonCallSlot._get, interpreted, *called):
+    for function in (slot._PythonCallSlot._get, *interpreted):
         skip_code(function.__code__)
     original: Any = UnspecializedNNModuleVariable.call_function
 
