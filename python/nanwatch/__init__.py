@@ -21,8 +21,12 @@ from .numerics import _ops as _ops  # torch.ops.nanwatch.*
 
 if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule
-    from .integrations.debug import DebugUnderflowOverflow, detect_overflow
-    from .integrations.debug_option import patch_transformers, unpatch_transformers
+    from .integrations.debug import (
+        DebugUnderflowOverflow,
+        detect_overflow,
+        patch_transformers,
+        unpatch_transformers,
+    )
     from .numerics.exponents import ExponentHistogram, exponent_histogram
     from .numerics.fit import Fit, narrowest, would_fit
     from .numerics.ranges import AbsRange, TensorHealth, abs_range, abs_ranges, tensor_health
@@ -41,8 +45,12 @@ else:
     # Public names and the modules that define them. A name is imported when it is first asked for.
     _MODULES = {
         "capsule.capsule": ("Capsule", "write_capsule"),
-        "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
-        "integrations.debug_option": ("patch_transformers", "unpatch_transformers"),
+        "integrations.debug": (
+            "DebugUnderflowOverflow",
+            "detect_overflow",
+            "patch_transformers",
+            "unpatch_transformers",
+        ),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
         "numerics.fit": ("Fit", "narrowest", "would_fit"),
         "numerics.ranges": ("AbsRange", "TensorHealth", "abs_range", "abs_ranges", "tensor_health"),
@@ -109,6 +117,6 @@ __all__ = [
 
 
 if os.environ.get("NANWATCH_TRANSFORMERS"):
-    from .integrations.debug_option import follow_environment
+    from .integrations.debug import follow_environment
 
     follow_environment()

@@ -14,7 +14,7 @@ from typing import Any
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
 from ..util.imports import needed
-from .debug_option import patch_transformers, unpatch_transformers
+from .debug import patch_transformers, unpatch_transformers
 from .least_headroom import LeastHeadroom
 
 __all__ = ["NanWatchCallback", "patch_transformers", "unpatch_transformers"]
