@@ -25,10 +25,9 @@ from ..report.frame import Frame, FrameRows
 from ..report.report import Report
 from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.user_warning import warn_user
-from .backward_watch import BackwardWatch
 from .failure_handler import FailureHandler
 from .optimizer_guard import OptimizerGuard, SkippedStep, is_inside_step
-from .optimizer_steps import OptimizerSteps
+from .optimizer_steps import BackwardWatch, OptimizerSteps
 from .options import OnNonfinite, Options, check_options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
