@@ -1,4 +1,4 @@
-"""The slot before a module's call, to which watches and re-runs attach wrappers; modules themselves stay as they are.
+"""The slot before a module's call, to which watches and re-runs attach wrappers without a change to the module.
 
 `nn.Module.__call__` asks its module for `_compiled_call_impl` before it runs hooks and forward. From the first use on a
 data descriptor has that name in the class `nn.Module`. It answers with the outermost wrapper of the module's call, or
@@ -29,7 +29,7 @@ ATTRIBUTE = "_compiled_call_impl"
 
 
 class CallWrapper(ABC):
-    """A callable before a module's call. `inner` is the next: a wrapper, what `module.compile()` made, or None."""
+    """Callable before a module's call. `inner` is the next: a wrapper, the result of `module.compile()`, or None."""
 
     inner: Any
     recorder: Any = None
@@ -40,9 +40,9 @@ class _PythonCallSlot:
 
     def __init__(self) -> None:
         self.default_call: Callable[..., Any] | None = None
-        # Bound methods: where a wrapper itself is called, Python 3.11 counts two more of the recursion limit.
+        # Bound methods, because Python 3.11 counts two more calls of the recursion limit for a callable object.
         self._calls: dict[int, Any] = {}
-        # The function that asks for it, and the offset in its code of the first time.
+        # The function that reads the slot, and the offset in its code of the first read.
         self._asking = code = nn.Module._wrapped_call_impl.__code__
         offsets = (one.offset for one in dis.get_instructions(code) if one.argval == ATTRIBUTE)
         self._first = next(offsets, sys.maxsize)
@@ -56,13 +56,13 @@ class _PythonCallSlot:
         if call is None and self.default_call is not None:
             return self.default_call.__get__(module)
         if call is None:
-            # nn.Module.__call__ asks twice. A wrapper that another thread detaches in between was there before.
+            # nn.Module.__call__ reads the slot twice. Another thread may detach the wrapper in between.
             caller = sys._getframe(1)
             if caller.f_code is self._asking and caller.f_lasti > self._first:
                 return module._call_impl
         return call
 
-    # Not a function: Dynamo follows those, and takes what others return as it is.
+    # A partial, because Dynamo follows functions and takes the result of other callables as it is.
     __get__ = functools.partial(_get)
 
     def find(self, address: int, /) -> Any:
@@ -84,7 +84,7 @@ _CallSlot: Any = _PythonCallSlot if _extension.C is None else _extension.C.CallS
 
 
 class _Descriptor(_CallSlot):  # type: ignore[misc]
-    """The data descriptor; what is set goes where it goes without it."""
+    """Data descriptor in nn.Module. A value that is set goes into the module's `__dict__`, as without it."""
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__[ATTRIBUTE] = value
@@ -103,7 +103,7 @@ class _Descriptor(_CallSlot):  # type: ignore[misc]
 
 
 _slot = _Descriptor()
-# Reentrant: the garbage collector may free a module, and call _forget, anywhere in here.
+# Reentrant: the garbage collector may free a module anywhere in here, and so call _forget.
 _lock = threading.RLock()
 _alive: dict[int, weakref.ref[nn.Module]] = {}  # those with a wrapper
 
@@ -121,7 +121,7 @@ def set_default_call(function: Callable[..., Any] | None) -> None:
 
 
 def default_call() -> Callable[..., Any] | None:
-    """Return the function that makes them now."""
+    """Return the function that makes the calls of modules without a wrapper, or None."""
     found: Callable[..., Any] | None = _slot.default_call
     return found
 
@@ -155,7 +155,7 @@ def attach(module: nn.Module, wrapper: Any) -> None:
 
 
 def detach(module: nn.Module, wrapper: Any) -> None:
-    """Detach the wrapper, also from inside others. Do nothing where it is not attached."""
+    """Detach the wrapper, also from inside others. Does nothing where it is not attached."""
     key = id(module)
     with _lock:
         found = wrappers(module)

@@ -1,7 +1,7 @@
-"""Wrappers before the calls of some modules for a time, and exclusive access to a model during a re-run.
+"""Temporary wrappers before the calls of some modules, and exclusive access to a model during a re-run.
 
-Another thread that called the model during a re-run would be looked at as a part of it, draw from the random states
-that the re-run puts back, and lose what it writes into buffers. So that thread waits, and is then watched as ever.
+Another thread that called the model during a re-run would be recorded as a part of it, draw from the random states that
+the re-run restores, and lose its writes to buffers. So that thread waits for the end of the re-run.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..util.modules import each_module
 from ..util.user_warning import warn_user
 from .slot import CallWrapper, attach, detach, own_call, wrappers
 
-# Makes the call of a module, as `module._call_impl(*args, **kwargs)` would.
+# Function that makes the call of a module, as `module._call_impl(*args, **kwargs)` would.
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
-# Seconds. A thread that the re-run itself waits for must get through at last, so that the two cannot deadlock.
+# Seconds after which other threads proceed anyway, so that a re-run that waits for one of them cannot deadlock.
 PATIENCE = 60.0
 
 
 class TemporaryWrapper(CallWrapper):
-    """A wrapper before a module's call until the end of a `with` block; it keeps the module alive."""
+    """Wrapper before a module's call until the end of a `with` block. Keeps the module alive."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -63,7 +63,7 @@ def attached(temporary: Iterable[TemporaryWrapper]) -> Iterator[None]:
 
 
 class _ThreadWrapper(TemporaryWrapper):
-    """Makes the calls of the thread that created it through a function, and those of other threads as before."""
+    """Wrapper that makes the calls of the thread that created it through a function, and other threads' as before."""
 
     def __init__(self, module: nn.Module, run: Run) -> None:
         super().__init__(module)
@@ -79,7 +79,7 @@ class _ThreadWrapper(TemporaryWrapper):
 def wrap_calls(modules: Iterable[nn.Module], run: Run) -> AbstractContextManager[None]:
     """Return a context inside which `run` makes this thread's calls of these modules, after the user's hooks.
 
-    For use inside `BatchStart.again`, where no watch records anything, and compiled modules run eagerly anyhow.
+    For use inside `BatchSnapshot.again`, where no watch records and compiled modules run eagerly.
     """
     return attached(_ThreadWrapper(module, run) for module in {id(one): one for one in modules}.values())
 
@@ -93,30 +93,30 @@ class ExclusiveRun:
         self._free = threading.Event()
 
     def is_ours(self) -> bool:
-        """Whether the calling thread may go on: the owner, and a thread of autograd, on which its backward may run."""
+        """Return whether the calling thread may proceed: the owner, or an autograd thread, perhaps of its backward."""
         return self.is_owned() or torch._C._current_graph_task_id() != -1
 
     def is_owned(self) -> bool:
-        """Whether the calling thread created it."""
+        """Return whether the calling thread created this."""
         return threading.get_ident() == self._owner
 
     def holds_up(self) -> bool:
-        """Whether the calling thread has to wait."""
+        """Return whether the calling thread has to wait."""
         return not self._free.is_set() and not self.is_ours()
 
     def wait(self) -> None:
-        """Wait for the end, but no longer than PATIENCE, and not once more after that; at once for who may go on."""
+        """Wait for the end, at most PATIENCE seconds, unless the calling thread may proceed. After that none waits."""
         if not self.is_ours() and not self._free.wait(PATIENCE):
             self._free.set()
 
     def end(self) -> None:
-        """Let the other threads go on."""
+        """Let the other threads proceed."""
         self.is_over = True
         self._free.set()
 
 
 class ExclusiveWrapper(TemporaryWrapper):
-    """A module's wrapper during an exclusive run. The owner's calls bypass all watches; other threads' calls wait."""
+    """Wrapper during an exclusive run. The owner's calls bypass all watches. Other threads' calls wait."""
 
     def __init__(self, module: nn.Module, exclusive: ExclusiveRun) -> None:
         super().__init__(module)
@@ -127,20 +127,20 @@ class ExclusiveWrapper(TemporaryWrapper):
         if self._exclusive.is_ours():
             return own_call(module)(*args, **kwargs)
         self._exclusive.wait()
-        if self._exclusive.is_over:  # from the start: the next exclusive run may have begun
+        if self._exclusive.is_over:  # the next exclusive run may have begun: start again
             return nn.Module.__call__(module, *args, **kwargs)
         return self.run_inner(module, args, kwargs)
 
 
 @contextmanager
 def unwatched(root: nn.Module) -> Iterator[None]:
-    """Record no call of a module in the tree inside the block; other threads that call one wait for its end.
+    """Record no call of a module in the tree inside the block. Other threads that call one wait for its end.
 
-    The watches stay attached. So one that is stopped or paused meanwhile stays so.
+    The watches stay attached, so that one that is stopped or paused meanwhile stays so.
     """
     exclusive = ExclusiveRun()
     watched = [module for _, module in each_module(root) if wrappers(module)]
-    # The hooks of gradients on weights are in no slot.
+    # Hooks of gradients on weights are in no slot, so their recorders are suspended.
     found = {id(one.recorder): one.recorder for module in watched for one in wrappers(module)}
     recorders = [recorder for recorder in found.values() if recorder is not None]
     for recorder in recorders:
@@ -154,10 +154,10 @@ def unwatched(root: nn.Module) -> Iterator[None]:
         exclusive.end()
 
 
-# Before its first batch torch.distributed.pipelining calls a stage's module, and its backward, on memory that was never
-# written, to learn the shapes of its tensors. Such a call is no batch, and may hold nan.
+# Before its first batch torch.distributed.pipelining calls a stage's module, and its backward, on uninitialised memory
+# to infer the shapes of its tensors. Such a call is no batch, and may hold nan.
 _STAGE = "torch.distributed.pipelining.stage"
-# The first is the name in torch 2.8, which infers shapes on zeros; the others are those of 2.13.
+# The first name is torch 2.8's, which infers shapes on zeros. The others are torch 2.13's.
 _SHAPE_INFERENCE = ("_shape_inference", "_forward_metadata_inference", "_backward_metadata_inference")
 
 
