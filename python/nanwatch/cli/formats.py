@@ -1,4 +1,4 @@
-"""`nanwatch formats TRACE`: whether a format holds a model, and the narrowest that holds each module."""
+"""`nanwatch formats TRACE`: tell whether a format holds a model, and the narrowest that holds each module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nanwatch merge DIR`: the reports of all ranks of a job as one."""
+"""`nanwatch merge DIR`: merge the reports of all ranks of a job."""
 
 from __future__ import annotations
 
