@@ -15,7 +15,6 @@ from torch import nn
 
 from ..diagnosis.left_calls import left_calls
 from ..distributed.coordinator import RankCoordinator
-from ..monitoring.monitor import Monitor
 from ..recording.events import Event, Recorder
 from ..recording.job import report_of
 from ..recording.observe import observe
@@ -32,6 +31,7 @@ from .nonfinite_batches import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnin
 from .reports import Reports, left_frames
 
 if TYPE_CHECKING:
+    from ..monitoring.monitor import Monitor
     from ..report.rank_observation import Origin
     from .optimizer_guard import OptimizerGuard
     from .options import Options
@@ -106,7 +106,7 @@ class FailureHandler:
 
     @property
     def ended_by_exception(self) -> bool:
-        """Whether the latest batch ended by an exception."""
+        """True if the latest batch ended by an exception."""
         return self._exception_batch is not None and self._exception_batch == self._recorder.latest_batch
 
     def batch_started(
@@ -148,7 +148,7 @@ class FailureHandler:
     def late_nonfinite_call(
         self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool
     ) -> None:
-        """Take a call whose rows came from the device after it. Its failure is acted on at the batch's end."""
+        """Take a call whose rows came from the device after it. The handler acts on it at the batch's end."""
         self._meet(
             frame.batch,
             frame.name,
@@ -157,7 +157,7 @@ class FailureHandler:
         )
 
     def step_follows(self, report: Report) -> None:
-        """Act on what a backward did wrong and a step is about to take, or on what a step left in its optimizer."""
+        """Act on a non-finite gradient that a step is about to take, or on a non-finite state of an optimizer."""
         self._monitor.on_nonfinite(report.finding)
         self.batches.open_run(report)
         self._batch_ends.active = True
@@ -242,7 +242,7 @@ class FailureHandler:
 
     @property
     def _acts(self) -> bool:
-        """Whether somebody gets the report. Otherwise the run goes on by itself."""
+        """True if the user gets the report of each failure. Otherwise the run goes on by itself."""
         return self._action == "raise" or callable(self._action)
 
     def _release(self) -> Report | None:
@@ -258,7 +258,7 @@ class FailureHandler:
         is_left: bool = False,
         announces: bool = True,
     ) -> NonFiniteBatch | None:
-        """Count a non-finite call of the module. `report` makes the report, of the first of its batch."""
+        """Count a non-finite call of the module. `report` makes the report, if the call is the first of its batch."""
         self._warnings.count(module)
         # A forward that is recomputed in the backward repeats the failure of its batch.
         if batch in self.batches:
@@ -275,18 +275,18 @@ class FailureHandler:
         return nonfinite
 
     def _announce(self, report: Report) -> None:
-        """Tell the other ranks, before anything slow."""
+        """Publish the failure to the other ranks, before anything slow."""
         if self._coordinator is not None and report.finding is not None:
             self._coordinator.publish(report.finding)
 
     def _act(self, batch: NonFiniteBatch | None, *, inside: bool = False) -> None:
-        """Tell of the batch once; `inside` a forward raise at once, and leave the re-run to `forward_left`."""
+        """Act on the batch once. `inside` a forward raise at once, and leave the re-run to `forward_left`."""
         if batch is None or batch.is_told:
             return
         batch.is_told = True
         if inside and self._action == "raise":
             batch.raised = NonFiniteError(batch.report)
-            # Through no local: the traceback would hold itself, and with it the locals of the forward.
+            # Raise it from no local: the traceback would hold itself, and with it the locals of the forward.
             raise batch.raised
         self._tell(batch.report)
 
@@ -307,13 +307,13 @@ class FailureHandler:
         NonFiniteError.__init__(error, *self._settled(error.report))
 
     def _settled(self, report: Report) -> tuple[Report, Origin | None]:
-        """Return the report after the re-run, and what the ranks agreed on."""
+        """Return the report after the re-run, and the origin on which the ranks agreed."""
         examined = self._examined(report)
         return examined, None if self._coordinator is None else self._coordinator.settle(examined.finding)
 
     def _examined(self, report: Report) -> Report:
-        """Return the report with what a re-run of its batch shows."""
-        # The first of several non-finite batches in a row tells most.
+        """Return the report with the results of a re-run of its batch."""
+        # Only the first of several non-finite batches in a row is re-run, unless each is raised.
         is_first = self.batches.failure is report
         if not is_first and self._action != "raise":
             return report
@@ -325,7 +325,7 @@ class FailureHandler:
         return examined
 
     def _tell_at_end(self, finding: Finding, report: Report) -> None:
-        """Tell of gradients that no step was about to take: no failure yet, so "raise" warns too."""
+        """Report gradients that no step was about to take. They are no failure yet, so "raise" warns too."""
         is_raising = sys.exc_info()[0] is not None
         examined = self._examined(report)
         if self._action in ("raise", "warn"):
@@ -343,7 +343,7 @@ class FailureHandler:
                 suppressed("on_nonfinite raised while the watch ended by another error")
 
     def _left_by(self, error: Exception, batch: int) -> None:
-        """Say, in a note of somebody else's exception that ends the batch, what was not finite in it."""
+        """Add a note with the non-finite value to somebody else's exception that ends the batch."""
         if isinstance(error, NonFiniteError | BatchLimitError):
             return
         try:
@@ -358,7 +358,7 @@ class FailureHandler:
             suppressed("what an exception of the user's left could not be told")
 
     def _meet_left(self, error: Exception, batch: int) -> NonFiniteBatch | None:
-        """Look at the calls that the exception left."""
+        """Read the calls that the exception left, and take the first non-finite one."""
         model, calls = self._model(), left_calls(error)
         # Without calls the exception ended something else, such as a call in compiled code.
         if model is None or not calls:
@@ -373,12 +373,12 @@ class FailureHandler:
             lambda: self._reports.of_failure(
                 batch, left.callers[first], _records(left.given), left.frames[: first + 1]
             ),
-            # The others hear of this rank's exception as they would without a watch: who catches it goes on.
+            # Somebody may catch the exception and go on, so it is not published to the other ranks.
             announces=False,
         )
 
     def _write_last_frames(self, name: str) -> Report:
-        """Write and return the frames of a rank that found nothing itself, also while its thread is held up."""
+        """Write and return the latest frames of a rank without a failure of its own, from any thread."""
         latest = self._recorder.latest_batch
         report = self._reports.latest(None, None if latest < 0 else latest)
         self.rerun.write_frames(report, name)

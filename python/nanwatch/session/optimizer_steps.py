@@ -247,7 +247,7 @@ class OptimizerSteps:
         model = self._model()
         held = {id(x) for group in optimizer.param_groups for x in group["params"]}
         is_own = (
-            # What feeds the model gets its gradients from it, and another optimizer may have that.
+            # Modules before the model get their gradients through it, perhaps with another optimizer.
             self._options.gradients
             or self._recorder.gathers_weights
             or self._steps_given(optimizer)

@@ -305,7 +305,7 @@ class Watch:
 
     @property
     def _ended_by_exception(self) -> bool:
-        """Whether the latest batch ended by an exception."""
+        """True if the latest batch ended by an exception."""
         return self._failures.ended_by_exception
 
     def _settle(self) -> None:
