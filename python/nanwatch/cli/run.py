@@ -135,7 +135,7 @@ class _Run:
         self.interrupt: BaseException | None = None  # Ctrl-C while the watches were ended
         # If it is not 0, it replaces the script's own exit status.
         self._status = 0
-        self._is_told = False
+        self._is_reported = False
         self._notes = ""
         self._not_watched: list[str] = []
         self._finder = ModelFinder(self._found, class_name, self._unmatched)
@@ -180,7 +180,7 @@ class _Run:
         """Note an error that the script did not catch."""
         if _nonfinite_in(error) is not None:
             self._status = NONFINITE
-            self._is_told = True
+            self._is_reported = True
         if hasattr(error, "add_note"):  # from Python 3.11 on notes are printed under the traceback
             self._notes += "\n".join(map(str, getattr(error, "__notes__", ())))
 
@@ -237,7 +237,7 @@ class _Run:
             _tell(f"{MAX_MODELS} models were found; those that were called later were not looked for")
         failed = [report for report in reports if report.finding is not None]
         first = failed[0].finding if failed else None
-        if first is not None and not self._is_told and text.summary(first) not in self._notes:
+        if first is not None and not self._is_reported and text.summary(first) not in self._notes:
             print(failed[0].to_text(), file=sys.stderr)
         if json_file is not None:
             report = (failed or reports or [Report((), None, None, 0)])[0]

@@ -125,9 +125,9 @@ def _difference_lines(found: Sequence[WeightRanges]) -> Iterable[str]:
     yield f"Weights that are not alike on all ranks, first in batch {found[0].batch}: the replicas have come apart,"
     yield "or the ranks hold different parts of a model under the same names"
     for one in found[:_WORST]:
-        told = "; ".join(range_line(*part) for part in one.ranges[:_RANGES])
+        listed = "; ".join(range_line(*part) for part in one.ranges[:_RANGES])
         more = f"; and {len(one.ranges) - _RANGES} more ranges" if len(one.ranges) > _RANGES else ""
-        yield f"  batch {one.batch} {text.module_name(one.module)} {one.label}: {told}{more}"
+        yield f"  batch {one.batch} {text.module_name(one.module)} {one.label}: {listed}{more}"
     if len(found) > _WORST:
         yield f"  and {len(found) - _WORST} more"
 

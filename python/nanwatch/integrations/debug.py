@@ -189,7 +189,7 @@ def _batches(value: Container[int]) -> Container[int]:
 def detect_overflow(var: Tensor, ctx: str) -> bool:
     """Return whether `var` holds a nan or an inf; prints `{ctx} has nans` and `{ctx} has infs` when it does.
 
-    Raises TypeError for what is no tensor and for a tensor that cannot be read.
+    Raises TypeError for an object that is no tensor, and for a tensor that cannot be read.
     """
     return not abs_range(var).isfinite and _print_kinds(var, ctx)
 
@@ -237,14 +237,8 @@ class TrainerDebug(DebugUnderflowOverflow):
         weakref.WeakKeyDictionary()
     )
 
-    def __init__(
-        self,
-        model: nn.Module,
-        max_frames_to_save: int | None = 21,
-        trace_batch_nums: Container[int] | None = None,
-        abort_after_batch_num: int | None = None,
-    ) -> None:
-        super().__init__(model, max_frames_to_save, trace_batch_nums, abort_after_batch_num)
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
         before = self._of.get(model)
         if before is not None and (last := before()) is not None:
             last.stop()

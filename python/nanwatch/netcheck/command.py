@@ -111,7 +111,7 @@ class _Check:
         self._meeting = Meeting(place)
         self._transfers: list[Transfer] = []
         self._peers: list[Arrival] = []
-        self._told = False
+        self._has_printed = False
         self._guard = Guard(options.timeout, self._end_badly)
 
     def run(self) -> int:
@@ -171,7 +171,7 @@ class _Check:
                 steps.point_to_point(device, shifts, guard.tick)
         with guard.step("bandwidth"):
             self._transfers = steps.transfers(device, options.sizes, guard.tick)
-        self._told = True
+        self._has_printed = True
         say([f"[{place.name}] is OK (global rank: {place.rank}/{world_size})"], self._lines_to)
         with guard.step("the other ranks"):
             meeting.end(None)
@@ -218,8 +218,8 @@ class _Check:
     # The guard calls the methods below in the thread that saw the trouble. The process ends when they return.
 
     def _end_badly(self, trouble: Trouble) -> None:
-        if not self._told:
-            self._told = True
+        if not self._has_printed:
+            self._has_printed = True
             if not trouble.follows:
                 trouble = self._look_around(trouble)
             say(_broken_lines(self._place, trouble, self._backend), self._lines_to)

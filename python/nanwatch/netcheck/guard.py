@@ -22,7 +22,7 @@ from ..report.errors import spell
 from ..util.suppressed import suppressing
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_TICK = 0.1  # seconds between two looks at the clock
+_TICK = 0.1  # seconds between two checks of the clock
 GRACE = 2.0  # seconds from the news of another rank's failure to the end of this one: its own error says more
 LAST_RESORT = 15.0  # seconds after the timeout; the clock's own work takes less than 10
 _SOURCE_PLACE = re.compile(r"\[/\S+:\d+\] ")  # of torch's build machine

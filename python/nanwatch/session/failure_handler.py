@@ -136,7 +136,7 @@ class FailureHandler:
             given = [observe(x, label, "input") for label, x in call_leaves(args, kwargs or {})]
             return self._reports.of_failure(frame.batch, caller, _records(given), nonfinite=frame)
 
-        batch = self._meet(number, frame.name, report)
+        batch = self._take(number, frame.name, report)
         at_once = self._options.check in ("auto", "module") or frame.recomputed
         try:
             if at_once and self._acts:
@@ -145,11 +145,11 @@ class FailureHandler:
             if frame.recomputed and is_new:  # the recorder reports no end of it
                 self.batches.end(number)
 
-    def late_nonfinite_call(
+    def pending_nonfinite_call(
         self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool
     ) -> None:
         """Take a call whose rows came from the device after it. The handler acts on it at the batch's end."""
-        self._meet(
+        self._take(
             frame.batch,
             frame.name,
             lambda: self._reports.of_failure(frame.batch, caller, _records(given.rows), nonfinite=frame),
@@ -163,7 +163,7 @@ class FailureHandler:
         self._batch_ends.active = True
         self._warnings.begin(report.finding)
         self._announce(report)
-        self._tell(report)
+        self._raise_or_call(report)
 
     def forward_left(self, batch: int, completed: bool) -> None:
         """Take the end of this thread's forward, which has returned (`completed`) or raised.
@@ -183,7 +183,7 @@ class FailureHandler:
         self._exception_batch = batch
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and batch % self._options.every == 0:
-            self._left_by(error, batch)
+            self._annotate(error, batch)
 
     def conclude(self, batch: int, completed: bool) -> None:
         """Act on a batch that has ended and whose frames are all known, unless `nonfinite_call` has acted."""
@@ -200,7 +200,7 @@ class FailureHandler:
             self._update_subscription()
 
     def batch_ended(self, batch: int) -> None:
-        """Let go of what was kept for the batch, which has ended in this thread."""
+        """Let go of the start of the batch, which has ended in this thread."""
         self.rerun.batch_ended(batch)
         self._update_subscription()
 
@@ -229,7 +229,7 @@ class FailureHandler:
                 report = replace(held, finding=finding)
                 self.batches.open_run(report)
                 self._monitor.on_nonfinite(finding)
-                self._tell_at_end(finding, report)
+                self._warn_at_end(finding, report)
         finally:
             batches = self._recorder.latest_batch + 1
             self._warnings.close(batches, may_raise=sys.exc_info()[0] is None)
@@ -249,7 +249,7 @@ class FailureHandler:
         """Return the report of a deferred backward, which came first, and drop it."""
         return None if self._guard is None else self._guard.release()
 
-    def _meet(
+    def _take(
         self,
         batch: int,
         module: str,
@@ -281,16 +281,16 @@ class FailureHandler:
 
     def _act(self, batch: NonFiniteBatch | None, *, inside: bool = False) -> None:
         """Act on the batch once. `inside` a forward raise at once, and leave the re-run to `forward_left`."""
-        if batch is None or batch.is_told:
+        if batch is None or batch.is_reported:
             return
-        batch.is_told = True
+        batch.is_reported = True
         if inside and self._action == "raise":
             batch.raised = NonFiniteError(batch.report)
             # Raise it from no local: the traceback would hold itself, and with it the locals of the forward.
             raise batch.raised
-        self._tell(batch.report)
+        self._raise_or_call(batch.report)
 
-    def _tell(self, report: Report) -> None:
+    def _raise_or_call(self, report: Report) -> None:
         """Re-run the batch, then hand the report to the user's function, or raise it."""
         if callable(self._action):
             self._action(self._examined(report))
@@ -324,7 +324,7 @@ class FailureHandler:
             self.batches.failure = examined
         return examined
 
-    def _tell_at_end(self, finding: Finding, report: Report) -> None:
+    def _warn_at_end(self, finding: Finding, report: Report) -> None:
         """Report gradients that no step was about to take. They are no failure yet, so "raise" warns too."""
         is_raising = sys.exc_info()[0] is not None
         examined = self._examined(report)
@@ -342,14 +342,14 @@ class FailureHandler:
                     raise
                 suppressed("on_nonfinite raised while the watch ended by another error")
 
-    def _left_by(self, error: Exception, batch: int) -> None:
+    def _annotate(self, error: Exception, batch: int) -> None:
         """Add a note with the non-finite value to somebody else's exception that ends the batch."""
         if isinstance(error, NonFiniteError | BatchLimitError):
             return
         try:
-            nonfinite = self.batches.get(batch) or self._meet_left(error, batch)
-            if nonfinite is not None and not nonfinite.is_told:
-                nonfinite.is_told = True
+            nonfinite = self.batches.get(batch) or self._take_left_calls(error, batch)
+            if nonfinite is not None and not nonfinite.is_reported:
+                nonfinite.is_reported = True
                 report = self._examined(nonfinite.report) if self._acts else nonfinite.report
                 add_note(error, report)
                 if callable(self._action):
@@ -357,7 +357,7 @@ class FailureHandler:
         except Exception:  # the user's error matters more
             suppressed("what an exception of the user's left could not be told")
 
-    def _meet_left(self, error: Exception, batch: int) -> NonFiniteBatch | None:
+    def _take_left_calls(self, error: Exception, batch: int) -> NonFiniteBatch | None:
         """Read the calls that the exception left, and take the first non-finite one."""
         model, calls = self._model(), left_calls(error)
         # Without calls the exception ended something else, such as a call in compiled code.
@@ -367,7 +367,7 @@ class FailureHandler:
         first = next((i for i, frame in enumerate(left.frames) if any(map(is_fault, frame.rows))), None)
         if first is None:
             return None
-        return self._meet(
+        return self._take(
             batch,
             left.frames[first].name,
             lambda: self._reports.of_failure(

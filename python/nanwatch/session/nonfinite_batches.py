@@ -22,14 +22,14 @@ _MAX_NAMED = 3
 class NonFiniteBatch:
     """Batch under way from its first non-finite value on. It belongs to the thread that makes the batch.
 
-    `report` describes that value. `is_told`: it was raised or handed to the user's function. `is_left`: the thread had
-    ended the batch before its rows came from the device. `raised` is the error that was raised inside the forward,
+    `report` describes that value. `is_reported`: it was raised or handed to the user's function. `is_left`: the thread
+    had ended the batch before its rows came from the device. `raised` is the error that was raised inside the forward,
     until the forward is left.
     """
 
     report: Report
     is_left: bool = False
-    is_told: bool = False
+    is_reported: bool = False
     raised: NonFiniteError | None = None
 
 
@@ -121,7 +121,7 @@ class NonFiniteWarnings:
         self._lines = 0  # of the run
         self._since = 0  # non-finite batches since the latest line
         self._finite = 0  # batches in a row since the latest failure
-        self._told: tuple[str, str] = "", ""  # module and phase of the latest line
+        self._latest_line: tuple[str, str] = "", ""  # module and phase of the latest line
 
     @property
     def awaits_batches(self) -> bool:
@@ -145,10 +145,10 @@ class NonFiniteWarnings:
             self._run = run = _Count()
             self._lines = 0
             message = f"{text.summary(finding)}; Watch.report() has the frames that led to it"
-        elif place != self._told and self._since >= 2 ** (self._lines - 1):
+        elif place != self._latest_line and self._since >= 2 ** (self._lines - 1):
             message = f"{text.summary(finding)}; before it, {run}"
         if message:
-            self._told, self._since = place, 0
+            self._latest_line, self._since = place, 0
             self._lines += 1
         self._since += 1
         for count in (run, self._all):
@@ -177,12 +177,12 @@ class NonFiniteWarnings:
     def close(self, batches: int, *, may_raise: bool) -> None:
         """Warn once of the sum over all `batches` watched batches."""
         with self._lock:
-            told, self._all = self._all, _Count()
+            total, self._all = self._all, _Count()
             self._run = None
-        if told.batches:
-            calls = f"; faulty calls: {_ranked(told.calls)}" if told.calls else ""
+        if total.batches:
+            calls = f"; faulty calls: {_ranked(total.calls)}" if total.calls else ""
             watched = f"{batches:,} batch{'' if batches == 1 else 'es'}"
-            warn_user(f"of {watched} watched, {told}{calls}", may_raise=may_raise)
+            warn_user(f"of {watched} watched, {total}{calls}", may_raise=may_raise)
 
 
 def _ranked(counts: Counter[str]) -> str:

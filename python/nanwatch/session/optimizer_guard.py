@@ -91,7 +91,7 @@ class OptimizerGuard:
         self._scaler: Callable[[], Any] | None = (
             None if options.scaler is None else weakref.ref(options.scaler)
         )
-        self._is_told = options.scaler is not None
+        self._is_known = options.scaler is not None
         self._noted = 0  # scales
         self._pending: _Pending | None = None
         self._count(0)
@@ -163,7 +163,7 @@ class OptimizerGuard:
         if pending is None or not (pending.skipped or self._has_fallen(pending) or _are_clean(pending)):
             return
         after = self._scale()
-        if not (self._is_told or pending.skipped or self._has_fallen(pending)):
+        if not (self._is_known or pending.skipped or self._has_fallen(pending)):
             pending.scale = None  # the scaler that was found has no part in this
         self._skip(pending, after)
 

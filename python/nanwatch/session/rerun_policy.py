@@ -76,7 +76,7 @@ class RerunPolicy:
         self._door = threading.Condition()
         self._turn: ExclusiveRun | None = None
         # The start of the latest batch and the batch's number, for its backward: as long as the batch has a graph, and
-        # from a non-finite backward on until a step has been looked at. The graph itself must not hold it: a model that
+        # from a non-finite backward on until a step was checked. The graph itself must not hold it: a model that
         # keeps its output would then hold itself, in a cycle which the garbage collector does not see.
         self._ended: weakref.WeakKeyDictionary[_Graph, _Ended] = weakref.WeakKeyDictionary()
         self._failed: _Ended | None = None

@@ -342,7 +342,7 @@ class Watch:
         self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool
     ) -> None:
         """Hand the call to the failure handler, which acts at the batch's end."""
-        self._failures.late_nonfinite_call(frame, caller, given, is_left)
+        self._failures.pending_nonfinite_call(frame, caller, given, is_left)
 
     def on_batch_end(self, batch: int, completed: bool) -> None:
         """Act on the batch's failure where that was put off; end the run when asked to."""
