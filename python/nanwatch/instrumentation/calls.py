@@ -22,8 +22,7 @@ from ..util.modules import WeakIdentityDict
 from ..util.visible import with_utf8
 from .compile import dynamo, ops
 from .global_hooks import Handles, after_steps, children
-from .slot import CallWrapper, attach, detach, wrappers
-from .temporary_wrappers import skip_shape_inference
+from .slot import CallWrapper, attach, detach, skip_shape_inference, wrappers
 from .wrapped_names import child_name, is_recorded, named_modules
 
 

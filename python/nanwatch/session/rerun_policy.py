@@ -13,7 +13,7 @@ from torch import nn
 
 from ..diagnosis import postmortem
 from ..diagnosis.batch_snapshot import BatchSnapshot
-from ..instrumentation.temporary_wrappers import ExclusiveRun
+from ..instrumentation.slot import ExclusiveRun
 from ..report.errors import spell
 from ..report.report import Report
 from ..util.suppressed import suppressed
