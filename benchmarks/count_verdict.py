@@ -25,8 +25,7 @@ import torch.distributed as dist
 from sim_ranks import Counting, made_up, served
 
 from nanwatch.distributed import consensus
-from nanwatch.distributed.consensus import OriginConsensus
-from nanwatch.distributed.store_protocol import StoreProtocol
+from nanwatch.distributed.consensus import OriginConsensus, StoreProtocol
 from nanwatch.report.rank_observation import RankObservation
 
 REPEATS = 100  # of a single question

@@ -22,8 +22,12 @@ from .numerics import _ops as _ops  # torch.ops.nanwatch.*
 if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule
     from .capsule.files import CapsuleError
-    from .integrations.debug import DebugUnderflowOverflow, detect_overflow
-    from .integrations.debug_option import patch_transformers, unpatch_transformers
+    from .integrations.debug import (
+        DebugUnderflowOverflow,
+        detect_overflow,
+        patch_transformers,
+        unpatch_transformers,
+    )
     from .numerics.exponents import ExponentHistogram, exponent_histogram
     from .numerics.fit import Fit, narrowest, would_fit
     from .numerics.health import AbsRange, TensorHealth
@@ -45,8 +49,12 @@ else:
     _MODULES = {
         "capsule.capsule": ("Capsule", "write_capsule"),
         "capsule.files": ("CapsuleError",),
-        "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
-        "integrations.debug_option": ("patch_transformers", "unpatch_transformers"),
+        "integrations.debug": (
+            "DebugUnderflowOverflow",
+            "detect_overflow",
+            "patch_transformers",
+            "unpatch_transformers",
+        ),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
         "numerics.fit": ("Fit", "narrowest", "would_fit"),
         "numerics.health": ("AbsRange", "TensorHealth"),
@@ -115,6 +123,6 @@ __all__ = [
 
 
 if os.environ.get("NANWATCH_TRANSFORMERS"):
-    from .integrations.debug_option import follow_environment
+    from .integrations.debug import follow_environment
 
     follow_environment()

@@ -26,7 +26,7 @@ from nanwatch.distributed.merge import Digest
 from nanwatch.distributed.merge_pages import merged_text
 from nanwatch.integrations import debug
 from nanwatch.monitoring.log import BatchLog, nonfinite_entry
-from nanwatch.netcheck import words
+from nanwatch.netcheck.command import say
 from nanwatch.report import text
 from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.finding import Cure
@@ -172,7 +172,7 @@ def test_a_page_shows_no_hidden_character(name: str) -> None:
 def test_a_rank_that_names_itself_forges_no_line(name: str) -> None:
     """netcheck prints what other ranks say of themselves."""
     reader, writer = os.pipe()
-    words.say([f"[{name}] is OK", "two"], writer)
+    say([f"[{name}] is OK", "two"], writer)
     os.close(writer)
     with open(reader, encoding="utf-8", newline="") as file:
         assert file.read() == f"[{spelt(name)}] is OK\ntwo\n"

@@ -25,7 +25,7 @@ from nanwatch.instrumentation.wrapped_names import (
     unwrapped,
 )
 from nanwatch.session.api import watch
-from nanwatch.session.backward_watch import state_rows
+from nanwatch.session.optimizer_steps import state_rows
 from support.toys import Scale, mlp, names
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {

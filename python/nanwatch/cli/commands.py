@@ -1,4 +1,4 @@
-"""The sub-commands of `nanwatch`: one line each in COMMANDS, one module each."""
+"""Sub-commands of `nanwatch`: one line each in COMMANDS, one module each."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from functools import partial
 
 from ..util.visible import visible
 
-# What a shell makes of a program that SIGPIPE has ended.
+# Exit status that a shell gives to a program ended by SIGPIPE.
 _CUT = 128 + 13
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A sub-command: what `--help` says of it, and the module whose `main(arguments) -> int` runs it.
+    """Sub-command: its line in `--help`, and the module whose `main(arguments) -> int` runs it.
 
-    `only_prints`: when nobody reads what it prints there is nothing left to do. `runs_user_code`: where Ctrl-C struck
-    may be what the user wants to know.
+    `only_prints`: the command can end when nobody reads its output. `runs_user_code`: Ctrl-C prints a traceback,
+    because the user may want to know where it struck.
     """
 
     summary: str
@@ -31,7 +31,7 @@ class Command:
     runs_user_code: bool = False
 
     def run(self, arguments: list[str]) -> int:
-        """Run it and return the exit status. Only now is its module imported."""
+        """Import the module, run the command and return the exit status."""
         main: Callable[[list[str]], int] = importlib.import_module(self.module, __package__).main
         if not self.only_prints:
             return main(arguments)
@@ -41,9 +41,9 @@ class Command:
 def until_cut(command: Callable[[], int], *, shows_place: bool = False) -> int:
     """Return the command's exit status, or 141 where the reader of its output went away, as `head` does.
 
-    Ctrl-C goes up as KeyboardInterrupt, at which the interpreter ends by SIGINT: what a shell calls 130, and what ends
-    a loop in a script too. With `shows_place` it prints the traceback, without it nothing. What the encoding of stdout
-    does not have is printed as an escape.
+    Ctrl-C is raised as KeyboardInterrupt, at which the interpreter ends by SIGINT: a shell calls this 130 and ends a
+    loop in a script too. With `shows_place` it prints the traceback, without it nothing. Characters that the encoding
+    of stdout lacks are printed as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -57,11 +57,11 @@ def until_cut(command: Callable[[], int], *, shows_place: bool = False) -> int:
             if not shows_place:
                 sys.excepthook = partial(_tell_all_but_ctrl_c, sys.excepthook)
             raise
-        # Now, as at the interpreter's end it would break where nobody can catch it.
+        # Flush now, because at the interpreter's end nobody can catch the error.
         _flush()
         return status
     except BrokenPipeError:
-        # What is left of the output is flushed once more at that end: into nothing.
+        # The interpreter flushes the rest of the output once more at its end: send it into nothing.
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())
         os.close(nothing)
@@ -95,7 +95,7 @@ COMMANDS = {
 
 
 def failed(name: str, error: BaseException) -> int:
-    """Say on stderr, in one line, why the command `name` has nothing to print. Return exit status 2."""
+    """Print on stderr, in one line, why the command `name` has nothing to print. Return exit status 2."""
     sys.stderr.write(f"nanwatch {name}: {visible(str(error))}\n")
     return 2
 

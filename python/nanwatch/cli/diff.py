@@ -1,4 +1,4 @@
-"""`nanwatch diff A B`: where two traces, or two batches of one, part."""
+"""`nanwatch diff A B`: find where two traces, or two batches of one, part."""
 
 from __future__ import annotations
 

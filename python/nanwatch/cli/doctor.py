@@ -1,4 +1,4 @@
-"""The command doctor, also without its name: what is installed, what serves which device, and what is missing."""
+"""`nanwatch doctor`, also the default: what is installed, what serves which device, and what is missing."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ examples:
 """
 
 
-# Elements of a tensor of the self-check: a vector body leaves a tail.
+# Elements of a tensor of the self-check: no multiple of a vector, so that there is a tail.
 _SIZE = 4100
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One implementation and one dtype: how many tensors were compared, and what was wrong ("" when nothing was)."""
+    """Result for one implementation and one dtype: how many tensors were compared, and the error or ""."""
 
     implementation: str
     dtype: str
@@ -62,7 +62,7 @@ def _cpu_name() -> str:
 
 
 def _openmp_libraries() -> list[str]:
-    """The OpenMP runtimes in this process. Two of them mean two pools of threads that know nothing of each other."""
+    """Return the OpenMP runtimes in this process. Two of them mean two pools of threads that compete."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -91,7 +91,7 @@ def _device_facts(device: torch.device) -> dict[str, str]:
 
 
 def facts() -> dict[str, Any]:
-    """All that `--json` prints, but for the self-check."""
+    """Return the document of `--json`, without the self-check."""
     module: Any = _extension.C
     return {
         "nanwatch": {"version": _version(), "path": str(Path(__file__).parents[1])},
@@ -222,15 +222,13 @@ def _check(name: str, device: torch.device, capability: str, dtype: torch.dtype)
         warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
         try:
             torch.empty(1, dtype=dtype, device=device)
-        except (RuntimeError, TypeError) as error:  # a dtype that this device has not
+        except (RuntimeError, TypeError) as error:  # a dtype that this device lacks
             return Outcome(name, spelled, 0, skipped=str(error).splitlines()[0])
         tensors = _tensors(dtype)
         for x in tensors:
             try:
                 wrong = _difference(x[1:], x.to(device)[1:])  # not aligned
-            except (
-                Exception
-            ) as error:  # a crash is a finding like any other, and the rest is still to be checked
+            except Exception as error:  # a crash is one more difference
                 wrong = f"{type(error).__name__}: {error}"
             if wrong:
                 return Outcome(name, spelled, len(tensors), error=wrong)
@@ -251,7 +249,7 @@ def _tensors(dtype: torch.dtype) -> list[Tensor]:
 
 
 def _difference(x: Tensor, moved: Tensor) -> str:
-    """Return what the implementation of `moved`'s device gives other than the reference; "" when all is equal."""
+    """Return the first difference between the implementation of `moved`'s device and the reference, or ""."""
     names = ["abs_range", "health"] + ([] if x.is_complex() else ["exponent_histogram"])
     for name in names:
         got, expected = getattr(_ops, name)(moved).cpu(), getattr(_reference, name)(x)
@@ -274,7 +272,7 @@ def _outcome_line(outcome: Outcome) -> str:
 
 
 def parser(name: str, examples: str) -> argparse.ArgumentParser:
-    """Of the doctor called by this name, or by none."""
+    """Return the parser of the doctor called by this name, or by none."""
     description = "What is installed, which implementation serves which device, and why a part is missing."
     made = command_parser(name, description, examples)
     made.add_argument(

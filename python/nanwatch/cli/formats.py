@@ -1,15 +1,15 @@
-"""`nanwatch formats TRACE`: whether a format holds a model, and the narrowest that holds each module."""
+"""`nanwatch formats TRACE`: tell whether a format holds a model, and the narrowest that holds each module."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from math import isfinite
 from typing import Any
 
 from ..trace.format_advice import FORMATS, LOST, Holding, Need, Share, fits, holdings
 from ..trace.trace_file import Trace
 from ..util.progress import shown
+from ..util.reading import plain
 from ..util.visible import module_name, visible
 from .commands import command_parser, failed
 
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
             trace = Trace.open(options.trace, tell)
             if name is None:
                 needs = fits(trace, margin_bits, lost)
-                lines, modules = _lines(needs, margin_bits), list(map(_need, needs))
+                lines, modules = _lines(needs, margin_bits), list(map(plain, needs))
                 answer: dict[str, Any] = {}
                 status = 0
             else:
@@ -165,31 +165,12 @@ def _bits(margin: float) -> str:
     return f"{margin:g} bit{'' if margin == 1 else 's'}"
 
 
-def _number(value: float) -> float | str:
-    return value if isfinite(value) else str(value)
-
-
-def _need(one: Need) -> dict[str, Any]:
-    return {
-        "module": one.module,
-        "part": one.part,
-        "dtypes": list(one.dtypes),
-        "abs_min": one.abs_min,
-        "abs_max": _number(one.abs_max),
-        "isfinite": one.isfinite,
-        "has_zero": one.has_zero,
-        "fits": one.fits,
-        "holds_all": one.holds_all,
-        "holds_largest": one.holds_largest,
-    }
-
-
 def _holding(one: Holding) -> dict[str, Any]:
     return {
         "module": one.module,
         "part": one.part,
         "dtypes": list(one.dtypes),
-        "abs_max": _number(one.abs_max),
+        "abs_max": plain(one.abs_max),
         "fits": one.fits,
         "verdict": one.verdict,
         "overflow": list(one.overflow),

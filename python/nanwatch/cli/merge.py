@@ -1,4 +1,4 @@
-"""`nanwatch merge DIR`: the reports of all ranks of a job as one."""
+"""`nanwatch merge DIR`: merge the reports of all ranks of a job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ..distributed.merge import merge
-from ..distributed.merge_pages import document, merged_text
+from ..distributed.merge_pages import document, merged_html, merged_text
 from ..util.progress import shown
 from .commands import command_parser, failed
 
@@ -48,8 +48,6 @@ def main(arguments: list[str]) -> int:
         with shown() as tell:
             merged = merge(*options.paths, attempt=options.attempt, tell=tell)
             if options.html is not None:
-                from ..distributed.merge_pages import merged_html
-
                 tell("drawing the page")
                 options.html.write_text(merged_html(merged), encoding="utf-8")
             tell("comparing the ranks")

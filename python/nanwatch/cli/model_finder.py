@@ -1,7 +1,7 @@
-"""Which module of a running program is its model: found when it is called from outside any other module.
+"""Finder of the model of a running program: the module that is called from outside any other module.
 
-A training calls many modules that are not its model: losses, metrics, transforms, a frozen teacher. What sets the model
-apart is parameters that require a gradient, in a module that is in training mode or of which an optimizer holds some.
+A training calls many modules that are not its model: losses, metrics, transforms, a frozen teacher. The model is the
+one with parameters that require a gradient, if it is in training mode or an optimizer holds some of them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..util.visible import spell
 
 _T = TypeVar("_T")
 
-# By which a call of a module is known on the stack.
+# Code by which a call of a module is recognised on the stack.
 _CALL = nn.Module.__call__.__code__
-# Of a program that makes its model anew again and again, as a search for hyperparameters does.
+# Limit for a program that makes its model again and again, as a search for hyperparameters does.
 MAX_MODELS = 8
 
 
@@ -46,9 +46,9 @@ def may_be_trained(module: nn.Module, optimized: Callable[[], Collection[int]]) 
 
 
 def topmost(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
-    """The outermost of the modules alive that hold `module`, at any depth; `module` where there are several or none.
+    """Return the outermost living module that holds `module` at any depth, or `module` if there are several or none.
 
-    A LightningModule is never called itself: its `training_step` is, and calls its parts.
+    A LightningModule is never called itself: its `training_step` is called, and calls its parts.
     """
     holders: dict[int, list[nn.Module]] = {}
     for one in alive:
@@ -69,8 +69,8 @@ def topmost(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
 
 
 def made(kind: type[_T]) -> list[_T]:
-    """All living objects of that class, or of one derived from it, that can be looked at."""
-    # What has not gone through its __init__ yet, or is a copy under way, has no parts.
+    """Return all living objects of a class or its subclasses that are fully made."""
+    # An object before its __init__, or a copy under way, has no parts.
     return [one for one in instances_of(kind) if getattr(one, "__dict__", None)]
 
 
@@ -86,16 +86,16 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 class ModelFinder:
-    """Within the block, `found(model)` is called for each model that is called, before the call is made.
+    """Context that calls `found(model)` for each model before its first call.
 
-    It makes the calls of all modules that no link stands before; see links.py. The calls of the modules that `found`
-    watches take no longer; those of others take 1 µs more, and 3 µs when they are made from outside any other. With
-    `class_name`, a glob pattern, the model is any module of such a class, trained or not, called inside another one or
-    not. When the first module with parameters is called and no living module is of such a class, `unmatched(class
-    names)` is called, once, with the classes of the modules that no other holds. After MAX_MODELS it looks no more.
+    The finder makes the calls of all modules without a wrapper; see instrumentation/slot.py. A call of a module that
+    `found` watches takes no longer. Others take 1 µs more, and 3 µs when they are made from outside any other module.
+    With `class_name`, a glob pattern, each module of such a class is a model, trained or not, also inside another one.
+    If there is none when the first module with parameters is called, `unmatched(class names)` is called once, with the
+    classes of the modules that no other holds. The search ends after MAX_MODELS.
 
-    `passed_over` has classes of modules that were called and are no model, those called inside another one only with
-    `class_name`. `trouble` is the error that ended the search, `is_full` says that MAX_MODELS were found.
+    `passed_over` has classes of modules that were called and are no model; modules inside another one only with
+    `class_name`. `trouble` is the error that ended the search. `is_full` says that MAX_MODELS were found.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ModelFinder:
 
     @property
     def is_full(self) -> bool:
-        """Whether MAX_MODELS were found, and no more are looked for."""
+        """True once MAX_MODELS were found and the search has ended."""
         return self._left <= 0
 
     def __enter__(self) -> ModelFinder:
@@ -149,7 +149,7 @@ class ModelFinder:
     def _try_to_look(self, module: nn.Module, caller: FrameType | None) -> bool:
         try:
             return self._look(module, caller)
-        except Exception as error:  # a program that nobody watches does better than one that ends here
+        except Exception as error:  # an unwatched program is better than one that ends here
             self.stop()
             self.trouble = spell(error)
             warn_user(f"nanwatch looks for no more models: {self.trouble}")
@@ -191,8 +191,8 @@ class ModelFinder:
         self._unmatched(sorted({type(one).__name__ for one in whole}))
 
     def _optimized(self, module: nn.Module) -> set[int]:
-        # To look for optimizers takes 0.1 s among 400,000 objects: once for the module's evaluation, which may come
-        # before there is an optimizer, and once for its training. Later ones are known by their step.
+        # A search for optimizers takes 0.1 s among 400,000 objects. It runs once for the module's evaluation, which may
+        # come before there is an optimizer, and once for its training. Later optimizers are noticed by their step.
         searched = self._searched[torch.is_grad_enabled()]
         if module not in searched:
             searched.add(module)

@@ -1,4 +1,4 @@
-"""`nanwatch replay CAPSULE --model pkg.mod:factory`: a capsule's call again, in one dtype or several."""
+"""`nanwatch replay CAPSULE --model pkg.mod:factory`: make a capsule's call again, in one dtype or several."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ examples:
 
 
 class _UseError(Exception):
-    """What the user is told on stderr, with exit status 2."""
+    """Error for stderr, with exit status 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One call, or why it could not be made. `dtype` is "" for the capsule's own."""
+    """Result of one call, or the reason why it failed. `dtype` is "" for the capsule's own."""
 
     dtype: str
     done: Replayed | None
@@ -60,7 +60,7 @@ class _Run:
 
     @property
     def words(self) -> str:
-        """The verdict as a line says it."""
+        """The verdict in words."""
         if self.done is None:
             return f"could not be run: {self.error}"
         if self.done.report.finding is not None:
@@ -71,7 +71,7 @@ class _Run:
 def main(arguments: list[str]) -> int:
     """Run the command and return the exit status."""
     options = _parser().parse_args(arguments)
-    # What the user's own code prints while it is imported or run is no part of what this prints.
+    # The user's own code, which is imported and run, must not print on this command's stdout.
     with shown() as tell, contextlib.redirect_stdout(sys.stderr):
         try:
             tell(f"reading {options.capsule}")
@@ -151,7 +151,7 @@ def _run(capsule: Capsule, model: Any, name: str, device: str | None) -> _Run:
     try:
         return _Run(name, rerun(capsule, model, getattr(torch, name) if name else None, device))
     except Exception as error:
-        # One dtype that the module cannot do is no reason to leave out the others.
+        # Other dtypes may work.
         return _Run(name, None, spell(error))
 
 

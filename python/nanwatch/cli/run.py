@@ -1,4 +1,4 @@
-"""`nanwatch run SCRIPT [ARGS...]`: an unchanged training script with its model watched."""
+"""`nanwatch run SCRIPT [ARGS...]`: run an unchanged training script and watch its model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ examples:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the script. Return the exit status, or raise what the script left by: SystemExit, KeyboardInterrupt."""
+    """Run the script. Return the exit status, or raise the script's SystemExit or KeyboardInterrupt."""
     options = vars(run_parser().parse_args(arguments))
     target, rest, is_module = options.pop("target"), options.pop("arguments"), options.pop("m")
     json_file, class_name = options.pop("json"), options.pop("model")
@@ -126,23 +126,23 @@ def _help(option: Field[Any]) -> str:
 
 
 class _Run:
-    """A script, and the models that are watched in it."""
+    """Run of a script, and the watches of its models."""
 
     def __init__(self, options: dict[str, Any], class_name: str | None) -> None:
         self._options = options
         self._class_name = class_name
         self._watches: list[tuple[str, Watch]] = []
         self.interrupt: BaseException | None = None  # Ctrl-C while the watches were ended
-        # Goes before the script's own exit status.
+        # If it is not 0, it replaces the script's own exit status.
         self._status = 0
-        self._is_told = False
+        self._is_reported = False
         self._notes = ""
         self._not_watched: list[str] = []
         self._finder = ModelFinder(self._found, class_name, self._unmatched)
         self._process = os.getpid()
 
     def run(self, target: str, arguments: list[str], *, is_module: bool) -> int:
-        """Run it. Return the exit status, or raise as `main` says."""
+        """Run the script. Return the exit status, or raise as `main` does."""
         try:
             with self._finder, self._threads(), _as_main(target, arguments, is_module=is_module):
                 if is_module:
@@ -161,7 +161,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _threads(self) -> Iterator[None]:
-        """Within the block an error that ends a thread of the script decides about the exit status, too."""
+        """Let an error that ends a thread of the script decide about the exit status too."""
         before = threading.excepthook
 
         def hook(args: threading.ExceptHookArgs, /) -> None:
@@ -177,10 +177,10 @@ class _Run:
                 threading.excepthook = before
 
     def _meet(self, error: BaseException) -> None:
-        """Take note of an error that the script did not catch."""
+        """Note an error that the script did not catch."""
         if _nonfinite_in(error) is not None:
             self._status = NONFINITE
-            self._is_told = True
+            self._is_reported = True
         if hasattr(error, "add_note"):  # from Python 3.11 on notes are printed under the traceback
             self._notes += "\n".join(map(str, getattr(error, "__notes__", ())))
 
@@ -188,7 +188,7 @@ class _Run:
         name = type(model).__name__
         try:
             self._watches.append((name, watch(model, **self._options)))
-        except TypeError as error:  # a ScriptModule; nothing that the user named
+        except TypeError as error:  # a ScriptModule, which the user has not named
             self._not_watched.append(name)
             _tell(f"{name} is not watched: {error}")
         except (ValueError, OSError) as error:
@@ -213,13 +213,13 @@ class _Run:
     def _refuse(self, why: str) -> NoReturn:
         _tell(why)
         self._status = BAD_USE
-        # No Exception: the script may catch those.
+        # SystemExit, because the script may catch every Exception.
         raise SystemExit(BAD_USE)
 
     def finish(self, json_file: Path | None, *, has_failed: bool) -> int:
-        """Stop to watch, and say on stderr and in the file what was seen.
+        """Stop the watches, and report on stderr and in the file.
 
-        `has_failed`: an exception ended the script. Return the exit status that goes before the script's, or 0.
+        `has_failed`: an exception ended the script. Return the exit status that replaces the script's, or 0.
         """
         if os.getpid() != self._process:  # a forked child that has come to the script's end
             return 0
@@ -231,13 +231,13 @@ class _Run:
         for (name, one), report in zip(self._watches, reports, strict=True):
             _tell(_line(name, one, report))
             if has_failed and _ended_in(one) and report.finding is not None and report.batch == one.batch:
-                # The script's own check may have met the value before nanwatch did.
+                # The script's own check may have found the value before nanwatch.
                 self._status = self._status or NONFINITE
         if self._finder.is_full:
             _tell(f"{MAX_MODELS} models were found; those that were called later were not looked for")
         failed = [report for report in reports if report.finding is not None]
         first = failed[0].finding if failed else None
-        if first is not None and not self._is_told and text.summary(first) not in self._notes:
+        if first is not None and not self._is_reported and text.summary(first) not in self._notes:
             print(failed[0].to_text(), file=sys.stderr)
         if json_file is not None:
             report = (failed or reports or [Report((), None, None, 0)])[0]
@@ -248,11 +248,11 @@ class _Run:
         return self._status
 
     def _end(self, name: str, one: Watch) -> Report:
-        """Stop to watch, whatever comes of it, and return the report."""
+        """Stop a watch, whatever it raises, and return the report."""
         try:
-            one.report()  # warns of modules whose calls are not seen, which after `stop` nobody knows
+            one.report()  # before `stop`: warns of modules whose calls are not seen
             one.stop()
-        except NonFiniteError as error:  # of a row that came late
+        except NonFiniteError as error:  # from a row that came late
             self._meet(error)
             _show(error.with_traceback(None))
         except BaseException as error:  # the others are stopped all the same
@@ -312,7 +312,7 @@ def _tell(message: str) -> None:
 
 
 def _show(error: Exception) -> None:
-    """Print an exception of the script as the interpreter would, without frames of nanwatch's."""
+    """Print an exception of the script as the interpreter would, without nanwatch's frames."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     own = (__file__, runpy.__file__, "<frozen runpy>")
@@ -328,12 +328,12 @@ def _show(error: Exception) -> None:
     finally:
         found = _nonfinite_in(error)
         if found is not None and sys.excepthook is not sys.__excepthook__:
-            # A hook of the script's own may have shown it in another way, or not at all.
+            # The script's own hook may have shown it in another way, or not at all.
             print(found.report.to_text(), file=sys.stderr, flush=True)
 
 
 def _of_this_rank(path: str) -> Path:
-    """Return the file as named, and for the processes of torchrun other than the first with the rank in its name."""
+    """Return the path, with the rank in its name for all processes of torchrun but the first."""
     rank = os.environ.get("RANK", "0")
     plain = Path(path)
     # The script may change its folder.
@@ -343,7 +343,7 @@ def _of_this_rank(path: str) -> Path:
 
 
 def _run_file(target: str) -> None:
-    """What runpy.run_path does, but `__file__` is absolute and sys.argv[0] as given, as with `python SCRIPT`."""
+    """Do the same as runpy.run_path, but with `__file__` absolute and sys.argv[0] as given, as with `python SCRIPT`."""
     path = os.path.abspath(target)
     module = ModuleType("__main__")
     module.__dict__.update(__file__=path, __builtins__=builtins)
@@ -358,7 +358,7 @@ def _run_file(target: str) -> None:
 
 @contextlib.contextmanager
 def _as_main(target: str, arguments: list[str], *, is_module: bool) -> Iterator[None]:
-    """sys.argv and sys.path as `python SCRIPT` and `python -m MODULE` make them."""
+    """Set sys.argv and sys.path as `python SCRIPT` and `python -m MODULE` do."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [target, *arguments]
     if not getattr(sys.flags, "safe_path", False):

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(file: Path, batch: int | None, tell: Tell) -> tuple[Report, list[str]]:
-    """Return the report, and what stands above it."""
+    """Return the report, and the lines above it."""
     if _is_json(file):
         if batch is not None:
             raise ValueError(f"--batch is for a trace, and {file} is a report; leave it out")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..instrumentation.execution_context import Autocast, RngState
-from ..instrumentation.temporary_wrappers import unwatched
+from ..instrumentation.slot import unwatched
 from ..precision.casting import (
     ParametrizationCache,
     cached_parametrizations,

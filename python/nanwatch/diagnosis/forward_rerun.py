@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
-from ..instrumentation.temporary_wrappers import wrap_calls
+from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module, name_of, unwrapped
 from ..recording.observe import histogram_of, observe
 from ..recording.walk import Leaf, call_leaves, leaves

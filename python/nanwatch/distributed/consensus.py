@@ -1,7 +1,7 @@
-"""One consensus for all ranks of a job: where the first non-finite value was, agreed on through the job's store.
+"""Consensus of all ranks of a job on where the first non-finite value was, reached through the job's store.
 
-Never by a collective: when one rank has failed, the others may be waiting for it in one of their own. A thread looks at
-the store once a second; all that touches the store runs in that thread, so that a store that hangs holds nobody up.
+Ranks never use a collective for it: when one rank has failed, the others may be waiting for it in one of their own. A
+thread looks at the store once a second. Only that thread uses the store, so that a store that hangs holds nobody up.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from typing import TYPE_CHECKING
 
 from ..report.errors import NonFiniteError
 from ..report.finding import Finding
-from ..report.rank_observation import Origin, RankObservation
+from ..report.rank_observation import Origin, RankObservation, earliest
 from ..report.report import Report
 from ..util.job import store_key
 from ..util.user_warning import warn_user
 from ..util.visible import spell
-from .store_protocol import StoreProtocol
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 _INTERVAL = 1.0  # seconds between two looks while all is well
 _INTERVAL_SETTLING = (0.05, 0.5)  # the first and the longest pause while ranks report
-_MOST_QUESTIONS = 20_000.0  # a second, from all ranks: one connection to a store alone can ask 55,000
+_MOST_QUESTIONS = 20_000.0  # a second, from all ranks; a store answers 55,000 from one connection
 _STOPPING = 2.0  # seconds that stop() waits for the thread, which may hang in the store
-# Seconds that a rank with the consensus waits at most for the others to have it too. Once a process of a job has ended,
-# its launcher ends the others, and the store goes with the process that holds it.
+# Seconds that a rank with the consensus waits at most until the others have it too. When one process of a job has
+# ended, its launcher ends the others, and the store goes with the process that holds it.
 _FAREWELL = 3.0
+
+_FAILED, _INSIDE, _DATA = "failed", "inside", "data"
+_NUM_FAILED, _NUM_REPORTED, _COMPLETE, _NUM_LEFT = "num_failed", "num_reported", "complete", "num_left"
 
 
 class PeerNonFiniteError(NonFiniteError):
-    """Another rank held a nan or an inf. `.origin` says where it was first, `.report` has this rank's last frames."""
+    """A nan or an inf on another rank. `.origin` says where it was first, `.report` has this rank's last frames."""
 
     def __init__(self, report: Report, origin: Origin) -> None:
         super().__init__(report, origin)
@@ -51,17 +53,16 @@ class OriginConsensus:
     """One rank's part in the consensus, from its construction to `stop()`.
 
     Args:
-        store: any torch.distributed Store that all ranks share; the keys get a prefix of their own, with torchrun's
-            run id and what tells its attempts apart. By default the store of the default process group.
+        store: any torch.distributed Store that all ranks share, by default that of the default process group. The keys
+            get a prefix with torchrun's run id and attempt.
         rank, world_size: of this process and of the job.
         peer_timeout: seconds that `publish` and `settle` together wait at most for the store and for other ranks.
         part: the part of the model that this rank holds, the same for replicas; name it where ranks hold different
             parts, as the stages of a pipeline do.
-        name: tells several consensuses of one job apart; the same on all ranks.
+        name: distinguishes several consensuses of one job; the same on all ranks.
         on_stuck: called, in the thread of the consensus, with the Origin as far as it is known when another rank has
-            failed and this one has neither published nor settled for a third of `peer_timeout`: it waits in a
-            collective for the one that failed and cannot raise anything. By two thirds of `peer_timeout` at the
-            latest. What it raises becomes a warning.
+            failed and this one has neither published nor settled for a third of `peer_timeout`, because it waits in a
+            collective. The call comes by two thirds of `peer_timeout` at the latest. An exception of it is a warning.
 
     Raises ValueError for numbers that mean nothing.
     """
@@ -104,7 +105,7 @@ class OriginConsensus:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Look no more. A second time does nothing."""
+        """End the thread. Does nothing the second time."""
         self._stopping.set()
         self._jobs.put(lambda: None)
         if threading.current_thread() is not self._thread:
@@ -113,22 +114,22 @@ class OriginConsensus:
 
     @property
     def trouble(self) -> str:
-        """Why the store cannot be asked any more, "" as long as it can."""
+        """The reason why the store cannot be asked any more, "" as long as it can."""
         return self._trouble or ("the store does not answer" if self._is_late else "")
 
     def pending(self) -> bool:
-        """Whether a rank has failed, as far as was seen a second ago. Reads one attribute and costs nothing."""
+        """Return whether a rank had failed a second ago. Reads one attribute."""
         return self._news is not None
 
     def publish(
         self, finding: Finding, sequence: int, clock: Sequence[int] | None = None, part: str | None = None
     ) -> bool:
-        """Tell the other ranks what this one found; only the first time does anything. True when the store has it.
+        """Publish this rank's finding to the others, only the first time. Return whether the store has it.
 
         `sequence` is the place of the non-finite frame in its batch, from 0. `clock` is for ranks that do not all make
         the same number of forwards: whole numbers that count alike everywhere, such as optimizer steps and batches
-        since the last of them. All ranks give one of the same length, or none does. `part`, if given, stands for the
-        consensus's. Never raises for what the store does.
+        since the last of them. All ranks give one of the same length, or none does. `part` replaces the consensus's.
+        Errors of the store are not raised.
         """
         if self._mine is None:
             part = self.part if part is None else part
@@ -137,9 +138,9 @@ class OriginConsensus:
         return not self.trouble
 
     def settle(self, own: Finding | None = None) -> Origin:
-        """The origin, once all ranks have had their say and know it, or `peer_timeout` is over.
+        """Return the origin, once all ranks have reported and know it, or `peer_timeout` is over.
 
-        `own` is what this rank found and published, if anything: it is the origin where the store cannot be asked.
+        `own` is the finding that this rank has published, if any. It is the origin where the store cannot be asked.
         Raises RuntimeError when nothing has failed, here or elsewhere.
         """
         if not self._in_thread(self._settle) and own is not None and self._known is None:
@@ -153,7 +154,7 @@ class OriginConsensus:
         return self._known
 
     def _in_thread(self, job: Callable[[float], None]) -> bool:
-        """Have the thread do it; False when that failed or took longer than what is left of `peer_timeout`."""
+        """Run a job in the thread. Return False when it failed or took longer than the rest of `peer_timeout`."""
         done, succeeded = threading.Event(), False
         start = time.monotonic()
         until = start + self._budget
@@ -174,7 +175,7 @@ class OriginConsensus:
         self._is_late = not done.is_set()
         return succeeded
 
-    # What follows runs in the thread.
+    # The methods below run in the thread.
 
     def _run(self) -> None:
         try:
@@ -204,9 +205,9 @@ class OriginConsensus:
             self._fail(error)
 
     def _say_nothing(self) -> None:
-        """A rank that stops when it knows of a failure is not waited for.
+        """Report without an observation, so that no rank waits for this one, if it knows of a failure.
 
-        It does not look once more: where the store has gone, torch writes a stack to stderr.
+        Does not look once more: where the store has gone, torch writes a stack to stderr.
         """
         if not self._trouble and not self._reported and self._news is not None:
             self._report()
@@ -291,3 +292,76 @@ def _own_store(store: Store, prefix: str) -> Store:
     # A connection of its own where there is such a thing: on a shared one a rank that waits for a key holds up all.
     clone = getattr(store, "clone", None)
     return PrefixStore(prefix, store if clone is None else clone())
+
+
+class StoreProtocol:
+    """The few keys of the job's store through which ranks agree. No method waits for a rank.
+
+    No key exists while all is well, and a rank that looks asks for one. A rank that fails sends eleven short messages,
+    and eleven more to settle; one that only settles sends twelve (benchmarks/count_verdict.py). Nothing grows with the
+    number of ranks: the store keeps the earliest observation by compare-and-set, and a count of the ranks whose
+    observation is at one place.
+    """
+
+    def __init__(self, store: Store, world_size: int) -> None:
+        self._store = store
+        self._world_size = world_size
+
+    def has_news(self) -> bool:
+        """Return whether a rank has failed."""
+        found: bool = self._store.check([_FAILED])
+        return found
+
+    def publish(self, observation: RankObservation) -> None:
+        """Publish the observation of this rank."""
+        self._store.add(_at(observation), 1)
+        self._store.add(_NUM_FAILED, 1)
+        self._lower(_DATA if observation.came_with_the_data else _INSIDE, observation)
+        self._store.set(_FAILED, "")  # after the observation: who reads this finds one
+
+    def _lower(self, key: str, observation: RankObservation) -> None:
+        """Leave the earlier of `observation` and the value under the key, whoever else does the same."""
+        mine, expected = observation.to_json(), ""
+        while True:
+            held: bytes = self._store.compare_set(key, expected, mine)
+            if held == mine.encode() or RankObservation.from_json(held).order <= observation.order:
+                return
+            expected = held.decode()
+
+    def report(self) -> None:
+        """Count this rank as one that has reported, with or without an observation; once per rank."""
+        if self._store.add(_NUM_REPORTED, 1) == self._world_size:
+            self._store.set(_COMPLETE, "")
+
+    def is_complete(self) -> bool:
+        """Return whether all ranks have reported."""
+        found: bool = self._store.check([_COMPLETE])
+        return found
+
+    def leave(self) -> None:
+        """Count this rank as one that needs the store and the other ranks no longer; once per rank."""
+        self._store.add(_NUM_LEFT, 1)
+
+    def all_left(self) -> bool:
+        """Return whether all ranks have left."""
+        return self._store.add(_NUM_LEFT, 0) >= self._world_size
+
+    def origin(self) -> Origin | None:
+        """Return the origin as far as it is known now, None when no rank has failed."""
+        first = earliest(self._read(_INSIDE), self._read(_DATA))
+        if first is None:
+            return None
+        return Origin(
+            first=first,
+            num_alike=self._store.add(_at(first), 0),
+            num_failed=self._store.add(_NUM_FAILED, 0),
+            num_reported=self._store.add(_NUM_REPORTED, 0),
+            world_size=self._world_size,
+        )
+
+    def _read(self, key: str) -> RankObservation | None:
+        return RankObservation.from_json(self._store.get(key)) if self._store.check([key]) else None
+
+
+def _at(observation: RankObservation) -> str:
+    return f"at/{observation.place}"

@@ -1,7 +1,7 @@
-"""Coordination with the other ranks of the job: publish a failure here, and raise when another rank failed first.
+"""Coordination with the other ranks of the job: publish this rank's failure, and raise when another rank failed first.
 
-All watches of a process that raise share one OriginConsensus: whichever fails, the job has failed. It begins with the
-first batch after `init_process_group`, and once this rank has raised, the next batch begins another.
+All watches of a process that raise share one OriginConsensus: if one fails, the job has failed. The consensus begins
+with the first batch after `init_process_group`. After this rank has raised, the next batch begins another one.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ..util.user_warning import warn_user
 from ..util.visible import spell
 from .consensus import OriginConsensus, PeerNonFiniteError
 
-# A look at the store a second, give or take a quarter: so long until a failure elsewhere is known here.
+# Seconds until this rank knows of a failure elsewhere: it looks at the store about once a second.
 _NEWS = 2.0
-# gloo raises RuntimeError, as nearly everything in PyTorch does. These are words of its messages, and files of PyTorch
-# whose frames wait for a collective.
+# gloo raises RuntimeError, as nearly everything in PyTorch does. So an error of a collective is recognised by words of
+# its message, or by the file of PyTorch that raised it.
 _WORDS = ("gloo", "by peer", "NCCL", "ProcessGroup", "c10d", "Timed out waiting", "Socket closed")
 _FILES = ("distributed_c10d.py", "_functional_collectives.py")
 
 
 class RankCoordinator:
-    """What one Watch says to the job and hears from it.
+    """Link between one Watch and the other ranks of the job.
 
-    `last_frames(folder)` gives this rank's latest frames as a report without a finding, and writes them into
+    `last_frames(folder)` returns this rank's latest frames as a report without a finding, and writes them into
     `output_dir`, if there is one, as `folder`.
     """
 
@@ -50,14 +50,14 @@ class RankCoordinator:
         self.last_frames = last_frames
         self._part = _part(model)
         self._peer_timeout = peer_timeout
-        # The first batch after so many optimizer steps: of the latest such numbers, for rows that come late.
+        # The first batch after each of the latest numbers of optimizer steps, for rows that come late.
         self._firsts: deque[tuple[int, int]] = deque([(0, 0)], maxlen=64)
         self._job = _job
-        self._began = 0  # the consensus that the steps are counted from, by its number
+        self._began = 0  # number of the consensus from which steps are counted
         weakref.finalize(self, _job.leave_if_last)
 
     def batch_started(self, batch: int) -> None:
-        """Raises PeerNonFiniteError when another rank has failed."""
+        """Join the consensus, and raise PeerNonFiniteError when another rank has failed."""
         consensus = self._connect(batch)
         if consensus is None:
             return
@@ -66,10 +66,7 @@ class RankCoordinator:
         self.check()
 
     def check(self) -> None:
-        """Raises PeerNonFiniteError when another rank has failed, as far as was seen a second ago.
-
-        Not of a watch that has left the job.
-        """
+        """Raise PeerNonFiniteError if another rank had failed a second ago, unless this watch has left the job."""
         if (
             self._job.has(self)
             and self._job.is_pending()
@@ -78,31 +75,31 @@ class RankCoordinator:
             raise error
 
     def publish(self, finding: Finding) -> None:
-        """Tell the others what this rank found, before anything slow."""
+        """Publish this rank's finding to the others, before anything slow."""
         consensus = self._connect(finding.batch)
         if consensus is not None:
             consensus.publish(finding, finding.sequence or 0, self._clock(finding.batch), self._part)
 
     def settle(self, finding: Finding | None) -> Origin | None:
-        """Where the first of all was, once the ranks agree; None where there are no others. Ends the consensus."""
+        """Return the origin once the ranks agree, None without other ranks. Ends the consensus."""
         return self._job.settle(finding)
 
     def explain(self, error: BaseException | None) -> PeerNonFiniteError | None:
-        """What is behind an error that ends a batch or a run, when that is the failure of another rank.
+        """Return the other rank's failure behind an error that ends a batch or a run, if there is one.
 
-        A collective that fails, as its peer has gone, fails before this rank knows why. After such an error, and no
-        other, this waits up to 2 s for news.
+        A collective whose peer has gone fails before this rank knows why. Only after such an error this waits up to 2 s
+        for news.
         """
         return self._job.explain(error, self)
 
     def close(self) -> None:
-        """Say and hear no more."""
+        """Leave the job."""
         self._job.leave(self)
 
     def _connect(self, batch: int) -> OriginConsensus | None:
         consensus = self._job.connect(self, self._peer_timeout)
         if self._began != self._job.num_begun:
-            # Anew on all ranks: of a failure before, one was stopped before the step that others had made.
+            # Count from here on all ranks: at a failure one stopped before a step that the others had made.
             self._began = self._job.num_begun
             self._firsts.clear()
             self._firsts.append((batch, self._job.steps))
@@ -114,7 +111,7 @@ class RankCoordinator:
 
 
 class _Job:
-    """What all watches of this process share."""
+    """State that all watches of this process share."""
 
     def __init__(self) -> None:
         self.steps = 0  # since the consensus began
@@ -123,24 +120,24 @@ class _Job:
         self._reports: weakref.WeakKeyDictionary[RankCoordinator, Report] = weakref.WeakKeyDictionary()
         self._consensus: OriginConsensus | None = None
         self._group: Callable[[], Any] = lambda: None
-        # That have ended by a failure: the same number on all ranks, as every one of them raises.
+        # Number of consensuses that have ended by a failure. It is equal on all ranks, because each of them raises.
         self._num_settled = 0
         self._lock = threading.RLock()
         self._handle: Any = None
         self._excepthook: partial[None] | None = None
-        # The error that came last, by its id: it may end a batch, then the `with`, then the process.
+        # Id of the latest error, which may end a batch, then the `with`, then the process.
         self._waited_for: int | None = None
 
     def connect(self, coordinator: RankCoordinator, peer_timeout: float) -> OriginConsensus | None:
-        """The consensus of the process group there is now; None without one, or in a group of one."""
+        """Return the consensus of the present process group; None without one, or in a group of one rank."""
         self._waited_for = None  # the next error may have its id
         group = _group()
         if group is None:
             if self._consensus is not None:
                 self._end()
             return None
-        # First: else the last of the watches before, when it is collected now, would end what is begun here; and in the
-        # thread that is being started it would wait for the lock.
+        # Add it first: otherwise the last of the watches before, when it is collected now, would end the consensus that
+        # begins here, and would wait for the lock in the thread that is being started.
         self._coordinators.add(coordinator)
         if self._consensus is None or self._group() is not group:
             with self._lock:
@@ -158,28 +155,28 @@ class _Job:
             None, rank, world_size, peer_timeout, name=str(self._num_settled), on_stuck=self._stuck
         )
         self._handle = after_steps.add(self._stepped)
-        # Each consensus's own, with the one before it: others may have put theirs over the last one's.
+        # Each consensus has its own hook that calls the one before, because others may have replaced the last one's.
         self._excepthook = sys.excepthook = partial(self._uncaught, sys.excepthook)
 
     def leave(self, coordinator: RankCoordinator) -> None:
-        """One watch has stopped; the last one ends the consensus."""
+        """Remove a watch that has stopped. The last one ends the consensus."""
         self._coordinators.discard(coordinator)
         self.leave_if_last()
 
     def leave_if_last(self) -> None:
-        """No watch is left that would want to know."""
+        """End the consensus if no watch is left."""
         if not self._coordinators:
             self._end()
 
     def settle(self, finding: Finding | None) -> Origin | None:
-        """See RankCoordinator."""
+        """Return the origin once the ranks agree; see RankCoordinator."""
         with self._lock:
             consensus = self._consensus
             if consensus is None:
                 return None
             try:
                 return consensus.settle(finding)
-            except RuntimeError as error:  # the store went, before it could say whose failure it was
+            except RuntimeError as error:  # the store has gone, and nobody knows whose failure it was
                 warn_user(f"nanwatch: {spell(error)}", may_raise=False)
                 return None
             finally:
@@ -189,7 +186,7 @@ class _Job:
     def explain(
         self, error: BaseException | None, coordinator: RankCoordinator | None
     ) -> PeerNonFiniteError | None:
-        """See RankCoordinator."""
+        """Return the other rank's failure behind an error; see RankCoordinator."""
         consensus = self._consensus
         if consensus is None or error is None or isinstance(error, NonFiniteError):
             return None
@@ -201,16 +198,16 @@ class _Job:
         return self.failed_elsewhere(coordinator) if consensus.pending() else None
 
     def has(self, coordinator: RankCoordinator) -> bool:
-        """Whether this watch has joined, and not left."""
+        """Return whether this watch has joined, and not left."""
         return coordinator in self._coordinators
 
     def is_pending(self) -> bool:
-        """Whether another rank has failed, as far as was seen a second ago."""
+        """Return whether another rank had failed a second ago."""
         consensus = self._consensus
         return consensus is not None and consensus.pending()
 
     def failed_elsewhere(self, coordinator: RankCoordinator | None) -> PeerNonFiniteError | None:
-        """The error to raise now that another rank has failed; the frames of this one are written down first."""
+        """Write this rank's last frames, and return the error to raise now that another rank has failed."""
         reports = self._write_last_frames()
         origin = self.settle(None)
         if origin is None:
@@ -219,14 +216,14 @@ class _Job:
         return PeerNonFiniteError(report or report_of(()), origin)
 
     def _write_last_frames(self) -> dict[RankCoordinator, Report]:
-        """Write the last frames of every watch, once: later frames belong to the way out."""
+        """Write the last frames of every watch, once, because later frames are a consequence."""
         for one in list(self._coordinators):
             if one not in self._reports:
                 self._reports[one] = one.last_frames(f"peer-rank-{rank()}")
         return dict(self._reports)
 
     def _stuck(self, origin: Origin) -> None:
-        """In the thread of the consensus, while this rank waits for one that has failed."""
+        """Write the last frames in the consensus's thread, while this rank waits in a collective for a failed one."""
         self._write_last_frames()
         warn_user(
             f"nanwatch: rank {rank()} waits for a rank that has failed: {origin}",
@@ -243,7 +240,7 @@ class _Job:
         error: BaseException,
         traceback: TracebackType | None,
     ) -> None:
-        """sys.excepthook, before `hook`: a backward's collective fails in code of which no watch sees the end."""
+        """Replace sys.excepthook: no watch sees the end of a backward whose collective fails."""
         explained = self.explain(error, None) if issubclass(kind, Exception) else None
         if explained is None:
             hook(kind, error, traceback)
@@ -268,7 +265,7 @@ _job = _Job()
 
 
 def _is_of_collective(error: BaseException) -> bool:
-    """Whether a collective raised the error, by its class, its text, or the frame that it comes from."""
+    """Return whether a collective raised the error, by its class, its text, or the frame that raised it."""
     if not isinstance(error, RuntimeError):
         return False
     if isinstance(error, torch.distributed.DistError) or any(word in str(error) for word in _WORDS):
@@ -280,7 +277,7 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 def _group() -> Any:
-    """The default process group, if it has more than one rank."""
+    """Return the default process group, if it has more than one rank."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
@@ -288,6 +285,6 @@ def _group() -> Any:
 
 
 def _part(model: nn.Module) -> str:
-    """The same on ranks that hold replicas or shards of one model, another for each stage of a pipeline."""
+    """Return a hash that replicas and shards of one model share, and that differs between stages of a pipeline."""
     names = "\n".join(f"{name} {type(module).__name__}" for name, module in each_module(model))
     return hashlib.blake2b(names.encode(errors="backslashreplace"), digest_size=8).hexdigest()

@@ -1,6 +1,6 @@
-"""The reports of several ranks as one: the origin, headroom by module and rank, and replicas that differ.
+"""Merge of the reports of several ranks: the origin, headroom by module and rank, and replicas that differ.
 
-Ranks of one attempt of an elastic job are compared with each other, and never with those of another.
+Only ranks of one attempt of an elastic job are compared with each other.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..util.progress import Tell, silent
 
 _FILE = "report.json"
 _OUTLYING = 8  # ranks that are named of a module; all are counted
-_LEAST_DISTANCE = 1.0  # bits: a factor of two lies between healthy ranks too, which see other data
+_LEAST_DISTANCE = 1.0  # bits: healthy ranks, which see other data, differ by a factor of two too
 
 
 class RanksRange(NamedTuple):
-    """A range, and the ranks that have it."""
+    """Range, and the ranks that have it."""
 
     abs_min: float
     abs_max: float
@@ -37,7 +37,7 @@ class RanksRange(NamedTuple):
 
 
 class RankBits(NamedTuple):
-    """A rank, and its bits of headroom."""
+    """Rank, and its bits of headroom."""
 
     rank: int
     bits: float
@@ -45,7 +45,7 @@ class RankBits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightRanges:
-    """A weight on all ranks that saw it in one batch: `ranges` has that of most ranks first."""
+    """Ranges of a weight on all ranks that saw it in one batch, the range of most ranks first."""
 
     batch: int
     module: str
@@ -56,10 +56,10 @@ class WeightRanges:
 
 @dataclass(frozen=True, slots=True)
 class ModuleHeadroom:
-    """The bits of headroom of one module over the `num_ranks` ranks that saw it.
+    """Bits of headroom of one module over the `num_ranks` ranks that saw it.
 
-    `spread` is the most less the least, None where that is no number. Outlying are the ranks that are further from the
-    median than a bit and than four times the median distance from it; `outlying` has the furthest eight.
+    `spread` is the most less the least, None where that is no number. A rank is outlying if it is further from the
+    median than a bit and than four times the median distance. `outlying` has the furthest eight.
     """
 
     module: str
@@ -77,7 +77,7 @@ class ModuleHeadroom:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """One digest a rank, sorted by rank, all of one attempt; what was left out, and why; the other attempts.
+    """Digests of the ranks of one attempt, sorted by rank; the files that were left out; the other attempts.
 
     `others`, the earliest first, have no others themselves.
     """
@@ -88,24 +88,24 @@ class Merged:
 
     @property
     def attempt(self) -> Attempt | None:
-        """The attempt of all of it, None where the reports name none."""
+        """The attempt of all digests, None where the reports name none."""
         return self.digests[0].attempt
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks there are, ascending."""
+        """The ranks, ascending."""
         return [digest.rank for digest in self.digests]
 
     @property
     def failed(self) -> list[Digest]:
-        """Those with a finding, the earliest first: by batch, by place in it, by rank."""
+        """The digests with a finding, the earliest first: by batch, by place in it, by rank."""
         return [one for _, one in self._seen()]
 
     @property
     def origins(self) -> list[Digest]:
-        """Those whose findings were first: by batch, then by the place of the non-finite frame in it; by rank.
+        """The digests with the earliest finding: by batch, then by the place of the non-finite frame in it.
 
-        More than one where ranks saw theirs at one place.
+        Several ranks may have theirs at one place.
         """
         seen = self._seen()
         inside = next((observation for observation, _ in seen if not observation.came_with_the_data), None)
@@ -118,7 +118,7 @@ class Merged:
         return sorted(seen, key=lambda pair: pair[0].order)
 
     def modules(self) -> list[str]:
-        """All modules that have a headroom on some rank, that with the least on any rank first."""
+        """Return all modules that have a headroom on some rank, the one with the least first."""
         least: dict[str, float] = {}
         for digest in self.digests:
             for name, bits in digest.headroom.items():
@@ -126,11 +126,11 @@ class Merged:
         return sorted(least, key=lambda name: (least[name], name))
 
     def column(self, module: str) -> list[float | None]:
-        """The bits of headroom of the module on each rank, None where it has none."""
+        """Return the bits of headroom of the module on each rank, None where it has none."""
         return [digest.headroom.get(module) for digest in self.digests]
 
     def summary(self, module: str) -> ModuleHeadroom:
-        """The module's headroom over all ranks. Raises KeyError when no rank has any."""
+        """Return the module's headroom over all ranks. Raises KeyError when no rank has any."""
         seen = [(one.headroom[module], one.rank) for one in self.digests if module in one.headroom]
         if not seen:
             raise KeyError(module)
@@ -159,11 +159,11 @@ class Merged:
         )
 
     def weights(self) -> list[WeightRanges]:
-        """Every weight of every batch, by batch, module and label, with its ranges.
+        """Return every weight of every batch, by batch, module and label, with its ranges.
 
-        Replicas hold equal weights, so their ranges are equal to the bit; shards of one weight are not compared.
+        Replicas hold equal weights, so their ranges are equal to the bit. Shards of one weight are not compared.
         """
-        # Only the ranks of each range: where replicas are alike that is a number a rank.
+        # Keep only the ranks of each range: one number per rank where replicas are alike.
         seen: dict[Place, dict[tuple[float | None, ...], tuple[tuple[float, float], list[int]]]] = {}
         for digest in self.digests:
             for place, pair in digest.weights.items():
@@ -179,7 +179,7 @@ class Merged:
         return sorted(found, key=lambda one: (one.batch, one.module, one.label, one.shape or ()))
 
     def differences(self) -> list[WeightRanges]:
-        """The weights that are not alike on all ranks that saw them in the same batch."""
+        """Return the weights that differ between ranks that saw them in the same batch."""
         return [one for one in self.weights() if len(one.ranges) > 1]
 
 
@@ -192,9 +192,9 @@ def _most_first(
 def merge(*paths: Path, attempt: str | None = None, tell: Tell = silent) -> Merged:
     """Merge every `report.json` below the folders, and the files.
 
-    Of several attempts of an elastic job it is the latest with a finding, or the latest; or else `attempt`, as "1" or
-    "RUN_ID/1". Of several reports of one rank the earliest failure counts. Raises ValueError when there is none that
-    can be read, or no such attempt; a report that cannot be read is left out and named.
+    `attempt`, as "1" or "RUN_ID/1", chooses one of several attempts of an elastic job, by default the latest with a
+    finding, or the latest. Of several reports of one rank the earliest failure counts. Raises ValueError when no report
+    can be read, or there is no such attempt. A report that cannot be read is left out and named.
     """
     left_out: list[str] = []
     attempts = by_attempt(_read(paths, left_out, tell))
@@ -208,14 +208,14 @@ def merge(*paths: Path, attempt: str | None = None, tell: Tell = silent) -> Merg
 
 
 def _read(paths: Sequence[Path], left_out: list[str], tell: Tell) -> Iterator[Digest]:
-    """The digests of all files, and why others have none."""
+    """Yield the digests of all files. Add the reason to `left_out` for a file that has none."""
     tell(f"looking for {_FILE}")
     files = list(_files(paths))
     for done, path in enumerate(files):
         tell("reading reports", done, len(files), "files")
         try:
             text = reading.file_text(path)
-            # One report at a time: parsed it is some ten times its file.
+            # One report at a time, because a parsed one takes ten times the size of its file.
             digest = Digest.of(Report.from_json(text))
         except (OSError, ValueError) as error:
             left_out.append(f"{path}: {error}")
@@ -224,7 +224,7 @@ def _read(paths: Sequence[Path], left_out: list[str], tell: Tell) -> Iterator[Di
 
 
 def by_attempt(digests: Iterable[Digest]) -> list[Merged]:
-    """A merge for each attempt that they are of, the earliest first; those that name none come before."""
+    """Return a merge for each attempt, the earliest first; digests without an attempt come before."""
     kept: dict[object, dict[int, Digest]] = {}
     for digest in digests:
         ranks = kept.setdefault(digest.attempt and digest.attempt.key, {})
@@ -241,7 +241,7 @@ def _of_one_attempt(digests: Sequence[Digest]) -> Merged:
     seen = [one.attempt for one in digests if one.attempt is not None]
     if not seen:
         return Merged(tuple(digests), ())
-    # Each launcher counts for itself, and each process begins at its own moment.
+    # Each launcher counts by itself, and each process begins at its own moment.
     attempt = replace(seen[0], number=max(one.number for one in seen), begun=min(one.begun for one in seen))
     return Merged(tuple(replace(one, attempt=attempt) for one in digests), ())
 
@@ -279,7 +279,7 @@ def _when(digest: Digest) -> tuple[float, int]:
 
 
 class Place(NamedTuple):
-    """Which weight, and in which batch: what ranks that hold the same one have in common."""
+    """Name of a weight in a batch, equal on all ranks that hold it."""
 
     batch: int
     module: str
@@ -291,9 +291,9 @@ class Place(NamedTuple):
 class Digest:
     """One rank's part in a merge.
 
-    `finding` has the rank of the report, and a sequence always: where the report has none it is the number of frames
-    that the report holds of the batch before the non-finite one. `headroom` is in bits, by module; `weights` has
-    abs_min and abs_max. `attempt` is that of the report, and after a merge the same on all ranks of it.
+    `finding` has the rank of the report and always a sequence: if the report has none, it is the number of frames of
+    the batch in the report before the non-finite one. `headroom` is in bits, by module. `weights` has abs_min and
+    abs_max. `attempt` is the report's, and after a merge equal on all ranks.
     """
 
     rank: int
@@ -304,8 +304,8 @@ class Digest:
 
     @classmethod
     def of(cls, report: Report) -> Digest:
-        """The digest of a report."""
-        # Each document that is read has its own copy of all that ranks have in common.
+        """Return the digest of a report."""
+        # Each document has its own copies of names and ranges that ranks share: keep one of each.
         bits = {intern(name): bits for name, bits in headroom.by_module(report.frames).items()}
         weights = {
             place(frame.batch, frame.name, record.label, record.shape): pair
@@ -317,7 +317,7 @@ class Digest:
 
     @property
     def observation(self) -> RankObservation | None:
-        """The finding as ranks compare theirs."""
+        """The finding in the form in which ranks compare theirs."""
         finding = self.finding
         return (
             None
@@ -328,13 +328,13 @@ class Digest:
 
 @lru_cache(maxsize=65536)
 def place(batch: int, module: str, label: str, shape: tuple[int, ...] | None) -> Place:
-    """The Place, the same object each time as far as that goes."""
+    """Return the Place, mostly the same object each time."""
     return Place(batch, module, label, shape)
 
 
 @lru_cache(maxsize=65536)
 def pair_of(abs_min: float, abs_max: float) -> tuple[float, float]:
-    """The same of a range."""
+    """Return the range, mostly the same object each time."""
     return abs_min, abs_max
 
 

@@ -1,7 +1,7 @@
-"""A merge as text, as an HTML page and as a JSON document: who was first, weights that differ, headroom by rank.
+"""Text, HTML page and JSON document of a merge: origin, weights that differ, headroom by rank.
 
-The map of the page is a table whose cells the style colours, without a script. Names come from a user's model, and
-jinja2 escapes them.
+The map of the page is a table whose cells are coloured by its style, without a script. Names come from a user's model,
+and jinja2 escapes them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .merge import Digest, Merged, ModuleHeadroom, WeightRanges
 
 _WORST = 20  # modules and weights shown; the document has all
 _MOST_RANKS = 16  # named one by one
-_SPANS = 8  # of ranks on end, where there are more
+_SPANS = 8  # runs of consecutive ranks, where there are more
 _RANGES = 4  # of a weight that differs
 
 
 def merged_text(merged: Merged) -> str:
-    """The whole as text, without a newline at its end."""
+    """Return the merge as text, without a newline at its end."""
     return "\n".join(map(visible, _lines(merged)))
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:
-    """The ranks (ascending) as words: "0, 2, 5", or of more than 16 "0 to 62, 64 to 127"."""
+    """Return the ranks (ascending) in words: "0, 2, 5", or of more than 16 "0 to 62, 64 to 127"."""
     if len(ranks) <= _MOST_RANKS:
         return ", ".join(map(str, ranks))
     spans: list[tuple[int, int]] = []
@@ -44,30 +44,30 @@ def spell_ranks(ranks: Sequence[int]) -> str:
 
 
 def count_ranks(number: int) -> str:
-    """The number with its noun."""
+    """Return the number with its noun."""
     return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
 def spell_bits(bits: float | None) -> str:
-    """A number of bits; "" where there is none."""
+    """Return a number of bits in words, or "" for None."""
     return "" if bits is None else f"{bits:.1f}"
 
 
 def finding_summary(digest: Digest) -> str:
-    """What this rank found and where, in one line that ends with its number; "" for one without a finding."""
+    """Return the finding of a rank in one line that ends with its number; "" without a finding."""
     if digest.finding is None:
         return ""
-    finding = replace(digest.finding, rank=0)  # said here for rank 0 too
+    finding = replace(digest.finding, rank=0)  # the summary names only other ranks
     return f"{text.summary(finding)}, rank {digest.rank}"
 
 
 def attempt_words(merged: Merged) -> str:
-    """Which attempt it is of; "" where the reports name none."""
+    """Return the attempt in words, or "" where the reports name none."""
     return str(merged.attempt or "")
 
 
 def other_summary(merged: Merged) -> str:
-    """An attempt that was not merged: which one, of how many ranks, and in short where it failed."""
+    """Return an attempt that was not merged in a line: which one, how many ranks, and where it failed."""
     who = f"{attempt_words(merged) or 'reports that name no attempt'}, {count_ranks(len(merged.digests))}"
     first = merged.origins
     if not first:
@@ -114,7 +114,7 @@ def _finding_lines(word: str, found: Sequence[Digest], what: str) -> Iterable[st
 
 
 def range_line(low: float, high: float, ranks: Sequence[int]) -> str:
-    """One of the ranges of a weight, and who has it."""
+    """Return one range of a weight, and the ranks that have it, in words."""
     return f"{low:.6e} to {high:.6e} on rank {spell_ranks(ranks)}"
 
 
@@ -125,9 +125,9 @@ def _difference_lines(found: Sequence[WeightRanges]) -> Iterable[str]:
     yield f"Weights that are not alike on all ranks, first in batch {found[0].batch}: the replicas have come apart,"
     yield "or the ranks hold different parts of a model under the same names"
     for one in found[:_WORST]:
-        told = "; ".join(range_line(*part) for part in one.ranges[:_RANGES])
+        listed = "; ".join(range_line(*part) for part in one.ranges[:_RANGES])
         more = f"; and {len(one.ranges) - _RANGES} more ranges" if len(one.ranges) > _RANGES else ""
-        yield f"  batch {one.batch} {module_name(one.module)} {one.label}: {told}{more}"
+        yield f"  batch {one.batch} {module_name(one.module)} {one.label}: {listed}{more}"
     if len(found) > _WORST:
         yield f"  and {len(found) - _WORST} more"
 
@@ -173,7 +173,7 @@ _PALEST = 20  # percent of the colour that is left at the widest headroom
 
 
 def merged_html(merged: Merged) -> str:
-    """The merge as one HTML document, to be written as UTF-8. Raises ImportError without jinja2."""
+    """Return the merge as one HTML document, to be written as UTF-8. Raises ImportError without jinja2."""
     modules = merged.modules()
     per_column = ceil(len(merged.digests) / _COLUMNS)
     groups = [merged.ranks[i : i + per_column] for i in range(0, len(merged.digests), per_column)]
@@ -225,7 +225,7 @@ def _headline(merged: Merged) -> str:
 
 
 def _heads(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """The first rank of each column, or where there is no room for all of them, of so many columns."""
+    """Return the first rank of each column and the columns it spans, at most 8 where there is no room for all."""
     step = 1 if len(groups) <= _WORDY else ceil(len(groups) / 8)
     return [(groups[i][0], min(step, len(groups) - i)) for i in range(0, len(groups), step)]
 
@@ -257,7 +257,7 @@ def _cells(column: Sequence[float | None], groups: Sequence[Sequence[int]]) -> l
 
 
 def _share(bits: float | None) -> int | None:
-    """How much of its colour a cell keeps, in percent; None for all."""
+    """Return the percentage of its colour that a cell keeps; None for all of it."""
     if bits is None or bits < LOW_BITS:
         return None
     room = (min(bits, WIDEST_BAR) - LOW_BITS) / (WIDEST_BAR - LOW_BITS)
@@ -271,14 +271,14 @@ def _number(bits: float | None) -> str:
 SCHEMA = "nanwatch.merged"
 VERSION = 1
 
-# Up to so many ranks a document holds what each of them said. Above it holds the summaries, which grow with the model
-# and hardly with the job.
+# Up to this many ranks a document holds the values of each rank. Above it, only summaries, whose size hardly grows with
+# the job.
 MOST_RANKS = 256
 _DOCUMENT_RANGES = 16  # of a weight that differs
 
 
 def document(merged: Merged) -> dict[str, Any]:
-    """The whole for programs; nan and the infinities are spelt as strings, as in a report.
+    """Return the merge for programs, with nan and the infinities as strings, as in a report.
 
     `headroom_bits` and `weights` are null where there are more than 256 ranks, and `findings` and `origins` are the
     first 256; `num_failed` and `origin_ranks` are of all. `other_attempts` has a document of each.

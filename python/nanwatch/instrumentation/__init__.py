@@ -1,4 +1,4 @@
-"""How the calls of a model reach a recorder: wrappers, global hooks, module names.
+"""Ways by which the calls of a model reach a recorder: wrappers, global hooks, module names.
 
-`compile` does the same inside torch.compile. Nothing here looks at the values of tensors.
+`compile` does the same inside torch.compile. Nothing here reads the values of tensors.
 """

@@ -1,8 +1,8 @@
 """Watched calls: wrappers that record the calls of modules, and how they are attached to the modules of a model.
 
-A WatchedCall is in the slot before its module's call (slot.py). It sees a call's arguments and its result, after
-every hook of the user's. No hook is registered: any forward hook makes PyTorch itself 0.85 µs slower per call, and its
-hooks are not told when a forward ends by an exception.
+A WatchedCall is in the slot before its module's call (slot.py). It sees the arguments and the result of a call, after
+all hooks of the user. nanwatch registers no forward hook: one makes PyTorch itself 0.85 µs slower per call, and PyTorch
+calls no hook when a forward ends by an exception.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from ..util.modules import WeakIdentityDict
 from ..util.visible import with_utf8
 from .compile import dynamo, ops
 from .global_hooks import Handles, after_steps, children
-from .slot import CallWrapper, attach, detach, wrappers
-from .temporary_wrappers import skip_shape_inference
+from .slot import CallWrapper, attach, detach, skip_shape_inference, wrappers
 from .wrapped_names import child_name, is_recorded, named_modules
 
 
 class PythonWatchedCall(CallWrapper):
-    """The wrapper of a module's call while a PythonRecorder watches it."""
+    """Wrapper of a module's call while a PythonRecorder watches it."""
 
     def __init__(self, recorder: PythonRecorder, module: nn.Module, inner: Any, node: int) -> None:
         self.recorder = recorder
@@ -62,18 +61,27 @@ class PythonWatchedCall(CallWrapper):
         return output
 
 
+# Functions that make watched calls without the compiled part. torch.compile must not compile them.
+_INTERPRETED: tuple[Any, ...] = (
+    PythonWatchedCall.__call__,
+    PythonRecorder.enter,
+    PythonRecorder.leave,
+    PythonRecorder.left_by,
+    PythonRecorder._add,
+    vars(PythonRecorder)["paused"].fget,
+)
+
 if _extension.C is not None:
     _Native: Any = _extension.C.WatchedCall
 
     class NativeWatchedCall(_Native):  # type: ignore[misc]
-        """The same for a CallRecorder.
+        """Wrapper of a module's call while a CallRecorder watches it.
 
-        The interpreter calls C++. The `__call__` below is what a compiler reads that follows Python code: to it a
-        watched module is the module itself.
+        The interpreter calls C++. torch.compile reads the `__call__` below, which calls the module itself.
         """
 
         def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-            """Make the module's call; never run by the interpreter."""
+            """Make the module's call. The interpreter never runs this."""
             return self.module._call_impl(*args, **kwargs)
 
     _extension.C.take_call(NativeWatchedCall)
@@ -86,12 +94,25 @@ def _watched_call(recorder: Any, module: nn.Module, inner: Any, node: int) -> An
     return NativeWatchedCall(recorder, module, inner, node)
 
 
-class Attachment:
-    """A recorder on the modules of one model, until `remove`.
+def check_model(model: object) -> None:
+    """Raise TypeError for an object that is no module, or one whose calls cannot be seen."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(f"watch() needs a module, got the class {model.__name__}; pass {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"watch() needs a torch.nn.Module, got {type(model).__name__}; pass the model itself")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"watch() cannot hook the modules inside a {type(model).__name__};"
+            " pass the model as it was before torch.jit"
+        )
 
-    `observed(name)` says whether the calls of a module are recorded; the calls of the others only mark where a batch
-    begins. `allow_inf(name, module)` says which infinities are meant. `parts` are the letters of what is looked at:
-    weights, buffers, inputs, outputs. Modules registered later in one of the watched modules are watched too.
+
+class Attachment:
+    """Recorder on the modules of one model, until `remove`.
+
+    `observed(name)` says whether the calls of a module are recorded. The calls of other modules only mark where a batch
+    begins. `allow_inf(name, module)` says which infinities are meant. `parts` are the letters of the tensors to read:
+    weights, buffers, inputs, outputs. Modules registered later in a watched module are watched too.
     """
 
     def __init__(
@@ -106,24 +127,24 @@ class Attachment:
         self._recorder = recorder
         self._parts = parts
         self._watch = ops.register_recorder(model, recorder)
-        # The tensor that the operators in compiled code declare as written; see compile/ops.py.
+        # Operators in compiled code declare that they write this tensor; see compile/ops.py.
         self._sequence = _new_sequence(torch.device("cpu"))
         self._device_sequences: dict[torch.device, torch.Tensor] = {}
-        dynamo.follow_watched_calls(PythonWatchedCall.__call__)
+        dynamo.follow_watched_calls(_INTERPRETED)
         skip_shape_inference()
         self._observed = observed
         self._allow_inf = allow_inf
         self._names: WeakIdentityDict[str] = WeakIdentityDict()
-        # FSDP's own classes the recorder knows. The model may be a part of what was sharded as a whole.
+        # The recorder knows FSDP's own classes, but the model may be a part of a module that was sharded as a whole.
         for one in named_modules(model):
             if any(type(x).__name__ == "DTensor" for x in one.module._parameters.values()):
                 recorder.gathers_weights = True
             self._add(one.name, one.module)
-        # torch's registries are global and outlive this: what they hold must not keep it, or the model, alive.
+        # torch's registries are global and outlive this: the hooks must keep neither it nor the model alive.
         this = weakref.ref(self)
 
         def changed(*_: Any) -> None:
-            # Fused optimizers write past the version counter; the step itself is the only sign.
+            # Fused optimizers write without the version counter. The step itself is the only sign.
             if (attachment := this()) is not None:
                 attachment._recorder.forget_weights()
 
@@ -139,7 +160,7 @@ class Attachment:
         records = is_recorded(module) and self._observed(name)
         node = self._recorder.add_node(with_utf8(name), module, records, self._allow_inf(name, module))
         call = _watched_call(self._recorder, module, None, node)
-        # For compiled code. `site` is `target` as a word, by which Dynamo's guard knows that the slot is as it was.
+        # For compiled code. `site` spells `target` in one word, which Dynamo guards on.
         call.attachment = weakref.ref(self)
         call.target = (self._watch, node, self._parts if records else "")
         call.site = f"{self._watch}.{node}.{call.target[2]}"
@@ -154,13 +175,13 @@ class Attachment:
             self._add(one.name, one.module)
 
     def put_sequence(self, call: Any, device: torch.device) -> None:
-        """Give the call, as `device_sequence`, what the operators in a graph that is all on this device write."""
+        """Set `call.device_sequence` to the tensor that operators write in a graph that is all on this device."""
         if device not in self._device_sequences:
             self._device_sequences[device] = _new_sequence(device)
         call.device_sequence = self._device_sequences[device]
 
     def remove(self) -> None:
-        """Leave every module as it was found. A second time does nothing."""
+        """Leave every module as it was found. Does nothing the second time."""
         self.is_attached = False
         self._recorder.paused = True
         ops.unregister_recorder(self._recorder)

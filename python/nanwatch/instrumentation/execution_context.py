@@ -14,10 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """The states of the random number generators that a forward may draw from.
+    """States of the random number generators that a forward may draw from.
 
-    `torch` is the CPU generator's, `cuda` one for each device once CUDA is in use (uint8 tensors, as torch hands them
-    out). `others` are those of the modules random and numpy.random, where they were asked for.
+    `torch` is the state of the CPU generator. `cuda` has one for each device once CUDA is in use. Both are torch's
+    uint8 tensors. `others` are the states of the modules random and numpy.random, where they were asked for.
     """
 
     torch: Tensor
@@ -26,9 +26,9 @@ class RngState:
 
     @classmethod
     def capture(cls, *, others: bool = False) -> RngState:
-        """The states of now. Those of CUDA are left out while a graph is captured, where they cannot be read.
+        """Return the present states, without CUDA's while a graph is captured, when they cannot be read.
 
-        The others cost 9 µs for Python's generator and 33 for numpy's, where torch's costs 1: too much for every batch.
+        The others cost 9 µs for Python's generator and 33 µs for numpy's, torch's 1 µs: too much for every batch.
         """
         devices: tuple[Tensor, ...] = ()
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
@@ -40,7 +40,7 @@ class RngState:
         return cls(torch.get_rng_state(), devices, states)
 
     def restore(self) -> None:
-        """Make these the states."""
+        """Set the generators to these states."""
         torch.set_rng_state(self.torch)
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
@@ -60,16 +60,16 @@ class Autocast:
 
     @classmethod
     def capture(cls) -> tuple[Autocast, ...]:
-        """That of the CPU, and of CUDA where torch has it."""
+        """Return the autocast state of the CPU, and of CUDA where torch has it."""
         kinds = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
         return tuple(
             cls(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
         )
 
     def context(self) -> AbstractContextManager[Any]:
-        """The context in which it holds.
+        """Return a context with this autocast state, without its cache.
 
-        Without its cache: a cast made without a graph would else be used in the user's own call that is still under
-        way, and cut its gradients.
+        With the cache, the user's own call that is still under way would take a cast made without a graph, which cuts
+        its gradients.
         """
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)

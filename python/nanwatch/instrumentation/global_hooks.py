@@ -1,8 +1,9 @@
-"""Hooks that PyTorch calls for all optimizers and modules: before and after steps, and when a module gets a child.
+"""Hooks for all optimizers and modules: before and after steps, and when a module gets a child.
 
-PyTorch goes through its own hooks as they are: one that comes or goes meanwhile ends the user's step by an error. That
-may be a Watch that its own report has stopped, one of another thread, or one that the garbage collector finds just
-then. So PyTorch gets one hook of each kind, at the first use and for good, which goes through a copy of those here.
+PyTorch iterates over its own hooks without a copy: one that is added or removed meanwhile ends the user's step by an
+error. A Watch does that when its own report stops it, in another thread, or when the garbage collector frees it. So
+nanwatch registers one hook of each kind with PyTorch, at the first use and for good, which iterates over a copy of the
+hooks here.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Hook = Callable[..., Any]
 
 
 class GlobalHooks:
-    """Hooks of one kind, called in the order in which they came. They may come and go at any time, on any thread.
+    """Hooks of one kind, called in the order in which they were added. Any thread may add and remove them at any time.
 
-    What one returns that is not None the next is called with, behind the first argument; the last of it is the result.
-    A compiler that follows what calls them follows them too, unless they are not `traced`: then it finds none.
+    If a hook returns other arguments, the next one gets these behind the first argument, and the last are the result.
+    torch.compile follows the hooks, unless they are not `traced`: then it finds none.
     """
 
     def __init__(self, register: Callable[[Hook], object], *, traced: bool = True) -> None:
@@ -38,7 +39,7 @@ class GlobalHooks:
         return len(self._hooks)
 
     def add(self, hook: Hook) -> GlobalHook:
-        """Call it from now on, until its `remove()`."""
+        """Call `hook` from now on, until `remove()` of the handle."""
         number = next(self._numbers)
         self._hooks[number] = hook
         with self._lock:
@@ -58,14 +59,14 @@ class GlobalHooks:
 
 
 class GlobalHook:
-    """One of these, to be taken off."""
+    """Handle of one hook."""
 
     def __init__(self, hooks: dict[int, Hook], number: int) -> None:
         self._hooks = hooks
         self._number = number
 
     def remove(self) -> None:
-        """Call it no more. Does nothing the second time."""
+        """Remove the hook. Does nothing the second time."""
         self._hooks.pop(self._number, None)
 
 
@@ -77,7 +78,7 @@ class Handles:
         weakref.finalize(owner, _remove, self._handles)
 
     def remove(self) -> None:
-        """Remove the hooks. Do nothing the second time."""
+        """Remove the hooks. Does nothing the second time."""
         _remove(self._handles)
 
 
@@ -89,5 +90,5 @@ def _remove(handles: Iterable[Any]) -> None:
 # hook(optimizer, args, kwargs), which may return other (args, kwargs); and after the step.
 before_steps = GlobalHooks(register_optimizer_step_pre_hook)
 after_steps = GlobalHooks(register_optimizer_step_post_hook)
-# hook(module, name, child). Compiled autograd registers a module while Dynamo follows.
+# hook(module, name, child). Not traced, because compiled autograd registers a module while Dynamo follows.
 children = GlobalHooks(register_module_module_registration_hook, traced=False)

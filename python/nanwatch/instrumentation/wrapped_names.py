@@ -1,8 +1,8 @@
-"""The names that modules have in the user's own model, where wrappers such as DistributedDataParallel hold parts of it.
+"""Names of modules in the user's own model, where wrappers such as DistributedDataParallel hold parts of it.
 
-A wrapper holds one module under one key, adds nothing that a user has named, and hands on what it is called with. Its
-key is no part of a name: `module.encoder._checkpoint_wrapped_module.fc` is `encoder.fc`. The wrapper itself is named by
-its class in brackets, `(DistributedDataParallel)` or `encoder.(CheckpointWrapper)`, so that each name is of one module.
+A wrapper holds one module under one key, adds nothing that a user has named, and passes its arguments on. Its key is no
+part of a name: `module.encoder._checkpoint_wrapped_module.fc` is `encoder.fc`. The wrapper itself is named by its class
+in brackets, `(DistributedDataParallel)` or `encoder.(CheckpointWrapper)`, so that no two modules share a name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 from ..util.modules import each_module
 from ..util.visible import without_wrappers
 
-# By name: most of them are in parts of torch that are imported by those who use them. A module of the user's own that
-# has a child called `module` is none of these.
+# Classes by name, because most are in parts of torch that only their users import. A module of the user's own with a
+# child called `module` is none of these.
 _HELD = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
     ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
@@ -35,7 +35,7 @@ _HELD = {
 
 
 class Named(NamedTuple):
-    """A module, its name in the user's model, and its path: what get_submodule() of the watched module takes."""
+    """Module, its name in the user's model, and its path for get_submodule() of the watched module."""
 
     name: str
     path: str
@@ -43,7 +43,7 @@ class Named(NamedTuple):
 
 
 def held_key(module: nn.Module) -> str | None:
-    """The key under which a wrapper holds the module that it wraps; None for what is no wrapper."""
+    """Return the key under which a wrapper holds its module, or None for a module that is no wrapper."""
     for kind in type(module).__mro__:
         key = _HELD.get((kind.__module__, kind.__name__))
         if key is not None and module._modules.get(key) is not None:
@@ -52,29 +52,30 @@ def held_key(module: nn.Module) -> str | None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What is inside the wrappers; a module that is no wrapper is itself."""
+    """Return the module inside the wrappers, or the module itself if it is no wrapper."""
     while (key := held_key(module)) is not None:
         module = module._modules[key]  # type: ignore[assignment]
     return module
 
 
 def original_module(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile(module)` stands for; any other one itself."""
+    """Return the module inside `torch.compile(module)`, or any other module itself."""
     return model.get_submodule(key) if (key := held_key(model)) == "_orig_mod" else model
 
 
 def is_recorded(module: nn.Module) -> bool:
-    """Whether the calls of a module are frames. Those of a wrapper only mark batches: the module in it sees the same.
+    """Return whether the calls of a module are frames.
 
-    But DataParallel over several devices calls copies of it, which nobody sees.
+    Calls of a wrapper only mark batches, because the module in it gets the same arguments. But DataParallel over
+    several devices calls copies of that module, which are not watched.
     """
     return held_key(module) is None or len(getattr(module, "device_ids", None) or ()) > 1
 
 
 def named_modules(model: nn.Module, name: str = "", *, remove_duplicate: bool = True) -> Iterator[Named]:
-    """Each module of the tree, in the order of nn.Module.named_modules, which also says what `remove_duplicate` does.
+    """Yield each module of the tree in the order of nn.Module.named_modules, with the same `remove_duplicate`.
 
-    `name` is that of `model`, or of what it wraps.
+    `name` is the name of `model`, or of the module in it.
     """
     places: dict[str, tuple[str, str | None]] = {}
     found = each_module(model) if remove_duplicate else model.named_modules(remove_duplicate=False)
@@ -90,15 +91,15 @@ def named_modules(model: nn.Module, name: str = "", *, remove_duplicate: bool = 
 
 
 def child_name(parent: nn.Module, name: str, key: str) -> str:
-    """The name of what `parent`, whose own name is `name`, has under `key`; of what is inside, if that is a wrapper."""
+    """Return the name of the child `key` of `parent`, whose name is `name`, or of the module inside that child."""
     held = held_key(parent)
-    if held is not None and name.endswith(")"):  # but for one that held nothing yet when it was named
+    if held is not None and name.endswith(")"):  # otherwise it held nothing yet when it was named
         name = name.rpartition("(")[0].removesuffix(".")
     return name if key == held else _joined(name, key)
 
 
 def find_module(model: nn.Module, name: str) -> Named | None:
-    """The module of this name, or of this path; any name of one that is in several places. None where there is none."""
+    """Return the module of this name or path, or None. A module in several places has several names."""
     current = model
     keys: list[str] = []
     parts = name.split(".") if name else []
@@ -126,7 +127,7 @@ def _at_path(model: nn.Module, path: str) -> Named | None:
 
 
 def for_names(pattern: str, names: Iterable[str]) -> str:
-    """A pattern for these names: one with a wrapper's key in it that matches none of them, without the key."""
+    """Return the pattern, without wrappers' keys if it matches one of these names only so."""
     plain = without_wrappers(pattern)
     names = list(names)
     if any(fnmatchcase(name, pattern) for name in names) or not any(
@@ -137,12 +138,12 @@ def for_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def name_of(model: nn.Module, module: nn.Module) -> str:
-    """The name of a module of `model`; "" for one that is not in it."""
+    """Return the name of a module of `model`, or "" for one that is not in it."""
     return next((one.name for one in named_modules(model) if one.module is module), "")
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter, by its id."""
+    """Return the name of each parameter by its id."""
     found: dict[int, str] = {}
     for one in named_modules(model):
         for key, x in one.module._parameters.items():

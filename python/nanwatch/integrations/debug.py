@@ -1,11 +1,17 @@
-"""DebugUnderflowOverflow and detect_overflow with the text that transformers' pair prints."""
+"""DebugUnderflowOverflow and detect_overflow with the text that transformers' pair prints, also for its Trainer.
+
+`patch_transformers` lets nanwatch serve `--debug underflow_overflow`. Trainer looks up the name DebugUnderflowOverflow
+in its own module each time it begins to train. Only that name is replaced: `transformers.debug_utils` keeps its class.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import weakref
 from collections import deque
 from collections.abc import Collection, Container, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +23,25 @@ from ..recording.observe import own_tensors, read
 from ..report import text
 from ..report.errors import BatchLimitError
 from ..report.record import Role, Row, to_record
-from ..session.checks import MAX_BATCH, whole
+from ..session.options import MAX_BATCH, whole
+from ..util.imports import WhenImported, when_imported
+from ..util.user_warning import warn_user
 from ..util.visible import module_name, visible
+
+SWITCH = "NANWATCH_TRANSFORMERS"
+_TRAINER = "transformers.trainer"
+_NAME = "DebugUnderflowOverflow"
+
+_original: Any = None  # Trainer's own class while ours replaces it
+_waiting: WhenImported | None = None
 
 
 class OverflowDetectedError(ValueError):
-    """A nan or an inf was seen in a module call; what led to it is on stdout."""
+    """A nan or an inf in a module call; the frames that led to it are on stdout."""
 
 
 class _SavedFrame(NamedTuple):
-    """A frame as it waits to be printed: nothing is formatted before that."""
+    """A frame before it is printed. Nothing is formatted earlier."""
 
     header: list[str]
     name: str
@@ -41,9 +56,8 @@ class _SavedFrame(NamedTuple):
 class DebugUnderflowOverflow:
     """Prints the frames that led to the first nan or inf, then raises; or prints whole batches.
 
-    A drop-in for transformers.debug_utils.DebugUnderflowOverflow: same arguments, same stdout; where the two
-    differ on purpose is in docs/compatibility.md. `nanwatch.watch` sees more of a call and gives its report
-    as an object.
+    A drop-in for transformers.debug_utils.DebugUnderflowOverflow: same arguments, same stdout. docs/compatibility.md
+    lists the intended differences. `nanwatch.watch` sees more of a call and returns its report as an object.
 
     model: the module to watch, from now until `stop()`.
     max_frames_to_save: how many frames to keep for the moment something is found; None keeps all.
@@ -160,12 +174,12 @@ class DebugUnderflowOverflow:
 
 
 def _batches(value: Container[int]) -> Container[int]:
-    """`value`, if it can hold batch numbers, and holds nothing else as far as that can be seen."""
+    """Return `value` if it can hold batch numbers, and holds nothing else as far as that can be seen."""
     if isinstance(value, str | bytes) or not isinstance(value, Container):
         raise TypeError(
             f"trace_batch_nums should be a container of batch numbers such as [0, 3], got {value!r}"
         )
-    # A range holds integers and may be too long to look through; what is only a container cannot be looked through.
+    # A range holds integers and may be too long to iterate. A plain container cannot be iterated.
     if isinstance(value, Collection) and not isinstance(value, range):
         for batch in value:
             whole("each of trace_batch_nums", batch, 0, MAX_BATCH)
@@ -175,15 +189,15 @@ def _batches(value: Container[int]) -> Container[int]:
 def detect_overflow(var: Tensor, ctx: str) -> bool:
     """Return whether `var` holds a nan or an inf; prints `{ctx} has nans` and `{ctx} has infs` when it does.
 
-    Raises TypeError for what is no tensor and for a tensor that cannot be read.
+    Raises TypeError for an object that is no tensor, and for a tensor that cannot be read.
     """
     return not abs_range(var).isfinite and _print_kinds(var, ctx)
 
 
 def _print_kinds(x: Tensor, ctx: str) -> bool:
-    """Which kinds of non-finite value `x` holds, printed the moment it is known."""
+    """Print the kinds of non-finite value that `x` holds. Return whether there is one."""
     if x.is_complex():
-        # Of the parts, not of the modulus: (inf, nan) has both kinds and one modulus.
+        # Read the parts, not the modulus: (inf, nan) has both kinds and one modulus.
         x, _ = without_repeats(x)
         has_nan, has_inf = bool(torch.isnan(x).any()), bool(torch.isinf(x).any())
     else:
@@ -197,7 +211,7 @@ def _print_kinds(x: Tensor, ctx: str) -> bool:
 
 
 def _values(module: nn.Module, args: Any, output: Any) -> Iterator[tuple[Any, str, Role]]:
-    """What a frame is made of: weights, positional inputs, and outputs of up to two levels of tuples."""
+    """Yield the values of a frame: weights, positional inputs, and outputs of up to two levels of tuples."""
     for name, weight in own_tensors(module._parameters):
         yield weight, name, "weight"
     for position, value in enumerate(args):
@@ -211,3 +225,70 @@ def _values(module: nn.Module, args: Any, output: Any) -> Iterator[tuple[Any, st
                 yield element, f"output[{position}][{inner}]", "output"
         else:
             yield value, f"output[{position}]", "output"
+
+
+class TrainerDebug(DebugUnderflowOverflow):
+    """DebugUnderflowOverflow that removes the one before it from a model.
+
+    Trainer makes one in each `train()` and keeps none, so the hooks of the last would stay on the model.
+    """
+
+    _of: ClassVar[weakref.WeakKeyDictionary[nn.Module, weakref.ref[TrainerDebug]]] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        before = self._of.get(model)
+        if before is not None and (last := before()) is not None:
+            last.stop()
+        self._of[model] = weakref.ref(self)
+
+
+def patch_transformers() -> None:
+    """Let nanwatch serve `TrainingArguments(debug="underflow_overflow")`, until `unpatch_transformers()`.
+
+    Prints the same text on stdout as transformers' class. Takes effect when `transformers.trainer` is imported, if it
+    is not yet, and imports nothing itself. Does nothing the second time.
+    """
+    global _waiting
+    if _original is None and _waiting is None:
+        _waiting = when_imported(_TRAINER, _swap)
+
+
+def unpatch_transformers() -> None:
+    """Give Trainer its own class back. Hooks on a model stay there. Does nothing the second time."""
+    global _original, _waiting
+    if _waiting is not None:
+        _waiting.cancel()
+        _waiting = None
+    trainer = sys.modules.get(_TRAINER)
+    # A third class that somebody has put there since stays.
+    if trainer is not None and getattr(trainer, _NAME, None) is TrainerDebug:
+        setattr(trainer, _NAME, _original)
+    _original = None
+
+
+def follow_environment() -> None:
+    """Patch if NANWATCH_TRANSFORMERS=1."""
+    word = os.environ.get(SWITCH, "")
+    if word == "1":
+        patch_transformers()
+    elif word not in ("", "0"):
+        # An import is no place to fail.
+        warn_user(f"{SWITCH}={word!r} is not understood and does nothing; set it to 1 or 0")
+
+
+def _swap() -> None:
+    global _original, _waiting
+    _waiting = None
+    trainer = sys.modules[_TRAINER]
+    theirs = getattr(trainer, _NAME, None)
+    if theirs is None:
+        warn_user(
+            f"nanwatch found no {_NAME} in {_TRAINER}, so --debug underflow_overflow stays as it is;"
+            " use nanwatch.integrations.transformers.NanWatchCallback"
+        )
+        return
+    _original = theirs
+    setattr(trainer, _NAME, TrainerDebug)

@@ -1,4 +1,4 @@
-"""The least headroom that a Watch saw since it was last asked: one number to log, and the module it is from."""
+"""Least headroom that a Watch saw since the last question: one number to log, and its module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..util.visible import module_name
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """The tensor with the least room: `bits` as headroom_bits gives them, -inf when it was not finite."""
+    """Tensor with the least headroom: its `bits` as in headroom_bits, -inf when it was not finite."""
 
     bits: float
     module: str
@@ -26,23 +26,23 @@ class Least:
 
 
 class LeastHeadroom:
-    """Looks through the frames of a Watch that came since it last did; it should have room for those of a batch.
+    """Reader of the frames of a Watch, which should have room for those of a batch.
 
-    Call `look` after every batch, and `take` when the number is wanted. As in headroom.by_module an input counts only
-    when it is a fault.
+    Call `look` after every batch, and `take` to get the number. As in headroom.by_module an input counts only when it
+    is a fault.
     """
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._frames_seen = watch._recorder.frames_kept
         self._least: Least | None = None
-        # The largest magnitude so far by dtype: only a larger one can have less room, which spares nearly all rows.
+        # The largest magnitude so far by dtype. Only a larger one can have less headroom, which skips nearly all rows.
         self._largest: dict[str, float] = {}
 
     def look(self) -> None:
-        """Take in the frames that were recorded since the last look."""
+        """Read the frames that were recorded since the last look."""
         self._frames_seen, fresh = self._watch._recorder.frames_since(self._frames_seen)
-        # 2 µs a frame, as no Frame is built.
+        # Read rows: 2 µs per frame without a Frame.
         for frame in fresh:
             for row in frame.rows:
                 dtype, abs_max = row.dtype, row.abs_max

@@ -1,4 +1,4 @@
-"""nanwatch in Lightning's Trainer, of the package `lightning` or `pytorch_lightning`."""
+"""Callback for Lightning's Trainer, of the package `lightning` or `pytorch_lightning`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _callback_classes() -> tuple[Any, ...]:
-    """Callback of each of the two packages that is in use, or else of the first that is installed."""
+    """Return the class Callback of each package that is in use, or else of the first that is installed."""
     in_use = [name for name in _PACKAGES if sys.modules.get(name) is not None]
     if in_use:
         return tuple(needed(name, "nanwatch.integrations.lightning", "lightning").Callback for name in in_use)
@@ -32,15 +32,15 @@ def _callback_classes() -> tuple[Any, ...]:
 
 
 class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
-    """Watches the LightningModule while Trainer runs it: `Trainer(callbacks=[NanWatchCallback(on_nonfinite="warn")])`.
+    """Callback that watches the LightningModule: `Trainer(callbacks=[NanWatchCallback(on_nonfinite="warn")])`.
 
-    The watch begins when fit, validate, test or predict does and ends with it, also when it ends by an exception.
-    `training_step` is no module call: each module that it calls, or `self(...)`, is a batch of its own, and what it
-    computes between them is seen where a module is given it. NonFiniteError has a note with the step (Python 3.11 on).
+    The watch begins and ends with fit, validate, test or predict, also when it ends by an exception. `training_step` is
+    no module call: each module that it calls, or `self(...)`, is a batch of its own. Values that it computes between
+    them are read when a module gets them. NonFiniteError has a note with the step (from Python 3.11 on).
 
     headroom: log "nanwatch/headroom_bits" to the Trainer's loggers every `log_every_n_steps` batches of training: the
-        least room in bits that a weight, buffer or output had since the last time (-inf: none was left). `least` has
-        the module's name too. Each process sees its own. It takes about 2 µs a module call.
+        least headroom in bits of a weight, buffer or output since the last time (-inf: not finite). `least` has the
+        module's name too. Each process logs its own. It takes about 2 µs per module call.
     options: those of `nanwatch.watch`. Raises TypeError or ValueError as it does, at once where it needs no model.
     """
 
@@ -61,12 +61,12 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
         return self._deferred.watch
 
     def stop(self) -> None:
-        """Leave the model as it was found; `watch` and its report stay."""
+        """Leave the model as it was found. `watch` and its report stay."""
         self._is_watching = False
         self._deferred.stop()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to watch: the model is where it is trained, and the sanity check is to come."""
+        """Begin to watch: the model is on its device, and the sanity check is still to come."""
         self._start(trainer, pl_module)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -85,7 +85,7 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Look at what the batch left; log when it is time."""
+        """Read the batch's frames, and log when it is time."""
         if self._headroom is not None:
             self._headroom.look()
             self._batches += 1
@@ -93,17 +93,17 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
                 self._log(trainer)
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, *rest: Any, **named: Any) -> None:
-        """Look at what the batch left."""
+        """Read the batch's frames."""
         if self._headroom is not None:
             self._headroom.look()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log what is left to log."""
+        """Log the headroom since the last time."""
         self._log(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Say which step it was, and stop to watch: there is no teardown."""
-        # A method of exceptions from Python 3.11 on.
+        """Add the step to the error, and stop the watch, because no teardown follows."""
+        # Exceptions have add_note from Python 3.11 on.
         if (
             isinstance(exception, NonFiniteError)
             and (add_note := getattr(exception, "add_note", None)) is not None
@@ -115,7 +115,7 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
         self.stop()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Stop to watch."""
+        """Stop the watch."""
         self.stop()
 
     def _start(self, trainer: Any, module: Any) -> None:

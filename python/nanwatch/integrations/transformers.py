@@ -1,7 +1,7 @@
-"""nanwatch in transformers' Trainer: a callback with all options of `watch`, and the class behind `--debug`.
+"""Callback for transformers' Trainer with all options of `watch`, and the class behind `--debug`.
 
-Importing this module also swaps the class behind `--debug underflow_overflow`, as `nanwatch.patch_transformers()` does;
-`nanwatch.unpatch_transformers()` undoes it.
+To import this module also replaces the class behind `--debug underflow_overflow`, as `nanwatch.patch_transformers()`
+does. `nanwatch.unpatch_transformers()` undoes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
 from ..util.imports import needed
-from .debug_option import patch_transformers, unpatch_transformers
+from .debug import patch_transformers, unpatch_transformers
 from .least_headroom import LeastHeadroom
 
 __all__ = ["NanWatchCallback", "patch_transformers", "unpatch_transformers"]
@@ -27,15 +27,15 @@ _TrainerCallback: Any = needed(
 
 
 class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
-    """Watches the model while Trainer trains it: `Trainer(..., callbacks=[NanWatchCallback(on_nonfinite="warn")])`.
+    """Callback that watches the trained model: `Trainer(..., callbacks=[NanWatchCallback(on_nonfinite="warn")])`.
 
-    The watch begins at `train()`, once the model is where it is trained (moved, wrapped, compiled, resumed), sees the
-    evaluations in between, and ends with `train()`. Each forward is a batch, so a step with gradient accumulation has
-    several. A failure ends `train()` with NonFiniteError; the model stays watched until `stop()` or the next `train()`.
+    The watch begins in `train()`, once the model is moved, wrapped, compiled and resumed, sees the evaluations in
+    between, and ends with `train()`. Each forward is a batch, so a step with gradient accumulation has several. A
+    failure ends `train()` with NonFiniteError. The model then stays watched until `stop()` or the next `train()`.
 
-    headroom: log "nanwatch/headroom_bits" with `Trainer.log` whenever Trainer logs: the least room in bits that a
-        weight, buffer or output had since the last time (-inf: none was left), with the module's name as text in
-        "nanwatch/headroom_module". Each process logs what it saw itself. It takes about 2 µs a module call.
+    headroom: log "nanwatch/headroom_bits" with `Trainer.log` whenever Trainer logs: the least headroom in bits of a
+        weight, buffer or output since the last time (-inf: not finite), with the module's name as text in
+        "nanwatch/headroom_module". Each process logs its own. It takes about 2 µs per module call.
     options: those of `nanwatch.watch`. Raises TypeError or ValueError as it does, at once where it needs no model.
     """
 
@@ -54,34 +54,34 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
         return self._deferred.watch
 
     def stop(self) -> None:
-        """Leave the model as it was found; `watch` and its report stay."""
+        """Leave the model as it was found. `watch` and its report stay."""
         self._deferred.stop()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Begin to watch. Also called again when Trainer begins anew with a smaller batch."""
+        """Begin to watch. Trainer calls this again when it restarts with a smaller batch."""
         trainer = _trainer_of(self, sys._getframe(1))
         self._trainer = None if trainer is None else weakref.ref(trainer)
         watch = self._deferred.start(model, getattr(getattr(trainer, "accelerator", None), "scaler", None))
         self._least = LeastHeadroom(watch) if self._logs_headroom else None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop to watch."""
+        """Stop the watch."""
         self.stop()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A batch was accumulated."""
+        """Read the frames of an accumulated batch."""
         self._look()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step was made."""
+        """Read the frames before a step."""
         self._look()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A batch was evaluated."""
+        """Read the frames of an evaluated batch."""
         self._look()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Log the headroom of the interval that ends here."""
+        """Log the least headroom since the last log."""
         if self._least is None or self._is_logging:
             return
         least = self._least.take()
@@ -90,7 +90,7 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
         entry = {HEADROOM: least.bits, PLACE: least.place}
         trainer = None if self._trainer is None else self._trainer()
         if trainer is None:
-            # Whoever calls the events, it is no Trainer: the callbacks behind this one still get the numbers.
+            # The caller is no Trainer. The callbacks behind this one still get the numbers.
             if isinstance(logs, dict):
                 logs.update(entry)
             return
@@ -106,7 +106,7 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
 
 
 def _trainer_of(callback: NanWatchCallback, frame: FrameType | None) -> Any:
-    """The Trainer that has called: no event is given it, and only its `log` reaches every reporter and the history."""
+    """Return the calling Trainer: events do not get it, and only its `log` reaches all reporters and the history."""
     trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     while frame is not None and trainer_class is not None:
         caller = frame.f_locals.get("self")

@@ -1,8 +1,9 @@
-"""The options of netcheck, its steps in their order, and its exit status."""
+"""The options of netcheck, its steps in their order, its lines, and its exit status."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from ..util.suppressed import suppressing
 from ..util.visible import visible
-from . import steps, words
+from . import steps
 from .guard import GRACE, Guard, LinkError, StepError, Trouble
 from .meeting import Arrival, Meeting, Outcome, Place, PlaceError, reach
 from .steps import Listener, Transfer
@@ -42,7 +43,7 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the check; returns the exit status. A rank that fails or hangs ends the process itself, with status 1."""
+    """Run the check and return the exit status. A rank that fails or hangs ends the process itself, with status 1."""
     options = _parser().parse_args(arguments)
     try:
         place = Place.of(os.environ)
@@ -63,20 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--timeout", type=_seconds, default=30.0, metavar="SECONDS", help="for each step (default: 30)")
     add("--backend", choices=steps.BACKENDS, help="default: nccl where torch sees a GPU, gloo otherwise")
-    add(
-        "--memory", type=_size, default=64 << 20, metavar="SIZE", help="taken on each device (default: 64MiB)"
-    )
+    memory = "taken on each device (default: 64MiB)"
+    add("--memory", type=_size, default=64 << 20, metavar="SIZE", help=memory)
     sizes = "of the all-reduces that are timed (default: 8 64KiB 1MiB 16MiB); none leaves them out"
-    add(
-        "--sizes", type=_size, nargs="*", default=[8, 64 << 10, 1 << 20, 16 << 20], metavar="SIZE", help=sizes
-    )
-    add(
-        "--rounds",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="how often to check, for a fault that comes and goes",
-    )
+    usual = [8, 64 << 10, 1 << 20, 16 << 20]
+    add("--sizes", type=_size, nargs="*", default=usual, metavar="SIZE", help=sizes)
+    rounds = "how often to check, for a fault that comes and goes"
+    add("--rounds", type=_count, default=1, metavar="N", help=rounds)
     pairs = f"connect every pair of ranks; by default so up to {steps.ALL_PAIRS} ranks, and beyond at the distances"
     add("--all-pairs", action="store_true", help=f"{pairs} 1, 2, 4, ...")
     document = "rank 0 prints one JSON document on stdout, all else goes to stderr"
@@ -94,13 +88,10 @@ def _size(given: str) -> int:
 
 
 def _seconds(given: str) -> float:
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 1 <= seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"seconds should be from 1 to 86400, got {given!r}")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 1 <= float(given) <= 86400:
+            return float(given)
+    raise argparse.ArgumentTypeError(f"seconds should be from 1 to 86400, got {given!r}")
 
 
 def _count(given: str) -> int:
@@ -120,12 +111,13 @@ class _Check:
         self._meeting = Meeting(place)
         self._transfers: list[Transfer] = []
         self._peers: list[Arrival] = []
-        self._told = False
+        self._has_printed = False
         self._guard = Guard(options.timeout, self._end_badly)
 
     def run(self) -> int:
-        """All steps; 0 when all ranks are well. Does not return when this rank is not, or another one."""
+        """Run all steps. Return 0 when all ranks are well. Does not return when this rank is not, or another one."""
         guard, meeting, place, options = self._guard, self._meeting, self._place, self._options
+        world_size = place.world_size
         if not place.hosts_store:
             with guard.step("master"):
                 reach(place, lambda: guard.remaining)
@@ -143,7 +135,7 @@ class _Check:
             meeting.arrive(
                 Arrival(
                     rank=place.rank,
-                    world_size=place.world_size,
+                    world_size=world_size,
                     host=place.host,
                     local_rank=place.local_rank,
                     address=steps.own_address(reach(place, lambda: guard.remaining)),
@@ -156,10 +148,8 @@ class _Check:
             )
             self._await_arrivals()
         if place.rank == 0:
-            words.say(words.header_lines(meeting.arrivals(), self._backend, options.timeout), self._lines_to)
-        world_size = place.world_size
-        all_pairs = options.all_pairs or world_size <= steps.ALL_PAIRS
-        shifts = steps.shifts(world_size, all_pairs=all_pairs)
+            say(_header_lines(meeting.arrivals(), self._backend, options.timeout), self._lines_to)
+        shifts = steps.shifts(world_size, all_pairs=options.all_pairs or world_size <= steps.ALL_PAIRS)
         with guard.step("links"):
             peers = [meeting.arrival((place.rank + shift) % world_size) for shift in shifts]
             steps.connect(peers, place.master_addr, min(steps.PATIENCE, guard.remaining / 2))
@@ -167,31 +157,31 @@ class _Check:
             meeting.count("linked")
             if not self._await(lambda: meeting.have_all("linked")):
                 raise StepError("a rank has not yet reached its neighbours")
+        # A little less than the clock: the error of the backend tells more than "no answer".
+        patience = max(1.0, options.timeout - 1)
         with guard.step("process group"):
-            # A little less than the clock: the error of the backend tells more than "no answer".
-            steps.begin(meeting, self._backend, device, max(1.0, options.timeout - 1))
+            steps.begin(meeting, self._backend, device, patience)
         for number in range(options.rounds):
             suffix = f", round {number + 1} of {options.rounds}" if options.rounds > 1 else ""
             with guard.step(f"barrier{suffix}"):
-                steps.barrier(device, max(1.0, options.timeout - 1))
+                steps.barrier(device, patience)
             with guard.step(f"all-reduce{suffix}"):
                 steps.all_reduce(device)
             with guard.step(f"point-to-point{suffix}"):
                 steps.point_to_point(device, shifts, guard.tick)
         with guard.step("bandwidth"):
             self._transfers = steps.transfers(device, options.sizes, guard.tick)
-        self._told = True
-        words.say([words.ok_line(place)], self._lines_to)
+        self._has_printed = True
+        say([f"[{place.name}] is OK (global rank: {place.rank}/{world_size})"], self._lines_to)
         with guard.step("the other ranks"):
             meeting.end(None)
-            self._await(lambda: meeting.have_all("ended"))
-            outcomes = meeting.outcomes()
-            if len(outcomes) < world_size or any(one.trouble is not None for one in outcomes.values()):
+            if not self._await(lambda: meeting.have_all("ended")) or meeting.first() is not None:
                 raise StepError("another rank is broken")
             dist.destroy_process_group()
         if place.rank == 0:
-            table = words.transfer_lines(self._transfers, world_size) if world_size > 1 else []
-            words.say([*table, words.summary_line(outcomes, world_size)], self._lines_to)
+            outcomes = meeting.outcomes()
+            table = steps.transfer_lines(self._transfers, world_size) if world_size > 1 else []
+            say([*table, summary_line(outcomes, world_size)], self._lines_to)
             self._print_document(outcomes)
         meeting.leave(GRACE)
         listener.close()
@@ -203,7 +193,7 @@ class _Check:
         if not self._await(lambda: meeting.have_all("arrived")):
             missing = meeting.missing()
             came = world_size - len(missing)
-            raise StepError(f"{came} of {world_size} ranks came; missing: {words.spans(missing)}")
+            raise StepError(f"{came} of {world_size} ranks came; missing: {spans(missing)}")
         first = meeting.arrival(0)
         if first.world_size != world_size:
             raise StepError(
@@ -216,7 +206,7 @@ class _Check:
             )
 
     def _await(self, happened: Callable[[], bool]) -> bool:
-        """Ask the store until it has happened, less and less often; False when the step's time is nearly over."""
+        """Ask the store ever less often until it has happened. Return False when the step's time is nearly over."""
         pause = 0.02
         while not happened():
             if self._guard.remaining < 0.5:
@@ -225,44 +215,44 @@ class _Check:
             pause = min(2 * pause, self._meeting.interval)
         return True
 
-    # Of the thread that saw the trouble; the process ends when it is done.
+    # The guard calls the methods below in the thread that saw the trouble. The process ends when they return.
 
     def _end_badly(self, trouble: Trouble) -> None:
-        if not self._told:
-            self._told = True
+        if not self._has_printed:
+            self._has_printed = True
             if not trouble.follows:
                 trouble = self._look_around(trouble)
-            words.say(words.broken_lines(self._place, trouble, self._backend), self._lines_to)
-        # The store may hang as anything else here: it gets a thread, and its time.
-        waits = 2 * self._meeting.interval + GRACE + 1
-        rest = threading.Thread(target=self._tell_others, args=(trouble, waits), daemon=True)
+            say(_broken_lines(self._place, trouble, self._backend), self._lines_to)
+        # The store may hang as anything else here, so it gets a thread and its time.
+        patience = 2 * self._meeting.interval + GRACE + 1
+        rest = threading.Thread(target=self._tell_others, args=(trouble, patience), daemon=True)
         rest.start()
-        rest.join(waits + 1)
+        rest.join(patience + 1)
 
     def _look_around(self, trouble: Trouble) -> Trouble:
-        """With the neighbours that cannot be reached any more: a backend seldom says which rank it waited for."""
+        """Add the neighbours that cannot be reached any more: a backend seldom says which rank it waited for."""
         try:
             steps.connect(self._peers, self._place.master_addr, _LOOK_AROUND)
         except LinkError as error:
             return replace(trouble, why=f"{trouble.why}; {error}")
         return trouble
 
-    def _tell_others(self, trouble: Trouble, waits: float) -> None:
-        """Tell how it ended and stay until all have: torchrun ends the ranks of a node as soon as one has gone."""
+    def _tell_others(self, trouble: Trouble, patience: float) -> None:
+        """Report the end and stay until all have ended: torchrun ends the ranks of a node as soon as one has gone."""
         meeting, rank = self._meeting, self._place.rank
         is_first = False
         outcomes = {rank: Outcome(rank, trouble)}
         with suppressing("the store was gone when the end was to be told"):
             is_first = meeting.end(trouble)
-            until = time.monotonic() + waits
+            until = time.monotonic() + patience
             while not meeting.have_all("ended") and time.monotonic() < until:
                 time.sleep(0.05)
-            outcomes = meeting.outcomes()
+            if is_first or rank == 0:
+                outcomes = meeting.outcomes()
         if is_first:
-            words.say([words.summary_line(outcomes, self._place.world_size)], self._lines_to)
+            say([summary_line(outcomes, self._place.world_size)], self._lines_to)
         self._print_document(outcomes)
-        if len(outcomes) > 1:
-            meeting.leave(GRACE)
+        meeting.leave(GRACE)
 
     def _print_document(self, outcomes: dict[int, Outcome]) -> None:
         """Print the JSON document, where one was asked for and this is rank 0."""
@@ -284,7 +274,7 @@ class _Check:
             "ranks": [_rank_entry(r, known.get(r), outcomes.get(r)) for r in range(place.world_size)],
             "all_reduce": [one.entry(place.world_size) for one in self._transfers],
         }
-        words.say(json.dumps(document, indent=2).splitlines(), _STDOUT)
+        say(json.dumps(document, indent=2).splitlines(), _STDOUT)
 
 
 def _rank_entry(rank: int, arrival: Arrival | None, outcome: Outcome | None) -> dict[str, Any]:
@@ -295,3 +285,78 @@ def _rank_entry(rank: int, arrival: Arrival | None, outcome: Outcome | None) -> 
         "verdict": "silent" if outcome is None else "OK" if trouble is None else "broken",
         **{name: getattr(trouble, name, None) for name in ("step", "why")},
     }
+
+
+# The lines.
+
+
+def _broken_lines(place: Place, trouble: Trouble, backend: str) -> list[str]:
+    """Return the rank, the step, why, and what to try."""
+    return [
+        f"[{place.name}] is broken (global rank: {place.rank}/{place.world_size})",
+        f"    step: {trouble.step}",
+        f"    why:  {trouble.why}",
+        f"    try:  {steps.advice(trouble, place, backend)}",
+    ]
+
+
+def _header_lines(arrivals: Sequence[Arrival], backend: str, timeout: float) -> list[str]:
+    """Return the versions and the device of each rank, ranks of the same host and device in one line."""
+    hosts = len({one.host for one in arrivals})
+    ranks = "1 rank" if len(arrivals) == 1 else f"{len(arrivals)} ranks"
+    lines = [
+        f"netcheck: {ranks} on {hosts} {'host' if hosts == 1 else 'hosts'}, {backend}, {timeout:g} s for each step"
+    ]
+    versions = _grouped((one.versions, one.rank) for one in arrivals)
+    if len(versions) == 1:
+        lines += [f"    {what}" for what in versions]
+    else:
+        lines += [f"    {what} (ranks {spans(of)})" for what, of in versions.items()]
+        lines.append("    WARNING: not all ranks have the same versions")
+    devices = _grouped((f"{one.host}: {one.device}", one.rank) for one in arrivals)
+    return lines + [f"    {what} (ranks {spans(of)})" for what, of in devices.items()]
+
+
+def _grouped(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for what, rank in pairs:
+        groups.setdefault(what, []).append(rank)
+    return groups
+
+
+def spans(numbers: Sequence[int], most: int = 8) -> str:
+    """Return the runs of sorted numbers, at most so many, as `0-3, 5, 8-9`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:most]]
+    left = sum(last - first + 1 for first, last in runs[most:])
+    return ", ".join(shown) + (f" and {left} more" if left else "")
+
+
+def summary_line(outcomes: Mapping[int, Outcome], world_size: int) -> str:
+    """Return how many ranks are well, which are not, and which have not reported."""
+    troubles = {one.rank: one.trouble for one in outcomes.values() if one.trouble is not None}
+    silent = [rank for rank in range(world_size) if rank not in outcomes]
+    if not troubles and not silent:
+        return (
+            "netcheck: the only rank is OK" if world_size == 1 else f"netcheck: all {world_size} ranks are OK"
+        )
+    groups = {
+        "broken": sorted(rank for rank, trouble in troubles.items() if not trouble.follows),
+        "stopped by that": sorted(rank for rank, trouble in troubles.items() if trouble.follows),
+        "not a word from": silent,
+    }
+    parts = [f"{what}: {spans(ranks)}" for what, ranks in groups.items() if ranks]
+    return "; ".join([f"netcheck: {len(outcomes) - len(troubles)} of {world_size} ranks OK", *parts])
+
+
+def say(lines: Iterable[str], descriptor: int) -> None:
+    """Write the lines in one piece. A pipe keeps pieces of up to 4096 bytes whole among those of other ranks."""
+    rest = "".join(f"{visible(line)}\n" for line in lines).encode()
+    with contextlib.suppress(OSError):
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]

@@ -1,8 +1,8 @@
-"""Clock over each step: a process that hangs, also inside a native call, says where and ends.
+"""Time limit of each step: a process that hangs, also inside a native call, reports where and ends.
 
-A native call that waits for the network cannot be interrupted, so the clock is a thread that ends the process with
-`os._exit`. A native call that holds the interpreter's lock would stop that thread too. Behind it stands `faulthandler`,
-whose timer needs no Python: it writes the stack to stderr and ends the process.
+Python cannot interrupt a native call that waits for the network, so a thread watches the clock and ends the process
+with `os._exit`. A native call that holds the interpreter's lock stops that thread too. For this case `faulthandler`,
+whose timer needs no Python, writes the stack to stderr and ends the process.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from ..util.suppressed import suppressing
 from ..util.visible import spell
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_TICK = 0.1  # seconds between two looks at the clock
+_TICK = 0.1  # seconds between two checks of the clock
 GRACE = 2.0  # seconds from the news of another rank's failure to the end of this one: its own error says more
-LAST_RESORT = 15.0  # seconds after the timeout; what the clock has to do takes less than 10
+LAST_RESORT = 15.0  # seconds after the timeout; the clock's own work takes less than 10
 _SOURCE_PLACE = re.compile(r"\[/\S+:\d+\] ")  # of torch's build machine
 
 
 class StepError(RuntimeError):
-    """A step failed; the text says how."""
+    """A step failed; the message says how."""
 
 
 class LinkError(StepError):
-    """Ranks that this one cannot reach: its own trouble, also when another rank has failed before."""
+    """This rank cannot reach others. That is its own trouble, also when another rank has failed before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """The step that failed and why, in words; `follows` when it only waited for a rank that had failed before."""
+    """Step that failed, and the reason. `follows`: it only waited for a rank that had failed before."""
 
     step: str
     why: str
@@ -46,10 +46,10 @@ class Trouble:
 
 
 class Guard:
-    """Runs steps under a clock. The first trouble, in whatever thread, calls `on_trouble` and ends the process with 1.
+    """Clock over the steps. The first trouble, in any thread, calls `on_trouble` and ends the process with status 1.
 
-    Make it in the main thread. SIGTERM and SIGINT are troubles too from then on: torchrun sends the first to all ranks
-    of a node when one of them has ended badly.
+    Make it in the main thread. From then on SIGTERM and SIGINT are troubles too: torchrun sends SIGTERM to all ranks of
+    a node when one of them has failed.
     """
 
     def __init__(self, timeout: float, on_trouble: Callable[[Trouble], None]) -> None:
@@ -58,7 +58,6 @@ class Guard:
         self._news: tuple[float, str, bool] | None = None
         self._stopped = False
         self._ending = threading.Lock()
-        self._step = self._detail = ""
         self._restart("start")
         # The C part of a handler writes to this pipe at once, also while the main thread is in a native call.
         self._signals, end = os.pipe()
@@ -80,7 +79,7 @@ class Guard:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Run a step: restart the clock, and take an exception as its trouble."""
+        """Restart the clock for a step, and end the process if it raises."""
         self._restart(name)
         try:
             yield
@@ -93,7 +92,7 @@ class Guard:
         self._restart(self._step, detail)
 
     def hear(self, news: str, follows: bool) -> None:
-        """End within GRACE seconds: this rank will not get far. `follows` where another rank has told why."""
+        """End the process within GRACE seconds. `follows`: another rank has reported its failure."""
         self._news = self._news or (time.monotonic(), news, follows)
 
     def fail(self, why: str, *, is_own: bool = False) -> None:
@@ -110,7 +109,7 @@ class Guard:
         threading.Event().wait()  # the thread that was first ends the process
 
     def stop(self) -> None:
-        """Stop the clock and reset the signals: no step comes any more."""
+        """Stop the clock and reset the signals after the last step."""
         self._stopped = True
         faulthandler.cancel_dump_traceback_later()
         self._thread.join()

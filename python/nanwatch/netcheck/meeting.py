@@ -1,4 +1,4 @@
-"""Who this rank is, and the key-value store where the ranks meet: who came, who failed first, who has ended.
+"""The place of this rank in the job, and the key-value store where the ranks meet: arrivals, failures, ends.
 
 A rank writes two keys and counts itself four times. While it works it asks one question every `interval` seconds.
 """
@@ -20,23 +20,22 @@ from ..util.suppressed import suppressed, suppressing
 from .guard import StepError, Trouble
 
 _RETRY = 0.2  # seconds
-_MOST_QUESTIONS = 5000.0  # a second, that one store is asked by all ranks together
-START = (
+_MOST_QUESTIONS = 5000.0  # a second, from all ranks together to one store
+_START = (
     "start it with torchrun (torchrun --nproc_per_node 2 -m nanwatch.netcheck), with srun and MASTER_ADDR and"
     " MASTER_PORT set, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT by hand"
 )
 
 
 class PlaceError(ValueError):
-    """The environment does not say who this rank is; the text says what is missing or wrong."""
+    """The environment does not say which rank this is; the message says what is missing or wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """A rank: its numbers, its host, and the address and port of the store where all ranks meet.
 
-    `hosts_store` is True where this process has to open the store itself. `attempt` tells one start of the job from
-    another that meets in the same store.
+    `hosts_store`: this process opens the store itself. `attempt` tells one start of the job from another in one store.
     """
 
     rank: int
@@ -56,29 +55,25 @@ class Place:
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Place:
         """Read the place from the variables of torchrun or SLURM. Raises PlaceError."""
-        is_slurm = not environment.get("RANK") and environment.get("SLURM_PROCID")
-        names = (
-            ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-            if is_slurm
-            else ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        )
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        if not environment.get("RANK") and environment.get("SLURM_PROCID"):
+            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         required = [*names[:2], "MASTER_ADDR", "MASTER_PORT"]
         if missing := [name for name in required if not environment.get(name)]:
-            raise PlaceError(f"{', '.join(missing)} not set; {START}")
-        rank, world_size = (_number(environment, name) for name in names[:2])
+            raise PlaceError(f"{', '.join(missing)} not set; {_START}")
+        rank, world_size, port = (_number(environment, name) for name in (*names[:2], "MASTER_PORT"))
         if world_size == 0:
             raise PlaceError(f"{names[1]}=0: there is no rank at all")
         if rank >= world_size:
             raise PlaceError(
                 f"{names[0]}={rank} with {names[1]}={world_size}: ranks count from 0 to {world_size - 1}"
             )
-        port = _number(environment, "MASTER_PORT")
         if not 0 < port < 65536:
             raise PlaceError(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
         return cls(
             rank=rank,
             world_size=world_size,
-            # By hand, with one rank a host, nobody sets it.
+            # With one rank per host, started by hand, it is often not set.
             local_rank=_number(environment, names[2]) if environment.get(names[2]) else 0,
             host=socket.gethostname(),
             master_addr=environment["MASTER_ADDR"],
@@ -98,7 +93,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a rank tells the others of itself. `address` is "" where it has none but the master's."""
+    """A rank as it introduces itself to the others. `address` is "" where it has none but the master's."""
 
     rank: int
     world_size: int
@@ -119,14 +114,14 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a rank ended: with its trouble, or all well."""
+    """End of a rank: with its trouble, or None when all was well."""
 
     rank: int
     trouble: Trouble | None
 
     @classmethod
     def of(cls, value: bytes) -> Outcome:
-        """Read what `Meeting.end` wrote."""
+        """Read a value that `Meeting.end` wrote."""
         rank, trouble = json.loads(value)
         return cls(rank, None if trouble is None else Trouble(**trouble))
 
@@ -134,15 +129,13 @@ class Outcome:
 def reach(place: Place, remaining: Callable[[], float]) -> str:
     """Return the address from which this host reaches the master, once something answers there.
 
-    What is refused or not yet known to the name server may be only slow to start: tried until the time is over.
+    A master that refuses, or that the name server does not know yet, may only be slow: try until the time is over.
     """
-    address = (place.master_addr, place.master_port)
     where = f"{place.master_addr} port {place.master_port}"
     while True:
         try:
-            with socket.create_connection(
-                address, timeout=max(_RETRY, min(5.0, remaining() / 2))
-            ) as connection:
+            patience = max(_RETRY, min(5.0, remaining() / 2))
+            with socket.create_connection((place.master_addr, place.master_port), patience) as connection:
                 return str(connection.getsockname()[0])
         except socket.gaierror as error:
             why = f"the name {place.master_addr} has no address here ({error.strerror})"
@@ -162,8 +155,8 @@ class Meeting:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self._store: Store | None = None
         self.interval = max(0.5, place.world_size / _MOST_QUESTIONS)
+        self._store: Store | None = None
 
     def open(self, timeout: float) -> None:
         """Open the store where this rank hosts it, and connect to it."""
@@ -184,20 +177,21 @@ class Meeting:
     def listen(self, tell: Callable[[str, bool], None]) -> None:
         """Call `tell`, once and from another thread, when a rank has failed or the store has gone.
 
-        It is given the news, and True where a rank has told why. Asks over a connection of its own: a question on the
-        other one may hang.
+        It gets the news, and True where a rank has reported its failure.
         """
         threading.Thread(target=self._listen, args=(tell,), name="netcheck news", daemon=True).start()
 
     def _listen(self, tell: Callable[[str, bool], None]) -> None:
         try:
-            store = self._connect(60.0, False)
+            store = self._connect(
+                60.0, False
+            )  # a connection of its own: a question on the other one may hang
             while not store.check(["first"]):
                 time.sleep(self.interval)
             first = Outcome.of(store.get("first"))
         except Exception:
             suppressed("the store has gone")
-            # The host of the store leaves when everybody has ended, also when all is well; `tell` knows which it is.
+            # The host of the store leaves when all have ended, also when all is well; `tell` knows which it is.
             where = f"{self.place.master_addr} port {self.place.master_port}"
             tell(f"the store at {where} has gone, and with it the process that held it", False)
             return
@@ -205,29 +199,23 @@ class Meeting:
             tell(f"rank {first.rank} failed first, in the step {first.trouble.step}", True)
 
     def count(self, what: str) -> None:
-        """Count this rank among those that have "arrived", "linked" or "ended"."""
-        if self.store.add(what, 1) == self.place.world_size:
-            self.store.set(f"all {what}", "")
+        """Count this rank among those that have "arrived", "linked", "ended" or "left"."""
+        self.store.add(what, 1)
 
     def have_all(self, what: str) -> bool:
         """Return whether all ranks have."""
-        return self.store.check([f"all {what}"])
+        return self.store.add(what, 0) >= self.place.world_size
 
-    def _ranks(self, key: str, what: str) -> list[int]:
-        """Return the ranks that have written their `key/RANK`, without asking for each once all have."""
-        ranks = range(self.place.world_size)
-        return (
-            list(ranks)
-            if self.have_all(what)
-            else [rank for rank in ranks if self.store.check([f"{key}/{rank}"])]
-        )
+    def _ranks(self, key: str) -> list[int]:
+        """Return the ranks that have written their `key/RANK`."""
+        return [rank for rank in range(self.place.world_size) if self.store.check([f"{key}/{rank}"])]
 
-    def _values(self, key: str, what: str) -> list[bytes]:
-        keys = [f"{key}/{rank}" for rank in self._ranks(key, what)]
+    def _values(self, key: str) -> list[bytes]:
+        keys = [f"{key}/{rank}" for rank in self._ranks(key)]
         return self.store.multi_get(keys) if keys else []
 
     def arrive(self, arrival: Arrival) -> None:
-        """Tell the others. Raises StepError when this rank's number is taken."""
+        """Introduce this rank to the others. Raises StepError when its number is taken."""
         mine, rank = json.dumps(asdict(arrival)), arrival.rank
         there = self.store.compare_set(f"here/{rank}", "", mine).decode()
         if there != mine:
@@ -239,18 +227,18 @@ class Meeting:
 
     def missing(self) -> list[int]:
         """Return the ranks that have not come, in order."""
-        return sorted({*range(self.place.world_size)} - {*self._ranks("here", "arrived")})
+        return sorted({*range(self.place.world_size)} - {*self._ranks("here")})
 
     def arrival(self, rank: int) -> Arrival:
-        """Return what the rank told of itself."""
+        """Return the arrival of one rank."""
         return Arrival(**json.loads(self.store.get(f"here/{rank}")))
 
     def arrivals(self) -> list[Arrival]:
-        """Return the same of all ranks that have come, in order."""
-        return [Arrival(**json.loads(value)) for value in self._values("here", "arrived")]
+        """Return the arrivals of all ranks that have come, in order."""
+        return [Arrival(**json.loads(value)) for value in self._values("here")]
 
     def end(self, trouble: Trouble | None) -> bool:
-        """Tell the others how this rank has ended; True when it is the first to fail."""
+        """Tell the others how this rank has ended. Return whether it is the first to fail."""
         rank = self.place.rank
         mine = json.dumps([rank, None if trouble is None else asdict(trouble)])
         is_first = trouble is not None and self.store.compare_set("first", "", mine).decode() == mine
@@ -259,8 +247,8 @@ class Meeting:
         return is_first
 
     def outcomes(self) -> dict[int, Outcome]:
-        """Return how the ranks ended that have told."""
-        return {one.rank: one for one in map(Outcome.of, self._values("end", "ended"))}
+        """Return the ends of all ranks that have ended."""
+        return {one.rank: one for one in map(Outcome.of, self._values("end"))}
 
     def first(self) -> Outcome | None:
         """Return the first rank to fail."""
@@ -270,7 +258,6 @@ class Meeting:
         """Let go of the store. Its host stays until all have let go, or for so many seconds."""
         until = time.monotonic() + seconds
         with suppressing("the store was gone when this rank left"):
-            left = self.store.add("left", 1)
-            while self.place.hosts_store and left < self.place.world_size and time.monotonic() < until:
+            self.count("left")
+            while self.place.hosts_store and not self.have_all("left") and time.monotonic() < until:
                 time.sleep(0.02)
-                left = self.store.add("left", 0)

@@ -1,8 +1,8 @@
-"""The checks themselves: TCP connections to the neighbours, then the device and the backend.
+"""The checks: TCP connections to the neighbours, then the device and the backend; and what to try after a failure.
 
-Each function raises StepError or what torch raises. For the connections each rank listens on a port that the system
-chose, as the backends do, and sends 64 KiB to whoever connects: more than a packet, so that a path on which only small
-packets pass is seen.
+Each function raises StepError or an error of torch. For the connections each rank listens on a port that the system
+chose, as the backends do, and sends 64 KiB to whoever connects. That is more than a packet, which finds a path where
+only small packets pass.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .guard import LinkError, StepError
-from .meeting import Arrival, Meeting
+from .guard import LinkError, StepError, Trouble
+from .meeting import Arrival, Meeting, Place
 
 _BYTES = 65536
-# A lost SYN is sent again after 1, 3 and 7 s. A link that is silent for 10 is no link.
+# TCP repeats a lost SYN after 1, 3 and 7 s. A link that is silent for 10 s is no link.
 PATIENCE = 10.0
-ALL_PAIRS = 32  # ranks, up to which every pair is tried
+ALL_PAIRS = 32  # ranks up to which every pair is tried
 BACKENDS = ("nccl", "gloo")
 _PATTERN = 0xA5
 # 2 MiB of int64: enough to be cut into the pieces that a backend sends over several channels.
 _ELEMENTS = 1 << 18
-# The clock of netcheck is to end a step, not NCCL's own, which ends the process without a word of ours.
+# Netcheck's own clock ends a step first. NCCL's would end the process without a message of netcheck.
 _NCCL_MARGIN = 120.0
 
 
 def shifts(world_size: int, *, all_pairs: bool) -> list[int]:
-    """The distances, in ranks, at which neighbours are: every one, or 1, 2, 4, … below the size of the world."""
+    """Return the distances to neighbours, in ranks: every one, or 1, 2, 4, … below the size of the world."""
     if all_pairs:
         return list(range(1, world_size))
     return [1 << bit for bit in range((world_size - 1).bit_length())]
 
 
 class Listener:
-    """Answers on a port of its own until the process ends, from any thread that connects."""
+    """Server that sends 64 KiB, beginning with `token`, to everybody who connects, until the process ends."""
 
     def __init__(self, token: str) -> None:
         self._answer = token.encode().ljust(_BYTES, b".")
@@ -68,25 +68,23 @@ class Listener:
             connection.sendall(self._answer)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._socket.close()
 
 
 def connect(peers: Sequence[Arrival], master: str, patience: float) -> None:
-    """Connect to all peers at once, for so many seconds. Raises LinkError that names each that did not answer."""
-
-    def attempt(peer: Arrival) -> str:
-        return _attempt(peer, peer.address or master, patience)
+    """Connect to all peers at once, for so many seconds. Raises LinkError that names those that did not answer."""
 
     with ThreadPoolExecutor(max_workers=min(ALL_PAIRS, max(1, len(peers)))) as pool:
-        failures = [why for why in pool.map(attempt, peers) if why]
+        attempts = pool.map(lambda peer: _attempt(peer, peer.address or master, patience), peers)
+        failures = [why for why in attempts if why]
     if failures:
         more = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
         raise LinkError("; ".join(failures[:4]) + more)
 
 
 def _attempt(peer: Arrival, address: str, patience: float) -> str:
-    """Why the peer cannot be reached; "" when it can."""
+    """Return why the peer cannot be reached; "" when it can."""
     where = f"{peer.name} at {address} port {peer.port}"
     received = 0
     try:
@@ -122,7 +120,7 @@ def own_address(seen: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One size of all-reduce: bytes per rank, how often, and the seconds that one took."""
+    """Timing of one size of all-reduce: bytes per rank, how often, and the seconds that one took."""
 
     num_bytes: int
     iterations: int
@@ -148,7 +146,7 @@ class Transfer:
 
 
 def choose_backend(wanted: str | None) -> str:
-    """`wanted`, or nccl where there is a GPU for it and gloo otherwise."""
+    """Return `wanted`, or nccl where there is a GPU for it and gloo otherwise."""
     if wanted is None:
         return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     present = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available()}
@@ -161,7 +159,7 @@ def choose_backend(wanted: str | None) -> str:
 
 
 def choose_device(backend: str, local_rank: int) -> torch.device:
-    """The device of this rank, made the current one."""
+    """Return the device of this rank, and make it the current one."""
     if backend != "nccl":
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -176,14 +174,14 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """As a line shows it."""
+    """Return the name of the device for a line."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu, {len(os.sched_getaffinity(0))} cores" if hasattr(os, "sched_getaffinity") else "cpu"
 
 
 def versions(backend: str) -> str:
-    """What must be the same on all ranks."""
+    """Return the versions that must be the same on all ranks."""
     parts = [f"torch {torch.__version__}"]
     if backend == "nccl":
         parts += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
@@ -204,7 +202,7 @@ def allocate(device: torch.device, num_bytes: int) -> None:
 
 
 def begin(meeting: Meeting, backend: str, device: torch.device, timeout: float) -> None:
-    """Make the default process group, connected at once where the backend can."""
+    """Make the default process group, and connect at once where the backend can."""
     place = meeting.place
     dist.init_process_group(
         backend,
@@ -226,7 +224,7 @@ def barrier(device: torch.device, remaining: float) -> None:
 
 
 def all_reduce(device: torch.device) -> None:
-    """A sum over all ranks whose every element is known."""
+    """Sum known numbers over all ranks, and compare each element of the sum."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pattern = torch.arange(_ELEMENTS, dtype=torch.int64, device=device) % 1009
     given = pattern * (rank + 1)
@@ -236,9 +234,9 @@ def all_reduce(device: torch.device) -> None:
 
 
 def point_to_point(device: torch.device, shifts: Sequence[int], tell: Callable[[str], None]) -> None:
-    """For each distance: send to the rank so far behind, receive from the one so far ahead, and check each element.
+    """For each distance send to the rank after this one, receive from the rank before it, and check each element.
 
-    `tell` is given the pair in words before its turn.
+    `tell` gets each pair in words before its turn.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pattern = torch.arange(_ELEMENTS, dtype=torch.int64, device=device)
@@ -255,12 +253,12 @@ def point_to_point(device: torch.device, shifts: Sequence[int], tell: Callable[[
 
 
 def transfers(device: torch.device, sizes: Sequence[int], tell: Callable[[str], None]) -> list[Transfer]:
-    """How long all-reduces of these sizes (bytes, float32) take, the first few of each not counted."""
+    """Time all-reduces of these sizes (bytes, float32), without the first few of each."""
     found = []
     for size in sizes:
         elements = max(1, size // 4)
         tell(f"all-reduce of {elements * 4} bytes")
-        # The same number on all ranks, without a word between them; 1 MiB takes milliseconds even at 1 Gbit/s.
+        # All ranks must choose the same number without a message. 1 MiB takes milliseconds even at 1 Gbit/s.
         iterations = 20 if size <= 1 << 20 else 5
         block = torch.zeros(elements, dtype=torch.float32, device=device)
         for _ in range(3):
@@ -272,6 +270,25 @@ def transfers(device: torch.device, sizes: Sequence[int], tell: Callable[[str], 
         _settle(block)
         found.append(Transfer(elements * 4, iterations, (time.perf_counter() - start) / iterations))
     return found
+
+
+def transfer_lines(found: Sequence[Transfer], world_size: int) -> list[str]:
+    """Return the table of the all-reduce: time of one, bytes reduced per second, bytes on the wire per second."""
+    lines = [] if not found else [f"    {'all-reduce':>12} {'time':>12} {'algorithm':>12} {'bus':>12}"]
+    for one in found:
+        rates = (one.algorithm_rate(), one.bus_rate(world_size))
+        cells = "".join(
+            f" {f'{rate / 1e9:.2f} GB/s' if rate >= 1e9 else f'{rate / 1e6:.2f} MB/s':>12}" for rate in rates
+        )
+        lines.append(f"    {_bytes(one.num_bytes):>12} {one.seconds * 1e6:>9.1f} µs{cells}")
+    return lines
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if number >= size and number % size == 0:
+            return f"{number // size} {unit}"
+    return f"{number} B"
 
 
 def _settle(x: torch.Tensor) -> None:
@@ -288,3 +305,52 @@ def _compare(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
             f"{what} is wrong in {number} of {got.numel()} elements: element {first} is {int(got[first])}"
             f" and should be {int(expected[first])}"
         )
+
+
+_SIGNS_OF_DEATH = ("onnection reset by peer", "onnection closed by peer", "has gone")
+
+
+def advice(trouble: Trouble, place: Place, backend: str) -> str:
+    """Return what to try after the trouble."""
+    if "stopped by SIG" in trouble.why:
+        return "see which rank ended first: its lines, or in the summary the ranks without a word"
+    if "failed first" in trouble.why:
+        return "cure that rank first; its own lines say how"
+    if any(sign in trouble.why for sign in _SIGNS_OF_DEATH):
+        return (
+            "a process has ended: the summary names ranks without a word; look in their logs, and with dmesg for the"
+            " out-of-memory killer"
+        )
+    if "large packets" in trouble.why:
+        return "compare the mtu of `ip link` on both hosts and the switches between; ping -M do -s 1472 <address>"
+    others = [name for _, name in socket.if_nameindex() if name != "lo"]
+    interface = f"choose the interface: {backend.upper()}_SOCKET_IFNAME={'|'.join(others) or '<name>'}"
+    holder = (
+        "nvidia-smi shows who holds the GPU" if backend == "nccl" else "free -h shows who holds the memory"
+    )
+    of_step = {
+        "backend": "compare what torch sees on each node: nanwatch doctor",
+        "master": "is MASTER_ADDR the node of rank 0, is rank 0 running, does a firewall let the port through:"
+        f" nc -vz {place.master_addr} {place.master_port}",
+        "store": "is MASTER_PORT free on the node of rank 0 and used by nothing else:"
+        f" ss -ltnp | grep {place.master_port}; choose another one; a name server that does not answer delays it too",
+        "device": f"{holder}; --memory takes less",
+        "arrival": "start the ranks that are missing; compare --nnodes, --nproc_per_node, RANK and WORLD_SIZE on all"
+        " nodes; a slow file system may need a longer --timeout",
+        "links": "open the ports of /proc/sys/net/ipv4/ip_local_port_range between the nodes; where the address"
+        f" is of the wrong network, {interface}",
+    }
+    if trouble.step in of_step:
+        return of_step[trouble.step]
+    if backend == "nccl":
+        return (
+            f"NCCL_DEBUG=INFO shows what NCCL tries; {interface}; NCCL_IB_DISABLE=1 does without InfiniBand,"
+            " NCCL_P2P_DISABLE=1 without copies from GPU to GPU: what then works names the part that does not"
+        )
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return f"{interface}; this host's own name has no address, and gloo asks for it"
+    if address.startswith("127."):
+        return f"{interface}; this host's own name means {address}, which gloo would tell the others"
+    return interface

@@ -1,6 +1,6 @@
 """Handling of non-finite values: report them, tell the other ranks, ask for the re-run, and act once.
 
-The recorder notifies the handler, which owns all that follows: `on_nonfinite` says what it does at the end.
+The recorder notifies the handler through the Watch. The option `on_nonfinite` says what the handler does at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import nn
 
 from ..diagnosis.left_calls import left_calls
 from ..distributed.coordinator import RankCoordinator
-from ..monitoring.monitor import Monitor
 from ..recording.events import Event, Recorder
 from ..recording.observe import observe
 from ..recording.walk import call_leaves
@@ -28,18 +27,20 @@ from ..report.report import Report, report_of
 from ..util.suppressed import suppressed
 from ..util.user_warning import warn_user
 from .nonfinite_batches import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings
-from .options import Options
 from .reports import Reports, left_frames
-from .rerun_policy import RerunPolicy
 
 if TYPE_CHECKING:
+    from ..monitoring.monitor import Monitor
     from ..report.rank_observation import Origin
+    from .optimizer_guard import OptimizerGuard
+    from .options import Options
+    from .rerun_policy import RerunPolicy
 
 
 class FailureHandler:
-    """Takes a watch's non-finite values, from the first of a batch to the exception, the user's function or a warning.
+    """Owner of a Watch's failures, from the first non-finite value of a batch to the exception, callback or warning.
 
-    `release()` gives up the report of a backward that no step has been about to take, if there is one.
+    `guard` holds the failure of a backward until a step is about to take it; None without `gradients`.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class FailureHandler:
         recorder: Recorder,
         monitor: Monitor,
         reports: Reports,
-        release: Callable[[], Report | None],
+        rerun: RerunPolicy,
+        guard: OptimizerGuard | None,
     ) -> None:
         self._model = weakref.ref(model)
         self._options = options
@@ -57,16 +59,16 @@ class FailureHandler:
         self._recorder = recorder
         self._monitor = monitor
         self._reports = reports
-        self._release = release
+        self.rerun = rerun
+        self._guard = guard
         self.batches = NonFiniteBatches()
-        self.rerun = RerunPolicy(model, options)
         # A backward fails when its batch has ended: with gradients one finite batch says nothing of its own.
         self._warnings = NonFiniteWarnings(
             speaks=self._action == "warn", patience=2 if options.gradients else 1
         )
         self._exception_batch: int | None = None
-        self._batch_ends = recorder.subscribe(Event.BATCH_END)
-        self.update_subscription()
+        # An error that was found while a report was asked for, which is no place to raise it.
+        self._postponed: NonFiniteError | None = None
         self._coordinator: RankCoordinator | None = None
         if self._action == "raise" and options.peer_timeout and options.enabled:
             # Not a bound method: the job would keep this alive.
@@ -76,27 +78,42 @@ class FailureHandler:
                 options.peer_timeout,
                 lambda name: report_of(()) if (own := this()) is None else own._write_last_frames(name),
             )
+        self._takes_starts = rerun.keeps_start or self._coordinator is not None
+        self._batch_starts = recorder.subscribe(Event.BATCH_START)
+        self._batch_starts.active = self._takes_starts
+        self._batch_ends = recorder.subscribe(Event.BATCH_END)
+        self._update_subscription()
 
-    @property
-    def awaits_batch_start(self) -> bool:
-        """Whether the handler wants to be told of the starts of batches."""
-        return self.rerun.keeps_start or self._coordinator is not None
+    def _update_subscription(self) -> None:
+        """Subscribe to the ends of batches while a kept start, a non-finite batch or a warning waits for one."""
+        self._batch_ends.active = self._takes_starts or bool(self.batches) or self._warnings.awaits_batches
 
-    def update_subscription(self) -> None:
-        """Subscribe to the ends of batches while a non-finite batch or a warning waits for one."""
-        self._batch_ends.active = bool(self.batches) or self._warnings.awaits_batches
+    def poll(self, *, wait: bool) -> None:
+        """Poll the recorder. Postpone an error to the next batch, optimizer's step or `Watch.look()`."""
+        try:
+            self._recorder.poll(wait)
+        except NonFiniteError as error:
+            self._postponed = error
+            self._batch_starts.active = True
+
+    def raise_postponed(self) -> None:
+        """Raise the error that `poll` has postponed, if any."""
+        error, self._postponed = self._postponed, None
+        if error is not None:
+            self._batch_starts.active = self._takes_starts
+            raise error
 
     @property
     def ended_by_exception(self) -> bool:
-        """Whether the latest batch ended by an exception."""
+        """True if the latest batch ended by an exception."""
         return self._exception_batch is not None and self._exception_batch == self._recorder.latest_batch
 
     def batch_started(
         self, batch: int, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> object:
-        """Keep what a re-run would need. Raises PeerNonFiniteError when another rank has failed.
+        """Keep what a re-run would need, and return what the recorder is to hold; see RerunPolicy.
 
-        Return what the recorder is to hold; see RerunPolicy.
+        Raises PeerNonFiniteError when another rank has failed.
         """
         if self._coordinator is not None:
             self._coordinator.batch_started(batch)
@@ -118,20 +135,20 @@ class FailureHandler:
             given = [observe(x, label, "input") for label, x in call_leaves(args, kwargs or {})]
             return self._reports.of_failure(frame.batch, caller, _records(given), nonfinite=frame)
 
-        batch = self._meet(number, frame.name, report)
+        batch = self._take(number, frame.name, report)
         at_once = self._options.check in ("auto", "module") or frame.recomputed
         try:
             if at_once and self._acts:
                 self._act(batch, inside=not frame.recomputed)
         finally:
-            if frame.recomputed and is_new:  # its end is told to nobody
+            if frame.recomputed and is_new:  # the recorder reports no end of it
                 self.batches.end(number)
 
-    def late_nonfinite_call(
+    def pending_nonfinite_call(
         self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool
     ) -> None:
-        """Take a call whose rows came from the device after it. Its failure is acted on at the batch's end."""
-        self._meet(
+        """Take a call whose rows came from the device after it. The handler acts on it at the batch's end."""
+        self._take(
             frame.batch,
             frame.name,
             lambda: self._reports.of_failure(frame.batch, caller, _records(given.rows), nonfinite=frame),
@@ -139,13 +156,13 @@ class FailureHandler:
         )
 
     def step_follows(self, report: Report) -> None:
-        """Act on what a backward did wrong and a step is about to take, or on what a step left in its optimizer."""
+        """Act on a non-finite gradient that a step is about to take, or on a non-finite state of an optimizer."""
         self._monitor.on_nonfinite(report.finding)
         self.batches.open_run(report)
         self._batch_ends.active = True
         self._warnings.begin(report.finding)
         self._announce(report)
-        self._tell(report)
+        self._raise_or_call(report)
 
     def forward_left(self, batch: int, completed: bool) -> None:
         """Take the end of this thread's forward, which has returned (`completed`) or raised.
@@ -165,34 +182,44 @@ class FailureHandler:
         self._exception_batch = batch
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and batch % self._options.every == 0:
-            self._left_by(error, batch)
+            self._annotate(error, batch)
 
     def conclude(self, batch: int, completed: bool) -> None:
-        """Act on a batch that has ended and whose frames are all known, where that was put off."""
-        if (nonfinite := self.batches.get(batch)) is not None:
-            try:
+        """Act on a batch that has ended and whose frames are all known, unless `nonfinite_call` has acted."""
+        try:
+            if (nonfinite := self.batches.get(batch)) is not None:
                 if completed:
                     self._act(nonfinite)
-            finally:
-                self.batches.end(batch)
-        elif completed and batch % self._options.every == 0:
-            self.batches.run_is_open = False
-            self._warnings.end(batch)
-            self._monitor.end(batch)
+            elif completed and batch % self._options.every == 0:
+                self.batches.run_is_open = False
+                self._warnings.end(batch)
+                self._monitor.end(batch)
+        finally:
+            self.batches.end(batch)
+            self._update_subscription()
+
+    def batch_ended(self, batch: int) -> None:
+        """Let go of the start of the batch, which has ended in this thread."""
+        self.rerun.batch_ended(batch)
+        self._update_subscription()
 
     def explain(self, error: BaseException | None) -> None:
-        """Raises PeerNonFiniteError from `error` when another rank's failure is behind it."""
+        """Raise PeerNonFiniteError from `error` when another rank's failure is behind it."""
         explained = None if self._coordinator is None else self._coordinator.explain(error)
         if explained is not None:
             raise explained from error
 
-    def run_ended(self) -> None:
-        """Raises PeerNonFiniteError when another rank has failed, as far as this one knows."""
-        if self._coordinator is not None:
+    def run_ended(self, error: BaseException | None) -> None:
+        """Take the end of a `with` block. Raises PeerNonFiniteError when another rank has failed first."""
+        if error is not None:
+            self.poll(wait=True)
+            self._postponed = None  # `error` says more
+            self.explain(error)
+        elif self._coordinator is not None:
             self._coordinator.check()
 
     def watch_ends(self) -> None:
-        """Tell of gradients that are not finite and that no step was about to take; then sum up the warnings."""
+        """Report non-finite gradients that no step was about to take, then sum up the warnings."""
         try:
             held = self._release()
             if held is not None and held.finding is not None:
@@ -201,23 +228,27 @@ class FailureHandler:
                 report = replace(held, finding=finding)
                 self.batches.open_run(report)
                 self._monitor.on_nonfinite(finding)
-                self._tell_at_end(finding, report)
+                self._warn_at_end(finding, report)
         finally:
             batches = self._recorder.latest_batch + 1
             self._warnings.close(batches, may_raise=sys.exc_info()[0] is None)
 
     def close(self) -> None:
-        """Keep nothing, and hear of other ranks no more."""
+        """Let go of everything, and leave the other ranks."""
         self.rerun.let_go()
         if self._coordinator is not None:
             self._coordinator.close()
 
     @property
     def _acts(self) -> bool:
-        """Whether a report is handed to anybody; otherwise the run goes on by itself."""
+        """True if the user gets the report of each failure. Otherwise the run goes on by itself."""
         return self._action == "raise" or callable(self._action)
 
-    def _meet(
+    def _release(self) -> Report | None:
+        """Return the report of a deferred backward, which came first, and drop it."""
+        return None if self._guard is None else self._guard.release()
+
+    def _take(
         self,
         batch: int,
         module: str,
@@ -226,12 +257,12 @@ class FailureHandler:
         is_left: bool = False,
         announces: bool = True,
     ) -> NonFiniteBatch | None:
-        """Count a non-finite call of the module. `report` makes the report, of the first of its batch."""
+        """Count a non-finite call of the module. `report` makes the report, if the call is the first of its batch."""
         self._warnings.count(module)
-        # A forward that is recomputed in the backward repeats what its batch has told.
+        # A forward that is recomputed in the backward repeats the failure of its batch.
         if batch in self.batches:
             return self.batches.get(batch)
-        # Weights that something else than an optimizer moved by what the backward did wrong: that came first.
+        # A deferred backward came first: something else than an optimizer has moved the weights by its gradients.
         nonfinite = self.batches.add(batch, self._release() or report(), is_left=is_left)
         self._batch_ends.active = True
         if announces:
@@ -243,22 +274,22 @@ class FailureHandler:
         return nonfinite
 
     def _announce(self, report: Report) -> None:
-        """Tell the other ranks, before anything slow."""
+        """Publish the failure to the other ranks, before anything slow."""
         if self._coordinator is not None and report.finding is not None:
             self._coordinator.publish(report.finding)
 
     def _act(self, batch: NonFiniteBatch | None, *, inside: bool = False) -> None:
-        """Tell of the batch once; `inside` a forward raise at once, and leave the re-run to `forward_left`."""
-        if batch is None or batch.is_told:
+        """Act on the batch once. `inside` a forward raise at once, and leave the re-run to `forward_left`."""
+        if batch is None or batch.is_reported:
             return
-        batch.is_told = True
+        batch.is_reported = True
         if inside and self._action == "raise":
             batch.raised = NonFiniteError(batch.report)
-            # Through no local: the traceback would hold itself, and with it the locals of the forward.
+            # Raise it from no local: the traceback would hold itself, and with it the locals of the forward.
             raise batch.raised
-        self._tell(batch.report)
+        self._raise_or_call(batch.report)
 
-    def _tell(self, report: Report) -> None:
+    def _raise_or_call(self, report: Report) -> None:
         """Re-run the batch, then hand the report to the user's function, or raise it."""
         if callable(self._action):
             self._action(self._examined(report))
@@ -275,13 +306,13 @@ class FailureHandler:
         NonFiniteError.__init__(error, *self._settled(error.report))
 
     def _settled(self, report: Report) -> tuple[Report, Origin | None]:
-        """Return the report after the re-run, and what the ranks agreed on."""
+        """Return the report after the re-run, and the origin on which the ranks agreed."""
         examined = self._examined(report)
         return examined, None if self._coordinator is None else self._coordinator.settle(examined.finding)
 
     def _examined(self, report: Report) -> Report:
-        """Return the report with what a re-run of its batch shows."""
-        # The first of several non-finite batches in a row tells most.
+        """Return the report with the results of a re-run of its batch."""
+        # Only the first of several non-finite batches in a row is re-run, unless each is raised.
         is_first = self.batches.failure is report
         if not is_first and self._action != "raise":
             return report
@@ -292,8 +323,8 @@ class FailureHandler:
             self.batches.failure = examined
         return examined
 
-    def _tell_at_end(self, finding: Finding, report: Report) -> None:
-        """Tell of gradients that no step was about to take: no failure yet, so "raise" warns too."""
+    def _warn_at_end(self, finding: Finding, report: Report) -> None:
+        """Report gradients that no step was about to take. They are no failure yet, so "raise" warns too."""
         is_raising = sys.exc_info()[0] is not None
         examined = self._examined(report)
         if self._action in ("raise", "warn"):
@@ -310,14 +341,14 @@ class FailureHandler:
                     raise
                 suppressed("on_nonfinite raised while the watch ended by another error")
 
-    def _left_by(self, error: Exception, batch: int) -> None:
-        """Say, in a note of somebody else's exception that ends the batch, what was not finite in it."""
+    def _annotate(self, error: Exception, batch: int) -> None:
+        """Add a note with the non-finite value to somebody else's exception that ends the batch."""
         if isinstance(error, NonFiniteError | BatchLimitError):
             return
         try:
-            nonfinite = self.batches.get(batch) or self._meet_left(error, batch)
-            if nonfinite is not None and not nonfinite.is_told:
-                nonfinite.is_told = True
+            nonfinite = self.batches.get(batch) or self._take_left_calls(error, batch)
+            if nonfinite is not None and not nonfinite.is_reported:
+                nonfinite.is_reported = True
                 report = self._examined(nonfinite.report) if self._acts else nonfinite.report
                 add_note(error, report)
                 if callable(self._action):
@@ -325,8 +356,8 @@ class FailureHandler:
         except Exception:  # the user's error matters more
             suppressed("what an exception of the user's left could not be told")
 
-    def _meet_left(self, error: Exception, batch: int) -> NonFiniteBatch | None:
-        """Look at the calls that the exception left."""
+    def _take_left_calls(self, error: Exception, batch: int) -> NonFiniteBatch | None:
+        """Read the calls that the exception left, and take the first non-finite one."""
         model, calls = self._model(), left_calls(error)
         # Without calls the exception ended something else, such as a call in compiled code.
         if model is None or not calls:
@@ -335,18 +366,18 @@ class FailureHandler:
         first = next((i for i, frame in enumerate(left.frames) if any(map(is_fault, frame.rows))), None)
         if first is None:
             return None
-        return self._meet(
+        return self._take(
             batch,
             left.frames[first].name,
             lambda: self._reports.of_failure(
                 batch, left.callers[first], _records(left.given), left.frames[: first + 1]
             ),
-            # The others hear of this rank's exception as they would without a watch: who catches it goes on.
+            # Somebody may catch the exception and go on, so it is not published to the other ranks.
             announces=False,
         )
 
     def _write_last_frames(self, name: str) -> Report:
-        """Write and return the frames of a rank that found nothing itself, also while its thread is held up."""
+        """Write and return the latest frames of a rank without a failure of its own, from any thread."""
         latest = self._recorder.latest_batch
         report = self._reports.latest(None, None if latest < 0 else latest)
         self.rerun.write_frames(report, name)

@@ -1,4 +1,4 @@
-"""Non-finite batches of a watch: their reports, and the warnings of `on_nonfinite="warn"`."""
+"""Non-finite batches of a Watch: their reports, and the warnings of `on_nonfinite="warn"`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..report.report import Report
 from ..util.user_warning import warn_user
 from ..util.visible import module_name
 
-# Batches that have ended and are known to be non-finite, for their backwards and their recomputations.
+# Non-finite batches that are remembered after their end, for their backwards and recomputations.
 _MAX_ENDED = 64
 # Modules named in one line.
 _MAX_NAMED = 3
@@ -21,23 +21,23 @@ _MAX_NAMED = 3
 
 @dataclass(slots=True)
 class NonFiniteBatch:
-    """A batch under way from its first non-finite value on. It belongs to the thread that makes the batch.
+    """Batch under way from its first non-finite value on. It belongs to the thread that makes the batch.
 
-    `report` is of that value. `is_told` says that it was raised or handed to the user's function, `is_left` that the
-    thread had ended the batch before its rows came from the device. `raised` is the error that was raised inside the
-    forward, until the forward is left.
+    `report` describes that value. `is_reported`: it was raised or handed to the user's function. `is_left`: the thread
+    had ended the batch before its rows came from the device. `raised` is the error that was raised inside the forward,
+    until the forward is left.
     """
 
     report: Report
     is_left: bool = False
-    is_told: bool = False
+    is_reported: bool = False
     raised: NonFiniteError | None = None
 
 
 class NonFiniteBatches:
-    """The non-finite batches under way, at most one for each thread, and the latest that have ended, by their numbers.
+    """Non-finite batches under way, at most one per thread, and the latest that have ended, by their numbers.
 
-    `failure` is the report of the first of the latest run of such batches. The run is open until a batch is finite.
+    `failure` is the report of the first batch of the latest run of non-finite batches. A finite batch ends the run.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class NonFiniteBatches:
 
 @dataclass(slots=True)
 class _Count:
-    """Faulty batches, and what was at fault in them, by module."""
+    """Counts of non-finite batches and calls, by module."""
 
     first: int = -1
     last: int = -1
@@ -104,34 +104,33 @@ class _Count:
 
 
 class NonFiniteWarnings:
-    """Warns of non-finite batches in few lines, with `speaks`; what is not told at once is counted and told in sum.
+    """Warnings of non-finite batches in few lines, if it `speaks`, and a sum of all at the end.
 
-    A run of non-finite batches is told when it begins, when another module is the first to be at fault, and when it
-    ends.
-    Lines become rarer where they come often: the n-th line of a run needs 2 ** (n - 2) such batches since the line
-    before it, and the n-th run ends after 2 ** (n - 1) finite batches in a row. `patience` is the number for the first
-    run: more than 1 where faults are found after the end of a batch.
+    A line comes when a run of non-finite batches begins, when another module is the first at fault, and when the run
+    ends. Frequent lines get rarer: the n-th line of a run needs 2 ** (n - 2) such batches since the line before it, and
+    the n-th run ends after 2 ** (n - 1) finite batches in a row. `patience` is that number for the first run: more than
+    1 where failures are found after the end of a batch.
     """
 
     def __init__(self, *, speaks: bool, patience: int = 1) -> None:
         self._speaks = speaks
         self._patience = patience
-        # Reentrant: the garbage collector or a signal's handler may call the model.
+        # Reentrant, because the garbage collector or a signal's handler may call the model.
         self._lock = threading.RLock()
         self._all = _Count()
         self._run: _Count | None = None
         self._lines = 0  # of the run
         self._since = 0  # non-finite batches since the latest line
-        self._finite = 0  # batches in a row since the latest fault
-        self._told: tuple[str, str] = "", ""  # which module, in which phase, was told to be the first
+        self._finite = 0  # batches in a row since the latest failure
+        self._latest_line: tuple[str, str] = "", ""  # module and phase of the latest line
 
     @property
     def awaits_batches(self) -> bool:
-        """Whether `end` is to be called when a batch was finite."""
+        """True while `end` is to be called after a finite batch."""
         return self._run is not None
 
     def begin(self, finding: Finding | None) -> None:
-        """Take the first fault of a batch."""
+        """Take the first failure of a batch."""
         if not self._speaks or finding is None:
             return
         with self._lock:
@@ -147,10 +146,10 @@ class NonFiniteWarnings:
             self._run = run = _Count()
             self._lines = 0
             message = f"{text.summary(finding)}; Watch.report() has the frames that led to it"
-        elif place != self._told and self._since >= 2 ** (self._lines - 1):
+        elif place != self._latest_line and self._since >= 2 ** (self._lines - 1):
             message = f"{text.summary(finding)}; before it, {run}"
         if message:
-            self._told, self._since = place, 0
+            self._latest_line, self._since = place, 0
             self._lines += 1
         self._since += 1
         for count in (run, self._all):
@@ -164,7 +163,7 @@ class NonFiniteWarnings:
                 self._all.calls[module] += 1
 
     def end(self, batch: int) -> None:
-        """Take a batch in which all was finite."""
+        """Take a finite batch."""
         if self._run is None:
             return
         with self._lock:
@@ -177,18 +176,18 @@ class NonFiniteWarnings:
         warn_user(f"all finite again in batch {batch}, after {run}")
 
     def close(self, batches: int, *, may_raise: bool) -> None:
-        """Tell what there was in all; a second time tells nothing. `batches` is how many there were."""
+        """Warn once of the sum over all `batches` watched batches."""
         with self._lock:
-            told, self._all = self._all, _Count()
+            total, self._all = self._all, _Count()
             self._run = None
-        if told.batches:
-            calls = f"; faulty calls: {_ranked(told.calls)}" if told.calls else ""
+        if total.batches:
+            calls = f"; faulty calls: {_ranked(total.calls)}" if total.calls else ""
             watched = f"{batches:,} batch{'' if batches == 1 else 'es'}"
-            warn_user(f"of {watched} watched, {told}{calls}", may_raise=may_raise)
+            warn_user(f"of {watched} watched, {total}{calls}", may_raise=may_raise)
 
 
 def _ranked(counts: Counter[str]) -> str:
-    """`'0' 45x, '1' 45x, '2' 45x and 57 more modules`, the most frequent first."""
+    """Return `'0' 45x, '1' 45x, '2' 45x and 57 more modules`, the most frequent first."""
     named = [
         f"{repr(name) if name else module_name(name)} {count:,}x"
         for name, count in counts.most_common(_MAX_NAMED)

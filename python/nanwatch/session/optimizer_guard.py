@@ -2,7 +2,7 @@
 
 The failure is not raised at once: with a GradScaler an inf in the gradients is none, as the step is skipped and the
 scale goes down. PyTorch gives no signal when GradScaler skips a step, so the guard infers it afterwards: the optimizer
-says `found_inf` (fused ones), the scale has fallen, or the gradients that were not finite are gone.
+says `found_inf` (fused ones), the scale has fallen, or the non-finite gradients are gone.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.global_hooks import Handles, before_steps
 from ..numerics._extension import instances_of
 from ..numerics.readable import only_our_dispatch
-from ..recording.events import Event
+from ..recording.events import Event, Recorder
 from ..recording.observe import read
 from ..report import text
 from ..report.finding import Finding
@@ -30,7 +29,10 @@ from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.user_warning import warn_user
 
-# What is kept of skipped steps; all are counted.
+if TYPE_CHECKING:
+    from .options import Options
+
+# Skipped steps that are kept. All are counted.
 _MAX_KEPT = 100
 
 # A weight: its module, and its name in it.
@@ -39,7 +41,7 @@ Weight = tuple["weakref.ref[nn.Module]", str]
 
 @dataclass(frozen=True, slots=True)
 class SkippedStep:
-    """A step that was not made, as gradients of `batch` were not finite.
+    """Step that was skipped because gradients of `batch` were not finite.
 
     `scale_before` and `scale_after` are the GradScaler's, None where none was found.
     """
@@ -72,52 +74,28 @@ class _Pending:
 
 
 class OptimizerGuard:
-    """Check of every step before it is made, with the failure of the latest backward.
+    """Failure of the latest backward, deferred until an optimizer's step is about to take its gradients.
 
-    `act` is called with the report of a failure that a step is about to take, or that came once too often: what it
-    raises, the step raises, and the weights are as they were. `let_go` is called when a step finds nothing deferred.
-    `look_at_sums` is called before a step where gradients may have added up to a non-finite value; it may `defer` them.
-    `recorder` is told which gradients are no fault after all. `scaler` is the GradScaler, if it is known; else one is
-    looked for when first needed.
+    `defer` and `check_step` return the report of a failure that is due now. The caller raises it before the weights
+    change. The guard tells `recorder` which gradients are no fault after all. Where the options name no GradScaler, the
+    guard looks for one when it first needs it.
     """
 
-    def __init__(
-        self,
-        recorder: Any,
-        act: Callable[[Report], None],
-        let_go: Callable[[], None],
-        look_at_sums: Callable[[], None],
-        *,
-        scaler: Any = None,
-        max_skipped_steps: int,
-    ) -> None:
+    def __init__(self, recorder: Recorder, options: Options) -> None:
         self.skipped: deque[SkippedStep] = deque(maxlen=_MAX_KEPT)
         self.num_skipped = 0
         self._recorder = recorder
         self._backward_starts = recorder.subscribe(Event.BACKWARD_START)
-        self._backward_starts.active = False  # until something is held
-        self._act = act
-        self._let_go = let_go
-        self._look_at_sums = look_at_sums
-        self._max_skipped_steps = max_skipped_steps
-        self._scaler: Callable[[], Any] | None = None if scaler is None else weakref.ref(scaler)
-        self._is_told = scaler is not None
+        self._backward_starts.active = False  # until a failure is deferred
+        self._max_skipped_steps = options.max_skipped_steps
+        self._scaler: Callable[[], Any] | None = (
+            None if options.scaler is None else weakref.ref(options.scaler)
+        )
+        self._is_known = options.scaler is not None
         self._noted = 0  # scales
         self._pending: _Pending | None = None
         self._count(0)
         self._latest: set[Weight] = set()  # whose step was skipped last
-        this = weakref.ref(self)
-
-        def before(optimizer: Optimizer, *_: Any) -> None:
-            if (guard := this()) is not None:
-                guard.before_step(optimizer)
-
-        self._hooks = Handles(self, [before_steps.add(before)])
-
-    def remove(self) -> None:
-        """Look at no more steps."""
-        self.settle()
-        self._hooks.remove()
 
     @property
     def pending(self) -> Report | None:
@@ -131,13 +109,13 @@ class OptimizerGuard:
         return pending
 
     def note_scale(self) -> Tensor | None:
-        """Return the scale as it is now, still where it is: nobody waits for it. None where no scaler is found.
+        """Return a copy of the present scale on its own device, without waiting for it. None where no scaler is found.
 
         For the `defer` of a backward that is found non-finite when a scaler may have lowered the scale.
         """
         self._noted += 1
         if self._scaler is None and self._noted & (self._noted - 1) == 0:
-            # Before anything is non-finite, as later the scale is another; ever less often, where there is none.
+            # Look before anything is non-finite, because later the scale is another; ever less often in vain.
             found = _find_scaler()
             self._scaler = None if found() is None else found
         scale = None if self._scaler is None else getattr(self._scaler(), "_scale", None)
@@ -147,34 +125,37 @@ class OptimizerGuard:
         except RuntimeError:  # no memory, or a device that has failed
             return None
 
-    def defer(self, report: Report, batches: set[int], weights: set[Weight], noted: object = None) -> None:
+    def defer(
+        self, report: Report, batches: set[int], weights: set[Weight], noted: object = None
+    ) -> Report | None:
         """Defer the failure of a backward: the gradients of these weights, in these batches, are not finite.
 
-        `noted`: what `note_scale` gave when the backward was over.
+        `noted` is the result of `note_scale` at the end of the backward. Return the report if it is due at once: too
+        many steps in a row were skipped, or a step is under way.
         """
         scale = float(noted) if isinstance(noted, Tensor) else None
         pending = self._pending
         if pending is not None and scale is not None and scale < (pending.scale or 0.0):
-            # Between the two, of which nothing was known, the scaler skipped a step.
+            # The scaler skipped a step between the two backwards.
             self._skip(pending, scale)
             pending = None
         if pending is None:
             self._pending = _Pending(report, batches, weights, self._scale() if scale is None else scale)
             self._pending.is_late = scale is not None
         else:
-            # New ones: another thread may be going through those that are there.
+            # New sets: another thread may iterate over the old ones.
             pending.batches = pending.batches | batches
             pending.weights = pending.weights | weights
         self._backward_starts.active = True
         if self._in_a_row >= self._max_skipped_steps:
             count = self._in_a_row
             self._count(0)
-            self._fail(
+            return self._due(
                 f"the {count} steps before this one were skipped, as gradients were not finite;"
                 f" max_skipped_steps={self._max_skipped_steps} lets no more pass"
             )
-        elif is_inside_step():
-            self._fail()  # a closure: the step has been looked at, and changes the weights next
+        # In a closure: the step has been checked, and changes the weights next.
+        return self._due() if is_inside_step() else None
 
     def settle(self) -> None:
         """Find out whether the step of the deferred backward was skipped meanwhile."""
@@ -182,7 +163,7 @@ class OptimizerGuard:
         if pending is None or not (pending.skipped or self._has_fallen(pending) or _are_clean(pending)):
             return
         after = self._scale()
-        if not (self._is_told or pending.skipped or self._has_fallen(pending)):
+        if not (self._is_known or pending.skipped or self._has_fallen(pending)):
             pending.scale = None  # the scaler that was found has no part in this
         self._skip(pending, after)
 
@@ -198,26 +179,18 @@ class OptimizerGuard:
         self._latest = pending.weights
         self._recorder.excuse_gradients(sorted(pending.batches), str(step))
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Stop a step that is about to change the weights, or let it pass."""
-        if self._recorder.paused:
-            return
-        if torch._C._current_graph_task_id() != -1:
-            # An optimizer that steps inside the backward, as soon as a gradient is there.
-            self._recorder.finish_nonfinite_backward()
-        # What FSDP reduces over the ranks it puts into .grad itself, past the hooks.
-        may_be_nonfinite = self._recorder.gradient_sums_may_overflow or self._recorder.gathers_weights
-        if self._pending is None and may_be_nonfinite:
-            self._recorder.forget_gradient_sums()
-            self._look_at_sums()
+    def settle_late(self) -> None:
+        """Settle a failure that was found late, if the scaler has skipped its step since."""
         if self._pending is not None and self._pending.is_late and self._has_fallen(self._pending):
-            self.settle()  # the step before this one was skipped
+            self.settle()
+
+    def check_step(self, optimizer: Optimizer) -> Report | None:
+        """Return the report of the failure that a step of `optimizer` is about to take; None lets it pass."""
         pending = self._pending
         if pending is None:
             if self._in_a_row and _steps(optimizer, self._latest):
                 self._count(0)
-            self._let_go()
-            return
+            return None
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor) and bool(found_inf.detach().any()):
             pending.skipped = True
@@ -225,9 +198,10 @@ class OptimizerGuard:
             if pending.scale is None and isinstance(scale, Tensor):
                 pending.scale = float(scale)
         elif any(_is_nonfinite(x.grad) for group in optimizer.param_groups for x in group["params"]):
-            self._fail()
+            return self._due()
         elif not pending.weights or _are_clean(pending):
             self._let_pass(pending)
+        return None
 
     def _let_pass(self, pending: _Pending) -> None:
         self._drop()
@@ -238,14 +212,14 @@ class OptimizerGuard:
             f"{text.summary(finding)}; the gradients that the optimizer's step takes are finite: nothing was stopped"
         )
 
-    def _fail(self, remark: str = "") -> None:
+    def _due(self, remark: str = "") -> Report | None:
         report = self.release()
         if report is None or report.finding is None:
-            return  # another thread's step has told of it
-        if remark:
-            finding = replace(report.finding, remarks=(*report.finding.remarks, remark))
-            report = replace(report, finding=finding)
-        self._act(report)
+            return None  # another thread's step was first
+        if not remark:
+            return report
+        remarks = (*report.finding.remarks, remark)
+        return replace(report, finding=replace(report.finding, remarks=remarks))
 
     def _count(self, in_a_row: int) -> None:
         self._in_a_row = in_a_row
@@ -272,10 +246,10 @@ class OptimizerGuard:
 
 
 def _find_scaler() -> Callable[[], Any]:
-    """Return the one GradScaler that is in use in this process; nothing where there are none or several.
+    """Return a reference to the one GradScaler in use in this process; to None where there are none or several.
 
-    Nothing leads from a model to its scaler. This looks through all objects, 10 ms for a million, after the first
-    non-finite gradient, or the first late one.
+    Nothing leads from a model to its scaler, so this looks through all objects: 10 ms for a million. It runs after the
+    first non-finite gradient, or the first late one.
     """
     scalers = instances_of(torch.amp.GradScaler)
     found = [one for one in scalers if getattr(one, "_enabled", False) and one._scale is not None]
@@ -306,8 +280,8 @@ def _steps(optimizer: Optimizer, weights: set[Weight]) -> bool:
 def is_inside_step() -> bool:
     """Return whether this runs for an optimizer's `step`, as the backward of a closure does.
 
-    Not for that of an object around an optimizer, which is of the optimizer's class in Lightning and Accelerate: it may
-    still ask a GradScaler whether there is to be a step. PyTorch hooks the steps of those that do the work.
+    The `step` of a wrapper around an optimizer does not count: it may still ask a GradScaler whether there is to be a
+    step. Lightning's and Accelerate's wrappers are of the optimizer's class, but PyTorch hooks only the inner step.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

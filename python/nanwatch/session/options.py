@@ -1,49 +1,133 @@
-"""The options of `watch`, each declared once: its default, its check, its help and its flag.
+"""Options of `watch`, each declared once: its default, its check, its help and its flag.
 
 The checks, the flags of `nanwatch run` and the table in docs/options.md are made from the fields of `Options`. `watch`
-has a signature of its own for type checkers, which tests compare with the fields.
+has an explicit signature for type checkers, which a test compares with the fields.
 """
 
 from __future__ import annotations
 
 import argparse
+import operator
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields
+from errno import EDQUOT, ENOSPC
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import for_names
+from ..monitoring.backends import ACCEPTED, is_target
 from ..recording.events import Check, Settings
 from ..recording.masked_scores import masked_scores
+from ..util.reading import shorten
 from ..util.visible import close_names
-from . import checks
 
 if TYPE_CHECKING:
     from ..recording.masked_scores import MaskedScores
     from ..report.report import Report
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
+SWITCH = "NANWATCH"
 # A frame of a small call takes 2 kB and is made into text when a report is written: more than this is no report.
 MAX_FRAMES = 1_000_000
+# Batches are counted in 64 bits. Sums and differences of two such numbers stay in them.
+MAX_BATCH = 2**62 - 1
+_MAX_SECONDS = 86_400
 
 
-def _option(
-    default: Any, check: Callable[[str, Any], Any], text: str, *, also: str = "", needs: str = "", **flag: Any
-) -> Any:
-    """Declare an option. `check(name, value)` returns the value to keep, or raises TypeError or ValueError.
+class _Kind(NamedTuple):
+    """Kind of option: `check(name, value)` returns the value to keep, or raises TypeError or ValueError.
 
-    `text` is the help, `also` what Python code may give beyond it. `needs` says without which options this one has no
-    effect, as in "weights or buffers". `flag` is what `nanwatch run` passes to argparse: nothing for an option that is
-    no flag.
+    `flag` is what `nanwatch run` passes to argparse: nothing for an option that has no flag.
     """
-    return field(
-        default=default,
-        metadata={"check": check, "text": text, "also": also, "needs": needs, "flag": flag},
-    )
+
+    check: Callable[[str, Any], Any]
+    flag: dict[str, Any] = {}  # noqa: RUF012  (nobody writes to it)
+
+
+def whole(option: str, value: Any, least: int, most: int) -> int:
+    """Return `value` as an int, if it is a whole number from `least` to `most`, one of numpy's for example."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{option} should be a whole number of at least {least}, got {value!r}")
+    if number < least:
+        raise ValueError(f"{option} should be at least {least}, got {number}")
+    if number > most:
+        # Python refuses to spell an int of more than 4300 digits.
+        spelt = str(number) if number < 10**40 else f"a number of {number.bit_length()} bits"
+        raise ValueError(f"{option} should be at most {most}, got {spelt}")
+    return number
+
+
+def check_place(option: str, value: Any) -> Path | None:
+    """Return `value` as an absolute path at which something can be made, or None for None.
+
+    Makes a nameless file in the first folder above it that exists, and leaves nothing behind. Raises ValueError where
+    nothing can be written, TypeError for a value that is no path.
+    """
+    if value is None:
+        return None
+    is_folder = option == "output_dir"
+    kind = "folder" if is_folder else "file such as 'run.parquet', or of a folder,"
+    if (
+        not isinstance(value, str | os.PathLike)
+        or not isinstance(os.fspath(value), str)
+        or not os.fspath(value)
+    ):
+        raise TypeError(f"{option} should be the path of a {kind} or None, got {value!r}")
+    path = Path(value)
+    if is_folder and os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError(f"{option} should be a folder, and {str(path)!r} is none")
+    if not is_folder and not path.name:
+        raise ValueError(f"{option} should be the path of a file or a folder with a name, got {value!r}")
+    path = path.absolute()  # the run may change its folder
+    folder = path if is_folder else path.parent
+    try:
+        folder = next(one for one in (folder, *folder.parents) if one.exists())
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno in (ENOSPC, EDQUOT):  # there may be room by then
+            return path
+        raise ValueError(
+            f"{option} is {str(value)!r}, and nothing can be written in {str(folder)!r} ({error.strerror}); give"
+            " another path"
+        ) from error
+    return path
+
+
+def _check_flag(option: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{option} should be True or False, got {value!r}")
+    return value
+
+
+def _check_flag_or_none(option: str, value: Any) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{option} should be True, False or None, got {value!r}")
+    return value
+
+
+def _check_enabled(option: str, value: Any) -> bool:
+    """Return what the environment says, which goes before the code."""
+    enabled, word = _check_flag(option, value), os.environ.get(SWITCH, "")
+    if word not in ("", "0", "1"):
+        raise ValueError(f"{SWITCH}={word!r} is not understood; set it to 1 (watch) or 0 (do not watch)")
+    return enabled if word == "" else word == "1"
+
+
+def _check_batches(option: str, value: Any) -> frozenset[int]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{option} should be a collection of batch numbers such as (0, 3), got {value!r}")
+    return frozenset(whole(f"each of {option}", batch, 0, MAX_BATCH) for batch in value)
 
 
 def _parse_batches(value: str) -> tuple[int, ...]:
@@ -53,12 +137,74 @@ def _parse_batches(value: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{value!r} should be batch numbers such as 0,3") from None
 
 
-# How argparse reads a flag.
-_SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-_NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
-_PATTERN: dict[str, Any] = {"action": "append", "metavar": "PATTERN"}
-_SECONDS: dict[str, Any] = {"type": float, "metavar": "S"}
-_NUMBERS: dict[str, Any] = {"type": _parse_batches, "metavar": "N,N"}
+def _check_patterns(option: str, value: Any) -> tuple[str, ...]:
+    several = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
+    if several is None or not all(isinstance(pattern, str) for pattern in several):
+        raise TypeError(f"{option} should be a pattern or several, such as 'encoder.block.*', got {value!r}")
+    return several
+
+
+def _check_seconds(option: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{option} should be a number of seconds, 0 for none, got {value!r}")
+    if not 0 <= value <= _MAX_SECONDS:
+        raise ValueError(f"{option} should be from 0 to {_MAX_SECONDS:,} seconds, got {value}")
+    return float(value)
+
+
+def _check_log_target(option: str, value: Any) -> Any:
+    if isinstance(value, str | os.PathLike):
+        return check_place(option, value)
+    if value is not None and not is_target(value):
+        raise TypeError(f"{option} should be {ACCEPTED}, got {shorten(value)}")
+    return value
+
+
+def _whole_from(least: int, most: int = MAX_BATCH) -> _Kind:
+    return _Kind(
+        lambda option, value: whole(option, value, least, most),
+        {"type": int, "metavar": "N"},
+    )
+
+
+def _choice(words: tuple[str, ...], accepted: str, *, or_callable: bool = False) -> _Kind:
+    def check(option: str, value: Any) -> Any:
+        if not (or_callable and callable(value)) and value not in words:
+            raise ValueError(f"{option} should be {accepted}, got {value!r}")
+        return value
+
+    return _Kind(check, {"choices": words})
+
+
+def _object(accepted: str, is_accepted: Callable[[Any], bool]) -> _Kind:
+    def check(option: str, value: Any) -> Any:
+        if value is not None and not is_accepted(value):
+            raise TypeError(f"{option} should be {accepted} or None, got {type(value).__name__}")
+        return value
+
+    return _Kind(check)
+
+
+_FLAG = _Kind(_check_flag, {"action": argparse.BooleanOptionalAction})
+_FLAG_OR_NONE = _Kind(_check_flag_or_none, {"action": argparse.BooleanOptionalAction})
+_PATTERNS = _Kind(_check_patterns, {"action": "append", "metavar": "PATTERN"})
+_BATCHES = _Kind(_check_batches, {"type": _parse_batches, "metavar": "N,N"})
+_BATCH_OR_NONE = _Kind(
+    lambda option, value: None if value is None else whole(option, value, 0, MAX_BATCH),
+    {"type": int, "metavar": "N"},
+)
+
+
+def _option(default: Any, kind: _Kind, text: str, *, also: str = "", needs: str = "") -> Any:
+    """Declare an option.
+
+    `text` is the help, `also` what Python code may give beyond it. `needs` says without which options this one has no
+    effect, as in "weights or buffers".
+    """
+    return field(
+        default=default,
+        metadata={"check": kind.check, "flag": kind.flag, "text": text, "also": also, "needs": needs},
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,128 +212,112 @@ class Options:
     """The options of `watch`, checked."""
 
     max_frames: int = _option(
-        21,
-        checks.whole_from(1, MAX_FRAMES),
-        "keep the latest N frames, calls of modules, for the report",
-        **_NUMBER,
+        21, _whole_from(1, MAX_FRAMES), "keep the latest N frames, calls of modules, for the report"
     )
     on_nonfinite: OnNonfinite = _option(
         "raise",
-        checks.action,
+        _choice(
+            ("raise", "warn", "record"),
+            '"raise", "warn", "record" or a callable that takes the Report',
+            or_callable=True,
+        ),
         "at a nan or an inf raise NonFiniteError, warn and run on, or only record it",
         also="or call a function with the Report",
-        choices=checks.ACTIONS,
     )
     check: Check = _option(
         "auto",
-        checks.when_to_check,
+        _choice(("auto", "module", "batch", "async"), '"auto", "module", "batch" or "async"'),
         "act at the module that holds the value, at the end of the batch, or, async, when a GPU has delivered; auto is"
         " module on a CPU and batch on a GPU",
-        choices=checks.CHECKS,
     )
-    weights: bool = _option(True, checks.flag, "read weights", **_SWITCH)
-    buffers: bool = _option(True, checks.flag, "read buffers of floating point", **_SWITCH)
-    inputs: bool = _option(True, checks.flag, "read inputs", **_SWITCH)
-    outputs: bool = _option(True, checks.flag, "read outputs", **_SWITCH)
+    weights: bool = _option(True, _FLAG, "read weights")
+    buffers: bool = _option(True, _FLAG, "read buffers of floating point")
+    inputs: bool = _option(True, _FLAG, "read inputs")
+    outputs: bool = _option(True, _FLAG, "read outputs")
     gradients: bool = _option(
-        False,
-        checks.flag,
-        "read the gradients of every backward, and stop before a step takes a bad one",
-        **_SWITCH,
+        False, _FLAG, "read the gradients of every backward, and stop before a step takes a bad one"
     )
     counts: bool = _option(
         False,
-        checks.flag,
+        _FLAG,
         "count zeros, subnormals, nans and infinities of every tensor, for reports and traces (slow)",
-        **_SWITCH,
     )
     max_skipped_steps: int = _option(
         20,
-        checks.whole_from(0, checks.MAX_BATCH),
+        _whole_from(0),
         "act when GradScaler has skipped more than N steps in a row",
         needs="gradients=True",
-        **_NUMBER,
     )
     scaler: Any = _option(
         None,
-        checks.grad_scaler,
+        _object("a torch.amp.GradScaler", lambda value: callable(getattr(value, "get_scale", None))),
         "the GradScaler whose scale is told with each skipped step; None looks for the one in use",
         needs="gradients=True",
     )
     optimizer: Optimizer | None = _option(
-        None, checks.optimizer, "an optimizer whose state is read after each of its steps"
+        None,
+        _object("a torch.optim.Optimizer", lambda value: isinstance(value, Optimizer)),
+        "an optimizer whose state is read after each of its steps",
     )
     include: tuple[str, ...] = _option(
-        (), checks.patterns, "watch only modules whose name matches, such as 'encoder.*'", **_PATTERN
+        (), _PATTERNS, "watch only modules whose name matches, such as 'encoder.*'"
     )
-    exclude: tuple[str, ...] = _option(
-        (), checks.patterns, "do not watch modules whose name matches", **_PATTERN
-    )
+    exclude: tuple[str, ...] = _option((), _PATTERNS, "do not watch modules whose name matches")
     allow_inf: tuple[str, ...] = _option(
-        (),
-        checks.patterns,
-        "infinities are meant in modules whose name matches; a nan still counts",
-        **_PATTERN,
+        (), _PATTERNS, "infinities are meant in modules whose name matches; a nan still counts"
     )
-    every: int = _option(
-        1, checks.whole_from(1, checks.MAX_BATCH), "read only the batches 0, N, 2N, ...", **_NUMBER
-    )
+    every: int = _option(1, _whole_from(1), "read only the batches 0, N, 2N, ...")
     reread_weights: int = _option(
         64,
-        checks.whole_from(1, checks.MAX_BATCH),
+        _whole_from(1),
         "read a weight again after N batches, though nothing says that it changed",
         needs="weights or buffers",
-        **_NUMBER,
     )
     trace_batches: frozenset[int] = _option(
-        (),
-        checks.batches,
-        "print the frames of these batches on stdout, or write only them to the trace",
-        **_NUMBERS,
+        (), _BATCHES, "print the frames of these batches on stdout, or write only them to the trace"
     )
     trace: Path | None = _option(
         None,
-        checks.check_place,
+        _Kind(check_place, {"metavar": "PATH"}),
         "write every frame into this Parquet file, for 'nanwatch show', 'diff' and 'formats'",
-        metavar="PATH",
     )
     log_to: Any = _option(
         None,
-        checks.log_target,
+        _Kind(_check_log_target, {"metavar": "DIR"}),
         "log headroom, ranges and forecasts for TensorBoard into this folder",
         also="or to a SummaryWriter, a run of wandb or a function",
-        metavar="DIR",
     )
-    log_every: int = _option(
-        50, checks.whole_from(1, checks.MAX_BATCH), "log one in N batches", needs="log_to=", **_NUMBER
-    )
+    log_every: int = _option(50, _whole_from(1), "log one in N batches", needs="log_to=")
     abort_after_batch: int | None = _option(
-        None, checks.batch_or_none, "end the run after batch N", also="with BatchLimitError", **_NUMBER
+        None, _BATCH_OR_NONE, "end the run after batch N", also="with BatchLimitError"
     )
-    forecast: bool = _option(
-        True, checks.flag, "warn of tensors that lose headroom and will overflow soon", **_SWITCH
-    )
+    forecast: bool = _option(True, _FLAG, "warn of tensors that lose headroom and will overflow soon")
     microscope: bool | None = _option(
         None,
-        checks.flag_or_none,
+        _FLAG_OR_NONE,
         "run a failed batch once more to find the operation and try cures; by default with on_nonfinite raise",
-        **_SWITCH,
     )
     output_dir: Path | None = _option(
         None,
-        checks.check_place,
+        _Kind(check_place, {"metavar": "DIR"}),
         "write each failure's report (text, JSON, HTML) and capsule into this folder",
-        metavar="DIR",
     )
     peer_timeout: float = _option(
         30.0,
-        checks.seconds,
+        _Kind(_check_seconds, {"type": float, "metavar": "S"}),
         "with several ranks: wait at most S seconds for all to agree on where it began, 0 for none",
-        **_SECONDS,
     )
     enabled: bool = _option(
-        True, checks.switch, "False makes a Watch that watches nothing; NANWATCH=0 or NANWATCH=1 goes first"
+        True,
+        _Kind(_check_enabled),
+        "False makes a Watch that watches nothing; NANWATCH=0 or NANWATCH=1 goes first",
     )
+
+    @property
+    def parts(self) -> str:
+        """The letters of the tensors to read: weights, buffers, inputs, outputs."""
+        wanted = {"w": self.weights, "b": self.buffers, "i": self.inputs, "o": self.outputs}
+        return "".join(letter for letter, is_wanted in wanted.items() if is_wanted)
 
     def observes(self, name: str) -> bool:
         """Return whether the calls of the module of this name are recorded."""
@@ -217,7 +347,7 @@ class Options:
 
 
 def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
-    """The options for a model whose modules have these names. TypeError or ValueError for what means nothing."""
+    """Return the options for a model whose modules have these names, or raise TypeError or ValueError."""
     values = {one.name: one.metadata["check"](one.name, given[one.name]) for one in fields(Options)}
     for option in ("include", "exclude", "allow_inf"):
         values[option] = tuple(for_names(pattern, names) for pattern in values[option])
@@ -244,7 +374,7 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
 
 
 def _check_effect(one: Field[Any], options: Options) -> None:
-    """ValueError for an option that was set and does nothing by itself."""
+    """Raise ValueError for an option that was set and does nothing by itself."""
     needed = one.metadata["needs"]
     if not needed or getattr(options, one.name) == one.default:
         return

@@ -1,4 +1,4 @@
-"""A capsule's call, made again: `replay`."""
+"""`replay`: make a capsule's call again."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ..instrumentation.execution_context import RngState
 from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.visible import close_names, visible, without_wrappers
-from .api import watch
-from .checks import SWITCH
+from .options import SWITCH
+from .watch import watch
 
 Model: TypeAlias = "nn.Module | Callable[[], nn.Module]"
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What came of a replay: the report, and in sentences what was not as in the recorded call."""
+    """Result of a replay: the report, and remarks on the differences from the recorded call."""
 
     report: Report
     remarks: tuple[str, ...]
@@ -44,21 +44,21 @@ def replay(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Report:
-    """Make a capsule's call once more, watched, without gradients, and return the report of it.
+    """Make a capsule's call again, watched, without gradients, and return its report.
 
-    The call has the capsule's weights, inputs, random states, autocast and training flags; `model`, the caller's
-    random states and the capsule stay as they are. `report.finding` is None when all was finite this time.
+    The call has the capsule's weights, inputs, random states, autocast and training flags. `model`, the caller's random
+    states and the capsule stay as they are. `report.finding` is None when all was finite this time.
 
     Args:
-        capsule: a Capsule, or the folder of one.
-        model: the whole model, the very module of the capsule, or a callable that makes one of the two.
+        capsule: a Capsule, or its folder.
+        model: the whole model, the module of the capsule, or a callable that makes one of the two.
         dtype: cast weights and inputs of floating point to it, and leave autocast off.
-        device: where to run; None for the device of the recorded call, or the CPU where there is none such.
+        device: where to run; None for the device of the recorded call, or the CPU where that is missing.
 
-    What could not be as it was is in `report.finding.remarks`, or, where all was finite, a RuntimeWarning.
+    `report.finding.remarks` lists differences from the recorded call. When all was finite, each is a RuntimeWarning.
 
-    Raises CapsuleError for what is no capsule, ValueError where model and capsule do not fit or an input was left
-    out, and what the call itself raises.
+    Raises CapsuleError for a folder that is no capsule, ValueError where model and capsule do not fit or an input was
+    left out, and the errors of the call itself.
     """
     done = rerun(capsule if isinstance(capsule, Capsule) else Capsule.open(capsule), model, dtype, device)
     if done.report.finding is None:
@@ -70,7 +70,7 @@ def replay(
 def rerun(
     capsule: Capsule, model: Model, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Replayed:
-    """`replay`, with the remarks beside the report."""
+    """Do the same as `replay`, and return the remarks beside the report."""
     if os.environ.get(SWITCH) == "0":
         raise ValueError(f"{SWITCH}=0 switches every watch off, and a replay is nothing without; unset it")
     if dtype is not None and not dtype.is_floating_point:
@@ -86,7 +86,7 @@ def rerun(
         with ExitStack() as modes:
             modes.enter_context(torch.no_grad())
             if "torch._dynamo" in sys.modules:
-                # Modules that somebody compiled run one after the other, so that each is seen.
+                # Run compiled modules eagerly, so that each is seen.
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
             _enter_autocast(capsule, target, dtype, modes)
             watched = modes.enter_context(watch(module, on_nonfinite="record"))
@@ -130,7 +130,7 @@ def _is_usable(device: torch.device) -> bool:
 
 
 def _own_module(capsule: Capsule, model: Model) -> nn.Module:
-    """Return the module of the capsule: of what a callable makes the very one, of a module of the caller's a copy."""
+    """Return the module of the capsule: a copy from the caller's model, or the original from a callable's."""
     if isinstance(model, nn.Module):
         module = _find(capsule, model)
         try:
@@ -169,7 +169,7 @@ def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
 
 
 class _Moving:
-    """Copies of the capsule's tensors on the device and in the dtype of the run; a tensor given twice stays one."""
+    """Mover of the capsule's tensors to the device and dtype of the run. A tensor that occurs twice stays one."""
 
     def __init__(
         self, capsule: Capsule, target: torch.device, dtype: torch.dtype | None, remarks: list[str]
@@ -184,7 +184,7 @@ class _Moving:
         if id(x) not in self._moved:
             dtype = self._dtype if self._dtype is not None and x.is_floating_point() else x.dtype
             moved = x.detach().to(self._target, dtype, copy=True).requires_grad_(x.requires_grad)
-            self._moved[id(x)] = x, moved  # the tensor too, as its id is its own only while it lives
+            self._moved[id(x)] = x, moved  # keep `x`: its id is unique only while it lives
         return self._moved[id(x)][1]
 
     def move_device(self, device: torch.device) -> torch.device:
@@ -192,7 +192,7 @@ class _Moving:
 
 
 class _Loading(_Moving):
-    """Weights, buffers and training flags."""
+    """Loader of weights, buffers and training flags."""
 
     def load(self, module: nn.Module) -> None:
         flags = self.capsule.training
@@ -235,7 +235,7 @@ class _Loading(_Moving):
 
 
 def _put(owner: nn.Module, name: str, old: Tensor, value: Tensor) -> Tensor:
-    """Put `value` in the place of a weight or buffer: into the same object where that can be, as others may hold it."""
+    """Replace a weight or buffer by `value`, in the same object if possible, because others may hold it."""
     fits = torch._has_compatible_shallow_copy_type(old, value) and not nn.parameter.is_lazy(old)
     if fits and not (old.requires_grad and not value.is_floating_point()):
         old.data = value.detach()
@@ -248,7 +248,7 @@ def _put(owner: nn.Module, name: str, old: Tensor, value: Tensor) -> Tensor:
 
 
 class _Arguments(_Moving):
-    """Positional and keyword arguments."""
+    """Maker of positional and keyword arguments."""
 
     def prepare(self, module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
         positional, named = _defaults(module)
@@ -265,7 +265,7 @@ class _Arguments(_Moving):
     def _given(self, value: Any, label: str, default: Any) -> Any:
         if not isinstance(value, LeftOut) or default is Parameter.empty:
             return self._place(value, label)
-        # A cache that is empty in training, a dictionary of options: mostly the call does not need it.
+        # Mostly the call does not need it: a cache that is empty in training, a dictionary of options.
         self.remarks.append(f"without {value}; its default, {default!r:.40}, was used")
         return default
 
@@ -291,7 +291,7 @@ class _Arguments(_Moving):
 
 
 def _defaults(module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
-    """Return the defaults of forward's parameters, those that may be given by position and all by name."""
+    """Return the defaults of forward's positional parameters in order, and of all parameters by name."""
     try:
         parameters = signature(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -305,7 +305,7 @@ def _defaults(module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
 def _enter_autocast(
     capsule: Capsule, target: torch.device, dtype: torch.dtype | None, modes: ExitStack
 ) -> None:
-    """Autocast as it was for the recorded device, now for the device of the run; off for a dtype of its own."""
+    """Enter the recorded device's autocast for the device of the run, or none with another dtype."""
     recorded = {one.device_type: one for one in capsule.autocast}
     for kind in dict.fromkeys(("cpu", target.type)):
         same = recorded.get(torch.device(capsule.device).type if kind == target.type else kind)
@@ -323,7 +323,7 @@ def _restore_rng(rng: RngState, recorded: torch.device, target: torch.device) ->
 
 
 def _with_names(report: Report, prefix: str) -> Report:
-    """Return the report with the names that the modules have in the whole model."""
+    """Return the report with the modules' names in the whole model."""
 
     def whole(name: str) -> str:
         return ".".join(part for part in (prefix, name) if part)
@@ -337,7 +337,7 @@ def _with_names(report: Report, prefix: str) -> Report:
 
 
 def dtype_of(capsule: Capsule) -> str:
-    """In what the recorded call computed, in words: `float32, autocast float16`."""
+    """Return the dtype of the recorded call in words: `float32, autocast float16`."""
     held = [x for x in capsule.state.values() if isinstance(x, Tensor)]
     held += [x for x in (*capsule.args, *capsule.kwargs.values()) if isinstance(x, Tensor)]
     sizes: dict[torch.dtype, int] = {}

@@ -1,10 +1,10 @@
-"""Reports of one watch, and the frames of calls that an exception left."""
+"""Makes the reports of one Watch, and the frames of calls that an exception left."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
@@ -19,20 +19,22 @@ from ..report.frame import Frame, FrameRows
 from ..report.record import Record, Row
 from ..report.report import Report, report_of
 from ..util.job import rank
-from .options import Options
+
+if TYPE_CHECKING:
+    from .options import Options
 
 
 class Reports:
-    """Reports of what a recorder holds, each with at most `max_frames` of the latest frames."""
+    """Makes reports of the frames that a recorder holds, each with at most the latest `max_frames`."""
 
     def __init__(self, model: nn.Module, recorder: Recorder, max_frames: int) -> None:
         self._model = weakref.ref(model)
         self._recorder = recorder
         self._max_frames = max_frames
-        self._mesh: tuple[str, ...] = ()  # as last seen: a report may be asked for when the model has gone
+        self._mesh: tuple[str, ...] = ()  # kept, because a report may be asked for when the model has gone
 
     def look_at_mesh(self) -> None:
-        """Remember where this rank is in the device meshes of the model's parameters."""
+        """Remember the place of this rank in the device meshes of the model's parameters."""
         self._mesh = parameter_mesh(self._model()) or self._mesh
 
     def of(self, frames: tuple[Frame, ...], finding: Finding | None, batch: int | None) -> Report:
@@ -53,10 +55,10 @@ class Reports:
         *,
         nonfinite: FrameRows | None = None,
     ) -> Report:
-        """Return the report of the first non-finite call of a batch, which was called with `given`.
+        """Return the report of the first non-finite call of a batch whose outermost call got `given`.
 
-        `caller` is the module that made that call. `nonfinite` is the call's frame, which the recorder has kept and
-        which the frames of other threads may have pushed out since.
+        `caller` is the module that made that call. `nonfinite` is the call's frame: frames of other threads may have
+        pushed it out of the recorder since.
         """
         frames = self._frames(more)
         current = [one for one in frames if one.batch == batch]
@@ -73,9 +75,9 @@ class Reports:
 
 
 class LeftFrames(NamedTuple):
-    """The frames of the calls of a model that an exception left, the innermost first, and what led to them.
+    """Frames of the calls of a model that an exception left, the innermost first.
 
-    `callers` are the modules that made the calls, `given` is what the outermost of all calls was called with.
+    `callers` are the modules that made the calls. `given` are the arguments of the outermost call.
     """
 
     frames: list[FrameRows]
@@ -84,7 +86,7 @@ class LeftFrames(NamedTuple):
 
 
 def left_frames(calls: list[LeftCall], batch: int, model: nn.Module, options: Options) -> LeftFrames:
-    """Return the frames of those of `calls` that `model`'s modules made, as far as they are observed."""
+    """Return the frames of those `calls` that observed modules of `model` made."""
     names = {
         id(one.module): one.name
         for one in named_modules(model)

@@ -1,4 +1,4 @@
-"""The re-run of a failed batch: what it needs is kept from the batch's start to its end, in each thread."""
+"""Policy of re-runs: keeps the start of each thread's batch until its end, and re-runs a failed one if it may."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from ..diagnosis import postmortem
 from ..diagnosis.batch_snapshot import BatchSnapshot
-from ..instrumentation.temporary_wrappers import ExclusiveRun
+from ..instrumentation.slot import ExclusiveRun
 from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.user_warning import warn_user
 from ..util.visible import spell
-from .options import Options
 
-# A run that goes on may fail for ever, and a disk is not filled with capsules: after so many failures looks get rarer.
+if TYPE_CHECKING:
+    from .options import Options
+
+# A run that goes on may fail for ever. After this many failures re-runs get rarer, so that capsules do not fill a disk.
 MANY = 20
-# In seconds: a re-run waits so long for other threads to leave the model. They may wait for this one.
+# Seconds that a re-run waits for other threads to leave the model. They may wait for this one.
 _PATIENCE = 1.0
 
 
@@ -38,9 +41,9 @@ _NO_MODULE = nn.Module()
 
 
 class _Ended(NamedTuple):
-    """The start of a batch that has ended.
+    """Start of a batch that has ended.
 
-    It does not keep the module alive: a model that keeps its output would then keep itself.
+    Keeps no module alive: otherwise a model that keeps its output would keep itself.
     """
 
     batch: int
@@ -54,26 +57,26 @@ class _Ended(NamedTuple):
 
 
 class RerunPolicy:
-    """Runs a failed batch of `model` again and writes what it found, as the options say; see `watch`.
+    """Runs a failed batch of `model` again and writes the results, as the options say; see `watch`.
 
-    `keeps_start` says whether it wants to be told of the starts and ends of batches.
+    `keeps_start` says whether `batch_started` and `batch_ended` are to be called.
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
-        # A second forward can be felt by a run that goes on, as it does after all but "raise".
+        # A run that goes on, as it does after all but "raise", may notice a second forward.
         raises = options.on_nonfinite == "raise"
         self.keeps_start = options.microscope is True or (options.microscope is None and raises)
         self._output_dir = options.output_dir
         self._model = weakref.ref(model)
         self._failures = 0
-        # By thread, from the start of its batch to its end; None where no second run is possible. They refer to the
-        # batch's tensors.
+        # By thread, from the start of its batch to its end. None where no re-run is possible. The snapshots refer to
+        # the batch's tensors.
         self._starts: dict[int, tuple[BatchSnapshot | None, weakref.ref[_Graph]]] = {}
         # Held while a thread enters or leaves the model; notified when one has left.
         self._door = threading.Condition()
         self._turn: ExclusiveRun | None = None
         # The start of the latest batch and the batch's number, for its backward: as long as the batch has a graph, and
-        # from a non-finite backward on until a step has been looked at. The graph itself must not hold it: a model that
+        # from a non-finite backward on until a step was checked. The graph itself must not hold it: a model that
         # keeps its output would then hold itself, in a cycle which the garbage collector does not see.
         self._ended: weakref.WeakKeyDictionary[_Graph, _Ended] = weakref.WeakKeyDictionary()
         self._failed: _Ended | None = None
@@ -83,7 +86,7 @@ class RerunPolicy:
     def batch_started(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     ) -> object:
-        """Keep what a second run of this thread's batch would need.
+        """Keep what a re-run of this thread's batch would need.
 
         Return an object for the recorder to hold until no gradient of the batch can come any more.
         """
@@ -116,21 +119,21 @@ class RerunPolicy:
                 )
 
     def backward_failed(self, batch: int) -> None:
-        """Keep what a second run of the batch would need also when its graph is gone: a step may take the gradients."""
+        """Keep the start of the batch also when its graph is gone, until a step takes the gradients."""
         with self._door:
             ended = list(self._ended.values())
             self._failed = next((one for one in ended if one.batch == batch), self._failed)
 
     def let_go(self) -> None:
-        """Let go of what was kept for the backward."""
+        """Let go of the starts that were kept for a backward."""
         with self._door:
             self._ended.clear()
             self._failed = None
 
     def examine(self, report: Report, *, is_late: bool = False) -> Report:
-        """Return the report with what a re-run of this thread's batch shows, or as it is where there is to be none.
+        """Return the report with the results of a re-run of this thread's batch, or unchanged without a re-run.
 
-        `is_late`: the report is of a batch that this thread has left behind.
+        `is_late`: this thread has left the report's batch behind.
         """
         model = self._model()
         if model is None or not (self.keeps_start or self._output_dir is not None):
@@ -144,10 +147,7 @@ class RerunPolicy:
         elif self.keeps_start and not self._make_room():
             reason = "another thread was inside the model"
         try:
-            # Only at a failure: the 18 modules that come with it take 27 ms to import, all others 240 ms.
-            from ..diagnosis.postmortem import post_mortem
-
-            return post_mortem(
+            return postmortem.post_mortem(
                 report,
                 None if is_late else self._start_of(report),
                 model,
@@ -156,7 +156,7 @@ class RerunPolicy:
                 reason=reason,
                 loss_scale=self._loss_scale(),
             )
-        except Exception as error:  # the first report is not lost for the second
+        except Exception as error:  # a failed re-run must not lose the first report
             warn_user(f"nanwatch could not look closer at a failure: {spell(error)}", may_raise=False)
             return report
         finally:
@@ -199,9 +199,9 @@ class RerunPolicy:
         return replace(report, finding=replace(finding, remarks=(*finding.remarks, remark)))
 
     def _loss_scale(self) -> float | None:
-        """Return the present scale of the loss, where the watch was told of its GradScaler.
+        """Return the present scale of the loss, if the user named the GradScaler.
 
-        One that is found in the process may have no part in this batch, and its scale would be told as the batch's.
+        A scaler that is found in the process may have no part in this batch.
         """
         try:
             scale = None if self._scaler is None else float(self._scaler.get_scale())
@@ -215,9 +215,7 @@ class RerunPolicy:
         if self._output_dir is None:
             return
         try:
-            from ..diagnosis.postmortem import write_frames  # only at a failure, see `examine`
-
-            write_frames(report, self._output_dir / name)
+            postmortem.write_frames(report, self._output_dir / name)
         except Exception as error:
             warn_user(f"nanwatch could not write the last frames: {spell(error)}", may_raise=False)
 
@@ -230,6 +228,6 @@ class RerunPolicy:
 
 
 def is_due(number: int) -> bool:
-    """Whether the failure of this number, from 1, is looked at: the first MANY, then at numbers that double."""
+    """Return whether the failure of this number, from 1, is examined: the first MANY, then at numbers that double."""
     rounds, rest = divmod(number, MANY)
     return number <= MANY or (rest == 0 and rounds & (rounds - 1) == 0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nanwatch.distributed.store_protocol import StoreProtocol
+from nanwatch.distributed.consensus import StoreProtocol
 from nanwatch.report.rank_observation import Origin, RankObservation
 from support.sightings import connect, finding, serve
 

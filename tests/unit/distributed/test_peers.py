@@ -15,9 +15,8 @@ from torch import nn
 
 import nanwatch
 from nanwatch.distributed import consensus, coordinator
-from nanwatch.distributed.consensus import PeerNonFiniteError
+from nanwatch.distributed.consensus import PeerNonFiniteError, StoreProtocol
 from nanwatch.distributed.coordinator import RankCoordinator
-from nanwatch.distributed.store_protocol import StoreProtocol
 from nanwatch.report.rank_observation import RankObservation
 from nanwatch.util.job import store_key
 from support.sightings import connect, finding, serve

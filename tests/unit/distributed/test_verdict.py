@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nanwatch import Finding
-from nanwatch.distributed.consensus import OriginConsensus
-from nanwatch.distributed.store_protocol import StoreProtocol
+from nanwatch.distributed.consensus import OriginConsensus, StoreProtocol
 from nanwatch.report.rank_observation import Origin, RankObservation
 from nanwatch.util.job import store_key
 from support.sightings import connect, finding, serve

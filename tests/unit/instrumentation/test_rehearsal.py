@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from nanwatch import watch
-from nanwatch.instrumentation import temporary_wrappers
+from nanwatch.instrumentation import slot
 from support.toys import mlp
 
 
 def test_a_rehearsal_is_no_batch() -> None:
     """Its call is unrecorded, and its value comes back; one of what has no module is made all the same."""
     model = mlp()
-    rehearse = temporary_wrappers._unrecorded(lambda stage, x: model(x))
+    rehearse = slot._unrecorded(lambda stage, x: model(x))
     with watch(model) as w:
         for stage in (SimpleNamespace(submod=model), SimpleNamespace()):
             assert rehearse(stage, torch.ones(2, 3)).isfinite().all()
@@ -28,6 +28,6 @@ def test_a_rehearsal_is_no_batch() -> None:
 def test_a_stage_that_is_not_as_expected_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The import, which is the user's, does not fail for it."""
     importlib.import_module("torch.distributed.pipelining")
-    monkeypatch.setitem(sys.modules, temporary_wrappers._STAGE, ModuleType("stage"))
+    monkeypatch.setitem(sys.modules, slot._STAGE, ModuleType("stage"))
     with pytest.warns(RuntimeWarning, match=r"pipeline stage .* \(ImportError: "):
-        temporary_wrappers._change_stage()
+        slot._change_stage()

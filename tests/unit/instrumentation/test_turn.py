@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, watch
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
-from nanwatch.instrumentation import temporary_wrappers
+from nanwatch.instrumentation import slot
 from nanwatch.instrumentation.slot import wrappers
 
 
@@ -92,7 +92,7 @@ def test_another_thread_waits_and_is_watched_then(part: bool) -> None:
 
 def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that the second run waits for comes through after one wait for all its calls: nothing hangs."""
-    monkeypatch.setattr(temporary_wrappers, "PATIENCE", 0.1)
+    monkeypatch.setattr(slot, "PATIENCE", 0.1)
     model = Meeting()
     model.waits = 60.0
     outputs: list[Any] = []
@@ -139,13 +139,13 @@ def test_the_hooks_of_gradients_are_quiet_too() -> None:
         loss = model(torch.ones(1, 2)).sum()
         loss.backward()
         frames = w.frames
-        with temporary_wrappers.unwatched(model):
+        with slot.unwatched(model):
             torch.autograd.grad(model(torch.ones(1, 2)).sum(), list(model.parameters()))
         assert w.frames == frames
         model(torch.ones(1, 2)).sum().backward()
         assert len(w.frames) == 2 * len(frames)
         w.pause()
-        with temporary_wrappers.unwatched(model):
+        with slot.unwatched(model):
             pass
         model(torch.ones(1, 2))
         assert len(w.frames) == 2 * len(frames)  # still paused
@@ -209,7 +209,7 @@ def test_resume_during_a_second_run_begins_after_it() -> None:
     """The second run stays unrecorded; the batch after it is recorded."""
     model = nn.Sequential(nn.Linear(2, 2))
     with watch(model) as w:
-        with temporary_wrappers.unwatched(model):
+        with slot.unwatched(model):
             w.pause()
             w.resume()
             model(torch.ones(1, 2))

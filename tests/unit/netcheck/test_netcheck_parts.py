@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanwatch.netcheck import command, steps, words
+from nanwatch.netcheck import command, steps
 from nanwatch.netcheck.guard import StepError, Trouble
 from nanwatch.netcheck.meeting import Arrival, Meeting, Outcome, Place, PlaceError
 from support.netcheck_ranks import free_port
@@ -80,7 +80,7 @@ def test_few_neighbours_in_a_large_world(world_size):
 @given(st.sets(st.integers(0, 60)))
 def test_spans_say_each_number_once(numbers):
     """Read back, the runs are the numbers."""
-    said = words.spans(sorted(numbers), most=100)
+    said = command.spans(sorted(numbers), most=100)
     back: list[int] = []
     for run in filter(None, said.split(", ")):
         first, _, last = run.partition("-")
@@ -90,7 +90,7 @@ def test_spans_say_each_number_once(numbers):
 
 def test_spans_are_cut_with_the_number_left():
     """A thousand missing ranks make a line that can be read."""
-    assert words.spans([0, 2, 4, 6, 7], most=2) == "0, 2 and 3 more"
+    assert command.spans([0, 2, 4, 6, 7], most=2) == "0, 2 and 3 more"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_the_summary_tells_the_broken_from_the_stopped_and_the_silent():
         2: Outcome(2, Trouble("links", "y", follows=True)),
     }
     assert (
-        words.summary_line(outcomes, 5)
+        command.summary_line(outcomes, 5)
         == "netcheck: 1 of 5 ranks OK; broken: 1; stopped by that: 2; not a word from: 3-4"
     )
 

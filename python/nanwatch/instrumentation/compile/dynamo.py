@@ -1,15 +1,15 @@
 """Watched calls inside torch.compile.
 
-Dynamo, the part of torch.compile that reads Python code, goes from a module straight to its `forward`: to watch a
-module does not change what it reads. `follow_watched_calls` makes it put operators into the graph where watched modules
-are called (dynamo_values.py). They run in the order of the calls; each finds its recorder by number (ops.py), reads,
-makes its frame and raises as a call in the interpreter does (csrc/recorder/call_recorder_compiled.cpp).
+Dynamo, the part of torch.compile that reads Python code, goes from a module straight to its `forward`, past the slot.
+`follow_watched_calls` makes it put operators into the graph where watched modules are called (dynamo_values.py). The
+operators run in the order of the calls. Each finds its recorder by number (ops.py), reads tensors, makes a frame and
+raises as a call in the interpreter does (csrc/recorder/call_recorder_compiled.cpp).
 
-Inductor cuts a graph where it meets an operator on the host, and captures the parts between the cuts into CUDA graphs,
-as `mode="reduce-overhead"` asks it to. The operators of watched calls would cut the graph at every call, as they are
-said to write to `sequence`, a number in host memory. Where a whole batch is traced for one device they are given a
-number on that device instead, and are captured with the rest (csrc/device/graph_rows.h). One operator stays outside,
-before all of them, and polls what replays have left.
+With `mode="reduce-overhead"` Inductor cuts a graph at operators on the host, and captures the parts between the cuts
+into CUDA graphs. The operators of watched calls would cut the graph at every call, because they declare to write
+`sequence`, a number in host memory. Where a whole batch is traced for one device they get a number on that device
+instead, and are captured with the rest (csrc/device/graph_rows.h). One operator stays outside, before all others, and
+polls the rows of replays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from ...numerics import _extension
-from ...recording.recorder import PythonRecorder
 from ...util.imports import when_imported
 from ...util.user_warning import warn_user
 from .. import slot
@@ -35,8 +34,8 @@ from .ops import NOBODY
 
 DEVICE_TYPE = "cuda"
 _INDUCTOR = "torch._inductor.config"
-# Settings that Inductor must have on, by its own names: `triton.cudagraph_trees` allow what is captured to write to
-# memory that stays, and without `graph_partition` one operator on the host is enough for no capture at all.
+# Settings that Inductor must have on. `triton.cudagraph_trees` let captured code write to memory that stays. Without
+# `graph_partition` one operator on the host prevents any capture.
 _NEEDED = (
     "triton.cudagraphs",
     "triton.cudagraph_trees",
@@ -47,15 +46,15 @@ _DYNAMO = "torch._dynamo"
 
 _installed = False
 _warned = False
-# Code whose graphs have no guard which tells Dynamo that a module is watched now, as Dynamo followed it before.
+# Code that Dynamo followed before: its graphs have no guard by which Dynamo notices a watch that begins later.
 _unexpecting: weakref.WeakSet[CodeType] = weakref.WeakSet()
 
 
-def follow_watched_calls(interpreted: Callable[..., Any]) -> None:
+def follow_watched_calls(interpreted: Iterable[Any]) -> None:
     """Make Dynamo see watched modules: at once, or when it is imported, which takes a second and may never happen.
 
-    `interpreted` makes watched calls where there is no compiled part; Dynamo is not to compile it.
-    What was compiled before that is compiled again when it is called next.
+    Dynamo does not compile the functions `interpreted`, which make watched calls without the compiled part. Code that
+    was compiled before is compiled again at its next call.
     """
     global _installed
     if not _installed:
@@ -65,7 +64,7 @@ def follow_watched_calls(interpreted: Callable[..., Any]) -> None:
         _forget_traces()
 
 
-def _change_dynamo(interpreted: Callable[..., Any]) -> None:
+def _change_dynamo(interpreted: Iterable[Any]) -> None:
     try:
         _change_call_function(interpreted)
     except Exception as error:
@@ -79,22 +78,13 @@ def _warn(what: str, error: Exception) -> None:
         warn_user(f"nanwatch: {what} ({type(error).__name__}: {error})")
 
 
-def _change_call_function(interpreted: Callable[..., Any]) -> None:
+def _change_call_function(interpreted: Iterable[Any]) -> None:
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
     _unexpecting.update(code for reference in input_codes.seen if (code := reference()) is not None)
-    # The interpreter's own way through a watched module, where there is no compiled part, is not to be compiled itself.
-    paused: Any = vars(PythonRecorder)["paused"]
-    called = (
-        PythonRecorder.enter,
-        PythonRecorder.leave,
-        PythonRecorder.left_by,
-        PythonRecorder._add,
-        paused.fget,
-    )
-    for function in (slot._PythonCallSlot._get, interpreted, *called):
+    for function in (slot._PythonCallSlot._get, *interpreted):
         skip_code(function.__code__)
     original: Any = UnspecializedNNModuleVariable.call_function
 
@@ -123,7 +113,7 @@ def _change_call_function(interpreted: Callable[..., Any]) -> None:
 
 
 class _Doubtful:
-    """Where Dynamo is not as expected: a module that is not seen does less harm than a model that does not compile."""
+    """Context that turns an error into a warning: an unseen module does less harm than a model that cannot compile."""
 
     def __init__(self, module: nn.Module) -> None:
         self._class_name = type(module).__name__
@@ -135,19 +125,19 @@ class _Doubtful:
         from torch._dynamo.exc import TorchDynamoException
 
         if not isinstance(error, Exception) or isinstance(error, TorchDynamoException):
-            return False  # which is how Dynamo itself starts anew, or leaves code to the interpreter
+            return False  # by which Dynamo itself restarts, or leaves code to the interpreter
         _warn(f"the calls of {self._class_name} inside torch.compile are not seen", error)
         return True
 
 
 def _under_way(tx: Any) -> list[nn.Module]:
-    """The watched calls that this trace is inside of, outermost first."""
+    """Return the modules whose watched calls are under way in this trace, the outermost first."""
     under_way: list[nn.Module] = tx.output.__dict__.setdefault("_nanwatch_under_way", [])
     return under_way
 
 
 def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
-    """A Site for every recorder that watches the module, the innermost first."""
+    """Return a Site for every recorder that watches the module, the innermost first."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
 
@@ -156,7 +146,7 @@ def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
         return []
     calls = _calls(module)
     if not calls:
-        # So that a watch that begins later is noticed.
+        # Make Dynamo notice a watch that begins later.
         if getattr(module, ATTRIBUTE) is not None:
             _unexpecting.add(
                 tx.output.root_tx.f_code
@@ -165,14 +155,14 @@ def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
             install_guard(AttrSource(variable.source, ATTRIBUTE).make_guard(GuardBuilder.CONSTANT_MATCH))
         return []
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return []  # values inside vmap and grad cannot be looked at
+        return []  # values inside vmap and grad cannot be read
     sites: list[Site] = []
     devices = _devices(tx)
     wrapper = variable.var_getattr(tx, ATTRIBUTE)
     if HOLDS_METHODS:
         wrapper = wrapper.var_getattr(tx, "__self__")
     for call in calls:
-        # `site` says which recorder, module and options this is. It is guarded on; what is in it are constants.
+        # `site` names the recorder, the module and the options. Dynamo guards on it, so its parts are constants.
         wrapper.var_getattr(tx, "site").as_python_constant()
         watch, node, parts = call.target
         caller = _caller(_under_way(tx), call)
@@ -197,13 +187,13 @@ def _calls(module: nn.Module) -> list[Any]:
 
 
 def _devices(tx: Any) -> dict[int, torch.device | None]:
-    """Of each watch in this trace the device that it will be captured on, if it will be."""
+    """Return for each watch in this trace the device that will capture it, or None."""
     devices: dict[int, torch.device | None] = tx.output.__dict__.setdefault("_nanwatch_devices", {})
     return devices
 
 
 def _devices_of(module: nn.Module, args: Any, kwargs: Any) -> Iterator[torch.device]:
-    """Those of the module's weights and of the tensors that it is given."""
+    """Yield the devices of the module's weights and of its arguments."""
     yield from {x.device for x in module.parameters()}
     for leaf in given_leaves(args, kwargs):
         if (device := device_of(leaf)) is not None:
@@ -219,9 +209,9 @@ def _caller(under_way: list[nn.Module], call: Any) -> int:
 
 
 def _forget_traces() -> None:
-    """Drop what was compiled before Dynamo expected a watch: it is traced anew.
+    """Drop all code that was compiled before Dynamo expected a watch, so that Dynamo traces it again.
 
-    All of it: a model may be in the graph of any function that calls it, and behind decorators of its forward.
+    A model may be in the graph of any function that calls it, and behind decorators of its forward.
     """
     from torch._dynamo.eval_frame import remove_from_cache
 
@@ -231,9 +221,9 @@ def _forget_traces() -> None:
 
 
 def _captured_on(tx: Any, recorder: Any, devices: Iterable[torch.device]) -> torch.device | None:
-    """The device of the CUDA graph that the batch of an outermost call will be captured into; None for none.
+    """Return the device of the CUDA graph that will capture the batch of an outermost call, or None.
 
-    `devices` are those of the call's tensors. With two of them Inductor captures nothing.
+    `devices` are the devices of the call's tensors. With two of them Inductor captures nothing.
     """
     if not _can_be_captured(recorder) or not all(_setting(tx, name) for name in _NEEDED):
         return None
@@ -242,7 +232,7 @@ def _captured_on(tx: Any, recorder: Any, devices: Iterable[torch.device]) -> tor
 
 
 def _can_be_captured(recorder: Any) -> bool:
-    """Not a part of a batch that is under way, and not by the Python recorder, which waits for each row."""
+    """Return whether a graph can capture the recorder: no PythonRecorder, which waits for rows, nor within a batch."""
     native = _extension.C
     if native is None or not isinstance(recorder, native.CallRecorder) or native.device_backend() == 0:
         return False

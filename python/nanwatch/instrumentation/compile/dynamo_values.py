@@ -1,8 +1,8 @@
-"""The values of a watched call as Dynamo knows them while it traces, and the operators that it puts into the graph.
+"""Values of a watched call as Dynamo knows them while it traces, and the operators that go into the graph.
 
-Dynamo's variables stand for values. Those of tensors, None, numbers and plain containers are read here, in one step.
-What else there is (dataclasses, a ModelOutput) Dynamo must read itself, from the code of `_add_leaves`; doing so for
-all values took as long again as to trace GPT-2.
+Dynamo's variables stand for values. This module reads those of tensors, None, numbers and plain containers directly.
+Dynamo itself must read all others (dataclasses, a ModelOutput) by tracing `_add_leaves`. To do so for all values
+doubled the time to trace GPT-2.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class Site(NamedTuple):
-    """A call in a graph: what the operators are given besides its tensors.
+    """Call in a graph: the arguments of the operators besides its tensors.
 
-    `sequence` is Dynamo's variable; `parts` are the letters of what is looked at (w, b, i, o), none for a call that
-    only begins and ends a batch. Where the batch will be captured into a CUDA graph `device` is its device, and in the
-    first call of the trace `outside` is the variable for what stays on the host.
+    `sequence` is Dynamo's variable. `parts` are the letters of the tensors to read (w, b, i, o), none for a call that
+    only begins and ends a batch. For a batch that a CUDA graph will capture, `device` is its device, and in the first
+    call of the trace `outside` is the variable for the sequence on the host.
     """
 
     sequence: Any
@@ -40,12 +40,12 @@ class Site(NamedTuple):
     parts: str
 
 
-# Role, label and Dynamo's variable, or in its place the finished line (see csrc/recorder/call_recorder_compiled.cpp).
+# Role, label, and Dynamo's variable or the finished line (see csrc/recorder/call_recorder_compiled.cpp).
 Leaf: TypeAlias = tuple[str, str, Any]
 
 
 def put_begin(tx: Any, site: Site, found: list[Leaf]) -> None:
-    """Put `begin_` into the graph where nothing in the graph has made the call."""
+    """Put `begin_` into the graph for a call that no watched call of the graph made."""
     if site.caller == ops.NOBODY:
         if site.outside is not None:
             _call(tx, ops.poll_, site.outside, _constant(site.watch))
@@ -64,7 +64,7 @@ def put_record(tx: Any, site: Site, found: list[Leaf]) -> None:
 
 
 def own_leaves(tx: Any, module: Any) -> list[Leaf]:
-    """Weights and buffers of the module that the variable stands for."""
+    """Return weights and buffers of the module that the variable stands for."""
     value: nn.Module = module.value
     found: list[tuple[str, str, Tensor]] = []
     found += [("w", name, x) for name, x in value._parameters.items() if x is not None]
@@ -78,7 +78,7 @@ def own_leaves(tx: Any, module: Any) -> list[Leaf]:
 
 
 def given_leaves(args: Any, kwargs: Any) -> list[Leaf]:
-    """The arguments of a call."""
+    """Return the arguments of a call."""
     found: list[Leaf] = []
     for position, value in enumerate(args):
         _add(value, "i", f"input[{position}]", 0, found)
@@ -88,14 +88,14 @@ def given_leaves(args: Any, kwargs: Any) -> list[Leaf]:
 
 
 def output_leaves(output: Any) -> list[Leaf]:
-    """What a call returned."""
+    """Return the result of a call."""
     found: list[Leaf] = []
     _add(output, "o", "output", 0, found)
     return found
 
 
 def device_of(leaf: Leaf) -> torch.device | None:
-    """Of a tensor its device. Nothing is guarded on."""
+    """Return the device of a tensor without a guard, or None for another value."""
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.lazy import LazyVariableTracker
 
@@ -106,8 +106,10 @@ def device_of(leaf: Leaf) -> torch.device | None:
 
 
 def _add(variable: Any, role: str, label: str, depth: int, found: list[Leaf]) -> None:
-    """What Dynamo looks at it guards on, and of some values (sparse tensors) it can make nothing: of what the user's
-    own code has not touched so far only plain tensors are touched here.
+    """Add the leaves of a value.
+
+    Dynamo guards on everything that it reads, and fails on some values (sparse tensors). So this reads only plain
+    tensors among the values that the user's own code has not touched so far.
     """
     from torch._dynamo.variables import ConstantVariable, ConstDictVariable, ListVariable, TupleVariable
     from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -158,7 +160,7 @@ def _unread(role: str, label: str) -> str:
 
 
 def _plan(tx: Any, class_name: str, found: list[Leaf], device: torch.device | None) -> tuple[Any, Any]:
-    """The text and the list of tensors for an operator, as variables; with a device of tensors on it alone."""
+    """Return the text and the list of tensors for an operator, as variables, of tensors on `device` only if given."""
     from torch._dynamo.variables import ListVariable, TensorVariable
     from torch._dynamo.variables.base import VariableTracker
 
@@ -184,7 +186,7 @@ def _plan(tx: Any, class_name: str, found: list[Leaf], device: torch.device | No
 
 
 def _only_on(device: torch.device, text: str, tensors: list[Any]) -> tuple[str, list[Any]]:
-    """The same with the lines of the other tensors unread: a captured graph takes nothing that is not on its device."""
+    """Mark tensors on other devices as not read and drop them, because a captured graph can read only its device."""
     kept, remaining = [], iter(tensors)
     lines = text.split("\n")
     for i, line in enumerate(lines):
@@ -210,22 +212,22 @@ def _constant(value: Any) -> Any:
     return ConstantVariable.create(value)
 
 
-# Dynamo follows the functions below to find tensors inside a value that it does not know itself. They keep to plain
-# Python: a construct that Dynamo does not know would break the user's graph.
+# Dynamo traces the functions below to find tensors inside a value that it does not know itself. They are plain Python,
+# because a construct that Dynamo does not know would break the user's graph.
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether the operators read it: no subclass, whose own code would be given the operator, and strided."""
+    """Return whether the operators read `x`: it is strided, and no subclass whose own code would get the operator."""
     return type(x) in _PLAIN_TENSORS and x.layout is torch.strided
 
 
 def _is_plain_variable(variable: Any) -> bool:
-    """The same of Dynamo's variable for a tensor."""
+    """Return whether the operators read the tensor that Dynamo's variable stands for."""
     return variable.python_type() in _PLAIN_TENSORS and variable.layout is torch.strided
 
 
 def _add_leaves(value: Any, role: str, label: str) -> tuple[str, list[Tensor]]:
-    """The lines for every leaf of `value`, with the labels of walk.leaves, and its tensors."""
+    """Return the lines for all leaves of `value`, with the labels of walk.leaves, and its tensors."""
     lines: list[str] = []
     tensors: list[Tensor] = []
     _add_leaf(value, role, label, 0, lines, tensors)
@@ -233,7 +235,7 @@ def _add_leaves(value: Any, role: str, label: str) -> tuple[str, list[Tensor]]:
 
 
 def _add_leaf(value: Any, role: str, label: str, depth: int, lines: list[str], tensors: list[Tensor]) -> None:
-    """One line and, where it is a tensor, the tensor itself for every leaf of `value`; the labels are walk.leaves'."""
+    """Add a line for every leaf of `value`, with the labels of walk.leaves, and the leaf itself if it is a tensor."""
     if isinstance(value, Tensor):
         if _is_plain(value):
             lines.append(f"{role}t {label}")
@@ -263,7 +265,7 @@ def _add_leaf(value: Any, role: str, label: str, depth: int, lines: list[str], t
 
 
 def _spell_traced(key: Any) -> str:
-    """walk.spell_key in what Dynamo knows."""
+    """Return the same as walk.spell_key, in Python that Dynamo knows."""
     if isinstance(key, str):
         plain = 0 < len(key) <= 80
         for letter in key:

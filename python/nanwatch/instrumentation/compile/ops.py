@@ -1,9 +1,9 @@
-"""The operators that a watched model leaves in a compiled graph, and their way to a recorder.
+"""Operators that a watched model has in a compiled graph, and their way to a recorder.
 
-A graph holds numbers and tensors, no Python objects: each operator takes the number of a recorder. The compiled part
-has kernels of its own for them (csrc/recorder/call_recorder_compiled.cpp) and calls those here where its own do not
-serve. A model that is watched again, after its first watch has stopped, gets the number that it had: the graph compiled
-then serves the new watch as it is.
+A graph holds numbers and tensors, no Python objects, so each operator takes the number of a recorder. The compiled part
+has kernels of its own for the operators (csrc/recorder/call_recorder_compiled.cpp), and falls back to those here. A
+model that is watched again, after its first watch has stopped, gets its number back, so that the graph compiled before
+serves the new watch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def register_recorder(model: nn.Module, recorder: Any) -> int:
 
 
 def unregister_recorder(recorder: Any) -> None:
-    """Take the recorder's number away: its operators in compiled code do nothing from now on."""
+    """Take the recorder's number away. Its operators in compiled code do nothing from now on."""
     number: int = recorder.watch
     if _recorders.get(number) is recorder:
         del _recorders[number]
@@ -76,7 +76,7 @@ def _fake_nothing(*_: object) -> None:
     """Do nothing: the operators count calls in `sequence`, and no code reads that count."""
 
 
-# No argument is called `node` or `self`: Inductor hands an operator's arguments on by name, among names of its own.
+# No argument may be called `node` or `self`: Inductor passes an operator's arguments by name, among names of its own.
 begin_ = define(
     "begin_(Tensor(a!) sequence, int watch, int callee, Tensor[] tensors) -> ()", _begin, _fake_nothing
 )

@@ -1,0 +1,326 @@
+"""Backwards and optimizer steps of a Watch: what happens between one forward and the next.
+
+At the end of a backward BackwardWatch finds its first non-finite gradient and defers the failure. OptimizerSteps hooks
+the steps: before a step it waits for rows that a device still holds and stops non-finite gradients, after it it reads
+the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.compiler import is_compiling
+from torch.optim.optimizer import Optimizer
+
+from ..instrumentation.global_hooks import Handles, after_steps, before_steps
+from ..instrumentation.wrapped_names import find_module, named_modules, parameter_names
+from ..recording.backward import find_in_backward
+from ..recording.events import Arrival, BackwardCall, Recorder
+from ..recording.observe import observe
+from ..report.finding import find, finding_of
+from ..report.frame import FrameRows
+from ..report.record import Row, is_fault
+from ..report.report import Report
+from ..util.job import rank
+from ..util.modules import each_parameter
+from .optimizer_guard import OptimizerGuard, Weight
+from .reports import Reports
+
+if TYPE_CHECKING:
+    from .failure_handler import FailureHandler
+    from .options import Options
+
+# Name of the frames of an optimizer's state.
+_OPTIMIZER = "(optimizer)"
+_ADDED_UP = (
+    "every gradient that was added up there was finite; the sum of several backwards, in .grad, is not"
+)
+_REDUCED = (
+    "what this rank holds of the gradient, summed over ranks and backwards, is not finite; in the backward itself this"
+    " rank saw no gradient that was so"
+)
+
+
+class BackwardWatch:
+    """Part of a Watch with `gradients`: defers the failure of a backward to the guard, and asks it before each step.
+
+    A failure that is due goes to `failures`. The backward or the step raises what that raises.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        reports: Reports,
+        failures: FailureHandler,
+        guard: OptimizerGuard,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._recorder = recorder
+        self._reports = reports
+        self._failures = failures
+        self.guard = guard
+
+    def remove(self) -> None:
+        """Look at no more gradients."""
+        self.settle()
+        if (model := self._model()) is not None:
+            self._recorder.forget_gradients(list(each_parameter(model)))
+
+    def settle(self) -> None:
+        """Make frames of backwards that ended by an exception, and find out whether the deferred step was skipped."""
+        self._recorder.finish_broken_backwards()
+        self.guard.settle()
+
+    def ended(self, calls: list[BackwardCall], arrivals: list[Arrival], scale: object) -> None:
+        """Defer the failure of a backward whose frames are not kept yet. `scale` is the guard's `note_scale`."""
+        calls = [BackwardCall(*call) for call in calls]
+        fault = find_in_backward(calls, [Arrival(*one) for one in arrivals], rank=rank())
+        # The gradients of a non-finite forward are its consequence.
+        if fault is None or fault.finding.batch in self._failures.batches:
+            return
+        batch = fault.finding.batch
+        # The recorder keeps and counts the frames of a backward after this call.
+        num_before, place = self._recorder.frames_of_batch(batch), fault.finding.sequence
+        sequence = None if num_before is None or place is None else num_before + place
+        finding = replace(fault.finding, sequence=sequence)
+        report = self._reports.latest(finding, batch, fault.frames)
+        nonfinite = [(call.frame, row) for call in calls for row in call.frame.rows if is_fault(row)]
+        self._defer(report, batch, nonfinite, scale)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Stop a step that is about to change the weights with a non-finite gradient."""
+        recorder, guard = self._recorder, self.guard
+        if recorder.paused:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            # This optimizer steps inside the backward, as soon as a gradient is there.
+            recorder.finish_nonfinite_backward()
+        # FSDP puts gradients that it has reduced over the ranks into .grad itself, where no hook sees them.
+        if guard.pending is None and (recorder.gradient_sums_may_overflow or recorder.gathers_weights):
+            recorder.forget_gradient_sums()
+            self._check_sums()
+        guard.settle_late()
+        due = guard.check_step(optimizer)
+        if due is not None:
+            self._failures.step_follows(due)
+        elif guard.pending is None:
+            self._failures.rerun.let_go()
+
+    def _check_sums(self) -> None:
+        """Defer a failure of finite gradients that have added up to a non-finite value in a weight's `.grad`."""
+        model, batch = self._model(), self._recorder.latest_batch
+        nonfinite: list[tuple[FrameRows, Row]] = []
+        for name, _, module in () if model is None else named_modules(model):
+            for label, x in module._parameters.items():
+                if x is not None and x.grad is not None:
+                    row = observe(x.grad, f"{label}.grad", "gradient")
+                    if is_fault(row):
+                        kind = type(module).__name__
+                        nonfinite.append((FrameRows(batch, name, kind, [row], False, "backward"), row))
+        if not nonfinite:
+            return
+        frame = nonfinite[0][0].to_frame()
+        sequence = self._recorder.frames_of_batch(batch)
+        finding = finding_of(frame, frame.records[0], "produced", None, rank(), sequence)
+        remark = _REDUCED if frame.records[0].is_shard else _ADDED_UP
+        report = self._reports.latest(replace(finding, remarks=(remark,)), batch, [nonfinite[0][0]])
+        self._defer(report, batch, nonfinite)
+
+    def _defer(
+        self, report: Report, batch: int, nonfinite: list[tuple[FrameRows, Row]], scale: object = None
+    ) -> None:
+        self._failures.rerun.backward_failed(batch)
+        batches = {frame.batch for frame, _ in nonfinite}
+        due = self.guard.defer(report, batches, self._weights(nonfinite), scale)
+        if due is not None:
+            self._failures.step_follows(due)
+
+    def _weights(self, nonfinite: list[tuple[FrameRows, Row]]) -> set[Weight]:
+        """Return the weights among these rows."""
+        model = self._model()
+        found: set[Weight] = set()
+        for frame, row in nonfinite:
+            name = row.label.removesuffix(".grad")
+            owner = None if model is None else find_module(model, frame.name)
+            if owner is not None and name in owner.module._parameters:
+                found.add((weakref.ref(owner.module), name))
+        return found
+
+
+class OptimizerSteps:
+    """Checks before every step of an optimizer, and the state of one optimizer after its steps.
+
+    What `failures` raises, the step raises, and no weight has changed. A step waits for pending rows of forwards with
+    check="async" and of gradients, if it may change the model: the step of an optimizer with one of its parameters, of
+    the optimizer in the options, and of any optimizer where gradients are watched or parameters are shards, which an
+    optimizer may hold in another form. A step's closure is followed by the same checks, because the weights change
+    next.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        options: Options,
+        reports: Reports,
+        failures: FailureHandler,
+        backward: BackwardWatch | None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._recorder = recorder
+        self._options = options
+        self._reports = reports
+        self._failures = failures
+        self._backward = backward
+        self._waits = recorder.has_devices and (options.check == "async" or options.gradients)
+        self._given = None if options.optimizer is None else weakref.ref(options.optimizer)
+        # One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
+        self._own: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._has_read_state = options.optimizer is None
+        this = weakref.ref(self)
+
+        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            own = this()
+            if own is None:
+                return None
+            if is_compiling():
+                return own._before_compiled_step(optimizer, args, kwargs)
+            return own._before_step(optimizer, args, kwargs)
+
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            if (own := this()) is not None and own._steps_given(optimizer):
+                own._read_state(optimizer)
+
+        hooks = [before_steps.add(before)]
+        if options.optimizer is not None:
+            self._node = recorder.add_node(_OPTIMIZER, options.optimizer, False, False)
+            hooks.append(after_steps.add(after))
+        self._hooks = Handles(self, hooks)
+
+    def remove(self) -> None:
+        """Look at no more steps."""
+        self._hooks.remove()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._failures.raise_postponed()
+        changed = None
+        self._take_pending(optimizer)
+        if self._waits and self._is_own(optimizer):
+            changed = _with_check_after_closure(optimizer, args, kwargs, lambda: self._check(optimizer))
+        if self._backward is not None:
+            self._backward.before_step(optimizer)
+        if not self._has_read_state and self._steps_given(optimizer):
+            self._has_read_state = True
+            if optimizer.state:  # from a checkpoint
+                self._read_state(optimizer)
+        return changed
+
+    # Otherwise torch.compile compiles this with the step, function by function.
+    _before_compiled_step = _disable_dynamo(_before_step)
+
+    def _check(self, optimizer: Optimizer) -> None:
+        self._take_pending(optimizer)
+        if self._backward is not None:
+            self._backward.before_step(optimizer)
+
+    def _take_pending(self, optimizer: Optimizer) -> None:
+        if not (self._waits or self._recorder.may_be_pending):  # a few µs less, as on a CPU
+            return
+        self._recorder.poll(False)
+        if self._waits and self._recorder.may_be_pending and self._is_own(optimizer):
+            self._recorder.await_before_step()
+
+    def _is_own(self, optimizer: Optimizer) -> bool:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._own.get(optimizer)
+        if known is not None and (known[1] or known[0] == count):
+            return known[1]
+        model = self._model()
+        held = {id(x) for group in optimizer.param_groups for x in group["params"]}
+        is_own = (
+            # Modules before the model get their gradients through it, perhaps with another optimizer.
+            self._options.gradients
+            or self._recorder.gathers_weights
+            or self._steps_given(optimizer)
+            or (model is not None and any(id(x) in held for x in each_parameter(model)))
+        )
+        self._own[optimizer] = count, is_own
+        return is_own
+
+    def _steps_given(self, stepping: Optimizer) -> bool:
+        """Return whether `stepping` is the optimizer in the options, or is inside it.
+
+        The step of a wrapper, such as Accelerate's, calls no hooks itself.
+        """
+        given = None if self._given is None else self._given()
+        if given is None or stepping is given:
+            return given is not None
+        return stepping.param_groups is given.param_groups and not getattr(type(given).step, "hooked", False)
+
+    def _read_state(self, optimizer: Optimizer) -> None:
+        batch = self._recorder.latest_batch
+        if self._recorder.paused or batch < 0 or batch % self._options.every:
+            return
+        model = self._model()
+        rows = state_rows(optimizer, {} if model is None else parameter_names(model))
+        self._recorder.add_frame(batch, self._node, rows)
+        if not any(map(is_fault, rows)):
+            return
+        report = self._reports.latest(None, batch)
+        num_frames = self._recorder.frames_of_batch(batch)
+        finding = find(report.frames[-1:], rank=rank(), num_frames=num_frames)
+        self._failures.step_follows(replace(report, finding=finding))
+
+
+def state_rows(optimizer: Optimizer, names: dict[int, str]) -> list[Row]:
+    """Return the rows of an optimizer's state: `exp_avg[0.weight]`, with the name of its parameter.
+
+    `names` are those of the model's parameters, by id. Another parameter, such as a float32 copy of a weight, is called
+    by its place, `[group][position]`, and has a row of its own: `param[0][3]`. Step counts are left out.
+    """
+    rows: list[Row] = []
+    for number, group in enumerate(optimizer.param_groups):
+        for position, x in enumerate(group["params"]):
+            name = names.get(id(x))
+            where = f"[{number}][{position}]" if name is None else f"[{name}]"
+            if name is None:
+                rows.append(observe(x, f"param{where}", "weight"))
+            for key, value in optimizer.state.get(x, {}).items():
+                if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
+                    rows.append(observe(value, f"{key}{where}", "buffer"))
+    return rows
+
+
+def _with_check_after_closure(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of the step, with `check` after its closure; None for a step without a closure.
+
+    Lightning makes forward and backward in a closure, also for optimizers that call it once.
+    """
+    if len(args) < 2 and not kwargs:
+        return None
+    names = list(inspect.signature(type(optimizer).step).parameters)
+    place = names.index("closure") if "closure" in names else len(args)
+    closure = args[place] if place < len(args) else kwargs.get("closure")
+    if not callable(closure):
+        return None
+
+    @functools.wraps(closure)
+    def checked(*own: Any, **named: Any) -> Any:
+        loss = closure(*own, **named)
+        check()
+        return loss
+
+    if place < len(args):
+        return (*args[:place], checked, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "closure": checked}
