@@ -1,7 +1,7 @@
-"""Judge of the cures that nanwatch tells: each is applied to the source of a failing model, which then runs unwatched.
+"""Judge of the cures that nanwatch tells: each is applied to the source of its failing model, which runs unwatched.
 
-`python -m support.cures.judge [NAMES...]` prints a line for each model and the totals. Each run is a process of its own,
-forked from one that has imported PyTorch and has run nothing.
+`python -m support.cures.judge [NAMES...]` prints a line for each model and the totals. Each run has a process of its
+own, forked from one that has imported PyTorch and has run nothing.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def judge(cures: Sequence[Cure], folder: Path, jobs: int = 2) -> list[Verdict]:
         else:
             _take(verdict, folder, *seen)
     pairs = [(verdict, trial) for verdict in verdicts for trial in verdict.trials]
-    tasks = [(verdict.cure, trial.cure, verdict.finding, folder, i) for i, (verdict, trial) in enumerate(pairs)]
+    tasks = [
+        (verdict.cure, trial.cure, verdict.finding, folder, i) for i, (verdict, trial) in enumerate(pairs)
+    ]
     for (_, trial), result in zip(pairs, _each_in_a_process(_applied, tasks, jobs), strict=True):
         trial.fault, trial.is_patched, trial.difference = (
             (result, False, None) if isinstance(result, str) else result
@@ -180,7 +182,7 @@ def _line_of(finding: Finding) -> str:
 def _applied(
     cure: Cure, told: Told, finding: Finding, folder: Path, number: int
 ) -> tuple[str, bool, float | None]:
-    """Apply a cure as a user would. Return what is wrong with it, whether git applied it, and the difference it makes."""
+    """Apply a cure as a user would. Return its fault, whether git applied it, and `Trial.difference`."""
     warnings.simplefilter("ignore")
     path = folder / cure.name / cure.path.name
     before = Program(path, cure.path.read_text()).look(cure.steps)
@@ -371,8 +373,11 @@ def table(verdicts: Iterable[Verdict]) -> Iterator[str]:
             yield from (f"    note:   {remark}" for remark in finding.remarks)
     number = len(verdicts)
     told = sum(bool(one.trials) for one in verdicts)
-    yield f"{number} models: module right in {sum(one.is_module for one in verdicts)}, operation in"
-    yield f"{sum(one.is_operation for one in verdicts)}, line in {sum(one.is_line for one in verdicts)}"
+    right = [
+        sum(marks)
+        for marks in zip(*((v.is_module, v.is_operation, v.is_line) for v in verdicts), strict=True)
+    ]
+    yield f"{number} models: module right in {right[0]}, operation in {right[1]}, line in {right[2]}"
     yield f"a cure that works: {sum(one.works for one in verdicts)} (a cure told: {told})"
     yield f"told and does not work: {sum(len(one.faults) for one in verdicts)}"
     yield f"patches applied by git that work: {sum(one.is_patched for one in verdicts)}"

@@ -101,7 +101,9 @@ class Program:
                 output = self.model(*self.batch(step))
             loss = self.loss(output)
             loss.backward()
-            gradients = {f"{name}.grad": p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+            gradients = {
+                f"{name}.grad": p.grad for name, p in self.model.named_parameters() if p.grad is not None
+            }
             ends = {"output": output, "loss": loss, **gradients}
             bad = ", ".join(name for name, x in ends.items() if not _finite(_tensors(x)))
             if bad:
