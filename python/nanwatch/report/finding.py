@@ -41,7 +41,8 @@ class Cure:
 
     def __str__(self) -> str:
         room = "" if self.headroom_bits is None else f", {self.headroom_bits:.1f} bits of room left"
-        return f"{self.verdict}: {self.what}{room}"
+        effect = f"; {self.effect}" if self.effect else ""
+        return f"{self.verdict}: {self.what}{room}{effect}"
 
 
 def working_first(cures: Iterable[Cure]) -> tuple[Cure, ...]:
