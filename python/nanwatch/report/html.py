@@ -46,7 +46,12 @@ _TREE_OPEN = 60  # a tree with more nodes than fit a screen or two is unfolded o
 
 WIDEST_BAR = 40.0  # bits; float16 has 40 from its smallest number to its largest
 
-_ADVICE = ("Where", "Why", "Next")  # of text.finding_lines; the rest of a finding is told by its fields
+_ADVICE = (
+    "Where",
+    "Why",
+    "Data",
+    "Next",
+)  # of text.finding_lines; the rest of a finding is told by its fields
 
 # A line of a patch, for readers who do not see its colour.
 _ELEMENTS: dict[Kind, str] = {"head": "span", "same": "span", "old": "del", "new": "ins"}
