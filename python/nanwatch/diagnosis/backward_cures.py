@@ -31,6 +31,8 @@ from .experiment import in_float32, module_words
 
 # The guilty module and the nearest around it: each costs a forward and a backward.
 _MOST_MODULES = 3
+# Forwards at most, one of which is for loss scales.
+BACKWARD_RUNS = 1 + _MOST_MODULES
 _NARROW = ("float16", "bfloat16")
 
 # The gradients that a backward makes from the present ones times a factor.
@@ -151,23 +153,30 @@ class _Search:
             run_backward(list(roots.values()), wanted, given, lambda _: _keeper(made))
             return made
 
-        wanted: list[Tensor] = [x for x in self._snapshot.module.parameters() if x.requires_grad]
-
-        def fresh(x: Tensor) -> Tensor:
-            # The graph behind what the batch was called with is the user's.
-            if not x.requires_grad:
-                return x
-            wanted.append(x.detach().requires_grad_())
-            return wanted[-1].clone()  # a leaf could not be written to
-
-        with torch.enable_grad():
-            args, kwargs = tree_map_only(Tensor, fresh, (self._snapshot.args, dict(self._snapshot.kwargs)))
-        snapshot = replace(self._snapshot, args=args, kwargs=kwargs)
+        snapshot, wanted = with_leaves(self._snapshot)
         with hold(), snapshot.again() as call, torch.enable_grad(), wrap_calls({found.module}, seen):
             call()
             if not roots:
                 raise LookupError(f"its call {self._number} was not made again with a graph")
             yield backward
+
+
+def with_leaves(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, list[Tensor]]:
+    """The snapshot with tensors of its own for those that require a gradient, and what a backward gives gradients to.
+
+    The graph behind what the batch was called with is the user's.
+    """
+    wanted: list[Tensor] = [x for x in snapshot.module.parameters() if x.requires_grad]
+
+    def fresh(x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            return x
+        wanted.append(x.detach().requires_grad_())
+        return wanted[-1].clone()  # a leaf could not be written to
+
+    with torch.enable_grad():
+        args, kwargs = tree_map_only(Tensor, fresh, (snapshot.args, dict(snapshot.kwargs)))
+    return replace(snapshot, args=args, kwargs=kwargs), wanted
 
 
 def run_backward(

@@ -22,13 +22,16 @@ from ..instrumentation.temporary_wrappers import wrap_calls
 from ..instrumentation.wrapped_names import find_module
 from ..recording.walk import leaves
 from ..report.errors import spell
-from ..report.finding import Finding, value_of
+from ..report.finding import Finding, value_of, working_first
 from ..report.frame import Frame
 from ..report.record import Record
 from ..util.suppressed import suppressed
-from .backward_cures import gradient_record, run_backward, try_backward_cures, without_hooks
+from .backward_cures import BACKWARD_RUNS, gradient_record, run_backward, try_backward_cures, without_hooks
 from .batch_snapshot import BatchSnapshot, no_second_run
-from .diagnosis import Diagnosis
+from .cures import may_be_narrow
+from .diagnosis import Diagnosis, Place, enrich
+from .experiment import Allows, nothing_allowed
+from .patches import MOST_RUNS, BackwardStart, Found, try_patches
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
@@ -45,11 +48,13 @@ def rerun_backward(
     *,
     model: nn.Module,
     loss_scale: float | None = None,
+    allows: Allows = nothing_allowed,
 ) -> Diagnosis:
     """Run the batch of `finding` once more, and the backward of the guilty module's calls; see which operation makes
     a non-finite gradient of finite ones, and whether it does with a smaller loss scale too.
 
-    `frames` are the report's, `loss_scale` is that of the failed backward, where it is known. No gradient of the user's
+    `frames` are the report's, `loss_scale` is that of the failed backward, where it is known, and `allows` says which
+    infinities are meant. No gradient of the user's
     is touched. Raises nothing of its own: what could not be done is a remark.
     """
     name = finding.module if finding.origin == "produced" else finding.source_module
@@ -72,14 +77,37 @@ def rerun_backward(
         with snapshot.again() as call, wrap_calls([guilty.module], probe.run), suppress(_Found):
             call()
         if probe.gradients:
-            cures, remarks = try_backward_cures(
-                snapshot, model, name, probe.call, probe.gradients, loss_scale=loss_scale
-            )
-            return replace(probe.found, cures=cures, remarks=(*probe.found.remarks, *remarks))
+            start = BackwardStart(name, probe.call, probe.gradients)
+            return _with_cures(probe.found, finding, snapshot, model, start, loss_scale, allows)
     except Exception as error:
         return Diagnosis(remarks=(f"the backward could not be examined: {spell(error)}",))
     remark = "in a second run, with other gradients of the same size, no operation made a bad gradient"
     return Diagnosis(remarks=(remark, *snapshot.doubts()))
+
+
+def _with_cures(
+    found: Diagnosis,
+    finding: Finding,
+    snapshot: BatchSnapshot,
+    model: nn.Module,
+    start: BackwardStart,
+    loss_scale: float | None,
+    allows: Allows,
+) -> Diagnosis:
+    tried = Found()
+    if found.place is not None:
+        most = MOST_RUNS - (BACKWARD_RUNS if may_be_narrow(snapshot, finding) else 0)
+        tried = try_patches(
+            snapshot, enrich(finding, found), model, found.place, most_runs=most, allows=allows, start=start
+        )
+    cures, remarks = try_backward_cures(
+        snapshot, model, start.name, start.number, start.gradients, loss_scale=loss_scale
+    )
+    return replace(
+        found,
+        cures=working_first((*tried.cures, *cures)),
+        remarks=(*found.remarks, *tried.remarks, *remarks),
+    )
 
 
 def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[str, list[float]]:
@@ -193,7 +221,7 @@ def _looker(node: Any, steps: list[Diagnosis]) -> Any:
             Diagnosis(
                 operation=node.name(),
                 made="nan" if any("nan" in value_of(one) for one in nonfinite) else "inf",
-                source=_source(node.metadata.get("traceback_", ())),
+                place=_place(node.metadata.get("traceback_", ())),
                 operands=(*records, *_saved(node)),
                 remarks=(
                     "the operation was found in a second run of the call, from other gradients of the same size",
@@ -219,10 +247,10 @@ def _saved(node: Any) -> list[Record]:
     return found
 
 
-def _source(traceback: Sequence[str]) -> str | None:
+def _place(traceback: Sequence[str]) -> Place | None:
     """The innermost line of the program, which is neither PyTorch's nor ours, of a formatted stack."""
     for entry in reversed(traceback):
         match = _LINE.search(entry)
         if match and not match[1].startswith(SKIPPED_FILES):
-            return f"{match[1]}:{match[2]}"
+            return Place(match[1], int(match[2]))
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +14,14 @@ from ..instrumentation.temporary_wrappers import wrap_calls
 from ..instrumentation.wrapped_names import named_modules
 from ..numerics._reference import _to_arithmetic
 from ..precision.casting import NARROW, autocast_kinds, first_float, replaced
-from ..recording.masked_scores import masked_scores
+from ..recording.masked_scores import MaskedScores, masked_scores
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..report.record import Row, is_fault
 from .batch_snapshot import BatchSnapshot
+
+# `allows(name, module)` is True where infinities in this module are meant, or the scores of a softmax that are.
+Allows = Callable[[str, nn.Module], bool | MaskedScores]
 
 # Of the norm. bfloat16 rounds to 0.4 %, which may grow to a few percent through a deep model.
 _MOST_CHANGE = 0.25
@@ -40,6 +43,8 @@ class Experiment:
 
     calls: list[Call] = field(default_factory=list)
     error: Exception | None = None
+    # Gradients that were not finite in a backward of the run.
+    bad_gradients: list[Row] = field(default_factory=list)
     # Copies of the tensors that the run was asked to keep, one for each call that had one.
     kept: list[Tensor] = field(default_factory=list)
 
@@ -51,6 +56,12 @@ class Experiment:
         """`(module, label)` of each row that is not finite and should be."""
         for call in self.calls:
             yield from ((call.name, row.label) for row in call.rows if is_fault(row))
+        yield from (("", row.label) for row in self.bad_gradients)
+
+    def keep_gradients(self, made: Sequence[Tensor | None], _: Any) -> None:
+        """Keep the bad ones of what a node of the graph made; a hook of the node."""
+        rows = [observe(x, "gradient", "gradient") for x in made if x is not None]
+        self.bad_gradients += filter(is_fault, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +76,17 @@ class Change:
     clamp: tuple[nn.Module, float] | None = None
 
 
+def nothing_allowed(_: str, module: nn.Module) -> bool | MaskedScores:
+    """Allow no infinity but the masked scores of a softmax."""
+    return masked_scores(module)
+
+
 def run(
     snapshot: BatchSnapshot,
     names: Mapping[nn.Module, str],
     change: Change | None = None,
     keep: tuple[str, str] | None = None,
+    allows: Allows = nothing_allowed,
 ) -> Experiment:
     """Run the batch of `snapshot` once more; keep what its forward raises as the error. KeyboardInterrupt passes.
 
@@ -81,7 +98,7 @@ def run(
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = names.get(module, "?")
-        output, call, seen_values = _changed_call(module, args, kwargs, change, name)
+        output, call, seen_values = _changed_call(module, args, kwargs, change, name, allows)
         experiment.calls.append(call)
         if keep is not None and keep[0] == name:
             experiment.kept += [
@@ -123,7 +140,7 @@ def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _changed_call(
-    module: nn.Module, args: Any, kwargs: Any, change: Change, name: str
+    module: nn.Module, args: Any, kwargs: Any, change: Change, name: str, allows: Allows
 ) -> tuple[Any, Call, list[Leaf]]:
     kinds = {
         kind: torch.get_autocast_dtype(kind) for kind in autocast_kinds() if torch.is_autocast_enabled(kind)
@@ -140,11 +157,22 @@ def _changed_call(
                 modes.enter_context(torch.autocast(kind, change.autocast, cache_enabled=False))
         output = module._call_impl(*args, **kwargs)
     inputs, outputs = list(call_leaves(args, kwargs)), list(leaves(output, "output"))
-    scores = masked_scores(module)
-    rows = [observe(x, label, "input", scores) for label, x in inputs]
-    rows += [observe(x, label, "output", scores) for label, x in outputs]
     autocast = next((dtype for dtype in kinds.values() if dtype in NARROW), None)
-    return output, Call(name, tuple(rows), given, autocast), [*inputs, *outputs]
+    rows = _rows(inputs, outputs, allows(name, module))
+    return output, Call(name, rows, given, autocast), [*inputs, *outputs]
+
+
+def observed_call(module: nn.Module, name: str, args: Any, kwargs: Any, output: Any, allows: Allows) -> Call:
+    """The Call that was made with nothing changed at it."""
+    rows = _rows(list(call_leaves(args, kwargs)), list(leaves(output, "output")), allows(name, module))
+    return Call(name, rows, None, None)
+
+
+def _rows(inputs: list[Leaf], outputs: list[Leaf], allowed: bool | MaskedScores) -> tuple[Row, ...]:
+    return (
+        *(observe(x, label, "input", allowed) for label, x in inputs),
+        *(observe(x, label, "output", allowed) for label, x in outputs),
+    )
 
 
 def _clamped(value: Any, limit: float) -> Any:

@@ -264,7 +264,7 @@ class CallProbe:
             remarks.append(self._provenance.trouble)
         return Diagnosis(
             operation=None if step is None else step.operation,
-            source=None if step is None else step.source,
+            place=None if step is None else step.place,
             operands=() if step is None else step.operands,
             made=None if step is None or step.unwritten else "nan" if step.nan else "inf",
             transient=False,

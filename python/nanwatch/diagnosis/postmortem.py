@@ -15,15 +15,17 @@ from torch import nn
 
 from ..capsule.capsule import write_capsule
 from ..report.errors import spell
-from ..report.finding import Finding
+from ..report.finding import Finding, working_first
 from ..report.frame import Frame
 from ..report.report import Report
 from ..util.numbered import make_numbered
 from .backward_rerun import rerun_backward
 from .batch_snapshot import BatchSnapshot
-from .cures import try_cures
+from .cures import MAX_RUNS, may_be_narrow, try_cures
 from .diagnosis import Call, Diagnosis, enrich
+from .experiment import Allows, nothing_allowed
 from .forward_rerun import rerun_forward
+from .patches import KEPT_FOR_FORMATS, MOST_RUNS, Found, try_patches
 
 PATCH_FILE = "cure.patch"
 
@@ -44,11 +46,12 @@ def post_mortem(
     examines: bool,
     reason: str = "",
     loss_scale: float | None = None,
+    allows: Allows = nothing_allowed,
 ) -> Report:
     """The report with what a second run of the batch shows, if it `examines`, and written to `output_dir` if any.
 
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
-    that of the batch, where it is known.
+    that of the batch, where it is known, and `allows` says which infinities are meant.
     """
     finding = report.finding
     if finding is None:
@@ -61,7 +64,7 @@ def post_mortem(
         )
         remarks.append(f"the batch was not run a second time: {why}")
     elif examines and snapshot is not None and finding.phase != "step":
-        finding, diagnosis = _look(finding, report.frames, snapshot, model, loss_scale, remarks)
+        finding, diagnosis = _look(finding, report.frames, snapshot, model, loss_scale, allows, remarks)
     finding = replace(finding, remarks=(*finding.remarks, *remarks))
     if output_dir is None:
         return replace(report, finding=finding)
@@ -74,11 +77,12 @@ def _look(
     snapshot: BatchSnapshot,
     model: nn.Module,
     loss_scale: float | None,
+    allows: Allows,
     remarks: list[str],
 ) -> tuple[Finding, Diagnosis | None]:
     """The finding with what a second run of the batch shows, and with the cures where it failed again."""
     if finding.phase == "backward":
-        seen = rerun_backward(snapshot, finding, frames, model=model, loss_scale=loss_scale)
+        seen = rerun_backward(snapshot, finding, frames, model=model, loss_scale=loss_scale, allows=allows)
         return enrich(finding, seen), seen
     diagnosis = _attempt("the closer look", lambda: rerun_forward(snapshot, finding, model=model), remarks)
     if diagnosis is None:
@@ -87,11 +91,37 @@ def _look(
     if diagnosis.transient is False:
         if doubts := snapshot.doubts():
             remarks.append(f"no cure was tried, as {doubts[0]}")
-        elif tried := _attempt(
-            "trying cures", lambda: try_cures(snapshot, closer, model, loss_scale=loss_scale), remarks
-        ):
-            closer = replace(closer, cures=tried[0], remarks=(*closer.remarks, *tried[1]))
+        else:
+            closer = _cured(closer, diagnosis, snapshot, model, loss_scale, allows, remarks)
     return closer, diagnosis
+
+
+def _cured(
+    finding: Finding,
+    diagnosis: Diagnosis,
+    snapshot: BatchSnapshot,
+    model: nn.Module,
+    loss_scale: float | None,
+    allows: Allows,
+    remarks: list[str],
+) -> Finding:
+    """The finding with the cures that were tried: changes of the source first, as they are the smallest."""
+    is_narrow = may_be_narrow(snapshot, finding)
+    found = Found()
+    if diagnosis.place is not None:
+        most = MOST_RUNS - (KEPT_FOR_FORMATS if is_narrow else 1)
+        found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, allows=allows)
+    cures, more = found.cures, found.remarks
+    if is_narrow or not cures:
+        most = min(MAX_RUNS, MOST_RUNS - found.runs)
+        tried = _attempt(
+            "trying cures",
+            lambda: try_cures(snapshot, finding, model, loss_scale=loss_scale, most_runs=most, allows=allows),
+            remarks,
+        )
+        if tried is not None:
+            cures, more = [*cures, *tried[0]], [*more, *tried[1]]
+    return replace(finding, cures=working_first(cures), remarks=(*finding.remarks, *more))
 
 
 def _attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None:

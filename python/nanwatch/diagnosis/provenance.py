@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import isinf, isnan
 from pathlib import Path
 from types import CodeType, FrameType
@@ -26,6 +27,7 @@ from ..recording.observe import read
 from ..report.errors import spell
 from ..report.record import MASK, Record
 from ..report.stored_histogram import StoredHistogram
+from .diagnosis import Place
 from .operation import Operands, Operation, operation_of
 from .storage_writes import StorageWriteLog
 
@@ -42,7 +44,7 @@ _HANDLERS = ("__torch_dispatch__", "__torch_function__")
 class Step:
     """One operation that left a value that is not finite.
 
-    `origin` is the step that began its non-finite values, None when it began them itself; only then are `source`,
+    `origin` is the step that began its non-finite values, None when it began them itself; only then are `place`,
     `operands`, `remarks` and `spreads` filled. `meant`: they are infinities that are there on purpose; only of them are
     the signs known. `unwritten` stands for memory that was allocated and that nothing was seen to write.
     """
@@ -55,7 +57,7 @@ class Step:
     meant: bool = False
     unwritten: bool = False
     origin: Step | None = None
-    source: str | None = None
+    place: Place | None = None
     operands: tuple[Record, ...] = ()
     remarks: tuple[str, ...] = ()
     spreads: tuple[StoredHistogram, ...] = ()
@@ -120,7 +122,7 @@ class ProvenanceMode(TorchDispatchMode):
         self._number += 1
         targets = operation.targets(args, kwargs, result)
         if operation.allocates:
-            step = Step(self._number, operation.name, unwritten=True, source=self._source())
+            step = Step(self._number, operation.name, unwritten=True, place=self._place())
             step.remarks = (
                 "this memory was allocated and not written by any operation that was seen: it was used as it was"
                 " found, or a kernel wrote it that does not go through PyTorch's dispatcher",
@@ -159,8 +161,8 @@ class ProvenanceMode(TorchDispatchMode):
         if is_live or (sources and step.meant):
             step.origin = _origin(sources, step.nan)
             return False
-        step.source = self._source()
         written = nonfinite if operation.written else ()
+        step.place = self._place(given.counts(written=written))
         step.operands = given.records(written=written)
         step.spreads = given.spreads(written=written)
         step.remarks = (
@@ -173,18 +175,27 @@ class ProvenanceMode(TorchDispatchMode):
         )
         return True
 
-    def _source(self) -> str | None:
-        """The innermost line of the program: neither PyTorch's nor ours, nor that of a mode which handed it on."""
-        found = None
+    def _place(self, counts: frozenset[int] = frozenset()) -> Place | None:
+        """Return the innermost line of the program: neither PyTorch's nor ours, nor that of a mode on the way."""
+        found: FrameType | None = None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not self._outermost:
             code = frame.f_code
             if code.co_name in _HANDLERS:
                 found = None
             elif found is None and not code.co_filename.startswith(SKIPPED_FILES):
-                found = f"{code.co_filename}:{frame.f_lineno}"
+                found = frame
             frame = frame.f_back
-        return found
+        if found is None:
+            return None
+        return Place(found.f_code.co_filename, found.f_lineno, _positions(found), counts)
+
+
+def _positions(frame: FrameType) -> tuple[int | None, int | None, int | None, int | None] | None:
+    """Return where the expression stands that the frame computes; None before Python 3.11, which does not know."""
+    if sys.version_info < (3, 11):
+        return None
+    return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
 
 
 def _origin(steps: Sequence[Step], nan: bool) -> Step | None:
@@ -263,7 +274,7 @@ def _is_meant(
 def _of_meant(operand: int, origin: Step | None) -> str:
     if origin is None:
         return f"operand[{operand}] is an additive mask"
-    at = f" at {origin.source}" if origin.source else ""
+    at = f" at {origin.place}" if origin.place else ""
     return f"operand[{operand}] holds {origin.values} that {origin.operation}{at} put there, on purpose as it seems"
 
 

@@ -1,0 +1,290 @@
+"""Cures that are changes of the source: each is compiled and run on the failing batch in its function's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..instrumentation.temporary_wrappers import wrap_calls
+from ..instrumentation.wrapped_names import named_modules
+from ..numerics._reference import _to_arithmetic
+from ..recording.walk import leaves
+from ..report.errors import spell
+from ..report.finding import Cure, Finding
+from .backward_cures import run_backward, with_leaves
+from .batch_snapshot import BatchSnapshot
+from .code_swap import Probe, exchanged, find_target
+from .diagnosis import Place
+from .experiment import Allows, Experiment, nothing_allowed, observed_call
+from .expressions import Change, Site
+from .guards import Facts
+from .rules import changes, operation_name
+from .source_file import Edit, SourceFile, Span
+
+# Forwards after a failure: eight, one of which finds the operation.
+MOST_RUNS = 7
+# Of them, where a narrow format takes part: for runs in wider ones.
+KEPT_FOR_FORMATS = 3
+# Of the norm of the values that were finite. More would be another model.
+_MOST_CHANGE = 0.01
+# Larger values are not kept for the comparison.
+_MOST_ELEMENTS = 1 << 24
+_FORMATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class BackwardStart(NamedTuple):
+    """The gradients, by label, that the outputs of call `number` of module `name` had in the failed backward."""
+
+    name: str
+    number: int
+    gradients: Mapping[str, Tensor]
+
+
+@dataclass(slots=True)
+class Found:
+    """The cures that work, remarks, and the number of forwards used."""
+
+    cures: list[Cure] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    runs: int = 0
+
+
+def try_patches(
+    snapshot: BatchSnapshot,
+    finding: Finding,
+    model: nn.Module,
+    place: Place,
+    *,
+    most_runs: int,
+    allows: Allows = nothing_allowed,
+    start: BackwardStart | None = None,
+) -> Found:
+    """Try changes of the line at `place` on the batch, at most so many forwards, until one works.
+
+    A change works when all that the modules are given and give is finite, every gradient of a backward from the outputs
+    (where the batch was run with a graph), and values of the changed expression that were finite stay about the same.
+    Raises nothing of its own: what goes wrong is a remark.
+    """
+    found = Found()
+    try:
+        target = find_target(place.filename, place.line)
+        if isinstance(target, str):
+            found.remarks.append(f"no change of the source was tried: {target}")
+            return found
+        site = Site(target, place.line)
+        facts = Facts(
+            operation_name(finding.operation or ""),
+            _narrowest(finding),
+            finding.phase == "backward",
+            place.counts,
+        )
+        _Search(snapshot, model, site, allows, start, most_runs, found).go(facts, _position(site.file, place))
+    except Exception as error:
+        found.remarks.append(f"the search for a change of the source ended early: {spell(error)}")
+    return found
+
+
+def _narrowest(finding: Finding) -> str:
+    names = {one.dtype.removeprefix("torch.") for one in finding.operands}
+    return next((name for name in _FORMATS if name in names), "float32")
+
+
+def _position(file: SourceFile, place: Place) -> Span | None:
+    if place.positions is None:
+        return None
+    line, end_line, start, end = place.positions
+    if line is None or end_line is None or start is None or end is None:
+        return None
+    return file.between(line, start, end_line, end)
+
+
+class _Search:
+    def __init__(
+        self,
+        snapshot: BatchSnapshot,
+        model: nn.Module,
+        site: Site,
+        allows: Allows,
+        start: BackwardStart | None,
+        most_runs: int,
+        found: Found,
+    ) -> None:
+        self._snapshot = snapshot
+        self._site = site
+        self._allows = allows
+        self._start = start
+        self._most_runs = most_runs
+        self._found = found
+        self._names = {one.module: one.name for one in named_modules(model)}
+        self._before: dict[Span, list[list[Tensor]]] = {}
+
+    def go(self, facts: Facts, position: Span | None) -> None:
+        """Try the changes in order until one works."""
+        proposed = list(changes(self._site, facts, position))
+        for change in proposed:
+            # One run is kept for the comparison.
+            if self._found.runs >= self._most_runs - 1:
+                return
+            after = self._after(change)
+            if after is None:
+                continue
+            looks = [self._site.file.moved(span, change.edits) for span in change.looks]
+            probe = Probe(_kept)
+            if not self._runs_finite(after, looks, probe):
+                continue
+            effect, is_small = self._effect(change, probe, proposed)
+            if is_small:
+                self._found.cures.append(self._cure(change, after, effect))
+                return
+
+    def _after(self, change: Change) -> SourceFile | None:
+        try:
+            return self._site.file.edited(change.edits)
+        except SyntaxError:
+            return None
+
+    def _runs_finite(self, after: SourceFile, looks: Sequence[Span], probe: Probe) -> bool:
+        experiment = self._run(
+            exchanged(self._site.target, after, looks, probe), backward=self._snapshot.grad
+        )
+        return experiment.error is None and probe.was_run and not any(experiment.nonfinite())
+
+    def _effect(self, change: Change, probe: Probe, proposed: Sequence[Change]) -> tuple[str, bool]:
+        if not self._before:
+            spans = list(dict.fromkeys(span for one in proposed for span in one.looks))
+            unchanged = Probe(_kept)
+            # What is nan ends nothing here; an exception may, of the model's own check.
+            self._run(exchanged(self._site.target, self._site.file, spans, unchanged), backward=False)
+            self._before = {span: unchanged.values.get(i, []) for i, span in enumerate(spans)}
+        pairs = [
+            (old, new)
+            for i, span in enumerate(change.looks)
+            for old_values, new_values in zip(self._before[span], probe.values.get(i, []), strict=False)
+            for old, new in zip(old_values, new_values, strict=False)
+        ]
+        return effect_of(pairs)
+
+    def _cure(self, change: Change, after: SourceFile, effect: str) -> Cure:
+        file = self._site.file
+        old, new = (_statement(one, self._site.line) for one in (file, after))
+        patch = file.patch(after)
+        where = f"{Path(file.name).name}:{self._line(change.edits)}"
+        written = " and ".join(f"`{one.text}`" for one in change.edits)
+        replaced = " and ".join(f"`{file.part(one.span)}`" for one in change.edits)
+        what = f"{change.words}: write {written} for {replaced} at {where}"
+        return Cure(
+            " ".join(what.split()), True, None, patch, effect, "" if patch else new if new != old else ""
+        )
+
+    def _line(self, edits: Sequence[Edit]) -> int:
+        return self._site.file.line_of(edits[0].span)
+
+    def _run(self, hold: AbstractContextManager[Any], *, backward: bool) -> Experiment:
+        """Run the batch under a change, with its backward if that is asked for."""
+        self._found.runs += 1
+        experiment = Experiment()
+        try:
+            snapshot, wanted = with_leaves(self._snapshot) if backward else (self._snapshot, [])
+            with hold, snapshot.again() as call, torch.enable_grad() if backward else nullcontext():
+                self._make(call, snapshot.module, wanted, backward, experiment)
+        except Exception as error:
+            experiment.error = error.with_traceback(None)
+        return experiment
+
+    def _make(
+        self,
+        call: Callable[[], Any],
+        root: nn.Module,
+        wanted: list[Tensor],
+        backward: bool,
+        experiment: Experiment,
+    ) -> None:
+        roots: dict[str, Tensor] = {}
+        number = -1
+
+        def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal number
+            name = self._names.get(module, "?")
+            output = module._call_impl(*args, **kwargs)
+            experiment.calls.append(observed_call(module, name, args, kwargs, output, self._allows))
+            if self._start is not None and name == self._start.name:
+                number += 1
+                if number == self._start.number:
+                    roots.update(
+                        (label, x)
+                        for label, x in _with_graph(output)
+                        if self._start is not None and label in self._start.gradients
+                    )
+            return output
+
+        with wrap_calls(root.modules(), seen):
+            output = call()
+        if not backward:
+            return
+        starts: list[tuple[list[Tensor], list[Tensor]]] = []
+        if self._start is not None and roots:
+            given = [self._start.gradients[label].to(x.dtype) for label, x in roots.items()]
+            starts.append((list(roots.values()), given))
+        ends = [x for _, x in _with_graph(output) if x.is_floating_point()]
+        starts.append((ends, [torch.full_like(x, 1 / max(x.numel(), 1)) for x in ends]))
+        for tensors, gradients in starts:
+            if tensors and wanted:
+                run_backward(tensors, wanted, gradients, lambda _: experiment.keep_gradients)
+
+
+def _with_graph(output: Any) -> Iterator[tuple[str, Tensor]]:
+    yield from (
+        (label, x) for label, x in leaves(output, "output") if isinstance(x, Tensor) and x.requires_grad
+    )
+
+
+def _statement(file: SourceFile, line: int) -> str:
+    node = file.statement(line)
+    return "" if node is None else file.part(file.span(node))
+
+
+def _kept(value: Any) -> list[Tensor]:
+    found = [x for _, x in leaves(value, "")] if not isinstance(value, Tensor) else [value]
+    return [x.detach().clone() for x in found if isinstance(x, Tensor) and x.numel() <= _MOST_ELEMENTS]
+
+
+def effect_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[str, bool]:
+    """Say in words what has changed between old and new values, and whether finite ones are about the same."""
+    total = changed = healthy = 0
+    largest = difference = norm = 0.0
+    for old, new in pairs:
+        if old.shape != new.shape:
+            return f"gives a tensor of shape {list(new.shape)} for {list(old.shape)}", False
+        old, new = _to_arithmetic(old), _to_arithmetic(new)
+        kind = torch.promote_types(torch.promote_types(old.dtype, new.dtype), torch.float64)
+        old, new = old.to(kind), new.to(kind)
+        finite = torch.isfinite(old)
+        total += old.numel()
+        changed += int((old != new).sum())
+        a, b = old[finite], new[finite]
+        moved = (a - b).abs()
+        healthy += int((moved != 0).sum())
+        if moved.numel():
+            where = moved > 0
+            parts = moved[where] / torch.maximum(a.abs()[where], b.abs()[where])
+            largest = max(largest, float(parts.max()) if parts.numel() else 0.0)
+            difference += float(moved.square().sum())
+            norm += float(a.abs().square().sum())
+    is_small = difference <= _MOST_CHANGE**2 * norm
+    if not total:
+        return "", True
+    if not changed:
+        return f"leaves all {total:,} elements bit-equal", True
+    if not healthy:
+        others = "" if changed == total else ", the others bit-equal"
+        return f"changes {changed:,} of {total:,} elements{others}", is_small
+    return (
+        f"changes {changed:,} of {total:,} elements, finite ones by at most {largest:.1e} of their size",
+        is_small,
+    )
