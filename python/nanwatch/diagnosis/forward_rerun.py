@@ -22,7 +22,7 @@ from ..report.record import Record, to_record
 from ..report.stored_histogram import StoredHistogram
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .diagnosis import Call, Diagnosis
-from .extent import describe
+from .extent import bad_rows, describe
 from .left_calls import left_calls
 from .provenance import ProvenanceMode
 
@@ -83,6 +83,7 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Dia
         index=_first_nonfinite(same),
         remarks=tuple(remarks),
         spreads=_histograms(same, finding.label),
+        rows=(bad_rows(same),),
     )
 
 
@@ -273,4 +274,5 @@ class CallProbe:
             remarks=(*remarks, *(() if step is None else step.remarks), *guilty.remarks()),
             call=guilty.call,
             spreads=(*(() if step is None else step.spreads), *_histograms(x, record.label)),
+            rows=(bad_rows(x), *(() if step is None else (step.rows,))),
         )

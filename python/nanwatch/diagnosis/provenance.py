@@ -28,6 +28,7 @@ from ..report.errors import spell
 from ..report.record import MASK, Record
 from ..report.stored_histogram import StoredHistogram
 from .diagnosis import Place
+from .extent import BadRows, bad_rows
 from .operation import Operands, Operation, operation_of
 from .storage_writes import StorageWriteLog
 
@@ -45,8 +46,9 @@ class Step:
     """One operation that left a value that is not finite.
 
     `origin` is the step that began its non-finite values, None when it began them itself; only then are `place`,
-    `operands`, `remarks` and `spreads` filled. `meant`: they are infinities that are there on purpose; only of them are
-    the signs known. `unwritten` stands for memory that was allocated and that nothing was seen to write.
+    `operands`, `remarks`, `spreads` and `rows` (of the first tensor) filled. `meant`: they are infinities that are
+    there on purpose; only of them are the signs known. `unwritten` stands for memory that was allocated and that
+    nothing was seen to write.
     """
 
     number: int
@@ -61,6 +63,7 @@ class Step:
     operands: tuple[Record, ...] = ()
     remarks: tuple[str, ...] = ()
     spreads: tuple[StoredHistogram, ...] = ()
+    rows: BadRows = ()
 
     @property
     def values(self) -> str:
@@ -165,6 +168,7 @@ class ProvenanceMode(TorchDispatchMode):
         step.place = self._place(given.counts(written=written))
         step.operands = given.records(written=written)
         step.spreads = given.spreads(written=written)
+        step.rows = () if step.meant else bad_rows(nonfinite[0])
         step.remarks = (
             *(f"{operation.name} was given the number {name} = {value!r}" for name, value in given.numbers),
             *(
