@@ -26,12 +26,13 @@ from ..report.finding import Finding, value_of, working_first
 from ..report.frame import Frame
 from ..report.record import Record
 from ..util.suppressed import suppressed
-from .backward_cures import BACKWARD_RUNS, gradient_record, run_backward, try_backward_cures, without_hooks
+from .backward_cures import BACKWARD_RUNS, try_backward_cures
+from .backward_pass import gradient_record, run_backward, without_hooks
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .cures import may_be_narrow
 from .diagnosis import Diagnosis, Place, enrich
-from .experiment import Allows, nothing_allowed
-from .patches import MOST_RUNS, BackwardStart, Found, try_patches
+from .experiment import Allows, BackwardStart, nothing_allowed
+from .patches import MOST_RUNS, Found, try_patches
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')

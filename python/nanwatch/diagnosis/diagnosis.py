@@ -50,12 +50,12 @@ class Diagnosis:
     """Facts about a finding that a re-run of its batch showed.
 
     `operation` (as "aten.exp.default"), `place` (the innermost line that is not PyTorch's) and `operands` (records of
-    its tensors, before it ran) are of the operation that made the non-finite value; `made` is the value as the operation
-    made it. They are None and empty when no operation was seen. `transient` is True when the second run did not make the
-    value again, False when it did, None when that says nothing. `extent` and `index` are of the non-finite tensor.
-    `call` is the call in which the value was made; it holds the call's tensors, so drop it when done. `remarks` are
-    sentences, `cures` what was tried on the way, `spreads` of the operands, as far as they were there, and of the
-    non-finite tensor.
+    its tensors, before it ran) are of the operation that made the non-finite value; `made` is the value as it made it.
+    They are None and empty when no operation was seen. `transient` is True when the second run did not make the value
+    again, False when it did, None when that says nothing. `extent` and `index` are of the non-finite tensor. `call` is
+    the call in which the value was made; it holds the call's tensors, so drop it when done. `remarks` are sentences,
+    `cures` what was tried on the way, `spreads` of the operands, as far as they were there, and of the non-finite
+    tensor.
     """
 
     operation: str | None = None
