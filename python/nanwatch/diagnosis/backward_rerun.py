@@ -26,12 +26,14 @@ from ..report.finding import Finding, value_of, working_first
 from ..report.frame import Frame
 from ..report.record import Record
 from ..util.suppressed import suppressed
-from .backward_cures import BACKWARD_RUNS, gradient_record, run_backward, try_backward_cures, without_hooks
+from .backward_cures import BACKWARD_RUNS, try_backward_cures
+from .backward_pass import gradient_record, run_backward, without_hooks
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .cures import may_be_narrow
 from .diagnosis import Diagnosis, Place, enrich
-from .experiment import Allows, nothing_allowed
-from .patches import MOST_RUNS, BackwardStart, Found, try_patches
+from .experiment import Allows, BackwardStart, nothing_allowed
+from .extent import bad_rows
+from .patches import MOST_RUNS, Found, try_patches
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
@@ -105,6 +107,7 @@ def _with_cures(
     )
     return replace(
         found,
+        start=start,
         cures=working_first((*tried.cures, *cures)),
         remarks=(*found.remarks, *tried.remarks, *remarks),
     )
@@ -223,6 +226,7 @@ def _looker(node: Any, steps: list[Diagnosis]) -> Any:
                 made="nan" if any("nan" in value_of(one) for one in nonfinite) else "inf",
                 place=_place(node.metadata.get("traceback_", ())),
                 operands=(*records, *_saved(node)),
+                rows=tuple(bad_rows(x) for x in made if x is not None),
                 remarks=(
                     "the operation was found in a second run of the call, from other gradients of the same size",
                 ),

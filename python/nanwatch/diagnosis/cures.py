@@ -298,6 +298,7 @@ class _Search:
                 change,
                 (self.finding.module, self.finding.label),
                 self.allows,
+                backward=self.snapshot.grad,
             )
 
     def _run_loaded(self, sources: tuple[torch.dtype, ...], to: torch.dtype, change: Change) -> Experiment:
@@ -336,7 +337,7 @@ class _Search:
     def _is_finite(self, experiment: Experiment) -> bool:
         if experiment.error is not None or not self._records(experiment):
             return False
-        return set(experiment.nonfinite()) <= self._excused()
+        return set(experiment.nonfinite()) <= self._excused() and not experiment.bad_gradients
 
     def _room(self, experiment: Experiment, changed: str | None) -> float | None:
         """Bits between the largest value and the end of its format, in the record that was not finite and in the

@@ -12,6 +12,7 @@ from ..instrumentation.execution_context import Autocast, RngState
 from ..report.finding import Cure, Finding, Value, working_first
 from ..report.record import Record
 from ..report.stored_histogram import StoredHistogram
+from .experiment import BackwardStart
 from .extent import BadRows
 
 
@@ -56,7 +57,8 @@ class Diagnosis:
     not make the value again, False when it did, None when that says nothing. `extent` and `index` are of the non-finite
     tensor. `call` is the call in which the value was made; it holds the call's tensors, so drop it when done. `remarks`
     are sentences, `cures` what was tried on the way, `spreads` of the operands, as far as they were there, and of the
-    non-finite tensor. `rows` are the bad rows of the non-finite tensor and of what the operation made.
+    non-finite tensor. `rows` are the bad rows of the non-finite tensor and of what the operation made. `start` is where
+    a failed backward began.
     """
 
     operation: str | None = None
@@ -71,6 +73,7 @@ class Diagnosis:
     cures: tuple[Cure, ...] = ()
     made: Value | None = None
     rows: tuple[BadRows, ...] = ()
+    start: BackwardStart | None = None
 
 
 def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from ..recording.masked_scores import MaskedScores, masked_scores
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..report.record import Row, is_fault
+from .backward_pass import mean_gradients, run_backward, with_graph, with_leaves
 from .batch_snapshot import BatchSnapshot
 
 # `allows(name, module)` is True where infinities in this module are meant, or the scores of a softmax that are.
@@ -35,6 +36,14 @@ class Call:
     rows: tuple[Row, ...]
     given: torch.dtype | None
     autocast: torch.dtype | None
+
+
+class BackwardStart(NamedTuple):
+    """The gradients, by label, that the outputs of call `number` of module `name` had in the failed backward."""
+
+    name: str
+    number: int
+    gradients: Mapping[str, Tensor]
 
 
 @dataclass(slots=True)
@@ -56,12 +65,15 @@ class Experiment:
         """`(module, label)` of each row that is not finite and should be."""
         for call in self.calls:
             yield from ((call.name, row.label) for row in call.rows if is_fault(row))
-        yield from (("", row.label) for row in self.bad_gradients)
 
-    def keep_gradients(self, made: Sequence[Tensor | None], _: Any) -> None:
-        """Keep the bad ones of what a node of the graph made; a hook of the node."""
-        rows = [observe(x, "gradient", "gradient") for x in made if x is not None]
-        self.bad_gradients += filter(is_fault, rows)
+    def keep_gradients(self, _: Any) -> Callable[[Sequence[Tensor | None], Any], None]:
+        """Return a hook of a node of the graph, which keeps the bad gradients that the node makes."""
+
+        def look(made: Sequence[Tensor | None], _: Any) -> None:
+            rows = [observe(x, "gradient", "gradient") for x in made if x is not None]
+            self.bad_gradients += filter(is_fault, rows)
+
+        return look
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +99,23 @@ def run(
     change: Change | None = None,
     keep: tuple[str, str] | None = None,
     allows: Allows = nothing_allowed,
+    *,
+    backward: bool = False,
+    start: BackwardStart | None = None,
 ) -> Experiment:
     """Run the batch of `snapshot` once more; keep what its forward raises as the error. KeyboardInterrupt passes.
 
-    `keep` is the `(module, label)` of a tensor that the experiment keeps a copy of. A watch of the model sees nothing
-    of it.
+    `keep` is the `(module, label)` of a tensor that the experiment keeps a copy of. With `backward` the run has a
+    graph, and a backward follows from the outputs of the batch, as if their mean were the loss, and one from `start`. A
+    watch of the model sees nothing of it.
     """
     experiment = Experiment()
     change = change or Change()
+    starts: dict[str, Tensor] = {}
+    number = -1
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal number
         name = names.get(module, "?")
         output, call, seen_values = _changed_call(module, args, kwargs, change, name, allows)
         experiment.calls.append(call)
@@ -104,11 +123,22 @@ def run(
             experiment.kept += [
                 x.detach().clone() for label, x in seen_values if label == keep[1] and isinstance(x, Tensor)
             ]
+        if start is not None and start.name == name:
+            number += 1
+            if number == start.number:
+                starts.update(one for one in with_graph(output) if one[0] in start.gradients)
         return output
 
     try:
-        with snapshot.again() as call, wrap_calls(snapshot.module.modules(), seen):
-            call()
+        again, wanted = with_leaves(snapshot) if backward else (snapshot, [])
+        with again.again() as call, torch.enable_grad() if backward else nullcontext():
+            with wrap_calls(snapshot.module.modules(), seen):
+                output = call()
+            if start is not None and starts:
+                given = [start.gradients[label].to(x.dtype) for label, x in starts.items()]
+                run_backward(list(starts.values()), wanted, given, experiment.keep_gradients)
+            if ends := [x for _, x in with_graph(output) if backward]:
+                run_backward(ends, wanted, mean_gradients(ends), experiment.keep_gradients)
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)
@@ -131,7 +161,7 @@ def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         for table, name, own in places:
             # Tied weights stay tied.
             if own not in copies:
-                copies[own] = own.detach().to(dtype)
+                copies[own] = own.detach().to(dtype).requires_grad_(own.requires_grad)
             table[name] = copies[own]
         yield
     finally:
@@ -158,21 +188,10 @@ def _changed_call(
         output = module._call_impl(*args, **kwargs)
     inputs, outputs = list(call_leaves(args, kwargs)), list(leaves(output, "output"))
     autocast = next((dtype for dtype in kinds.values() if dtype in NARROW), None)
-    rows = _rows(inputs, outputs, allows(name, module))
-    return output, Call(name, rows, given, autocast), [*inputs, *outputs]
-
-
-def observed_call(module: nn.Module, name: str, args: Any, kwargs: Any, output: Any, allows: Allows) -> Call:
-    """The Call that was made with nothing changed at it."""
-    rows = _rows(list(call_leaves(args, kwargs)), list(leaves(output, "output")), allows(name, module))
-    return Call(name, rows, None, None)
-
-
-def _rows(inputs: list[Leaf], outputs: list[Leaf], allowed: bool | MaskedScores) -> tuple[Row, ...]:
-    return (
-        *(observe(x, label, "input", allowed) for label, x in inputs),
-        *(observe(x, label, "output", allowed) for label, x in outputs),
-    )
+    allowed = allows(name, module)
+    rows = [observe(x, label, "input", allowed) for label, x in inputs]
+    rows += [observe(x, label, "output", allowed) for label, x in outputs]
+    return output, Call(name, tuple(rows), given, autocast), [*inputs, *outputs]
 
 
 def _clamped(value: Any, limit: float) -> Any:

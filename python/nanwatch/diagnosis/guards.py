@@ -36,8 +36,8 @@ _SMALL = {"float64": "1e-12", "float32": "1e-8", "bfloat16": "1e-8", "float16": 
 _TINY = {"float64": "1e-24", "float32": "1e-12", "bfloat16": "1e-12", "float16": "1e-4"}
 # The distance from 1 at which a derivative with a pole there is of moderate size.
 _NEAR_ONE = {"float64": "1e-9", "float32": "1e-6", "bfloat16": "1e-2", "float16": "1e-3"}
-# exp of the first is near the end of the format; the second leaves room for what follows.
-_EXPONENTS = {"float64": (700, 40), "float32": (80, 20), "bfloat16": (80, 20), "float16": (10, 5)}
+# exp of the first leaves room for what follows; that of the second is near the end of the format.
+_EXPONENTS = {"float64": (40, 700), "float32": (20, 80), "bfloat16": (20, 80), "float16": (5, 10)}
 _LOWEST = {"float16": "-6e4"}
 _MOST_EPS = 1e-2
 _LONG = 40  # characters of an operand that may be written twice
@@ -124,7 +124,9 @@ def guard_root(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
     node = spelt.args[0]
     if isinstance(spelt.node, ast.BinOp) and isinstance(site.constant(node), int | float):
         return
-    if not facts.backward:
+    if 0 in facts.counts:
+        yield Rewrite(node, clamped(site, node, least="1"), "take the root of at least 1")
+    elif not facts.backward:
         yield Rewrite(
             node, clamped(site, node, least="0"), "keep what the root is taken of from being negative"
         )
@@ -153,7 +155,7 @@ def guard_log1p(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
 def guard_exponential(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
     """Keep the exponent below the logarithm of the largest number."""
     node = spelt.args[0]
-    for most in _EXPONENTS.get(facts.dtype, (80, 20)):
+    for most in _EXPONENTS.get(facts.dtype, (20, 80)):
         yield Rewrite(node, clamped(site, node, most=str(most)), f"keep the exponent at {most} or less")
 
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..instrumentation.temporary_wrappers import wrap_calls
 from ..instrumentation.wrapped_names import named_modules
 from ..numerics._reference import _to_arithmetic
 from ..recording.walk import leaves
 from ..report.errors import spell
 from ..report.finding import Cure, Finding
-from .backward_cures import run_backward, with_leaves
 from .batch_snapshot import BatchSnapshot
 from .code_swap import Probe, exchanged, find_target
 from .diagnosis import Place
-from .experiment import Allows, Experiment, nothing_allowed, observed_call
+from .experiment import Allows, BackwardStart, Experiment, nothing_allowed, run
 from .expressions import Change, Site
 from .guards import Facts
 from .rules import changes, operation_name
@@ -33,17 +31,11 @@ MOST_RUNS = 7
 KEPT_FOR_FORMATS = 3
 # Of the norm of the values that were finite. More would be another model.
 _MOST_CHANGE = 0.01
+# What a zero may become: any change of it is large against itself.
+_MOST_AT_ZERO = 1e-2
 # Larger values are not kept for the comparison.
 _MOST_ELEMENTS = 1 << 24
 _FORMATS = ("float16", "bfloat16", "float32", "float64")
-
-
-class BackwardStart(NamedTuple):
-    """The gradients, by label, that the outputs of call `number` of module `name` had in the failed backward."""
-
-    name: str
-    number: int
-    gradients: Mapping[str, Tensor]
 
 
 @dataclass(slots=True)
@@ -150,17 +142,16 @@ class _Search:
             return None
 
     def _runs_finite(self, after: SourceFile, looks: Sequence[Span], probe: Probe) -> bool:
-        experiment = self._run(
-            exchanged(self._site.target, after, looks, probe), backward=self._snapshot.grad
-        )
-        return experiment.error is None and probe.was_run and not any(experiment.nonfinite())
+        experiment = self._run(exchanged(self._site.target, after, looks, probe))
+        is_finite = not any(experiment.nonfinite()) and not experiment.bad_gradients
+        return experiment.error is None and probe.was_run and is_finite
 
     def _effect(self, change: Change, probe: Probe, proposed: Sequence[Change]) -> tuple[str, bool]:
         if not self._before:
             spans = list(dict.fromkeys(span for one in proposed for span in one.looks))
             unchanged = Probe(_kept)
             # What is nan ends nothing here; an exception may, of the model's own check.
-            self._run(exchanged(self._site.target, self._site.file, spans, unchanged), backward=False)
+            self._run(exchanged(self._site.target, self._site.file, spans, unchanged))
             self._before = {span: unchanged.values.get(i, []) for i, span in enumerate(spans)}
         pairs = [
             (old, new)
@@ -185,63 +176,16 @@ class _Search:
     def _line(self, edits: Sequence[Edit]) -> int:
         return self._site.file.line_of(edits[0].span)
 
-    def _run(self, hold: AbstractContextManager[Any], *, backward: bool) -> Experiment:
-        """Run the batch under a change, with its backward if that is asked for."""
+    def _run(self, hold: AbstractContextManager[Any]) -> Experiment:
         self._found.runs += 1
-        experiment = Experiment()
-        try:
-            snapshot, wanted = with_leaves(self._snapshot) if backward else (self._snapshot, [])
-            with hold, snapshot.again() as call, torch.enable_grad() if backward else nullcontext():
-                self._make(call, snapshot.module, wanted, backward, experiment)
-        except Exception as error:
-            experiment.error = error.with_traceback(None)
-        return experiment
-
-    def _make(
-        self,
-        call: Callable[[], Any],
-        root: nn.Module,
-        wanted: list[Tensor],
-        backward: bool,
-        experiment: Experiment,
-    ) -> None:
-        roots: dict[str, Tensor] = {}
-        number = -1
-
-        def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            nonlocal number
-            name = self._names.get(module, "?")
-            output = module._call_impl(*args, **kwargs)
-            experiment.calls.append(observed_call(module, name, args, kwargs, output, self._allows))
-            if self._start is not None and name == self._start.name:
-                number += 1
-                if number == self._start.number:
-                    roots.update(
-                        (label, x)
-                        for label, x in _with_graph(output)
-                        if self._start is not None and label in self._start.gradients
-                    )
-            return output
-
-        with wrap_calls(root.modules(), seen):
-            output = call()
-        if not backward:
-            return
-        starts: list[tuple[list[Tensor], list[Tensor]]] = []
-        if self._start is not None and roots:
-            given = [self._start.gradients[label].to(x.dtype) for label, x in roots.items()]
-            starts.append((list(roots.values()), given))
-        ends = [x for _, x in _with_graph(output) if x.is_floating_point()]
-        starts.append((ends, [torch.full_like(x, 1 / max(x.numel(), 1)) for x in ends]))
-        for tensors, gradients in starts:
-            if tensors and wanted:
-                run_backward(tensors, wanted, gradients, lambda _: experiment.keep_gradients)
-
-
-def _with_graph(output: Any) -> Iterator[tuple[str, Tensor]]:
-    yield from (
-        (label, x) for label, x in leaves(output, "output") if isinstance(x, Tensor) and x.requires_grad
-    )
+        with hold:
+            return run(
+                self._snapshot,
+                self._names,
+                allows=self._allows,
+                backward=self._snapshot.grad,
+                start=self._start,
+            )
 
 
 def _statement(file: SourceFile, line: int) -> str:
@@ -257,7 +201,7 @@ def _kept(value: Any) -> list[Tensor]:
 def effect_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[str, bool]:
     """Say in words what has changed between old and new values, and whether finite ones are about the same."""
     total = changed = healthy = 0
-    largest = difference = norm = 0.0
+    largest = most = at_zero = difference = norm = 0.0
     for old, new in pairs:
         if old.shape != new.shape:
             return f"gives a tensor of shape {list(new.shape)} for {list(old.shape)}", False
@@ -271,12 +215,12 @@ def effect_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[str, bool]:
         moved = (a - b).abs()
         healthy += int((moved != 0).sum())
         if moved.numel():
-            where = moved > 0
-            parts = moved[where] / torch.maximum(a.abs()[where], b.abs()[where])
-            largest = max(largest, float(parts.max()) if parts.numel() else 0.0)
-            difference += float(moved.square().sum())
+            is_zero = a == 0
+            largest, most = max(largest, float(moved.max())), max(most, float(a.abs().max()))
+            at_zero = max(at_zero, float(moved[is_zero].max()) if is_zero.any() else 0.0)
+            difference += float(moved[~is_zero].square().sum())
             norm += float(a.abs().square().sum())
-    is_small = difference <= _MOST_CHANGE**2 * norm
+    is_small = difference <= _MOST_CHANGE**2 * norm and at_zero <= _MOST_AT_ZERO
     if not total:
         return "", True
     if not changed:
@@ -284,7 +228,5 @@ def effect_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[str, bool]:
     if not healthy:
         others = "" if changed == total else ", the others bit-equal"
         return f"changes {changed:,} of {total:,} elements{others}", is_small
-    return (
-        f"changes {changed:,} of {total:,} elements, finite ones by at most {largest:.1e} of their size",
-        is_small,
-    )
+    size = f"finite ones by at most {largest:.1e}, of values up to {most:.1e}"
+    return f"changes {changed:,} of {total:,} elements, {size}", is_small

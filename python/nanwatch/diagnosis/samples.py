@@ -6,20 +6,18 @@ finite. Otherwise the batch is halved. Either way, two runs prove the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, log2
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..precision.casting import replaced
 from ..recording.walk import call_leaves
 from .batch_snapshot import BatchSnapshot
+from .experiment import Allows, BackwardStart, nothing_allowed, run
 from .extent import BadRows
-
-# A run of a batch: whether all of it was finite, None where that cannot be told, as when it raised.
-IsFinite = Callable[[BatchSnapshot], bool | None]
 
 # Runs that prove the answer: one without the samples and one with them alone.
 _PROOF = 2
@@ -27,18 +25,25 @@ _INDICES = frozenset({"index", "indices", "idx", "ids", "sample_index", "sample_
 
 
 def find_samples(
-    snapshot: BatchSnapshot, seen: Iterable[BadRows], is_finite: IsFinite, most_runs: int
+    snapshot: BatchSnapshot,
+    names: Mapping[nn.Module, str],
+    seen: Iterable[BadRows],
+    most_runs: int,
+    *,
+    allows: Allows = nothing_allowed,
+    start: BackwardStart | None = None,
 ) -> tuple[int, ...]:
     """Return the fewest samples that carry the failure, in at most so many runs; () where none are known to.
 
-    `seen` are the bad rows of tensors of the failed run. Samples are numbered by the first dimension of what the batch
-    was called with. Nothing is told where tensors there have different first dimensions, where more than half of the
-    samples would be needed, or where a run without them fails, as one does whose samples depend on each other.
+    `seen` are the bad rows of tensors of the failed run, `start` is where its backward failed. Samples are numbered by
+    the first dimension of what the batch was called with. Nothing is told where tensors there have different first
+    dimensions, where more than half of the samples would be needed, or where a run without them fails, as one does
+    whose samples depend on each other.
     """
     size = batch_size(snapshot)
     if size < 2 or most_runs < _PROOF:
         return ()
-    search = _Search(snapshot, size, is_finite)
+    search = _Search(snapshot, names, size, allows, start)
     known = min(_candidates(seen, size), key=len, default=())
     if known:
         found = known if search.is_finite_without(known) else ()
@@ -67,10 +72,19 @@ def dataset_indices(snapshot: BatchSnapshot, samples: Sequence[int]) -> str:
 
 
 class _Search:
-    def __init__(self, snapshot: BatchSnapshot, size: int, is_finite: IsFinite) -> None:
+    def __init__(
+        self,
+        snapshot: BatchSnapshot,
+        names: Mapping[nn.Module, str],
+        size: int,
+        allows: Allows,
+        start: BackwardStart | None,
+    ) -> None:
         self._snapshot = snapshot
+        self._names = names
         self._size = size
-        self._is_finite = is_finite
+        self._allows = allows
+        self._start = start
 
     def is_finite_without(self, samples: Sequence[int]) -> bool:
         """Return whether the batch is finite without these."""
@@ -93,15 +107,28 @@ class _Search:
         return found if is_proven or self.is_finite_without(found) else ()
 
     def _run(self, samples: Sequence[int]) -> bool | None:
+        """Run these samples alone. Return whether all is finite, None where the run raised."""
+
         def chosen(x: Tensor) -> Tensor | None:
             # Detached: the graph behind it is the user's.
-            return x.detach()[list(samples)].requires_grad_(x.requires_grad) if x.ndim else None
+            is_batch = x.ndim > 0 and x.shape[0] == self._size
+            return x.detach()[list(samples)].requires_grad_(x.requires_grad) if is_batch else None
 
         args, kwargs = replaced((self._snapshot.args, dict(self._snapshot.kwargs)), chosen)
-        return self._is_finite(replace(self._snapshot, args=args, kwargs=kwargs))
+        start = self._start
+        if start is not None:
+            start = start._replace(gradients=replaced(dict(start.gradients), chosen))
+        experiment = run(
+            replace(self._snapshot, args=args, kwargs=kwargs),
+            self._names,
+            allows=self._allows,
+            backward=self._snapshot.grad,
+            start=start,
+        )
+        return None if experiment.error is not None else not any(experiment.nonfinite())
 
 
-def _candidates(seen: Iterable[BadRows], size: int) -> Iterable[tuple[int, ...]]:
+def _candidates(seen: Iterable[BadRows], size: int) -> Iterator[tuple[int, ...]]:
     """Yield sets of samples that the bad rows of a tensor belong to, each of at most half of the batch."""
     for one in seen:
         # Batch and time, or batch and heads, are often flattened into the first dimension.
