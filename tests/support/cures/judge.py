@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
+import json
 import os
 import re
 import subprocess
@@ -16,27 +16,23 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 import nanwatch
 from nanwatch.report.finding import Cure as Told
 from nanwatch.report.finding import Finding
+from support.cures.forked import each_in_a_process
 from support.cures.program import OUTSIDE, Program, Seen, operation_of
 from support.cures.table import CURES, Cure
+from support.processes import environment
 
-# Seconds for one run. The slowest takes 2 s on an idle machine.
-_PATIENCE = 120
 # Healthy values may move by this part of their norm, or by as much as the cure that the thread chose moves them.
 _MOST_CHANGE = 0.01
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 @dataclass
@@ -87,7 +83,7 @@ def judge(cures: Sequence[Cure], folder: Path, jobs: int = 2) -> list[Verdict]:
     _load()
     verdicts = [Verdict(cure) for cure in cures]
     for verdict, seen in zip(
-        verdicts, _each_in_a_process(_watched, [(one, folder) for one in cures], jobs), strict=True
+        verdicts, each_in_a_process(_watched, [(one, folder) for one in cures], jobs), strict=True
     ):
         if isinstance(seen, str):
             verdict.trouble = seen
@@ -97,7 +93,7 @@ def judge(cures: Sequence[Cure], folder: Path, jobs: int = 2) -> list[Verdict]:
     tasks = [
         (verdict.cure, trial.cure, verdict.finding, folder, i) for i, (verdict, trial) in enumerate(pairs)
     ]
-    for (_, trial), result in zip(pairs, _each_in_a_process(_applied, tasks, jobs), strict=True):
+    for (_, trial), result in zip(pairs, each_in_a_process(_applied, tasks, jobs), strict=True):
         trial.fault, trial.is_patched, trial.difference = (
             (result, False, None) if isinstance(result, str) else result
         )
@@ -284,53 +280,6 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout
 
 
-# Processes.
-
-
-def _each_in_a_process(
-    function: Callable[..., _R], tasks: Sequence[tuple[Any, ...]], jobs: int
-) -> Iterator[_R | str]:
-    """Yield the result of `function(*task)` for each task in turn, each from a process of its own.
-
-    The result of a process that fails is what it raised, in words.
-    """
-    context = multiprocessing.get_context("fork")
-    results: dict[int, _R | str] = {}
-    running: dict[Connection, tuple[int, Any]] = {}
-    waiting = list(enumerate(tasks))
-    next_one = 0
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            number, task = waiting.pop(0)
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(theirs, function, task))
-            process.start()
-            theirs.close()
-            running[ours] = number, process
-        for ready in wait(list(running), timeout=_PATIENCE) or list(running):
-            assert isinstance(ready, Connection)
-            number, process = running.pop(ready)
-            try:
-                results[number] = ready.recv() if ready.poll() else f"took longer than {_PATIENCE} s"
-            except EOFError:
-                results[number] = "its process ended without a result"
-            process.kill()
-            process.join()
-        while next_one in results:
-            yield results.pop(next_one)
-            next_one += 1
-
-
-def _child(pipe: Connection, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
-    try:
-        result = function(*task)
-    except BaseException as error:
-        lines = str(error).strip().splitlines()
-        result = f"{type(error).__name__}: {lines[0] if lines else ''}"
-    pipe.send(result)
-    pipe.close()
-
-
 # The table.
 
 
@@ -390,12 +339,35 @@ def table(verdicts: Iterable[Verdict]) -> Iterator[str]:
     yield from (f"no cure, {cause}: {', '.join(names)}" for cause, names in sorted(failed.items()))
 
 
+def judged(*names: str) -> list[dict[str, Any]]:
+    """Judge these models, all by default, in a process that may fork. Return the facts of each."""
+    command = [sys.executable, "-m", "support.cures.judge", "--json", *names]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def _facts(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "name": verdict.cure.name,
+        "is_told": bool(verdict.trials),
+        "works": verdict.works,
+        "is_patched": verdict.is_patched,
+        "faults": verdict.faults,
+        "trouble": verdict.trouble,
+        "runs": verdict.runs,
+        "text_lines": verdict.text_lines,
+    }
+
+
 def main() -> None:
     """Judge the models of the command line, all by default."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--keep", type=Path, help="a new folder in which the repositories and reports stay")
+    parser.add_argument("--json", action="store_true", help="print the facts of each verdict")
     options = parser.parse_args()
     known = {cure.name: cure for cure in CURES}
     if unknown := [name for name in options.names if name not in known]:
@@ -403,6 +375,9 @@ def main() -> None:
     cures = [known[name] for name in options.names] or CURES
     with tempfile.TemporaryDirectory() as temporary:
         verdicts = judge(cures, options.keep or Path(temporary), options.jobs)
+    if options.json:
+        sys.stdout.write(json.dumps([_facts(one) for one in verdicts]))
+    else:
         sys.stdout.writelines(f"{line}\n" for line in table(verdicts))
 
 

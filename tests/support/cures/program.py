@@ -110,7 +110,9 @@ class Program:
                 break
             if optimizer is not None:
                 optimizer.step()
-        return Seen(step, [x.detach() for x in (*values, *gradients.values())], bad, float(loss.detach()))
+        # Behind a loss that is nan a gradient may be finite and mean nothing.
+        values += gradients.values() if _finite([loss]) else ()
+        return Seen(step, [x.detach() for x in values], bad, float(loss.detach()))
 
     def faults(self, phase: str, steps: int) -> list[Fault]:
         """The operations that make the first non-finite values of the last step, in the order in which they run."""
