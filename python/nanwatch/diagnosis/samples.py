@@ -125,7 +125,9 @@ class _Search:
             backward=self._snapshot.grad,
             start=start,
         )
-        return None if experiment.error is not None else not any(experiment.nonfinite())
+        if experiment.error is not None:
+            return None
+        return not any(experiment.nonfinite()) and not experiment.bad_gradients
 
 
 def _candidates(seen: Iterable[BadRows], size: int) -> Iterator[tuple[int, ...]]:
