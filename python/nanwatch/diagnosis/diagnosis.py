@@ -70,13 +70,18 @@ class Diagnosis:
     cures: tuple[Cure, ...] = ()
     made: Value | None = None
 
+    @property
+    def source(self) -> str | None:
+        """The place as "/path/file.py:123"."""
+        return None if self.place is None else str(self.place)
+
 
 def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
     """Return the finding with the facts of the diagnosis."""
     return replace(
         finding,
         operation=diagnosis.operation,
-        source=None if diagnosis.place is None else str(diagnosis.place),
+        source=diagnosis.source,
         operands=diagnosis.operands,
         transient=diagnosis.transient,
         extent=diagnosis.extent,

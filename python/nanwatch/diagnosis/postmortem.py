@@ -23,7 +23,7 @@ from .backward_rerun import rerun_backward
 from .batch_snapshot import BatchSnapshot
 from .cures import MAX_RUNS, may_be_narrow, try_cures
 from .diagnosis import Call, Diagnosis, enrich
-from .experiment import Allows, nothing_allowed
+from .experiment import Allows, Conditions, nothing_allowed
 from .forward_rerun import rerun_forward
 from .patches import KEPT_FOR_FORMATS, MOST_RUNS, Found, try_patches
 
@@ -47,11 +47,13 @@ def post_mortem(
     reason: str = "",
     loss_scale: float | None = None,
     allows: Allows = nothing_allowed,
+    gradients: bool = False,
 ) -> Report:
     """The report with what a second run of the batch shows, if it `examines`, and written to `output_dir` if any.
 
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
-    that of the batch, where it is known, and `allows` says which infinities are meant.
+    that of the batch, where it is known, `allows` says which infinities are meant, and `gradients` whether
+    gradients are watched.
     """
     finding = report.finding
     if finding is None:
@@ -64,7 +66,9 @@ def post_mortem(
         )
         remarks.append(f"the batch was not run a second time: {why}")
     elif examines and snapshot is not None and finding.phase != "step":
-        finding, diagnosis = _look(finding, report.frames, snapshot, model, loss_scale, allows, remarks)
+        finding, diagnosis = _look(
+            finding, report.frames, snapshot, model, Conditions(loss_scale, allows, gradients), remarks
+        )
     finding = replace(finding, remarks=(*finding.remarks, *remarks))
     if output_dir is None:
         return replace(report, finding=finding)
@@ -76,23 +80,22 @@ def _look(
     frames: Sequence[Frame],
     snapshot: BatchSnapshot,
     model: nn.Module,
-    loss_scale: float | None,
-    allows: Allows,
+    conditions: Conditions,
     remarks: list[str],
 ) -> tuple[Finding, Diagnosis | None]:
     """The finding with what a second run of the batch shows, and with the cures where it failed again."""
     if finding.phase == "backward":
-        seen = rerun_backward(snapshot, finding, frames, model=model, loss_scale=loss_scale, allows=allows)
+        seen = rerun_backward(snapshot, finding, frames, model=model, conditions=conditions)
         return enrich(finding, seen), seen
     diagnosis = _attempt("the closer look", lambda: rerun_forward(snapshot, finding, model=model), remarks)
     if diagnosis is None:
         return finding, None
     closer = enrich(finding, diagnosis)
-    if diagnosis.transient is False:
+    if diagnosis.transient is False or (finding.origin == "data" and diagnosis.place is not None):
         if doubts := snapshot.doubts():
             remarks.append(f"no cure was tried, as {doubts[0]}")
         else:
-            closer = _cured(closer, diagnosis, snapshot, model, loss_scale, allows, remarks)
+            closer = _cured(closer, diagnosis, snapshot, model, conditions, remarks)
     return closer, diagnosis
 
 
@@ -101,8 +104,7 @@ def _cured(
     diagnosis: Diagnosis,
     snapshot: BatchSnapshot,
     model: nn.Module,
-    loss_scale: float | None,
-    allows: Allows,
+    conditions: Conditions,
     remarks: list[str],
 ) -> Finding:
     """The finding with the cures that were tried: changes of the source first, as they are the smallest."""
@@ -110,13 +112,13 @@ def _cured(
     found = Found()
     if diagnosis.place is not None:
         most = MOST_RUNS - (KEPT_FOR_FORMATS if is_narrow else 1)
-        found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, allows=allows)
+        found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, conditions=conditions)
     cures, more = found.cures, found.remarks
     if is_narrow or not cures:
         most = min(MAX_RUNS, MOST_RUNS - found.runs)
         tried = _attempt(
             "trying cures",
-            lambda: try_cures(snapshot, finding, model, loss_scale=loss_scale, most_runs=most, allows=allows),
+            lambda: try_cures(snapshot, finding, model, conditions=conditions, most_runs=most),
             remarks,
         )
         if tried is not None:
