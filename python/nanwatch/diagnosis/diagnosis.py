@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from ..instrumentation.execution_context import Autocast, RngState
-from ..report.finding import Cure, Finding, Value, working_first
+from ..instrumentation.execution_context import Autocast
+from ..instrumentation.execution_context import RngState
+from ..report.finding import Cure
+from ..report.finding import Finding
+from ..report.finding import Value
+from ..report.finding import working_first
 from ..report.record import Record
 from ..report.stored_histogram import StoredHistogram
+from .experiment import BackwardStart
+from .extent import BadRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +57,13 @@ class Diagnosis:
     """Facts about a finding that a re-run of its batch showed.
 
     `operation` (as "aten.exp.default"), `place` (the innermost line that is not PyTorch's) and `operands` (records of
-    its tensors, before it ran) are of the operation that made the non-finite value; `made` is the value as it made it.
-    They are None and empty when no operation was seen. `transient` is True when the second run did not make the value
-    again, False when it did, None when that says nothing. `extent` and `index` are of the non-finite tensor. `call` is
-    the call in which the value was made; it holds the call's tensors, so drop it when done. `remarks` are sentences,
-    `cures` what was tried on the way, `spreads` of the operands, as far as they were there, and of the non-finite
-    tensor.
+    its tensors, before it ran) are of the operation that made the non-finite value; `made` is the value as the
+    operation made it. They are None and empty when no operation was seen. `transient` is True when the second run did
+    not make the value again, False when it did, None when that says nothing. `extent` and `index` are of the non-finite
+    tensor. `call` is the call in which the value was made; it holds the call's tensors, so drop it when done. `remarks`
+    are sentences, `cures` what was tried on the way, `spreads` of the operands, as far as they were there, and of the
+    non-finite tensor. `rows` are the bad rows of the non-finite tensor and of what the operation made. `start` is where
+    a failed backward began.
     """
 
     operation: str | None = None
@@ -69,6 +77,8 @@ class Diagnosis:
     spreads: tuple[StoredHistogram, ...] = ()
     cures: tuple[Cure, ...] = ()
     made: Value | None = None
+    rows: tuple[BadRows, ...] = ()
+    start: BackwardStart | None = None
 
     @property
     def source(self) -> str | None:

@@ -6,26 +6,41 @@ The second run builds no graph and leaves nothing behind: `BatchSnapshot.again` 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
+from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
-from ..instrumentation.execution_context import Autocast, RngState
+from ..instrumentation.execution_context import Autocast
+from ..instrumentation.execution_context import RngState
 from ..instrumentation.temporary_wrappers import wrap_calls
-from ..instrumentation.wrapped_names import find_module, name_of, unwrapped
+from ..instrumentation.wrapped_names import find_module
+from ..instrumentation.wrapped_names import name_of
+from ..instrumentation.wrapped_names import unwrapped
 from ..recording.observe import observe
-from ..recording.walk import Leaf, call_leaves, leaves
+from ..recording.walk import Leaf
+from ..recording.walk import call_leaves
+from ..recording.walk import leaves
 from ..report.errors import spell
-from ..report.finding import Finding, value_of
-from ..report.record import Record, to_record
+from ..report.finding import Finding
+from ..report.finding import value_of
+from ..report.record import Record
+from ..report.record import to_record
 from ..report.stored_histogram import StoredHistogram
-from .batch_snapshot import BatchSnapshot, no_second_run
-from .diagnosis import Call, Diagnosis
+from .batch_snapshot import BatchSnapshot
+from .batch_snapshot import no_second_run
+from .diagnosis import Call
+from .diagnosis import Diagnosis
+from .extent import bad_rows
 from .extent import describe
 from .left_calls import left_calls
-from .provenance import ProvenanceMode, Step
+from .provenance import ProvenanceMode
+from .provenance import Step
 
 
 def rerun_forward(snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module) -> Diagnosis:
@@ -92,6 +107,7 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Dia
         extent=describe(same),
         index=_first_nonfinite(same),
         spreads=_histograms(same, finding.label),
+        rows=(bad_rows(same),),
     )
 
 
@@ -298,4 +314,5 @@ class CallProbe:
             remarks=(*remarks, *(() if step is None else step.remarks), *guilty.remarks()),
             call=guilty.call,
             spreads=(*(() if step is None else step.spreads), *_histograms(x, record.label)),
+            rows=(bad_rows(x), *(() if step is None else (step.rows,))),
         )

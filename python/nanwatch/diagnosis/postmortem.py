@@ -6,7 +6,9 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,20 +16,37 @@ from typing import TypeVar
 from torch import nn
 
 from ..capsule.capsule import write_capsule
+from ..instrumentation.wrapped_names import named_modules
 from ..report.errors import spell
-from ..report.finding import Finding, working_first
+from ..report.finding import Finding
+from ..report.finding import working_first
 from ..report.frame import Frame
 from ..report.report import Report
 from ..util.numbered import make_numbered
 from .backward_rerun import rerun_backward
 from .batch_snapshot import BatchSnapshot
-from .cures import MAX_RUNS, may_be_narrow, try_cures
-from .diagnosis import Call, Diagnosis, enrich
-from .experiment import Allows, Conditions, nothing_allowed
+from .batch_snapshot import Forwards
+from .batch_snapshot import no_second_run
+from .cures import MAX_RUNS
+from .cures import may_be_narrow
+from .cures import try_cures
+from .diagnosis import Call
+from .diagnosis import Diagnosis
+from .diagnosis import enrich
+from .experiment import Allows
+from .experiment import Conditions
+from .experiment import nothing_allowed
 from .forward_rerun import rerun_forward
-from .patches import KEPT_FOR_FORMATS, MOST_RUNS, Found, try_patches
+from .patches import KEPT_FOR_FORMATS
+from .patches import MOST_RUNS
+from .patches import Found
+from .patches import try_patches
+from .samples import dataset_indices
+from .samples import find_samples
 
 PATCH_FILE = "cure.patch"
+# After a failure, whatever they show: each may be the forward of a large model.
+MOST_FORWARDS = 8
 
 _T = TypeVar("_T")
 _FORMS: dict[str, Callable[[Report], str]] = {
@@ -66,6 +85,7 @@ def post_mortem(
         )
         remarks.append(f"the batch was not run a second time: {why}")
     elif examines and snapshot is not None and finding.phase != "step":
+        snapshot = replace(snapshot, forwards=Forwards())
         finding, diagnosis = _look(
             finding, report.frames, snapshot, model, Conditions(loss_scale, allows, gradients), remarks
         )
@@ -86,7 +106,7 @@ def _look(
     """The finding with what a second run of the batch shows, and with the cures where it failed again."""
     if finding.phase == "backward":
         seen = rerun_backward(snapshot, finding, frames, model=model, conditions=conditions)
-        return enrich(finding, seen), seen
+        return _sampled(enrich(finding, seen), seen, snapshot, model, allows, remarks), seen
     diagnosis = _attempt("the closer look", lambda: rerun_forward(snapshot, finding, model=model), remarks)
     if diagnosis is None:
         return finding, None
@@ -96,7 +116,7 @@ def _look(
             remarks.append(f"no cure was tried, as {doubts[0]}")
         else:
             closer = _cured(closer, diagnosis, snapshot, model, conditions, remarks)
-    return closer, diagnosis
+    return _sampled(closer, diagnosis, snapshot, model, allows, remarks), diagnosis
 
 
 def _cured(
@@ -124,6 +144,32 @@ def _cured(
         if tried is not None:
             cures, more = [*cures, *tried[0]], [*more, *tried[1]]
     return replace(finding, cures=working_first(cures), remarks=(*finding.remarks, *more))
+
+
+def _sampled(
+    finding: Finding,
+    diagnosis: Diagnosis,
+    snapshot: BatchSnapshot,
+    model: nn.Module,
+    allows: Allows,
+    remarks: list[str],
+) -> Finding:
+    """The finding with the samples that carry the failure, where the forwards that are left show them."""
+    made = 0 if snapshot.forwards is None else snapshot.forwards.made
+    if not diagnosis.rows or diagnosis.transient or no_second_run() or snapshot.doubts():
+        return finding
+    names = {one.module: one.name for one in named_modules(model)}
+    samples = _attempt(
+        "the search for samples",
+        lambda: find_samples(
+            snapshot, names, diagnosis.rows, MOST_FORWARDS - made, allows=allows, start=diagnosis.start
+        ),
+        remarks,
+    )
+    if not samples:
+        return finding
+    indices = dataset_indices(snapshot, samples)
+    return replace(finding, samples=samples, remarks=(*finding.remarks, *([indices] if indices else ())))
 
 
 def _attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None:

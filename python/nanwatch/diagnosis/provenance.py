@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import isinf, isnan
+from math import isinf
+from math import isnan
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,13 +25,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..numerics import _reference
-from ..numerics.ranges import _is_plain, only_our_dispatch, tensor_health
+from ..numerics.ranges import _is_plain
+from ..numerics.ranges import only_our_dispatch
+from ..numerics.ranges import tensor_health
 from ..recording.observe import read
 from ..report.errors import spell
-from ..report.record import MASK, Record
+from ..report.record import MASK
+from ..report.record import Record
 from ..report.stored_histogram import StoredHistogram
 from .diagnosis import Place
-from .operation import Operands, Operation, operation_of
+from .extent import BadRows
+from .extent import bad_rows
+from .operation import Operands
+from .operation import Operation
+from .operation import operation_of
 from .storage_writes import StorageWriteLog
 
 SKIPPED_FILES = (
@@ -45,8 +55,9 @@ class Step:
     """One operation that left a value that is not finite.
 
     `origin` is the step that began its non-finite values, None when it began them itself; only then are `place`,
-    `operands`, `remarks` and `spreads` filled. `meant`: they are infinities that are there on purpose; only of them are
-    the signs known. `unwritten` stands for memory that was allocated and that nothing was seen to write.
+    `operands`, `remarks`, `spreads` and `rows` (of the first tensor) filled. `meant`: they are infinities that are
+    there on purpose; only of them are the signs known. `unwritten` stands for memory that was allocated and that
+    nothing was seen to write.
     """
 
     number: int
@@ -62,6 +73,7 @@ class Step:
     operands: tuple[Record, ...] = ()
     remarks: tuple[str, ...] = ()
     spreads: tuple[StoredHistogram, ...] = ()
+    rows: BadRows = ()
 
     @property
     def source(self) -> str | None:
@@ -182,6 +194,7 @@ class ProvenanceMode(TorchDispatchMode):
         step.place = self._place(given.counts(written=written))
         step.operands = given.records(written=written)
         step.spreads = given.spreads(written=written)
+        step.rows = () if step.meant else bad_rows(nonfinite[0])
         step.remarks = (
             *(f"{operation.name} was given the number {name} = {value!r}" for name, value in given.numbers),
             *(

@@ -41,7 +41,8 @@ class Cure:
 
     def __str__(self) -> str:
         room = "" if self.headroom_bits is None else f", {self.headroom_bits:.1f} bits of room left"
-        return f"{self.verdict}: {self.what}{room}"
+        effect = f"; {self.effect}" if self.effect else ""
+        return f"{self.verdict}: {self.what}{room}{effect}"
 
 
 def working_first(cures: Iterable[Cure]) -> tuple[Cure, ...]:
@@ -64,7 +65,8 @@ class Finding:
     have come), `transient`, `cures` and `spreads` (of the operands as they were, and of the non-finite tensor) hold
     what a closer look at the failing call found, and are empty without one. `sequence` is the place of the non-finite
     frame among all frames of its batch, from 0, also those that were dropped before it; None where they were not
-    counted.
+    counted. `samples` are the few samples of the batch, by their index in the first dimension, without which the batch
+    is finite and which alone fail again; empty where there are no such samples or nobody looked.
     """
 
     module: str
@@ -90,6 +92,7 @@ class Finding:
     sequence: int | None = None
     spreads: tuple[StoredHistogram, ...] = ()
     made: Value | None = None
+    samples: tuple[int, ...] = ()
 
 
 def find(

@@ -50,6 +50,19 @@ def why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame]) 
     )
 
 
+# More are counted: a report is no list of a dataset.
+_MOST_SAMPLES = 8
+
+
+def samples_words(samples: Sequence[int]) -> str:
+    """The samples that carry the failure, in one sentence."""
+    if len(samples) == 1:
+        return f"sample {samples[0]} of the batch carries it; without it: finite."
+    shown = [str(sample) for sample in samples[:_MOST_SAMPLES]]
+    last = f"{len(samples) - _MOST_SAMPLES:,} more" if len(samples) > _MOST_SAMPLES else shown.pop()
+    return f"samples {', '.join(shown)} and {last} of the batch carry it; without them: finite."
+
+
 def _last_finite(finding: Finding, frames: Sequence[Frame]) -> int | None:
     """The latest batch among `frames` in which the record of the finding was seen to be finite."""
     seen = [

@@ -126,7 +126,8 @@ _FINDING = reading.of(Finding, operands=reading.tuple_of(_RECORD), cures=reading
 def read_finding(value: Any, where: str) -> Finding:
     """Return the finding that a JSON document has there. Raises ValueError."""
     if isinstance(value, dict):
-        value = {"sequence": None, "spreads": [], "made": None, **value}  # earlier reports have none of them
+        # Earlier reports have none of them.
+        value = {"sequence": None, "spreads": [], "made": None, "samples": [], **value}
     return _FINDING(value, where)
 
 
