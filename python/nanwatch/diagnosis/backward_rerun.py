@@ -15,25 +15,42 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..instrumentation.temporary_wrappers import wrap_calls
 from ..instrumentation.wrapped_names import find_module
 from ..recording.walk import leaves
 from ..report.errors import spell
-from ..report.finding import Finding, value_of, working_first
+from ..report.finding import Cure
+from ..report.finding import Finding
+from ..report.finding import value_of
+from ..report.finding import working_first
 from ..report.frame import Frame
 from ..report.record import Record
 from ..util.suppressed import suppressed
-from .backward_cures import BACKWARD_RUNS, try_backward_cures
-from .backward_pass import gradient_record, run_backward, without_hooks
-from .batch_snapshot import BatchSnapshot, no_second_run
+from .backward_cures import BACKWARD_RUNS
+from .backward_cures import try_backward_cures
+from .backward_pass import gradient_record
+from .backward_pass import mean_gradients
+from .backward_pass import run_backward
+from .backward_pass import with_graph
+from .backward_pass import with_leaves
+from .backward_pass import without_hooks
+from .batch_snapshot import BatchSnapshot
+from .batch_snapshot import no_second_run
 from .cures import may_be_narrow
-from .diagnosis import Diagnosis, Place, enrich
-from .experiment import Allows, BackwardStart, nothing_allowed
+from .diagnosis import Diagnosis
+from .diagnosis import Place
+from .diagnosis import enrich
+from .experiment import NO_CONDITIONS
+from .experiment import BackwardStart
+from .experiment import Conditions
 from .extent import bad_rows
-from .patches import MOST_RUNS, Found, try_patches
+from .patches import MOST_RUNS
+from .patches import Found
+from .patches import try_patches
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
@@ -49,14 +66,12 @@ def rerun_backward(
     frames: Sequence[Frame],
     *,
     model: nn.Module,
-    loss_scale: float | None = None,
-    allows: Allows = nothing_allowed,
+    conditions: Conditions = NO_CONDITIONS,
 ) -> Diagnosis:
     """Run the batch of `finding` once more, and the backward of the guilty module's calls; see which operation makes
     a non-finite gradient of finite ones, and whether it does with a smaller loss scale too.
 
-    `frames` are the report's, `loss_scale` is that of the failed backward, where it is known, and `allows` says which
-    infinities are meant. No gradient of the user's
+    `frames` are the report's, and the loss scale is that of the failed backward. No gradient of the user's
     is touched. Raises nothing of its own: what could not be done is a remark.
     """
     name = finding.module if finding.origin == "produced" else finding.source_module
@@ -66,25 +81,51 @@ def rerun_backward(
         )
     if reason := no_second_run():
         return Diagnosis(remarks=(f"the batch was not run a second time: {reason}",))
+    probe: _BackwardProbe | None = None
+    remarks: tuple[str, ...] = ()
     try:
         if (guilty := find_module(model, name)) is None:
             return Diagnosis(remarks=(f"the model has no module {name!r} any more",))
-        if not (magnitudes := _magnitudes(finding, frames, name)):
-            return Diagnosis(
-                remarks=(
-                    "no gradient of its outputs was seen, so there was none to start a second backward from",
-                )
+        if magnitudes := _magnitudes(finding, frames, name):
+            probe = _BackwardProbe(finding, magnitudes)
+            with snapshot.again() as call, wrap_calls([guilty.module], probe.run), suppress(_Found):
+                call()
+        else:
+            remarks = (
+                "no gradient of its outputs was seen, so there was none to start a second backward from",
             )
-        probe = _BackwardProbe(finding, magnitudes)
-        with snapshot.again() as call, wrap_calls([guilty.module], probe.run), suppress(_Found):
-            call()
-        if probe.gradients:
-            start = BackwardStart(name, probe.call, probe.gradients)
-            return _with_cures(probe.found, finding, snapshot, model, start, loss_scale, allows)
     except Exception as error:
-        return Diagnosis(remarks=(f"the backward could not be examined: {spell(error)}",))
-    remark = "in a second run, with other gradients of the same size, no operation made a bad gradient"
-    return Diagnosis(remarks=(remark, *snapshot.doubts()))
+        probe, remarks = None, (f"the backward could not be examined: {spell(error)}",)
+    try:
+        if probe is not None and probe.gradients:
+            start = BackwardStart(name, probe.call, probe.gradients)
+            return _with_cures(probe.found, finding, snapshot, model, start, conditions)
+        if found := _from_outputs(snapshot):
+            return _with_cures(found, finding, snapshot, model, None, conditions)
+    except Exception as error:
+        remarks = (*remarks, f"the backward could not be examined: {spell(error)}")
+    if not remarks:
+        remarks = (
+            "in a second run, with other gradients of the same size, no operation made a bad gradient",
+        )
+    return Diagnosis(remarks=(*remarks, *(snapshot.doubts() if probe is not None else ())))
+
+
+def _from_outputs(snapshot: BatchSnapshot) -> Diagnosis | None:
+    """What a backward of the whole batch shows, with the mean of its outputs as the loss; None without a bad gradient.
+
+    It finds what a backward of the guilty call alone does not: a gradient that is a sum over several calls, and a
+    forward that itself asks for gradients.
+    """
+    steps: list[Diagnosis] = []
+    again, wanted = with_leaves(snapshot)
+    with again.again() as call, torch.enable_grad():
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            ends = [x for _, x in with_graph(call())]
+        if ends and wanted:
+            run_backward(ends, wanted, mean_gradients(ends), lambda node: _looker(node, steps))
+    remark = "the operation was found in a second run of the batch, with the mean of its outputs as the loss"
+    return replace(steps[0], remarks=(remark,)) if steps else None
 
 
 def _with_cures(
@@ -92,19 +133,29 @@ def _with_cures(
     finding: Finding,
     snapshot: BatchSnapshot,
     model: nn.Module,
-    start: BackwardStart,
-    loss_scale: float | None,
-    allows: Allows,
+    start: BackwardStart | None,
+    conditions: Conditions,
 ) -> Diagnosis:
     tried = Found()
     if found.place is not None:
-        most = MOST_RUNS - (BACKWARD_RUNS if may_be_narrow(snapshot, finding) else 0)
+        # Without a start the operation took two runs to find, and nothing but a change of the source is tried.
+        kept = 1 if start is None else BACKWARD_RUNS if may_be_narrow(snapshot, finding) else 0
+        most = MOST_RUNS - kept
         tried = try_patches(
-            snapshot, enrich(finding, found), model, found.place, most_runs=most, allows=allows, start=start
+            snapshot,
+            enrich(finding, found),
+            model,
+            found.place,
+            most_runs=most,
+            conditions=conditions,
+            start=start,
         )
-    cures, remarks = try_backward_cures(
-        snapshot, model, start.name, start.number, start.gradients, loss_scale=loss_scale
-    )
+    cures: tuple[Cure, ...] = ()
+    remarks: tuple[str, ...] = ()
+    if start is not None:
+        cures, remarks = try_backward_cures(
+            snapshot, model, start.name, start.number, start.gradients, loss_scale=conditions.loss_scale
+        )
     return replace(
         found,
         start=start,

@@ -22,15 +22,15 @@ from ..report.headroom import NEAR_FACTOR, is_near_end, least_bits
 from ..report.record import Row, is_fault, to_record
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .experiment import (
-    Allows,
+    NO_CONDITIONS,
     Change,
+    Conditions,
     Experiment,
     has_finite,
     in_float32,
     is_close,
     loaded,
     module_words,
-    nothing_allowed,
     run,
 )
 
@@ -50,16 +50,14 @@ def try_cures(
     finding: Finding,
     model: nn.Module,
     *,
-    loss_scale: float | None = None,
+    conditions: Conditions = NO_CONDITIONS,
     most_runs: int = MAX_RUNS,
-    allows: Allows = nothing_allowed,
 ) -> tuple[tuple[Cure, ...], tuple[str, ...]]:
     """`(cures, remarks)`: what ends the failure when the batch of `snapshot` runs again, at most `most_runs` times.
 
     Only where a format narrower than float32 takes part in what a module produced or received; for weights, buffers
     and data that were not finite before the call there is no cure here. `model` is the watched model, in which
-    `finding` names the modules. `loss_scale` is tried where the batch was called with it. `allows` says which
-    infinities are meant.
+    `finding` names the modules. The loss scale is tried where the batch was called with it.
 
     A cure works when all that the modules are given and give is finite, at least one bit of room is left, and values
     that were finite before are still about the same. Each experiment changes what a user would change who applies the
@@ -77,7 +75,7 @@ def try_cures(
     cures: list[Cure] = []
     remarks: list[str] = []
     try:
-        _Search(snapshot, finding, model, cures, remarks, most_runs, allows).go(loss_scale)
+        _Search(snapshot, finding, model, cures, remarks, most_runs, conditions).go(conditions.loss_scale)
     except _Done:
         pass
     except Exception as error:
@@ -112,10 +110,10 @@ class _Search:
         cures: list[Cure],
         remarks: list[str],
         most_runs: int,
-        allows: Allows,
+        conditions: Conditions,
     ) -> None:
         self.most_runs = most_runs
-        self.allows = allows
+        self.conditions = conditions
         self.snapshot = snapshot
         self.finding = finding
         self.model = model
@@ -297,8 +295,8 @@ class _Search:
                 self.names,
                 change,
                 (self.finding.module, self.finding.label),
-                self.allows,
-                backward=self.snapshot.grad,
+                self.conditions.allows,
+                backward=self.conditions.gradients and self.snapshot.grad,
             )
 
     def _run_loaded(self, sources: tuple[torch.dtype, ...], to: torch.dtype, change: Change) -> Experiment:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from ..instrumentation.execution_context import Autocast, RngState
-from ..report.finding import Cure, Finding, Value, working_first
+from ..instrumentation.execution_context import Autocast
+from ..instrumentation.execution_context import RngState
+from ..report.finding import Cure
+from ..report.finding import Finding
+from ..report.finding import Value
+from ..report.finding import working_first
 from ..report.record import Record
 from ..report.stored_histogram import StoredHistogram
 from .experiment import BackwardStart
@@ -75,13 +80,18 @@ class Diagnosis:
     rows: tuple[BadRows, ...] = ()
     start: BackwardStart | None = None
 
+    @property
+    def source(self) -> str | None:
+        """The place as "/path/file.py:123"."""
+        return None if self.place is None else str(self.place)
+
 
 def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
     """Return the finding with the facts of the diagnosis."""
     return replace(
         finding,
         operation=diagnosis.operation,
-        source=None if diagnosis.place is None else str(diagnosis.place),
+        source=diagnosis.source,
         operands=diagnosis.operands,
         transient=diagnosis.transient,
         extent=diagnosis.extent,

@@ -24,6 +24,23 @@ from .batch_snapshot import BatchSnapshot
 # `allows(name, module)` is True where infinities in this module are meant, or the scores of a softmax that are.
 Allows = Callable[[str, nn.Module], bool | MaskedScores]
 
+
+def nothing_allowed(_: str, module: nn.Module) -> bool | MaskedScores:
+    """Allow no infinity but the masked scores of a softmax."""
+    return masked_scores(module)
+
+
+class Conditions(NamedTuple):
+    """The conditions of trials: the loss scale where it is known, which infinities are meant, whether gradients are
+    watched."""
+
+    loss_scale: float | None = None
+    allows: Allows = nothing_allowed
+    gradients: bool = False
+
+
+NO_CONDITIONS = Conditions()
+
 # Of the norm. bfloat16 rounds to 0.4 %, which may grow to a few percent through a deep model.
 _MOST_CHANGE = 0.25
 
@@ -86,11 +103,6 @@ class Change:
 
     autocast: torch.dtype | None = None
     clamp: tuple[nn.Module, float] | None = None
-
-
-def nothing_allowed(_: str, module: nn.Module) -> bool | MaskedScores:
-    """Allow no infinity but the masked scores of a softmax."""
-    return masked_scores(module)
 
 
 def run(

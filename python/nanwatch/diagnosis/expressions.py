@@ -137,6 +137,11 @@ class Site:
         plain = last is not None and len(last.targets) == 1 and isinstance(last.targets[0], ast.Name)
         return last.value if last is not None and plain else None
 
+    def definitions(self) -> list[int]:
+        """The lines of the plain assignments before the statement that made the local values it names."""
+        found = (self.definition(node) for node in ast.walk(self.statement) if isinstance(node, ast.Name))
+        return list(dict.fromkeys(one.lineno for one in found if one is not None))
+
     def meaning(self, node: ast.expr) -> Spelt | None:
         """The operation that the node is, or that made the local value it names."""
         return self.spelt(self.definition(node) or node)

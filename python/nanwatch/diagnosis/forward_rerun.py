@@ -6,25 +6,41 @@ The second run builds no graph and leaves nothing behind: `BatchSnapshot.again` 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from contextlib import nullcontext
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
-from ..instrumentation.execution_context import Autocast, RngState
+from ..instrumentation.execution_context import Autocast
+from ..instrumentation.execution_context import RngState
 from ..instrumentation.temporary_wrappers import wrap_calls
-from ..instrumentation.wrapped_names import find_module, name_of, unwrapped
+from ..instrumentation.wrapped_names import find_module
+from ..instrumentation.wrapped_names import name_of
+from ..instrumentation.wrapped_names import unwrapped
 from ..recording.observe import observe
-from ..recording.walk import Leaf, call_leaves, leaves
+from ..recording.walk import Leaf
+from ..recording.walk import call_leaves
+from ..recording.walk import leaves
 from ..report.errors import spell
-from ..report.finding import Finding, value_of
-from ..report.record import Record, to_record
+from ..report.finding import Finding
+from ..report.finding import value_of
+from ..report.record import Record
+from ..report.record import to_record
 from ..report.stored_histogram import StoredHistogram
-from .batch_snapshot import BatchSnapshot, no_second_run
-from .diagnosis import Call, Diagnosis
-from .extent import bad_rows, describe
+from .batch_snapshot import BatchSnapshot
+from .batch_snapshot import no_second_run
+from .diagnosis import Call
+from .diagnosis import Diagnosis
+from .extent import bad_rows
+from .extent import describe
 from .left_calls import left_calls
 from .provenance import ProvenanceMode
+from .provenance import Step
 
 
 def rerun_forward(snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module) -> Diagnosis:
@@ -74,17 +90,41 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Dia
         if is_outermost
         else next((x for _, x in nonfinite if _is_that(x, finding)), None)
     )
+    spread = _spread(snapshot)
+    found = Diagnosis(
+        remarks=tuple(remarks),
+        operation=None if spread is None else spread.operation,
+        place=None if spread is None else spread.place,
+        operands=() if spread is None else spread.operands,
+    )
     if same is None:
         # The model has given it another shape.
-        extent = next((f"of {label} of the batch: {describe(x)}" for label, x in nonfinite), "")
-        return Diagnosis(extent=extent, remarks=tuple(remarks))
-    return Diagnosis(
+        return replace(
+            found, extent=next((f"of {label} of the batch: {describe(x)}" for label, x in nonfinite), "")
+        )
+    return replace(
+        found,
         extent=describe(same),
         index=_first_nonfinite(same),
-        remarks=tuple(remarks),
         spreads=_histograms(same, finding.label),
         rows=(bad_rows(same),),
     )
+
+
+def _spread(snapshot: BatchSnapshot) -> Step | None:
+    """The operation that makes the most of a bad value that the batch was given: the first to turn inf into nan.
+
+    Else the first product, which should have masked it, else the first operation that passed it on.
+    """
+    if no_second_run():
+        return None
+    mode = ProvenanceMode(_spread.__code__, keeps_steps=True)
+    with suppress(Exception), snapshot.again() as call, mode:
+        call()
+    steps = [one for one in mode.steps or () if one.place is not None]
+    turned = [one for one in steps if one.turned]
+    products = [one for one in steps if one.operation.startswith("aten.mul.")]
+    return next(iter([*turned, *products, *steps]), None)
 
 
 def _histograms(x: Tensor, label: str) -> tuple[StoredHistogram, ...]:

@@ -19,11 +19,11 @@ from ..report.finding import Cure, Finding
 from .batch_snapshot import BatchSnapshot
 from .code_swap import Probe, exchanged, find_target
 from .diagnosis import Place
-from .experiment import Allows, BackwardStart, Experiment, nothing_allowed, run
+from .experiment import NO_CONDITIONS, BackwardStart, Conditions, Experiment, run
 from .expressions import Change, Site
 from .guards import Facts
 from .rules import changes, operation_name
-from .source_file import Edit, SourceFile, Span
+from .source_file import SourceFile, Span
 
 # Forwards after a failure: eight, one of which finds the operation.
 MOST_RUNS = 7
@@ -33,6 +33,8 @@ KEPT_FOR_FORMATS = 3
 _MOST_CHANGE = 0.01
 # What a zero may become: any change of it is large against itself.
 _MOST_AT_ZERO = 1e-2
+# Changes of the line itself that come before those of the lines above it.
+_FIRST = 3
 # Larger values are not kept for the comparison.
 _MOST_ELEMENTS = 1 << 24
 _FORMATS = ("float16", "bfloat16", "float32", "float64")
@@ -54,7 +56,7 @@ def try_patches(
     place: Place,
     *,
     most_runs: int,
-    allows: Allows = nothing_allowed,
+    conditions: Conditions = NO_CONDITIONS,
     start: BackwardStart | None = None,
 ) -> Found:
     """Try changes of the line at `place` on the batch, at most so many forwards, until one works.
@@ -76,7 +78,10 @@ def try_patches(
             finding.phase == "backward",
             place.counts,
         )
-        _Search(snapshot, model, site, allows, start, most_runs, found).go(facts, _position(site.file, place))
+        is_given = finding.origin == "data"
+        _Search(snapshot, model, site, conditions, start, most_runs, is_given, found).go(
+            facts, _position(site.file, place)
+        )
     except Exception as error:
         found.remarks.append(f"the search for a change of the source ended early: {spell(error)}")
     return found
@@ -102,23 +107,25 @@ class _Search:
         snapshot: BatchSnapshot,
         model: nn.Module,
         site: Site,
-        allows: Allows,
+        conditions: Conditions,
         start: BackwardStart | None,
         most_runs: int,
+        is_given: bool,
         found: Found,
     ) -> None:
         self._snapshot = snapshot
         self._site = site
-        self._allows = allows
+        self._conditions = conditions
         self._start = start
         self._most_runs = most_runs
         self._found = found
+        self._is_given = is_given
         self._names = {one.module: one.name for one in named_modules(model)}
         self._before: dict[Span, list[list[Tensor]]] = {}
 
     def go(self, facts: Facts, position: Span | None) -> None:
         """Try the changes in order until one works."""
-        proposed = list(changes(self._site, facts, position))
+        proposed = self._proposed(facts, position)
         for change in proposed:
             # One run is kept for the comparison.
             if self._found.runs >= self._most_runs - 1:
@@ -135,6 +142,18 @@ class _Search:
                 self._found.cures.append(self._cure(change, after, effect))
                 return
 
+    def _proposed(self, facts: Facts, position: Span | None) -> list[Change]:
+        """The changes of the line itself, and of the lines that define the names in it, in the order of the trials."""
+        own = list(changes(self._site, facts, position))
+        around = [
+            list(changes(Site(self._site.target, line), facts._replace(operation="", counts=frozenset())))
+            for line in self._site.definitions()
+        ]
+        nearest = [one for few in around for one in few[:1]]
+        others = [one for few in around for one in few[1:]]
+        ordered = [*own[:_FIRST], *nearest, *own[_FIRST:], *others]
+        return list({change.edits: change for change in reversed(ordered)}.values())[::-1]
+
     def _after(self, change: Change) -> SourceFile | None:
         try:
             return self._site.file.edited(change.edits)
@@ -143,8 +162,11 @@ class _Search:
 
     def _runs_finite(self, after: SourceFile, looks: Sequence[Span], probe: Probe) -> bool:
         experiment = self._run(exchanged(self._site.target, after, looks, probe))
-        is_finite = not any(experiment.nonfinite()) and not experiment.bad_gradients
-        return experiment.error is None and probe.was_run and is_finite
+        # Bad data stays bad: then the modules' outputs and the gradients have to be finite.
+        bad = [
+            label for _, label in experiment.nonfinite() if label.startswith("output") or not self._is_given
+        ]
+        return experiment.error is None and probe.was_run and not bad and not experiment.bad_gradients
 
     def _effect(self, change: Change, probe: Probe, proposed: Sequence[Change]) -> tuple[str, bool]:
         if not self._before:
@@ -163,9 +185,10 @@ class _Search:
 
     def _cure(self, change: Change, after: SourceFile, effect: str) -> Cure:
         file = self._site.file
-        old, new = (_statement(one, self._site.line) for one in (file, after))
+        line = file.line_of(change.edits[0].span)
+        old, new = (_statement(one, line) for one in (file, after))
         patch = file.patch(after)
-        where = f"{Path(file.name).name}:{self._line(change.edits)}"
+        where = f"{Path(file.name).name}:{line}"
         written = " and ".join(f"`{one.text}`" for one in change.edits)
         replaced = " and ".join(f"`{file.part(one.span)}`" for one in change.edits)
         what = f"{change.words}: write {written} for {replaced} at {where}"
@@ -173,16 +196,13 @@ class _Search:
             " ".join(what.split()), True, None, patch, effect, "" if patch else new if new != old else ""
         )
 
-    def _line(self, edits: Sequence[Edit]) -> int:
-        return self._site.file.line_of(edits[0].span)
-
     def _run(self, hold: AbstractContextManager[Any]) -> Experiment:
         self._found.runs += 1
         with hold:
             return run(
                 self._snapshot,
                 self._names,
-                allows=self._allows,
+                allows=self._conditions.allows,
                 backward=self._snapshot.grad,
                 start=self._start,
             )

@@ -6,7 +6,9 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -16,18 +18,31 @@ from torch import nn
 from ..capsule.capsule import write_capsule
 from ..instrumentation.wrapped_names import named_modules
 from ..report.errors import spell
-from ..report.finding import Finding, working_first
+from ..report.finding import Finding
+from ..report.finding import working_first
 from ..report.frame import Frame
 from ..report.report import Report
 from ..util.numbered import make_numbered
 from .backward_rerun import rerun_backward
-from .batch_snapshot import BatchSnapshot, Forwards, no_second_run
-from .cures import MAX_RUNS, may_be_narrow, try_cures
-from .diagnosis import Call, Diagnosis, enrich
-from .experiment import Allows, nothing_allowed
+from .batch_snapshot import BatchSnapshot
+from .batch_snapshot import Forwards
+from .batch_snapshot import no_second_run
+from .cures import MAX_RUNS
+from .cures import may_be_narrow
+from .cures import try_cures
+from .diagnosis import Call
+from .diagnosis import Diagnosis
+from .diagnosis import enrich
+from .experiment import Allows
+from .experiment import Conditions
+from .experiment import nothing_allowed
 from .forward_rerun import rerun_forward
-from .patches import KEPT_FOR_FORMATS, MOST_RUNS, Found, try_patches
-from .samples import dataset_indices, find_samples
+from .patches import KEPT_FOR_FORMATS
+from .patches import MOST_RUNS
+from .patches import Found
+from .patches import try_patches
+from .samples import dataset_indices
+from .samples import find_samples
 
 PATCH_FILE = "cure.patch"
 # After a failure, whatever they show: each may be the forward of a large model.
@@ -51,11 +66,13 @@ def post_mortem(
     reason: str = "",
     loss_scale: float | None = None,
     allows: Allows = nothing_allowed,
+    gradients: bool = False,
 ) -> Report:
     """The report with what a second run of the batch shows, if it `examines`, and written to `output_dir` if any.
 
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
-    that of the batch, where it is known, and `allows` says which infinities are meant.
+    that of the batch, where it is known, `allows` says which infinities are meant, and `gradients` whether
+    gradients are watched.
     """
     finding = report.finding
     if finding is None:
@@ -69,7 +86,9 @@ def post_mortem(
         remarks.append(f"the batch was not run a second time: {why}")
     elif examines and snapshot is not None and finding.phase != "step":
         snapshot = replace(snapshot, forwards=Forwards())
-        finding, diagnosis = _look(finding, report.frames, snapshot, model, loss_scale, allows, remarks)
+        finding, diagnosis = _look(
+            finding, report.frames, snapshot, model, Conditions(loss_scale, allows, gradients), remarks
+        )
     finding = replace(finding, remarks=(*finding.remarks, *remarks))
     if output_dir is None:
         return replace(report, finding=finding)
@@ -81,23 +100,22 @@ def _look(
     frames: Sequence[Frame],
     snapshot: BatchSnapshot,
     model: nn.Module,
-    loss_scale: float | None,
-    allows: Allows,
+    conditions: Conditions,
     remarks: list[str],
 ) -> tuple[Finding, Diagnosis | None]:
     """The finding with what a second run of the batch shows, and with the cures where it failed again."""
     if finding.phase == "backward":
-        seen = rerun_backward(snapshot, finding, frames, model=model, loss_scale=loss_scale, allows=allows)
+        seen = rerun_backward(snapshot, finding, frames, model=model, conditions=conditions)
         return _sampled(enrich(finding, seen), seen, snapshot, model, allows, remarks), seen
     diagnosis = _attempt("the closer look", lambda: rerun_forward(snapshot, finding, model=model), remarks)
     if diagnosis is None:
         return finding, None
     closer = enrich(finding, diagnosis)
-    if diagnosis.transient is False:
+    if diagnosis.transient is False or (finding.origin == "data" and diagnosis.place is not None):
         if doubts := snapshot.doubts():
             remarks.append(f"no cure was tried, as {doubts[0]}")
         else:
-            closer = _cured(closer, diagnosis, snapshot, model, loss_scale, allows, remarks)
+            closer = _cured(closer, diagnosis, snapshot, model, conditions, remarks)
     return _sampled(closer, diagnosis, snapshot, model, allows, remarks), diagnosis
 
 
@@ -106,8 +124,7 @@ def _cured(
     diagnosis: Diagnosis,
     snapshot: BatchSnapshot,
     model: nn.Module,
-    loss_scale: float | None,
-    allows: Allows,
+    conditions: Conditions,
     remarks: list[str],
 ) -> Finding:
     """The finding with the cures that were tried: changes of the source first, as they are the smallest."""
@@ -115,13 +132,13 @@ def _cured(
     found = Found()
     if diagnosis.place is not None:
         most = MOST_RUNS - (KEPT_FOR_FORMATS if is_narrow else 1)
-        found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, allows=allows)
+        found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, conditions=conditions)
     cures, more = found.cures, found.remarks
     if is_narrow or not cures:
         most = min(MAX_RUNS, MOST_RUNS - found.runs)
         tried = _attempt(
             "trying cures",
-            lambda: try_cures(snapshot, finding, model, loss_scale=loss_scale, most_runs=most, allows=allows),
+            lambda: try_cures(snapshot, finding, model, conditions=conditions, most_runs=most),
             remarks,
         )
         if tried is not None:

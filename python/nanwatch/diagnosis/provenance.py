@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import isinf, isnan
+from math import isinf
+from math import isnan
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,14 +25,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..numerics import _reference
-from ..numerics.ranges import _is_plain, only_our_dispatch, tensor_health
+from ..numerics.ranges import _is_plain
+from ..numerics.ranges import only_our_dispatch
+from ..numerics.ranges import tensor_health
 from ..recording.observe import read
 from ..report.errors import spell
-from ..report.record import MASK, Record
+from ..report.record import MASK
+from ..report.record import Record
 from ..report.stored_histogram import StoredHistogram
 from .diagnosis import Place
-from .extent import BadRows, bad_rows
-from .operation import Operands, Operation, operation_of
+from .extent import BadRows
+from .extent import bad_rows
+from .operation import Operands
+from .operation import Operation
+from .operation import operation_of
 from .storage_writes import StorageWriteLog
 
 SKIPPED_FILES = (
@@ -58,12 +67,18 @@ class Step:
     neginf: bool = False
     meant: bool = False
     unwritten: bool = False
+    turned: bool = False
     origin: Step | None = None
     place: Place | None = None
     operands: tuple[Record, ...] = ()
     remarks: tuple[str, ...] = ()
     spreads: tuple[StoredHistogram, ...] = ()
     rows: BadRows = ()
+
+    @property
+    def source(self) -> str | None:
+        """The place as "/path/file.py:123"."""
+        return None if self.place is None else str(self.place)
 
     @property
     def values(self) -> str:
@@ -75,14 +90,16 @@ class Step:
 class ProvenanceMode(TorchDispatchMode):
     """Mode that reads each operation of this thread. `origin` then tells where a non-finite tensor comes from.
 
-    `outermost` is the code of the function above which there are no frames of the program. No result is changed and
+    `outermost` is the code of the function above which there are no frames of the program. With `keeps_steps` all steps
+    are in `steps`, with `turned` where an infinity became nan. No result is changed and
     nothing is raised but what the operations raise; what could not be followed is told in `trouble`.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, outermost: CodeType) -> None:
+    def __init__(self, outermost: CodeType, *, keeps_steps: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[Step] | None = [] if keeps_steps else None
         self.active = True
         self.trouble: str | None = None
         self._outermost = outermost
@@ -146,8 +163,17 @@ class ProvenanceMode(TorchDispatchMode):
             given = before or self._given(operation, args, kwargs)
             if self._trace(step, operation, given, nonfinite):
                 step.remarks += _masked_rows(operation, args, kwargs)
+            if self.steps is not None:
+                self._keep(step, given)
             for x in nonfinite:
                 self._writes.put(x, step)
+
+    def _keep(self, step: Step, given: Operands) -> None:
+        assert self.steps is not None
+        step.turned = step.nan and not any(isnan(row.abs_max or 0.0) for row in given.rows)
+        if step.place is None:
+            step.place, step.operands = self._place(), given.records()
+        self.steps.append(step)
 
     def _trace(self, step: Step, operation: Operation, given: Operands, nonfinite: Sequence[Tensor]) -> bool:
         """Fill in where the step's non-finite values come from; True when it began them."""
@@ -278,7 +304,7 @@ def _is_meant(
 def _of_meant(operand: int, origin: Step | None) -> str:
     if origin is None:
         return f"operand[{operand}] is an additive mask"
-    at = f" at {origin.place}" if origin.place else ""
+    at = f" at {origin.source}" if origin.source else ""
     return f"operand[{operand}] holds {origin.values} that {origin.operation}{at} put there, on purpose as it seems"
 
 

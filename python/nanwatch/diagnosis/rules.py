@@ -78,10 +78,9 @@ def _in_order(site: Site, facts: Facts, exact: list[Spelt], spelt: list[Spelt]) 
     for one in spelt:
         for rewrite in stable_forms(site, one):
             yield _change(site, one, [rewrite])
-    if facts.backward:
-        for one in spelt:
-            for rewrite in guards.guard_branch(site, one, facts):
-                yield _change(site, one, [rewrite])
+    for one in exact if facts.operation else spelt:
+        for rewrite in guards.guard_branch(site, one, facts):
+            yield _change(site, one, [rewrite])
     choices = [list(_guarded(site, one, facts)) for one in exact]
     for number in range(max(map(len, choices), default=0)):
         for one, rewrites in zip(exact, choices, strict=True):

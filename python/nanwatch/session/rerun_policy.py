@@ -158,6 +158,7 @@ class RerunPolicy:
                 reason=reason,
                 loss_scale=self._loss_scale(),
                 allows=self._allows,
+                gradients=self._keeps_ended,
             )
         except Exception as error:  # the first report is not lost for the second
             warn_user(f"nanwatch could not look closer at a failure: {spell(error)}", may_raise=False)
