@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from ..instrumentation.execution_context import Autocast
-from ..instrumentation.execution_context import RngState
-from ..report.finding import Cure
-from ..report.finding import Finding
-from ..report.finding import Value
-from ..report.finding import working_first
+from ..instrumentation.execution_context import Autocast, RngState
+from ..report.finding import Cure, Finding, Value, working_first
 from ..report.record import Record
 from ..report.stored_histogram import StoredHistogram
 from .experiment import BackwardStart

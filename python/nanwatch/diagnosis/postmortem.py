@@ -6,9 +6,7 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -18,31 +16,18 @@ from torch import nn
 from ..capsule.capsule import write_capsule
 from ..instrumentation.wrapped_names import named_modules
 from ..report.errors import spell
-from ..report.finding import Finding
-from ..report.finding import working_first
+from ..report.finding import Finding, working_first
 from ..report.frame import Frame
 from ..report.report import Report
 from ..util.numbered import make_numbered
 from .backward_rerun import rerun_backward
-from .batch_snapshot import BatchSnapshot
-from .batch_snapshot import Forwards
-from .batch_snapshot import no_second_run
-from .cures import MAX_RUNS
-from .cures import may_be_narrow
-from .cures import try_cures
-from .diagnosis import Call
-from .diagnosis import Diagnosis
-from .diagnosis import enrich
-from .experiment import Allows
-from .experiment import Conditions
-from .experiment import nothing_allowed
+from .batch_snapshot import BatchSnapshot, Forwards, no_second_run
+from .cures import MAX_RUNS, may_be_narrow, try_cures
+from .diagnosis import Call, Diagnosis, enrich
+from .experiment import Allows, Conditions, nothing_allowed
 from .forward_rerun import rerun_forward
-from .patches import KEPT_FOR_FORMATS
-from .patches import MOST_RUNS
-from .patches import Found
-from .patches import try_patches
-from .samples import dataset_indices
-from .samples import find_samples
+from .patches import KEPT_FOR_FORMATS, MOST_RUNS, Found, try_patches
+from .samples import dataset_indices, find_samples
 
 PATCH_FILE = "cure.patch"
 # After a failure, whatever they show: each may be the forward of a large model.
@@ -106,7 +91,7 @@ def _look(
     """The finding with what a second run of the batch shows, and with the cures where it failed again."""
     if finding.phase == "backward":
         seen = rerun_backward(snapshot, finding, frames, model=model, conditions=conditions)
-        return _sampled(enrich(finding, seen), seen, snapshot, model, allows, remarks), seen
+        return _sampled(enrich(finding, seen), seen, snapshot, model, conditions.allows, remarks), seen
     diagnosis = _attempt("the closer look", lambda: rerun_forward(snapshot, finding, model=model), remarks)
     if diagnosis is None:
         return finding, None
@@ -116,7 +101,7 @@ def _look(
             remarks.append(f"no cure was tried, as {doubts[0]}")
         else:
             closer = _cured(closer, diagnosis, snapshot, model, conditions, remarks)
-    return _sampled(closer, diagnosis, snapshot, model, allows, remarks), diagnosis
+    return _sampled(closer, diagnosis, snapshot, model, conditions.allows, remarks), diagnosis
 
 
 def _cured(

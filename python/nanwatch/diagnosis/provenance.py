@@ -9,15 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import isinf
-from math import isnan
+from math import isinf, isnan
 from pathlib import Path
-from types import CodeType
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -25,20 +22,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..numerics import _reference
-from ..numerics.ranges import _is_plain
-from ..numerics.ranges import only_our_dispatch
-from ..numerics.ranges import tensor_health
+from ..numerics.ranges import _is_plain, only_our_dispatch, tensor_health
 from ..recording.observe import read
 from ..report.errors import spell
-from ..report.record import MASK
-from ..report.record import Record
+from ..report.record import MASK, Record
 from ..report.stored_histogram import StoredHistogram
 from .diagnosis import Place
-from .extent import BadRows
-from .extent import bad_rows
-from .operation import Operands
-from .operation import Operation
-from .operation import operation_of
+from .extent import BadRows, bad_rows
+from .operation import Operands, Operation, operation_of
 from .storage_writes import StorageWriteLog
 
 SKIPPED_FILES = (
