@@ -91,7 +91,7 @@ def _look(
     """The finding with what a second run of the batch shows, and with the cures where it failed again."""
     if finding.phase == "backward":
         seen = rerun_backward(snapshot, finding, frames, model=model, conditions=conditions)
-        return _sampled(enrich(finding, seen), seen, snapshot, model, conditions, remarks), seen
+        return _sampled(enrich(finding, seen), seen, snapshot, model, conditions.allows, remarks), seen
     diagnosis = _attempt("the closer look", lambda: rerun_forward(snapshot, finding, model=model), remarks)
     if diagnosis is None:
         return finding, None
@@ -101,7 +101,7 @@ def _look(
             remarks.append(f"no cure was tried, as {doubts[0]}")
         else:
             closer = _cured(closer, diagnosis, snapshot, model, conditions, remarks)
-    return _sampled(closer, diagnosis, snapshot, model, conditions, remarks), diagnosis
+    return _sampled(closer, diagnosis, snapshot, model, conditions.allows, remarks), diagnosis
 
 
 def _cured(
@@ -136,7 +136,7 @@ def _sampled(
     diagnosis: Diagnosis,
     snapshot: BatchSnapshot,
     model: nn.Module,
-    conditions: Conditions,
+    allows: Allows,
     remarks: list[str],
 ) -> Finding:
     """The finding with the samples that carry the failure, where the forwards that are left show them."""
@@ -147,12 +147,7 @@ def _sampled(
     samples = _attempt(
         "the search for samples",
         lambda: find_samples(
-            snapshot,
-            names,
-            diagnosis.rows,
-            MOST_FORWARDS - made,
-            allows=conditions.allows,
-            start=diagnosis.start,
+            snapshot, names, diagnosis.rows, MOST_FORWARDS - made, allows=allows, start=diagnosis.start
         ),
         remarks,
     )
