@@ -129,6 +129,14 @@ def _change(site: Site, spelt: Spelt | None, rewrites: list[Rewrite]) -> Change:
     edits = tuple(Edit(site.span(one.node), one.text) for one in rewrites)
     looks: list[Span] = []
     for edit in edits:
-        around = None if spelt is None or not isinstance(spelt.node, ast.expr) else site.span(spelt.node)
+        around = (
+            None if spelt is None or not isinstance(spelt.node, ast.expr) else _outermost(site, spelt.node)
+        )
         looks.append(around if around is not None and around.covers(edit.span) else edit.span)
     return Change(edits, rewrites[0].words, tuple(dict.fromkeys(looks)))
+
+
+def _outermost(site: Site, node: ast.expr) -> Span:
+    """The span of the expression whose value matters: of the `where` around it, as not all values are taken."""
+    above = (site.spelt(one) for one in site.ancestors(node))
+    return site.span(next((one.node for one in above if one is not None and one.name == "where"), node))
