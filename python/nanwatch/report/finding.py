@@ -42,7 +42,8 @@ class Cure:
 
     def __str__(self) -> str:
         room = "" if self.headroom_bits is None else f", {self.headroom_bits:.1f} bits of room left"
-        return f"{self.verdict}: {self.what}{room}"
+        effect = f"; {self.effect}" if self.effect else ""
+        return f"{self.verdict}: {self.what}{room}{effect}"
 
 
 def working_first(cures: Iterable[Cure]) -> tuple[Cure, ...]:
@@ -65,7 +66,8 @@ class Finding:
     have come), `transient`, `cures` and `spreads` (of the operands as they were, and of the non-finite tensor) hold
     what a closer look at the failing call found, and are empty without one. `sequence` is the place of the non-finite
     frame among all frames of its batch, from 0, also those that were dropped before it; None where they were not
-    counted.
+    counted. `samples` are the few samples of the batch, by their index in the first dimension, without which the batch
+    is finite and which alone fail again; empty where there are no such samples or nobody looked.
     """
 
     module: str
@@ -91,6 +93,7 @@ class Finding:
     sequence: int | None = None
     spreads: tuple[StoredHistogram, ...] = ()
     made: Value | None = None
+    samples: tuple[int, ...] = ()
 
 
 def find(
@@ -170,7 +173,7 @@ def _origin(record: Record, batch_inputs: Sequence[Record], caller: str | None) 
 
 read_finding = reading.of(
     Finding,
-    added=("sequence", "spreads", "made"),
+    added=("sequence", "spreads", "made", "samples"),
     cures=reading.tuple_of(reading.of(Cure, added=("patch", "effect", "code"))),
 )
 """Reader of a finding in a JSON document. Raises ValueError."""
