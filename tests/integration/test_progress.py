@@ -192,14 +192,13 @@ def test_a_command_that_is_ended_leaves_a_terminal_to_type_at(place: Path, numbe
 
 def test_ctrl_c_in_the_users_model_shows_where(place: Path) -> None:
     """A traceback of `replay`, below the line that is gone: it may be the user's code that hangs."""
-    (place / "zoo_of_progress.py").write_text("import time\ntime.sleep(100)")
+    body = "import pathlib, time\npathlib.Path('imported').touch()\ntime.sleep(100)"
+    (place / "zoo_of_progress.py").write_text(body)
     sent = threading.Event()
 
     def end_it(written: bytes, process: subprocess.Popen[bytes]) -> None:
-        if b"importing" in written and not sent.is_set():
+        if (place / "imported").exists() and b"importing" in written and not sent.is_set():
             sent.set()
-            # Not before the import is under way.
-            time.sleep(1.0)
             process.send_signal(signal.SIGINT)
 
     arguments = slowly("replay", "capsule", "--model", "zoo_of_progress:model")

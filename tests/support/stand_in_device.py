@@ -201,8 +201,9 @@ class StandIn:
         return 0
 
     def _allocate(self, device: int, size: int, memory: Any, address: Any) -> int:
-        # Slots are zeroed on purpose with garbage: nobody may read what was not written.
-        block = ctypes.create_string_buffer(b"\xa5" * size, size)
+        # Filled with garbage: nobody may read what was not written.
+        block = (ctypes.c_char * size)()
+        ctypes.memset(block, 0xA5, size)
         self._memory.append(block)
         memory[0] = address[0] = ctypes.addressof(block)
         return 0

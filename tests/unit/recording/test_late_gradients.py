@@ -79,7 +79,7 @@ def test_reports_are_those_of_the_host(seed: int, spoils: bool, behind: bool, sk
             with watch(
                 model,
                 gradients=True,
-                max_frames=10_000,
+                max_frames=1000,
                 on_nonfinite="record",
                 check=check,
                 max_skipped_steps=skips,
