@@ -8,13 +8,6 @@ from pathlib import Path
 
 from support.html_page import growing
 from support.merges import report
-from support.processes import environment
-
-
-def test_importing_nanwatch_does_not_import_safetensors():
-    """The extra is needed by those who use it."""
-    code = "import sys, nanwatch; sys.exit('safetensors' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
 
 
 def test_text_and_json_need_neither() -> None:
