@@ -58,7 +58,10 @@ def script(folder: Path, body: str, name: str = "script.py") -> str:
 
 UNMODIFIED = [
     pytest.param("plain_loop.py", ["--lr", "3"], ["--lr", "0.01"], "Net", id="plain-fp32"),
-    pytest.param("plain_loop.py", ["--lr", "3", "--dtype", "bfloat16"], ["--lr", "0.01"], "Net", id="plain-bf16"),
+    pytest.param(
+        "plain_loop.py", ["--lr", "3", "--dtype", "bfloat16"], ["--lr", "0.01"], "Net", id="plain-bf16",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         "trainer_script.py", [*HF, "--learning_rate", "1000"], [*HF, "--learning_rate", "1e-3"], "GPT2LMHeadModel",
         id="trainer", marks=pytest.mark.slow,
@@ -144,8 +147,15 @@ def test_the_script_sees_what_it_would_see(tmp_path):
 @pytest.mark.parametrize(
     "body",
     [
-        "net(x); sys.exit(7)", "sys.exit('words')", "sys.exit()", "net(x); raise RuntimeError('its own')", "1 +",
-        "import os, signal; os.kill(os.getpid(), signal.SIGINT)", "raise KeyboardInterrupt",
+        "net(x); sys.exit(7)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+        *(
+            pytest.param(body, marks=pytest.mark.slow)
+            for body in (
+                "sys.exit('words')", "sys.exit()", "net(x); raise RuntimeError('its own')", "1 +",
+                "raise KeyboardInterrupt",
+            )
+        ),
     ],
 )  # fmt: skip
 def test_the_exit_is_the_scripts_own(body, tmp_path):

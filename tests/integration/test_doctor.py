@@ -141,7 +141,9 @@ def test_a_damaged_module_costs_speed_and_not_the_import(copied):
     assert "could not be loaded" in reason_in(copied)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "\x00"])
+@pytest.mark.parametrize(
+    "text", ["{", *(pytest.param(text, marks=pytest.mark.slow) for text in ("", "[1, 2]", "\x00"))]
+)
 def test_a_damaged_build_record_is_ignored(copied, text):
     """The record is a help, never a reason to fail."""
     (copied / "nanwatch" / "_build.json").write_text(text)

@@ -41,7 +41,7 @@ def watched_run(model: nn.Module, batches: int, **options: Any) -> Watch:
 # The report is that of the host
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), poison=st.sampled_from([0.0, 0.02, 0.3]))
 def test_reports_are_those_of_the_host(seed: int, poison: float) -> None:
     """Random trees with random faults: every frame and the report, whenever the rows come, and no stale hit."""
