@@ -44,6 +44,7 @@ def reason_in(place: Path) -> str:
     return compiled["reason"]
 
 
+@pytest.mark.slow
 @needs_extension
 def test_a_level_that_there_is_not_is_told_when_the_library_is_loaded():
     """A misspelt NANWATCH_CPU warns at import, with what is accepted; a right one, or none, does not."""
@@ -108,6 +109,7 @@ def test_an_unknown_value_of_the_switch_is_refused():
     assert "use 0" in done.stderr
 
 
+@pytest.mark.slow
 @needs_extension
 @pytest.mark.parametrize("level", ["baseline"] if _extension.C is None else _extension.C.cpu_capabilities())
 def test_the_cpu_level_asked_for_is_the_one_in_force(level):
@@ -117,6 +119,7 @@ def test_the_cpu_level_asked_for_is_the_one_in_force(level):
     assert found["devices"][0]["implementation"] == f"native ({level})"
 
 
+@pytest.mark.slow
 def test_a_module_of_another_torch_is_not_loaded(copied):
     """Its binary interface may differ where nothing would notice: both versions and the cure are named."""
     (copied / "nanwatch" / "_build.json").write_text(json.dumps({"torch": "2.1.0"}))
@@ -126,6 +129,7 @@ def test_a_module_of_another_torch_is_not_loaded(copied):
     assert "pip install" in reason
 
 
+@pytest.mark.slow
 def test_a_missing_module_is_said_to_be_missing(copied):
     """Without the file and without a record of a failed build, the reason is that it is not there."""
     for path in (*copied.glob("nanwatch/_C*.so"), *copied.glob("nanwatch/_build.json")):
@@ -133,6 +137,7 @@ def test_a_missing_module_is_said_to_be_missing(copied):
     assert "not installed for this Python" in reason_in(copied)
 
 
+@pytest.mark.slow
 @needs_extension
 def test_a_damaged_module_costs_speed_and_not_the_import(copied):
     """A file that the loader refuses is reported with the loader's own words."""
@@ -152,6 +157,7 @@ def test_a_damaged_build_record_is_ignored(copied, text):
     assert json.loads(done.stdout)["compiled"]["build"] == {}
 
 
+@pytest.mark.slow
 @needs_extension
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_one_openmp_runtime_serves_torch_and_nanwatch():

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.html_page import growing
 from support.merges import report
 
@@ -24,6 +26,7 @@ def test_text_and_json_need_neither() -> None:
     assert (done.returncode, done.stdout) == (0, report.to_text()), done.stderr
 
 
+@pytest.mark.slow
 def test_without_jinja2_the_extra_is_named(tmp_path: Path) -> None:
     """And the text needs nothing."""
     (tmp_path / "report.json").write_text(report(0).to_json())
