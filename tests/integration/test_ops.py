@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanwatch.numerics import _reference, ranges
+from nanwatch.numerics import _reference
+from nanwatch.numerics import ranges
 from nanwatch.numerics.readable import unreadable
 from support.implementations import Implementation
-from support.oracle import DTYPES, FLOATS_8, expected, random_patterns, same
+from support.oracle import DTYPES
+from support.oracle import FLOATS_8
+from support.oracle import expected
+from support.oracle import random_patterns
+from support.oracle import same
 
 ops = torch.ops.nanwatch
 NAN = math.nan
@@ -53,12 +59,15 @@ torch.save(samples, sys.argv[1])
 """
 
 
-@pytest.fixture(scope="module")
-def torch_samples(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+@pytest.fixture(scope="session")
+def torch_samples(folder_of_all: Path) -> list[torch.Tensor]:
     """Inputs that torch's own test suite tries the same operations on."""
     pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
-    path: Path = tmp_path_factory.mktemp("samples") / "samples.pt"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", _WRITE_TORCH_SAMPLES, str(path)], check=True)
+    path = folder_of_all / "samples.pt"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            command = [sys.executable, "-W", "ignore", "-c", _WRITE_TORCH_SAMPLES, str(path)]
+            subprocess.run(command, check=True)
     samples: list[torch.Tensor] = torch.load(path)
     assert len(samples) > 20
     return samples
@@ -322,7 +331,9 @@ def test_wrapper_subclass_that_refuses_is_named(implementation: Implementation) 
 
 def test_dtensor_is_its_local_shard(implementation: Implementation, one_process_mesh: object) -> None:
     """A DTensor gives the range of the shard on this rank."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import distribute_tensor
 
     for placement in (Shard(0), Replicate()):
         x = distribute_tensor(torch.tensor([1.0, -math.inf]), one_process_mesh, [placement])

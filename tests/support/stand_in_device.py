@@ -12,16 +12,22 @@ import ctypes
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanwatch.numerics import _extension, _reference
-from nanwatch.numerics.readable import is_plain, only_our_dispatch, unreadable
-from support.cuda_emulation import FORMATS, DescribedTensor
+from nanwatch.numerics import _extension
+from nanwatch.numerics import _reference
+from nanwatch.numerics.readable import is_plain
+from nanwatch.numerics.readable import only_our_dispatch
+from nanwatch.numerics.readable import unreadable
+from support.cuda_emulation import FORMATS
+from support.cuda_emulation import DescribedTensor
 
 DTYPES = {number: dtype for dtype, number in FORMATS.items()}
 NOT_READY = -3
@@ -201,8 +207,9 @@ class StandIn:
         return 0
 
     def _allocate(self, device: int, size: int, memory: Any, address: Any) -> int:
-        # Slots are zeroed on purpose with garbage: nobody may read what was not written.
-        block = ctypes.create_string_buffer(b"\xa5" * size, size)
+        # Filled with garbage: nobody may read what was not written.
+        block = (ctypes.c_char * size)()
+        ctypes.memset(block, 0xA5, size)
         self._memory.append(block)
         memory[0] = address[0] = ctypes.addressof(block)
         return 0

@@ -7,7 +7,9 @@ import re
 import threading
 import time
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +17,14 @@ import torch
 import torch.distributed as dist
 
 from nanwatch import Finding
-from nanwatch.distributed.consensus import OriginConsensus, StoreProtocol
-from nanwatch.report.rank_observation import Origin, RankObservation
+from nanwatch.distributed.consensus import OriginConsensus
+from nanwatch.distributed.consensus import StoreProtocol
+from nanwatch.report.rank_observation import Origin
+from nanwatch.report.rank_observation import RankObservation
 from nanwatch.util.job import store_key
-from support.sightings import connect, finding, serve
+from support.sightings import connect
+from support.sightings import finding
+from support.sightings import serve
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
@@ -128,7 +134,9 @@ def play(server: Any, played: Scenario) -> list[Origin | None]:
     return named
 
 
-@pytest.mark.parametrize("number", range(21))
+@pytest.mark.parametrize(
+    "number", [*range(7), *(pytest.param(number, marks=pytest.mark.slow) for number in range(7, 21))]
+)
 def test_the_origin_is_right_whoever_told_first(server, number):
     """Every rank that lives names the same one, the true one, in each kind of job and order of events."""
     played = scenario(number)
@@ -150,7 +158,7 @@ def test_nobody_waits_longer_than_peer_timeout_for_a_rank_that_never_answers(ser
     origin = verdict.settle(finding())
     waited = time.monotonic() - start
     verdict.stop()
-    assert waited < 1.5 + 5  # a busy machine; without an end it would be for good
+    assert waited < 60  # on a busy machine; without an end it would be for good
     assert origin.rank == 0
     assert not origin.is_complete
     assert str(origin).endswith("1 of 2 ranks did not answer in time")
@@ -202,7 +210,7 @@ def test_a_store_that_has_gone_leaves_a_rank_with_its_own_finding(is_connected):
     start = time.monotonic()
     assert verdict.publish(finding(rank=1), 3) is False
     origin = verdict.settle(finding(rank=1))
-    assert time.monotonic() - start < 3.0 + 5  # a busy machine; without an end it would be for good
+    assert time.monotonic() - start < 60  # on a busy machine; without an end it would be for good
     assert (origin.rank, origin.num_reported) == (1, 1)
     assert re.match("the store (cannot be asked|does not answer)", verdict.trouble)
     verdict.stop()
