@@ -86,7 +86,7 @@ format: $(TOOLS)
 	$(CLANG_FORMAT) -i $(FORMATTED)
 
 docs: $(STAMPS)/docs
-	$(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 bench: $(TOOLS)
 	$(PY) benchmarks/bench_range.py $(ARGS)

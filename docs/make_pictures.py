@@ -30,7 +30,7 @@ BOXES = {
     "ring": (560, 40, "ring of frames", False),
     "curves": (740, 40, "forecast, log, trace", True),
     "rerun": (340, 150, "re-run of the batch", False),
-    "cures": (560, 150, "cures, tried", False),
+    "cures": (560, 150, "tried cures", False),
     "report": (740, 150, "report, capsule, error", True),
 }
 ARROWS = [
@@ -88,7 +88,13 @@ def shoot(page: Path, picture: Path, scheme: int, width: int, height: int) -> No
     if browser is None:
         raise SystemExit(f"none of {', '.join(BROWSERS)} is installed; try apt-get install chromium")
     with tempfile.TemporaryDirectory() as profile:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={profile}",
+        ]
         options += [f"--blink-settings=preferredColorScheme={scheme}", "--virtual-time-budget=20000"]
         options += [f"--window-size={width},{height}", f"--screenshot={picture}"]
         subprocess.run([browser, *options, page.as_uri()], check=True, timeout=300, capture_output=True)
@@ -101,15 +107,16 @@ def shoot(page: Path, picture: Path, scheme: int, width: int, height: int) -> No
 def flow(scheme: str) -> str:
     """Return the flow from a call to a report as SVG."""
     color = COLORS[scheme]
+    ink, line = color["text"], color["line"]
     width = {name: 20 + 7.4 * len(text) for name, (_, _, text, _) in BOXES.items()}
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 930 210" font-family="system-ui, sans-serif" '
         'font-size="14">',
         f'<defs><marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
-        f'<path d="M0 0L8 4L0 8z" fill="{color["line"]}"/></marker></defs>',
+        f'<path d="M0 0L8 4L0 8z" fill="{line}"/></marker></defs>',
     ]
 
-    def arrow(points: str, stroke: str = color["line"], extra: str = "") -> str:
+    def arrow(points: str, stroke: str = line, extra: str = "") -> str:
         return f'<path d="{points}" fill="none" stroke="{stroke}" stroke-width="1.5" marker-end="url(#head)"{extra}/>'
 
     for a, b in ARROWS:
@@ -118,15 +125,17 @@ def flow(scheme: str) -> str:
     parts.append(arrow(f"M{middle} 80V148", color["bad"], ' stroke-dasharray="5 4"'))
     parts.append(f'<text x="{middle + 10}" y="118" fill="{color["bad"]}">nan or inf</text>')
     for name, (x, y, text, is_result) in BOXES.items():
-        fill = color["result" if is_result else "box"]
+        fill, long = color["result" if is_result else "box"], width[name]
         parts.append(
-            f'<rect x="{x}" y="{y}" width="{width[name]:.0f}" height="40" rx="8" fill="{fill}" stroke="{color["line"]}"/>'
+            f'<rect x="{x}" y="{y}" width="{long:.0f}" height="40" rx="8" fill="{fill}" stroke="{line}"/>'
         )
         parts.append(
-            f'<text x="{x + width[name] / 2:.0f}" y="{y + 25}" text-anchor="middle" fill="{color["text"]}">{text}</text>'
+            f'<text x="{x + long / 2:.0f}" y="{y + 25}" text-anchor="middle" fill="{ink}">{text}</text>'
         )
     for y, words in ((28, "every call"), (140, "only after a failure")):
-        parts.append(f'<text x="20" y="{y if y < 100 else y + 35}" fill="{color["line"]}" font-size="12">{words}</text>')
+        parts.append(
+            f'<text x="20" y="{y if y < 100 else y + 35}" fill="{color["line"]}" font-size="12">{words}</text>'
+        )
     return "\n".join([*parts, "</svg>\n"])
 
 
