@@ -104,7 +104,7 @@ class Commands:
 
     def run(self, command: str, folder: Path) -> tuple[int, str]:
         """Return the exit status of a command, and what it wrote to stdout and stderr."""
-        words = shlex.split(command)
+        words = shlex.split(command, comments=True)
         is_python = words[0] == "nanwatch" or (words[0] == "python" and words[1].endswith(".py"))
         if is_python and not set(command) & set(";|&<>$"):
             return self._fork(words, folder)
