@@ -43,8 +43,8 @@ except ImportError as error:
     ) from error
 
 VOCABULARY = 4096
-# Sentences, words read, words written. The small batch is for CPUs that emulate fp16 products: there the large one takes
-# 20 s per step instead of 0.5 s. Both overflow.
+# Sentences, words read, words written. The small batch is for CPUs that emulate fp16 products, where the large one
+# takes 20 s per step instead of 0.5 s. Both overflow.
 FAST_BATCH, SLOW_BATCH = (4, 48, 32), (1, 12, 8)
 LEARNING_RATE = 0.1
 
