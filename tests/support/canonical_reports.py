@@ -101,6 +101,18 @@ def forward_overflow() -> Report:
     )
 
 
+_PATCH = """\
+--- a/model.py
++++ b/model.py
+@@ -28,4 +28,4 @@
+ class Unit(nn.Module):
+     def forward(self, x: Tensor) -> Tensor:
+         # <b>one</b> row each
+-        return x / x.norm(dim=-1, keepdim=True)
++        return x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+"""
+
+
 def nan_produced() -> Report:
     """A module divides each row by its norm, which is zero for one of them."""
     made = _spoilt(_read("output", "output", 1e-3, 0.96), nans=128, first=(2, 0))
@@ -119,6 +131,16 @@ def nan_produced() -> Report:
         source="/home/user/model.py:31",
         transient=False,
         operands=(given, norms),
+        cures=(
+            Cure(
+                "keep the divisor above zero, at model.py:31",
+                True,
+                patch=_PATCH,
+                effect="changes no value that was finite",
+                code="return x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)",
+            ),
+            Cure("give the optimizer a smaller step", True, code="lr = 1e-3"),
+        ),
     )
 
 

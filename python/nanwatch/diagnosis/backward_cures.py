@@ -14,23 +14,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ..instrumentation.temporary_wrappers import wrap_calls
 from ..instrumentation.wrapped_names import find_module, unwrapped
 from ..numerics.formats import limits
 from ..precision.precision import run_in_fp32
-from ..recording.observe import observe
 from ..recording.walk import leaves
 from ..report.errors import spell
 from ..report.finding import Cure, working_first
 from ..report.headroom import least_bits
-from ..report.record import Record, to_record
+from ..report.record import Record
+from .backward_pass import gradient_record, run_backward, with_leaves
 from .batch_snapshot import BatchSnapshot
 from .experiment import in_float32, module_words
 
 # The guilty module and the nearest around it: each costs a forward and a backward.
 _MOST_MODULES = 3
+# Forwards at most, one of which is for loss scales.
+BACKWARD_RUNS = 1 + _MOST_MODULES
 _NARROW = ("float16", "bfloat16")
 
 # The gradients that a backward makes from the present ones times a factor.
@@ -151,18 +152,7 @@ class _Search:
             run_backward(list(roots.values()), wanted, given, lambda _: _keeper(made))
             return made
 
-        wanted: list[Tensor] = [x for x in self._snapshot.module.parameters() if x.requires_grad]
-
-        def fresh(x: Tensor) -> Tensor:
-            # The graph behind what the batch was called with is the user's.
-            if not x.requires_grad:
-                return x
-            wanted.append(x.detach().requires_grad_())
-            return wanted[-1].clone()  # a leaf could not be written to
-
-        with torch.enable_grad():
-            args, kwargs = tree_map_only(Tensor, fresh, (self._snapshot.args, dict(self._snapshot.kwargs)))
-        snapshot = replace(self._snapshot, args=args, kwargs=kwargs)
+        snapshot, wanted = with_leaves(self._snapshot)
         with hold(), snapshot.again() as call, torch.enable_grad(), wrap_calls({found.module}, seen):
             call()
             if not roots:
@@ -170,54 +160,11 @@ class _Search:
             yield backward
 
 
-def run_backward(
-    roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor], hook: Callable[[Any], Any]
-) -> None:
-    """A backward from these gradients of the roots to what is wanted, with what `hook(node)` gives at each node."""
-    handles = [node.register_hook(hook(node)) for node in _nodes(x.grad_fn for x in roots) if node]
-    try:
-        with without_hooks(wanted):
-            torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def without_hooks(tensors: list[Tensor]) -> Iterator[None]:
-    """The user's hooks on these may add up what they are given. Emptied and filled again: the engine holds the dict."""
-    own = [(hooks, dict(hooks)) for x in tensors if (hooks := x._backward_hooks)]
-    try:
-        for hooks, _ in own:
-            hooks.clear()
-        yield
-    finally:
-        for hooks, before in own:
-            hooks.update(before)
-
-
-def _nodes(roots: Any) -> list[Any]:
-    """All nodes of the graph from these roots on, each once."""
-    left, known, found = list(roots), set(), []
-    while left:
-        node = left.pop()
-        if node is not None and node not in known:
-            known.add(node)
-            found.append(node)
-            left += [following for following, _ in node.next_functions]
-    return found
-
-
 def _keeper(records: list[Record]) -> Any:
     def look(made: Sequence[Tensor | None], _: Any) -> None:
         records.extend(gradient_record(x, "") for x in made if x is not None)
 
     return look
-
-
-def gradient_record(x: Tensor, label: str) -> Record:
-    """The record of a gradient."""
-    return to_record(observe(x, label, "gradient"))
 
 
 # One bit of room is left where it can be, as one more doubling of the loss would else be the next failure.

@@ -22,13 +22,25 @@ from ..instrumentation.temporary_wrappers import wrap_calls
 from ..instrumentation.wrapped_names import find_module
 from ..recording.walk import leaves
 from ..report.errors import spell
-from ..report.finding import Finding, value_of
+from ..report.finding import Cure, Finding, value_of, working_first
 from ..report.frame import Frame
 from ..report.record import Record
 from ..util.suppressed import suppressed
-from .backward_cures import gradient_record, run_backward, try_backward_cures, without_hooks
+from .backward_cures import BACKWARD_RUNS, try_backward_cures
+from .backward_pass import (
+    gradient_record,
+    mean_gradients,
+    run_backward,
+    with_graph,
+    with_leaves,
+    without_hooks,
+)
 from .batch_snapshot import BatchSnapshot, no_second_run
-from .diagnosis import Diagnosis
+from .cures import may_be_narrow
+from .diagnosis import Diagnosis, Place, enrich
+from .experiment import NO_CONDITIONS, BackwardStart, Conditions
+from .extent import bad_rows
+from .patches import MOST_RUNS, Found, try_patches
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
@@ -44,12 +56,12 @@ def rerun_backward(
     frames: Sequence[Frame],
     *,
     model: nn.Module,
-    loss_scale: float | None = None,
+    conditions: Conditions = NO_CONDITIONS,
 ) -> Diagnosis:
     """Run the batch of `finding` once more, and the backward of the guilty module's calls; see which operation makes
     a non-finite gradient of finite ones, and whether it does with a smaller loss scale too.
 
-    `frames` are the report's, `loss_scale` is that of the failed backward, where it is known. No gradient of the user's
+    `frames` are the report's, and the loss scale is that of the failed backward. No gradient of the user's
     is touched. Raises nothing of its own: what could not be done is a remark.
     """
     name = finding.module if finding.origin == "produced" else finding.source_module
@@ -59,27 +71,87 @@ def rerun_backward(
         )
     if reason := no_second_run():
         return Diagnosis(remarks=(f"the batch was not run a second time: {reason}",))
+    probe: _BackwardProbe | None = None
+    remarks: tuple[str, ...] = ()
     try:
         if (guilty := find_module(model, name)) is None:
             return Diagnosis(remarks=(f"the model has no module {name!r} any more",))
-        if not (magnitudes := _magnitudes(finding, frames, name)):
-            return Diagnosis(
-                remarks=(
-                    "no gradient of its outputs was seen, so there was none to start a second backward from",
-                )
+        if magnitudes := _magnitudes(finding, frames, name):
+            probe = _BackwardProbe(finding, magnitudes)
+            with snapshot.again() as call, wrap_calls([guilty.module], probe.run), suppress(_Found):
+                call()
+        else:
+            remarks = (
+                "no gradient of its outputs was seen, so there was none to start a second backward from",
             )
-        probe = _BackwardProbe(finding, magnitudes)
-        with snapshot.again() as call, wrap_calls([guilty.module], probe.run), suppress(_Found):
-            call()
-        if probe.gradients:
-            cures, remarks = try_backward_cures(
-                snapshot, model, name, probe.call, probe.gradients, loss_scale=loss_scale
-            )
-            return replace(probe.found, cures=cures, remarks=(*probe.found.remarks, *remarks))
     except Exception as error:
-        return Diagnosis(remarks=(f"the backward could not be examined: {spell(error)}",))
-    remark = "in a second run, with other gradients of the same size, no operation made a bad gradient"
-    return Diagnosis(remarks=(remark, *snapshot.doubts()))
+        probe, remarks = None, (f"the backward could not be examined: {spell(error)}",)
+    try:
+        if probe is not None and probe.gradients:
+            start = BackwardStart(name, probe.call, probe.gradients)
+            return _with_cures(probe.found, finding, snapshot, model, start, conditions)
+        if found := _from_outputs(snapshot):
+            return _with_cures(found, finding, snapshot, model, None, conditions)
+    except Exception as error:
+        remarks = (*remarks, f"the backward could not be examined: {spell(error)}")
+    if not remarks:
+        remarks = (
+            "in a second run, with other gradients of the same size, no operation made a bad gradient",
+        )
+    return Diagnosis(remarks=(*remarks, *(snapshot.doubts() if probe is not None else ())))
+
+
+def _from_outputs(snapshot: BatchSnapshot) -> Diagnosis | None:
+    """What a backward of the whole batch shows, with the mean of its outputs as the loss; None without a bad gradient.
+
+    It finds what a backward of the guilty call alone does not: a gradient that is a sum over several calls, and a
+    forward that itself asks for gradients.
+    """
+    steps: list[Diagnosis] = []
+    again, wanted = with_leaves(snapshot)
+    with again.again() as call, torch.enable_grad():
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            ends = [x for _, x in with_graph(call())]
+        if ends and wanted:
+            run_backward(ends, wanted, mean_gradients(ends), lambda node: _looker(node, steps))
+    remark = "the operation was found in a second run of the batch, with the mean of its outputs as the loss"
+    return replace(steps[0], remarks=(remark,)) if steps else None
+
+
+def _with_cures(
+    found: Diagnosis,
+    finding: Finding,
+    snapshot: BatchSnapshot,
+    model: nn.Module,
+    start: BackwardStart | None,
+    conditions: Conditions,
+) -> Diagnosis:
+    tried = Found()
+    if found.place is not None:
+        # Without a start the operation took two runs to find, and nothing but a change of the source is tried.
+        kept = 1 if start is None else BACKWARD_RUNS if may_be_narrow(snapshot, finding) else 0
+        most = MOST_RUNS - kept
+        tried = try_patches(
+            snapshot,
+            enrich(finding, found),
+            model,
+            found.place,
+            most_runs=most,
+            conditions=conditions,
+            start=start,
+        )
+    cures: tuple[Cure, ...] = ()
+    remarks: tuple[str, ...] = ()
+    if start is not None:
+        cures, remarks = try_backward_cures(
+            snapshot, model, start.name, start.number, start.gradients, loss_scale=conditions.loss_scale
+        )
+    return replace(
+        found,
+        start=start,
+        cures=working_first((*tried.cures, *cures)),
+        remarks=(*found.remarks, *tried.remarks, *remarks),
+    )
 
 
 def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[str, list[float]]:
@@ -193,8 +265,9 @@ def _looker(node: Any, steps: list[Diagnosis]) -> Any:
             Diagnosis(
                 operation=node.name(),
                 made="nan" if any("nan" in value_of(one) for one in nonfinite) else "inf",
-                source=_source(node.metadata.get("traceback_", ())),
+                place=_place(node.metadata.get("traceback_", ())),
                 operands=(*records, *_saved(node)),
+                rows=tuple(bad_rows(x) for x in made if x is not None),
                 remarks=(
                     "the operation was found in a second run of the call, from other gradients of the same size",
                 ),
@@ -219,10 +292,10 @@ def _saved(node: Any) -> list[Record]:
     return found
 
 
-def _source(traceback: Sequence[str]) -> str | None:
+def _place(traceback: Sequence[str]) -> Place | None:
     """The innermost line of the program, which is neither PyTorch's nor ours, of a formatted stack."""
     for entry in reversed(traceback):
         match = _LINE.search(entry)
         if match and not match[1].startswith(SKIPPED_FILES):
-            return f"{match[1]}:{match[2]}"
+            return Place(match[1], int(match[2]))
     return None

@@ -39,9 +39,19 @@ _PLAIN = (
 )
 
 
+@dataclass(slots=True)
+class Forwards:
+    """Number of forwards that were made of a snapshot and of its changed copies."""
+
+    made: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class BatchSnapshot:
-    """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`."""
+    """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`.
+
+    `forwards` counts the re-runs, where somebody counts.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -52,6 +62,7 @@ class BatchSnapshot:
     grad: bool = field(default_factory=torch.is_grad_enabled)
     versions: tuple[tuple[str, Tensor, int], ...] = ()
     cached: parametrized.Cache = field(default_factory=parametrized.kept)
+    forwards: Forwards | None = None
 
     @classmethod
     def capture(
@@ -84,6 +95,8 @@ class BatchSnapshot:
         What a forward draws from the modules random and numpy.random it draws anew. Afterwards random states, buffers,
         training flags and the tensors of the call are as they were before, also when the call raises.
         """
+        if self.forwards is not None:
+            self.forwards.made += 1
         with ExitStack() as after:
             after.callback(RngState.capture(others=True).restore)
             after.callback(

@@ -21,7 +21,18 @@ from ..report.finding import Cure, Finding, working_first
 from ..report.headroom import NEAR_FACTOR, is_near_end, least_bits
 from ..report.record import Row, is_fault, to_record
 from .batch_snapshot import BatchSnapshot, no_second_run
-from .experiment import Change, Experiment, has_finite, in_float32, is_close, loaded, module_words, run
+from .experiment import (
+    NO_CONDITIONS,
+    Change,
+    Conditions,
+    Experiment,
+    has_finite,
+    in_float32,
+    is_close,
+    loaded,
+    module_words,
+    run,
+)
 
 MAX_RUNS = 5
 # Two are a choice; more would only cost forwards.
@@ -35,13 +46,18 @@ _NOT_BACK = "no cure was tried: the failure did not come back when the batch ran
 
 
 def try_cures(
-    snapshot: BatchSnapshot, finding: Finding, model: nn.Module, *, loss_scale: float | None = None
+    snapshot: BatchSnapshot,
+    finding: Finding,
+    model: nn.Module,
+    *,
+    conditions: Conditions = NO_CONDITIONS,
+    most_runs: int = MAX_RUNS,
 ) -> tuple[tuple[Cure, ...], tuple[str, ...]]:
-    """`(cures, remarks)`: what ends the failure when the batch of `snapshot` runs again, at most 5 times.
+    """`(cures, remarks)`: what ends the failure when the batch of `snapshot` runs again, at most `most_runs` times.
 
     Only where a format narrower than float32 takes part in what a module produced or received; for weights, buffers
     and data that were not finite before the call there is no cure here. `model` is the watched model, in which
-    `finding` names the modules. `loss_scale` is tried where the batch was called with it.
+    `finding` names the modules. The loss scale is tried where the batch was called with it.
 
     A cure works when all that the modules are given and give is finite, at least one bit of room is left, and values
     that were finite before are still about the same. Each experiment changes what a user would change who applies the
@@ -59,12 +75,24 @@ def try_cures(
     cures: list[Cure] = []
     remarks: list[str] = []
     try:
-        _Search(snapshot, finding, model, cures, remarks).go(loss_scale)
+        _Search(snapshot, finding, model, cures, remarks, most_runs, conditions).go(conditions.loss_scale)
     except _Done:
         pass
     except Exception as error:
         remarks.append(f"the search for cures ended early: {spell(error)}")
     return working_first(cures), tuple(remarks)
+
+
+def may_be_narrow(snapshot: BatchSnapshot, finding: Finding) -> bool:
+    """Whether a format narrower than float32 may take part, as far as can be told before any run."""
+    root = snapshot.module
+    tensors = [*root.parameters(), *root.buffers()]
+    tensors += [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
+    return (
+        any(one.enabled and one.dtype in NARROW for one in snapshot.autocast)
+        or any(_is_narrow(str(x.dtype)) for x in tensors)
+        or any(_is_narrow(record.dtype) for record in finding.operands)
+    )
 
 
 class _Done(Exception):  # noqa: N818
@@ -81,7 +109,11 @@ class _Search:
         model: nn.Module,
         cures: list[Cure],
         remarks: list[str],
+        most_runs: int,
+        conditions: Conditions,
     ) -> None:
+        self.most_runs = most_runs
+        self.conditions = conditions
         self.snapshot = snapshot
         self.finding = finding
         self.model = model
@@ -100,7 +132,7 @@ class _Search:
 
     def go(self, loss_scale: float | None) -> None:
         """Try one after the other, the smallest change first."""
-        if self.finding.transient is None or not self._may_be_narrow():
+        if self.finding.transient is None or not may_be_narrow(self.snapshot, self.finding):
             self.seen = self._run()
             if not any(map(is_fault, self._records(self.seen))):
                 error = self.seen.error
@@ -180,7 +212,7 @@ class _Search:
                 return None
         for name in self._ancestors():
             # The whole is known to work already, or tried below.
-            if self.runs < MAX_RUNS and self._would_fit(name, wide):
+            if self.runs < self.most_runs and self._would_fit(name, wide):
                 experiment = self._run(lambda name=name: run_in_fp32(self.modules[name]))  # type: ignore[misc]
                 if self._judge(self._in_float32(name), experiment, changed=name):
                     return wide
@@ -189,7 +221,7 @@ class _Search:
             experiment = self._run(lambda: run_in_fp32(leaf, cast_output=False))
             if self._judge(self._in_float32(self.guilty, cast_output=False), experiment):
                 return wide
-        if whole is None and self.root and not is_tried and self.runs < MAX_RUNS:
+        if whole is None and self.root and not is_tried and self.runs < self.most_runs:
             whole = self._whole()
         if whole is not None:
             self._judge(*whole, changed=self.root or None)
@@ -254,12 +286,17 @@ class _Search:
         change: Change | None = None,
         snapshot: BatchSnapshot | None = None,
     ) -> Experiment:
-        if self.runs == MAX_RUNS or sum(cure.works for cure in self.cures) >= ENOUGH:
+        if self.runs >= self.most_runs or sum(cure.works for cure in self.cures) >= ENOUGH:
             raise _Done
         self.runs += 1
         with hold():
             return run(
-                snapshot or self.snapshot, self.names, change, (self.finding.module, self.finding.label)
+                snapshot or self.snapshot,
+                self.names,
+                change,
+                (self.finding.module, self.finding.label),
+                self.conditions.allows,
+                backward=self.conditions.gradients and self.snapshot.grad,
             )
 
     def _run_loaded(self, sources: tuple[torch.dtype, ...], to: torch.dtype, change: Change) -> Experiment:
@@ -298,7 +335,7 @@ class _Search:
     def _is_finite(self, experiment: Experiment) -> bool:
         if experiment.error is not None or not self._records(experiment):
             return False
-        return set(experiment.nonfinite()) <= self._excused()
+        return set(experiment.nonfinite()) <= self._excused() and not experiment.bad_gradients
 
     def _room(self, experiment: Experiment, changed: str | None) -> float | None:
         """Bits between the largest value and the end of its format, in the record that was not finite and in the
@@ -327,19 +364,6 @@ class _Search:
         return experiment.rows(self.finding.module, self.finding.label)
 
     # What is known without a run
-
-    def _may_be_narrow(self) -> bool:
-        """Whether a narrow format may take part, as far as can be told before any run."""
-        root = self.snapshot.module
-        tensors = [*root.parameters(), *root.buffers()]
-        tensors += [
-            x for _, x in call_leaves(self.snapshot.args, self.snapshot.kwargs) if isinstance(x, Tensor)
-        ]
-        return (
-            any(one.enabled and one.dtype in NARROW for one in self.snapshot.autocast)
-            or any(_is_narrow(str(x.dtype)) for x in tensors)
-            or any(_is_narrow(record.dtype) for record in self.finding.operands)
-        )
 
     def _is_narrow(self) -> bool:
         """Whether a narrow format takes part in the guilty call, or in the record that was not finite."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,32 @@ from ..instrumentation.temporary_wrappers import wrap_calls
 from ..instrumentation.wrapped_names import named_modules
 from ..numerics._reference import _to_arithmetic
 from ..precision.casting import NARROW, autocast_kinds, first_float, replaced
-from ..recording.masked_scores import masked_scores
+from ..recording.masked_scores import MaskedScores, masked_scores
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..report.record import Row, is_fault
+from .backward_pass import mean_gradients, run_backward, with_graph, with_leaves
 from .batch_snapshot import BatchSnapshot
+
+# `allows(name, module)` is True where infinities in this module are meant, or the scores of a softmax that are.
+Allows = Callable[[str, nn.Module], bool | MaskedScores]
+
+
+def nothing_allowed(_: str, module: nn.Module) -> bool | MaskedScores:
+    """Allow no infinity but the masked scores of a softmax."""
+    return masked_scores(module)
+
+
+class Conditions(NamedTuple):
+    """The conditions of trials: the loss scale where it is known, which infinities are meant, whether gradients are
+    watched."""
+
+    loss_scale: float | None = None
+    allows: Allows = nothing_allowed
+    gradients: bool = False
+
+
+NO_CONDITIONS = Conditions()
 
 # Of the norm. bfloat16 rounds to 0.4 %, which may grow to a few percent through a deep model.
 _MOST_CHANGE = 0.25
@@ -34,12 +55,22 @@ class Call:
     autocast: torch.dtype | None
 
 
+class BackwardStart(NamedTuple):
+    """The gradients, by label, that the outputs of call `number` of module `name` had in the failed backward."""
+
+    name: str
+    number: int
+    gradients: Mapping[str, Tensor]
+
+
 @dataclass(slots=True)
 class Experiment:
     """The calls of a run in the order in which they ended, and the exception that ended the run, if one did."""
 
     calls: list[Call] = field(default_factory=list)
     error: Exception | None = None
+    # Gradients that were not finite in a backward of the run.
+    bad_gradients: list[Row] = field(default_factory=list)
     # Copies of the tensors that the run was asked to keep, one for each call that had one.
     kept: list[Tensor] = field(default_factory=list)
 
@@ -51,6 +82,15 @@ class Experiment:
         """`(module, label)` of each row that is not finite and should be."""
         for call in self.calls:
             yield from ((call.name, row.label) for row in call.rows if is_fault(row))
+
+    def keep_gradients(self, _: Any) -> Callable[[Sequence[Tensor | None], Any], None]:
+        """Return a hook of a node of the graph, which keeps the bad gradients that the node makes."""
+
+        def look(made: Sequence[Tensor | None], _: Any) -> None:
+            rows = [observe(x, "gradient", "gradient") for x in made if x is not None]
+            self.bad_gradients += filter(is_fault, rows)
+
+        return look
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +110,47 @@ def run(
     names: Mapping[nn.Module, str],
     change: Change | None = None,
     keep: tuple[str, str] | None = None,
+    allows: Allows = nothing_allowed,
+    *,
+    backward: bool = False,
+    start: BackwardStart | None = None,
 ) -> Experiment:
     """Run the batch of `snapshot` once more; keep what its forward raises as the error. KeyboardInterrupt passes.
 
-    `keep` is the `(module, label)` of a tensor that the experiment keeps a copy of. A watch of the model sees nothing
-    of it.
+    `keep` is the `(module, label)` of a tensor that the experiment keeps a copy of. With `backward` the run has a
+    graph, and a backward follows from the outputs of the batch, as if their mean were the loss, and one from `start`. A
+    watch of the model sees nothing of it.
     """
     experiment = Experiment()
     change = change or Change()
+    starts: dict[str, Tensor] = {}
+    number = -1
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal number
         name = names.get(module, "?")
-        output, call, seen_values = _changed_call(module, args, kwargs, change, name)
+        output, call, seen_values = _changed_call(module, args, kwargs, change, name, allows)
         experiment.calls.append(call)
         if keep is not None and keep[0] == name:
             experiment.kept += [
                 x.detach().clone() for label, x in seen_values if label == keep[1] and isinstance(x, Tensor)
             ]
+        if start is not None and start.name == name:
+            number += 1
+            if number == start.number:
+                starts.update(one for one in with_graph(output) if one[0] in start.gradients)
         return output
 
     try:
-        with snapshot.again() as call, wrap_calls(snapshot.module.modules(), seen):
-            call()
+        again, wanted = with_leaves(snapshot) if backward else (snapshot, [])
+        with again.again() as call, torch.enable_grad() if backward else nullcontext():
+            with wrap_calls(snapshot.module.modules(), seen):
+                output = call()
+            if start is not None and starts:
+                given = [start.gradients[label].to(x.dtype) for label, x in starts.items()]
+                run_backward(list(starts.values()), wanted, given, experiment.keep_gradients)
+            if ends := [x for _, x in with_graph(output) if backward]:
+                run_backward(ends, wanted, mean_gradients(ends), experiment.keep_gradients)
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)
@@ -114,7 +173,7 @@ def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         for table, name, own in places:
             # Tied weights stay tied.
             if own not in copies:
-                copies[own] = own.detach().to(dtype)
+                copies[own] = own.detach().to(dtype).requires_grad_(own.requires_grad)
             table[name] = copies[own]
         yield
     finally:
@@ -123,7 +182,7 @@ def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _changed_call(
-    module: nn.Module, args: Any, kwargs: Any, change: Change, name: str
+    module: nn.Module, args: Any, kwargs: Any, change: Change, name: str, allows: Allows
 ) -> tuple[Any, Call, list[Leaf]]:
     kinds = {
         kind: torch.get_autocast_dtype(kind) for kind in autocast_kinds() if torch.is_autocast_enabled(kind)
@@ -140,10 +199,10 @@ def _changed_call(
                 modes.enter_context(torch.autocast(kind, change.autocast, cache_enabled=False))
         output = module._call_impl(*args, **kwargs)
     inputs, outputs = list(call_leaves(args, kwargs)), list(leaves(output, "output"))
-    scores = masked_scores(module)
-    rows = [observe(x, label, "input", scores) for label, x in inputs]
-    rows += [observe(x, label, "output", scores) for label, x in outputs]
     autocast = next((dtype for dtype in kinds.values() if dtype in NARROW), None)
+    allowed = allows(name, module)
+    rows = [observe(x, label, "input", allowed) for label, x in inputs]
+    rows += [observe(x, label, "output", allowed) for label, x in outputs]
     return output, Call(name, tuple(rows), given, autocast), [*inputs, *outputs]
 
 

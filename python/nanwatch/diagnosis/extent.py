@@ -6,12 +6,16 @@ The words are exact. Where none fit, they say "scattered".
 from __future__ import annotations
 
 from math import prod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..numerics import _reference
 from ..numerics.ranges import local_shard, only_our_dispatch, unreadable
+
+# `(size, indices)` of each dimension.
+BadRows: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 
 # Beyond this a bool for every element, of which there are three at the worst, asks too much of a device that is full.
 MAX_ELEMENTS = 1 << 31
@@ -45,6 +49,18 @@ def describe(x: Tensor, *, max_elements: int = MAX_ELEMENTS) -> str:
         nonfinite = torch.empty(plain.shape, dtype=torch.bool, device=plain.device)
         _mark(plain.detach(), nonfinite)
         return _words(nonfinite)
+
+
+def bad_rows(x: Tensor) -> BadRows:
+    """Return for each dimension its size and the indices that hold a nan or an inf, () where all do."""
+    with only_our_dispatch(), torch.no_grad():
+        plain = _plain(x)
+        if plain is None or not 0 < plain.numel() <= MAX_ELEMENTS:
+            return ()
+        nonfinite = torch.empty(plain.shape, dtype=torch.bool, device=plain.device)
+        _mark(plain.detach(), nonfinite)
+        found = ((size, tuple(_nonfinite_indices(nonfinite, dim))) for dim, size in enumerate(plain.shape))
+        return tuple((size, rows if len(rows) < size else ()) for size, rows in found)
 
 
 def _plain(x: Tensor) -> Tensor | None:

@@ -6,7 +6,8 @@ The second run builds no graph and leaves nothing behind: `BatchSnapshot.again` 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -22,9 +23,9 @@ from ..report.record import Record, to_record
 from ..report.stored_histogram import StoredHistogram
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .diagnosis import Call, Diagnosis
-from .extent import describe
+from .extent import bad_rows, describe
 from .left_calls import left_calls
-from .provenance import ProvenanceMode
+from .provenance import ProvenanceMode, Step
 
 
 def rerun_forward(snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module) -> Diagnosis:
@@ -74,16 +75,41 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Dia
         if is_outermost
         else next((x for _, x in nonfinite if _is_that(x, finding)), None)
     )
+    spread = _spread(snapshot)
+    found = Diagnosis(
+        remarks=tuple(remarks),
+        operation=None if spread is None else spread.operation,
+        place=None if spread is None else spread.place,
+        operands=() if spread is None else spread.operands,
+    )
     if same is None:
         # The model has given it another shape.
-        extent = next((f"of {label} of the batch: {describe(x)}" for label, x in nonfinite), "")
-        return Diagnosis(extent=extent, remarks=tuple(remarks))
-    return Diagnosis(
+        return replace(
+            found, extent=next((f"of {label} of the batch: {describe(x)}" for label, x in nonfinite), "")
+        )
+    return replace(
+        found,
         extent=describe(same),
         index=_first_nonfinite(same),
-        remarks=tuple(remarks),
         spreads=_histograms(same, finding.label),
+        rows=(bad_rows(same),),
     )
+
+
+def _spread(snapshot: BatchSnapshot) -> Step | None:
+    """The operation that makes the most of a bad value that the batch was given: the first to turn inf into nan.
+
+    Else the first product, which should have masked it, else the first operation that passed it on.
+    """
+    if no_second_run():
+        return None
+    mode = ProvenanceMode(_spread.__code__, keeps_steps=True)
+    with suppress(Exception), snapshot.again() as call, mode:
+        call()
+    steps = [one for one in mode.steps or () if one.place is not None]
+    turned = [one for one in steps if one.turned]
+    products = [one for one in steps if one.operation.startswith("aten.mul.")]
+    return next(iter([*turned, *products, *steps]), None)
 
 
 def _histograms(x: Tensor, label: str) -> tuple[StoredHistogram, ...]:
@@ -264,7 +290,7 @@ class CallProbe:
             remarks.append(self._provenance.trouble)
         return Diagnosis(
             operation=None if step is None else step.operation,
-            source=None if step is None else step.source,
+            place=None if step is None else step.place,
             operands=() if step is None else step.operands,
             made=None if step is None or step.unwritten else "nan" if step.nan else "inf",
             transient=False,
@@ -273,4 +299,5 @@ class CallProbe:
             remarks=(*remarks, *(() if step is None else step.remarks), *guilty.remarks()),
             call=guilty.call,
             spreads=(*(() if step is None else step.spreads), *_histograms(x, record.label)),
+            rows=(bad_rows(x), *(() if step is None else (step.rows,))),
         )

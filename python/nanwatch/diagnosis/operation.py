@@ -144,6 +144,15 @@ class Operands(NamedTuple):
             found.append(record)
         return tuple(found)
 
+    def counts(self, *, written: Sequence[Tensor] = ()) -> frozenset[int]:
+        """The positions of the tensors that hold whole numbers only, not all of them zero, and were not `written`."""
+        gone = _memory(written)
+        return frozenset(
+            i
+            for i, x in enumerate(self.tensors)
+            if not (_is_plain(x) and x.untyped_storage()._cdata in gone) and _is_count(x)
+        )
+
     def spreads(self, *, written: Sequence[Tensor] = ()) -> tuple[StoredHistogram, ...]:
         """The spreads of the first tensors that have one and share no memory with what was `written` since."""
         gone = _memory(written)
@@ -163,6 +172,12 @@ def _memory(tensors: Sequence[Tensor]) -> set[int]:
 def _is_choice(x: Tensor) -> bool:
     # Zeros alone choose nothing: a value that has vanished looks so.
     return bool(((x == 0) | (x == 1)).all()) and bool((x == 1).any())
+
+
+def _is_count(x: Tensor) -> bool:
+    if not x.dtype.is_floating_point:
+        return not x.dtype.is_complex
+    return bool((x == x.round()).all()) and bool(x.any())
 
 
 def _is_value(kind: str) -> bool:

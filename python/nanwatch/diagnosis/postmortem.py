@@ -14,16 +14,24 @@ from typing import TypeVar
 from torch import nn
 
 from ..capsule.capsule import write_capsule
+from ..instrumentation.wrapped_names import named_modules
 from ..report.errors import spell
-from ..report.finding import Finding
+from ..report.finding import Finding, working_first
 from ..report.frame import Frame
 from ..report.report import Report
 from ..util.numbered import make_numbered
 from .backward_rerun import rerun_backward
-from .batch_snapshot import BatchSnapshot
-from .cures import try_cures
+from .batch_snapshot import BatchSnapshot, Forwards, no_second_run
+from .cures import MAX_RUNS, may_be_narrow, try_cures
 from .diagnosis import Call, Diagnosis, enrich
+from .experiment import Allows, Conditions, nothing_allowed
 from .forward_rerun import rerun_forward
+from .patches import KEPT_FOR_FORMATS, MOST_RUNS, Found, try_patches
+from .samples import dataset_indices, find_samples
+
+PATCH_FILE = "cure.patch"
+# After a failure, whatever they show: each may be the forward of a large model.
+MOST_FORWARDS = 8
 
 _T = TypeVar("_T")
 _FORMS: dict[str, Callable[[Report], str]] = {
@@ -42,11 +50,14 @@ def post_mortem(
     examines: bool,
     reason: str = "",
     loss_scale: float | None = None,
+    allows: Allows = nothing_allowed,
+    gradients: bool = False,
 ) -> Report:
     """The report with what a second run of the batch shows, if it `examines`, and written to `output_dir` if any.
 
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
-    that of the batch, where it is known.
+    that of the batch, where it is known, `allows` says which infinities are meant, and `gradients` whether
+    gradients are watched.
     """
     finding = report.finding
     if finding is None:
@@ -59,7 +70,10 @@ def post_mortem(
         )
         remarks.append(f"the batch was not run a second time: {why}")
     elif examines and snapshot is not None and finding.phase != "step":
-        finding, diagnosis = _look(finding, report.frames, snapshot, model, loss_scale, remarks)
+        snapshot = replace(snapshot, forwards=Forwards())
+        finding, diagnosis = _look(
+            finding, report.frames, snapshot, model, Conditions(loss_scale, allows, gradients), remarks
+        )
     finding = replace(finding, remarks=(*finding.remarks, *remarks))
     if output_dir is None:
         return replace(report, finding=finding)
@@ -71,25 +85,76 @@ def _look(
     frames: Sequence[Frame],
     snapshot: BatchSnapshot,
     model: nn.Module,
-    loss_scale: float | None,
+    conditions: Conditions,
     remarks: list[str],
 ) -> tuple[Finding, Diagnosis | None]:
     """The finding with what a second run of the batch shows, and with the cures where it failed again."""
     if finding.phase == "backward":
-        seen = rerun_backward(snapshot, finding, frames, model=model, loss_scale=loss_scale)
-        return enrich(finding, seen), seen
+        seen = rerun_backward(snapshot, finding, frames, model=model, conditions=conditions)
+        return _sampled(enrich(finding, seen), seen, snapshot, model, conditions.allows, remarks), seen
     diagnosis = _attempt("the closer look", lambda: rerun_forward(snapshot, finding, model=model), remarks)
     if diagnosis is None:
         return finding, None
     closer = enrich(finding, diagnosis)
-    if diagnosis.transient is False:
+    if diagnosis.transient is False or (finding.origin == "data" and diagnosis.place is not None):
         if doubts := snapshot.doubts():
             remarks.append(f"no cure was tried, as {doubts[0]}")
-        elif tried := _attempt(
-            "trying cures", lambda: try_cures(snapshot, closer, model, loss_scale=loss_scale), remarks
-        ):
-            closer = replace(closer, cures=tried[0], remarks=(*closer.remarks, *tried[1]))
-    return closer, diagnosis
+        else:
+            closer = _cured(closer, diagnosis, snapshot, model, conditions, remarks)
+    return _sampled(closer, diagnosis, snapshot, model, conditions.allows, remarks), diagnosis
+
+
+def _cured(
+    finding: Finding,
+    diagnosis: Diagnosis,
+    snapshot: BatchSnapshot,
+    model: nn.Module,
+    conditions: Conditions,
+    remarks: list[str],
+) -> Finding:
+    """The finding with the cures that were tried: changes of the source first, as they are the smallest."""
+    is_narrow = may_be_narrow(snapshot, finding)
+    found = Found()
+    if diagnosis.place is not None:
+        most = MOST_RUNS - (KEPT_FOR_FORMATS if is_narrow else 1)
+        found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, conditions=conditions)
+    cures, more = found.cures, found.remarks
+    if is_narrow or not cures:
+        most = min(MAX_RUNS, MOST_RUNS - found.runs)
+        tried = _attempt(
+            "trying cures",
+            lambda: try_cures(snapshot, finding, model, conditions=conditions, most_runs=most),
+            remarks,
+        )
+        if tried is not None:
+            cures, more = [*cures, *tried[0]], [*more, *tried[1]]
+    return replace(finding, cures=working_first(cures), remarks=(*finding.remarks, *more))
+
+
+def _sampled(
+    finding: Finding,
+    diagnosis: Diagnosis,
+    snapshot: BatchSnapshot,
+    model: nn.Module,
+    allows: Allows,
+    remarks: list[str],
+) -> Finding:
+    """The finding with the samples that carry the failure, where the forwards that are left show them."""
+    made = 0 if snapshot.forwards is None else snapshot.forwards.made
+    if not diagnosis.rows or diagnosis.transient or no_second_run() or snapshot.doubts():
+        return finding
+    names = {one.module: one.name for one in named_modules(model)}
+    samples = _attempt(
+        "the search for samples",
+        lambda: find_samples(
+            snapshot, names, diagnosis.rows, MOST_FORWARDS - made, allows=allows, start=diagnosis.start
+        ),
+        remarks,
+    )
+    if not samples:
+        return finding
+    indices = dataset_indices(snapshot, samples)
+    return replace(finding, samples=samples, remarks=(*finding.remarks, *([indices] if indices else ())))
 
 
 def _attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None:
@@ -123,6 +188,11 @@ def _write(
         remarks.append(f"no capsule was written: {why}")
     elif made := _attempt(
         "writing the capsule", lambda: _write_capsule(folder, call, snapshot, finding, report.rank), remarks
+    ):
+        files.append(str(made))
+    patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
+    if patch and (
+        made := _attempt(f"writing {PATCH_FILE}", lambda: _write_whole(folder / PATCH_FILE, patch), remarks)
     ):
         files.append(str(made))
     return _write_forms(report, finding, folder, _FORMS, files, remarks)

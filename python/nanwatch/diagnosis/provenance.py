@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import isinf, isnan
 from pathlib import Path
 from types import CodeType, FrameType
@@ -26,6 +27,8 @@ from ..recording.observe import read
 from ..report.errors import spell
 from ..report.record import MASK, Record
 from ..report.stored_histogram import StoredHistogram
+from .diagnosis import Place
+from .extent import BadRows, bad_rows
 from .operation import Operands, Operation, operation_of
 from .storage_writes import StorageWriteLog
 
@@ -42,9 +45,10 @@ _HANDLERS = ("__torch_dispatch__", "__torch_function__")
 class Step:
     """One operation that left a value that is not finite.
 
-    `origin` is the step that began its non-finite values, None when it began them itself; only then are `source`,
-    `operands`, `remarks` and `spreads` filled. `meant`: they are infinities that are there on purpose; only of them are
-    the signs known. `unwritten` stands for memory that was allocated and that nothing was seen to write.
+    `origin` is the step that began its non-finite values, None when it began them itself; only then are `place`,
+    `operands`, `remarks`, `spreads` and `rows` (of the first tensor) filled. `meant`: they are infinities that are
+    there on purpose; only of them are the signs known. `unwritten` stands for memory that was allocated and that
+    nothing was seen to write.
     """
 
     number: int
@@ -54,11 +58,18 @@ class Step:
     neginf: bool = False
     meant: bool = False
     unwritten: bool = False
+    turned: bool = False
     origin: Step | None = None
-    source: str | None = None
+    place: Place | None = None
     operands: tuple[Record, ...] = ()
     remarks: tuple[str, ...] = ()
     spreads: tuple[StoredHistogram, ...] = ()
+    rows: BadRows = ()
+
+    @property
+    def source(self) -> str | None:
+        """The place as "/path/file.py:123"."""
+        return None if self.place is None else str(self.place)
 
     @property
     def values(self) -> str:
@@ -70,14 +81,16 @@ class Step:
 class ProvenanceMode(TorchDispatchMode):
     """Mode that reads each operation of this thread. `origin` then tells where a non-finite tensor comes from.
 
-    `outermost` is the code of the function above which there are no frames of the program. No result is changed and
+    `outermost` is the code of the function above which there are no frames of the program. With `keeps_steps` all steps
+    are in `steps`, with `turned` where an infinity became nan. No result is changed and
     nothing is raised but what the operations raise; what could not be followed is told in `trouble`.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, outermost: CodeType) -> None:
+    def __init__(self, outermost: CodeType, *, keeps_steps: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[Step] | None = [] if keeps_steps else None
         self.active = True
         self.trouble: str | None = None
         self._outermost = outermost
@@ -120,7 +133,7 @@ class ProvenanceMode(TorchDispatchMode):
         self._number += 1
         targets = operation.targets(args, kwargs, result)
         if operation.allocates:
-            step = Step(self._number, operation.name, unwritten=True, source=self._source())
+            step = Step(self._number, operation.name, unwritten=True, place=self._place())
             step.remarks = (
                 "this memory was allocated and not written by any operation that was seen: it was used as it was"
                 " found, or a kernel wrote it that does not go through PyTorch's dispatcher",
@@ -141,8 +154,17 @@ class ProvenanceMode(TorchDispatchMode):
             given = before or self._given(operation, args, kwargs)
             if self._trace(step, operation, given, nonfinite):
                 step.remarks += _masked_rows(operation, args, kwargs)
+            if self.steps is not None:
+                self._keep(step, given)
             for x in nonfinite:
                 self._writes.put(x, step)
+
+    def _keep(self, step: Step, given: Operands) -> None:
+        assert self.steps is not None
+        step.turned = step.nan and not any(isnan(row.abs_max or 0.0) for row in given.rows)
+        if step.place is None:
+            step.place, step.operands = self._place(), given.records()
+        self.steps.append(step)
 
     def _trace(self, step: Step, operation: Operation, given: Operands, nonfinite: Sequence[Tensor]) -> bool:
         """Fill in where the step's non-finite values come from; True when it began them."""
@@ -159,10 +181,11 @@ class ProvenanceMode(TorchDispatchMode):
         if is_live or (sources and step.meant):
             step.origin = _origin(sources, step.nan)
             return False
-        step.source = self._source()
         written = nonfinite if operation.written else ()
+        step.place = self._place(given.counts(written=written))
         step.operands = given.records(written=written)
         step.spreads = given.spreads(written=written)
+        step.rows = () if step.meant else bad_rows(nonfinite[0])
         step.remarks = (
             *(f"{operation.name} was given the number {name} = {value!r}" for name, value in given.numbers),
             *(
@@ -173,18 +196,27 @@ class ProvenanceMode(TorchDispatchMode):
         )
         return True
 
-    def _source(self) -> str | None:
-        """The innermost line of the program: neither PyTorch's nor ours, nor that of a mode which handed it on."""
-        found = None
+    def _place(self, counts: frozenset[int] = frozenset()) -> Place | None:
+        """Return the innermost line of the program: neither PyTorch's nor ours, nor that of a mode on the way."""
+        found: FrameType | None = None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not self._outermost:
             code = frame.f_code
             if code.co_name in _HANDLERS:
                 found = None
             elif found is None and not code.co_filename.startswith(SKIPPED_FILES):
-                found = f"{code.co_filename}:{frame.f_lineno}"
+                found = frame
             frame = frame.f_back
-        return found
+        if found is None:
+            return None
+        return Place(found.f_code.co_filename, found.f_lineno, _positions(found), counts)
+
+
+def _positions(frame: FrameType) -> tuple[int | None, int | None, int | None, int | None] | None:
+    """Return where the expression stands that the frame computes; None before Python 3.11, which does not know."""
+    if sys.version_info < (3, 11):
+        return None
+    return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
 
 
 def _origin(steps: Sequence[Step], nan: bool) -> Step | None:

@@ -17,11 +17,20 @@ Origin: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]
 
 @dataclass(frozen=True, slots=True)
 class Cure:
-    """A change tried on the failing call: what it was, whether it cured, and the bits of room it left."""
+    """A change tried on the failing batch: what it was, whether it cured, and the bits of room it left.
+
+    `patch` is the change as a unified diff that `git apply` takes, "" where it is no change of a source file. Its paths
+    begin with a/ and b/ and are relative to the top of the git work tree that holds the file, else to the folder that
+    was current. `code` is the code to write, "" where `what` has it: the new statement, without indentation. `effect`
+    says what the change does to values that were finite, such as "changes 3 of 4,096 elements, the others bit-equal".
+    """
 
     what: str
     works: bool
     headroom_bits: float | None = None
+    patch: str = ""
+    effect: str = ""
+    code: str = ""
 
     @property
     def verdict(self) -> str:
@@ -32,7 +41,8 @@ class Cure:
 
     def __str__(self) -> str:
         room = "" if self.headroom_bits is None else f", {self.headroom_bits:.1f} bits of room left"
-        return f"{self.verdict}: {self.what}{room}"
+        effect = f"; {self.effect}" if self.effect else ""
+        return f"{self.verdict}: {self.what}{room}{effect}"
 
 
 def working_first(cures: Iterable[Cure]) -> tuple[Cure, ...]:
@@ -55,7 +65,8 @@ class Finding:
     have come), `transient`, `cures` and `spreads` (of the operands as they were, and of the non-finite tensor) hold
     what a closer look at the failing call found, and are empty without one. `sequence` is the place of the non-finite
     frame among all frames of its batch, from 0, also those that were dropped before it; None where they were not
-    counted.
+    counted. `samples` are the few samples of the batch, by their index in the first dimension, without which the batch
+    is finite and which alone fail again; empty where there are no such samples or nobody looked.
     """
 
     module: str
@@ -81,6 +92,7 @@ class Finding:
     sequence: int | None = None
     spreads: tuple[StoredHistogram, ...] = ()
     made: Value | None = None
+    samples: tuple[int, ...] = ()
 
 
 def find(

@@ -24,6 +24,7 @@ from ..util.imports import needed
 from ..util.progress import Tell, silent
 from ..util.visible import visible
 from . import text
+from .cure_text import Kind, patch_lines
 from .frame import Frame
 from .headroom import NEAR_FACTOR, by_module, headroom_bits, shrinking
 from .record import Record
@@ -45,7 +46,15 @@ _TREE_OPEN = 60  # a tree with more nodes than fit a screen or two is unfolded o
 
 WIDEST_BAR = 40.0  # bits; float16 has 40 from its smallest number to its largest
 
-_ADVICE = ("Where", "Why", "Next")  # of text.finding_lines; the rest of a finding is told by its fields
+_ADVICE = (
+    "Where",
+    "Why",
+    "Data",
+    "Next",
+)  # of text.finding_lines; the rest of a finding is told by its fields
+
+# A line of a patch, for readers who do not see its colour.
+_ELEMENTS: dict[Kind, str] = {"head": "span", "same": "span", "old": "del", "new": "ins"}
 
 
 def report_html(
@@ -72,6 +81,8 @@ def report_html(
         finding=finding,
         advice=_advice(frames, finding),
         headline=next(text.styled_lines(frames, finding, batch))[1],  # which knows when nothing was read
+        patch_lines=patch_lines,
+        elements=_ELEMENTS,
         operands=_operands(finding),
         shrinking=shrinking(frames),
         bars=_bars(frames),

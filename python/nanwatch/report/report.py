@@ -13,7 +13,7 @@ from ..util import reading
 from ..util.progress import Tell, silent, wants_color
 from . import text
 from .attempt import Attempt, read_attempt
-from .finding import Finding
+from .finding import Cure, Finding
 from .frame import Frame
 from .record import Record
 
@@ -111,13 +111,23 @@ def _health(value: Any, where: str) -> TensorHealth:
 
 
 _RECORD = reading.of(Record, health=reading.optional(_health))
-_FINDING = reading.of(Finding, operands=reading.tuple_of(_RECORD))
+_CURE = reading.of(Cure)
+
+
+def _cure(value: Any, where: str) -> Cure:
+    if isinstance(value, dict):
+        value = {"patch": "", "effect": "", "code": "", **value}  # earlier reports have none of them
+    return _CURE(value, where)
+
+
+_FINDING = reading.of(Finding, operands=reading.tuple_of(_RECORD), cures=reading.tuple_of(_cure))
 
 
 def read_finding(value: Any, where: str) -> Finding:
     """Return the finding that a JSON document has there. Raises ValueError."""
     if isinstance(value, dict):
-        value = {"sequence": None, "spreads": [], "made": None, **value}  # earlier reports have none of them
+        # Earlier reports have none of them.
+        value = {"sequence": None, "spreads": [], "made": None, "samples": [], **value}
     return _FINDING(value, where)
 
 

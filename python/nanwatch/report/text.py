@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from ..numerics.formats import limits
 from ..util.imports import needed
 from ..util.visible import visible
-from .finding_text import next_backward, next_forward, why_backward, why_forward
+from .cure_text import cure_lines
+from .finding_text import next_backward, next_forward, samples_words, why_backward, why_forward
 from .headroom import has_vanished, shrinking
 from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, SKIPPED_STEP, Record
 
@@ -123,11 +124,13 @@ def _finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
         lines.append(f"Room:  headroom in {shrunk.dtype} fell {shrunk}.")
     lines += [] if frame is None else _vanished(frame)
     lines += _by(finding)
+    if finding.samples:
+        lines.append(f"Data:  {samples_words(finding.samples)}")
+    lines += [line for cure in finding.cures for line in cure_lines(cure)]
     following = (
         next_forward(finding, frame, record, frames) if is_forward else next_backward(finding, frame, record)
     )
     lines.append(f"Next:  {following}")
-    lines += [f"Cure:  {cure}" for cure in finding.cures]
     lines += [f"Note:  {remark}." for remark in finding.remarks]
     lines += [f"File:  {path}" for path in finding.files]
     return lines

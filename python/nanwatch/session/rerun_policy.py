@@ -79,6 +79,8 @@ class RerunPolicy:
         self._failed: _Ended | None = None
         self._keeps_ended = options.gradients
         self._scaler = options.scaler
+        # A module that is not watched is not judged either.
+        self._allows = lambda name, module: not options.observes(name) or options.allows_inf(name, module)
 
     def batch_started(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -155,6 +157,8 @@ class RerunPolicy:
                 examines=self.keeps_start,
                 reason=reason,
                 loss_scale=self._loss_scale(),
+                allows=self._allows,
+                gradients=self._keeps_ended,
             )
         except Exception as error:  # the first report is not lost for the second
             warn_user(f"nanwatch could not look closer at a failure: {spell(error)}", may_raise=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,20 @@ class Outcome(NamedTuple):
     backward: bool
 
 
+class Seen(NamedTuple):
+    """The values of the last step that ran, in the order in which they were made."""
+
+    step: int
+    values: list[Tensor]
+    bad: str
+    loss: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and all gradients are finite."""
+        return not self.bad
+
+
 class Program:
     """Source text as a module of its own."""
 
@@ -42,17 +56,30 @@ class Program:
         self.names = ModuleType(path.stem)
         exec(compile(text, self.file, "exec"), self.names.__dict__)
         self.model: nn.Module = self.names.make()
+        # Changes that no line of the source shows.
+        self.scale = 1.0
+        self.convert: Callable[[Tensor], Tensor] = lambda x: x
 
     def loss(self, output: Tensor) -> Tensor:
         """The file's own loss, or the sum of the output."""
-        return self.names.loss(output) if hasattr(self.names, "loss") else output.float().sum()
+        loss = self.names.loss(output) if hasattr(self.names, "loss") else output.float().sum()
+        return loss if self.scale == 1 else loss * self.scale
+
+    def batch(self, step: int) -> tuple[Any, ...]:
+        """The batch of a step, each tensor converted."""
+        given: tuple[Any, ...] = self.names.batch(step)
+        return tuple(self.convert(x) if isinstance(x, Tensor) else x for x in given)
+
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The file's own optimizer, if it has one."""
+        return self.names.optimizer(self.model) if hasattr(self.names, "optimizer") else None
 
     def run(self, steps: int) -> Outcome:
         """Run step by step until a step is not finite."""
-        optimizer = self.names.optimizer(self.model) if hasattr(self.names, "optimizer") else None
+        optimizer = self.optimizer()
         for step in range(steps):
             self.model.zero_grad()
-            output = self.model(*self.names.batch(step))
+            output = self.model(*self.batch(step))
             loss = self.loss(output)
             loss.backward()
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -63,6 +90,29 @@ class Program:
             if optimizer is not None:
                 optimizer.step()
         return outcome
+
+    def look(self, steps: int) -> Seen:
+        """Run until a step is not finite. Return the values of its module calls, loss and gradients."""
+        optimizer = self.optimizer()
+        for step in range(steps):
+            values: list[Tensor] = []
+            self.model.zero_grad()
+            with _Outputs(self.model, values):
+                output = self.model(*self.batch(step))
+            loss = self.loss(output)
+            loss.backward()
+            gradients = {
+                f"{name}.grad": p.grad for name, p in self.model.named_parameters() if p.grad is not None
+            }
+            ends = {"output": output, "loss": loss, **gradients}
+            bad = ", ".join(name for name, x in ends.items() if not _finite(_tensors(x)))
+            if bad:
+                break
+            if optimizer is not None:
+                optimizer.step()
+        # Behind a loss that is nan a gradient may be finite and mean nothing.
+        values += gradients.values() if _finite([loss]) else ()
+        return Seen(step, [x.detach() for x in values], bad, float(loss.detach()))
 
     def faults(self, phase: str, steps: int) -> list[Fault]:
         """The operations that make the first non-finite values of the last step, in the order in which they run."""
@@ -94,7 +144,7 @@ class Program:
                     re.escape(self.file) + '", line (\\d+)', "".join(node.metadata["traceback_"])
                 )
                 line = self.lines[int(numbers[-1]) - 1].strip()
-                found.append(Fault(node.metadata.get("module", OUTSIDE), _operation(node.name()), line))
+                found.append(Fault(node.metadata.get("module", OUTSIDE), operation_of(node.name()), line))
 
         return look
 
@@ -126,6 +176,23 @@ class _Names:
 
     def __enter__(self) -> _Names:
         return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class _Outputs:
+    """Collects the tensors that module calls return."""
+
+    def __init__(self, model: nn.Module, values: list[Tensor]) -> None:
+        self.handles = [
+            module.register_forward_hook(lambda _m, _a, output: values.extend(_tensors(output)))
+            for module in model.modules()
+        ]
+
+    def __enter__(self) -> None:
+        pass
 
     def __exit__(self, *_: object) -> None:
         for handle in self.handles:
@@ -170,8 +237,11 @@ def _Tags(model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _operation(node: str) -> str:
-    name = re.sub(r"Backward\d*$", "", node)
+def operation_of(name: str) -> str:
+    """The name in torch.ops.aten of `aten.div.Tensor`, or of the node `DivBackward0`."""
+    if name.startswith("aten."):
+        return name.split(".")[1].removesuffix("_")
+    name = re.sub(r"Backward\d*$", "", name)
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     return {"softmax": "_softmax"}.get(name, name)
 

@@ -14,6 +14,7 @@ import nanwatch
 from nanwatch.diagnosis import cures as cures_module
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.cures import try_cures
+from nanwatch.diagnosis.experiment import Conditions
 from nanwatch.report.finding import Cure
 from nanwatch.report.record import Record
 from support.overflows import (
@@ -179,10 +180,10 @@ def test_a_smaller_loss_scale(scale: Any) -> None:
     """A scale that the batch was called with is made smaller, and what is told makes the call finite."""
     model = Scaled()
     start, finding = failed(model, big(3.0), autocast=HALF, scale=scale)
-    first, *others = try_cures(start, finding, model, loss_scale=65536.0)[0]
+    first, *others = try_cures(start, finding, model, conditions=Conditions(65536.0))[0]
     assert Cure("a loss scale of 256 in place of 65536", True, first.headroom_bits) == first
     assert is_finite(model, (big(3.0),), {"scale": 256.0}, HALF, "clamp the input of `layer` to ±inf")
-    assert try_cures(start, finding, model, loss_scale=3.5)[0] == tuple(others)
+    assert try_cures(start, finding, model, conditions=Conditions(3.5))[0] == tuple(others)
 
 
 def test_autocast_inside_the_model() -> None:

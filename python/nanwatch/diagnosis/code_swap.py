@@ -1,0 +1,228 @@
+"""Other source for a function that exists, for the calls of one thread and for a time.
+
+The edited function is compiled from its whole file, and its code takes the place of the function's own. It holds both
+bodies, the edited one for the thread of the trial and the old one for all others.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from ..instrumentation.temporary_wrappers import ExclusiveRun
+from .source_file import SourceFile, Span
+
+_FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+# Stands for the Probe in compiled code, until the Probe itself takes its place among the constants.
+_STAND_IN = "nanwatch.diagnosis.code_swap.Probe"
+
+
+class Target(NamedTuple):
+    """The functions that run a line, which share one code, and the file that they were compiled from."""
+
+    functions: tuple[FunctionType, ...]
+    file: SourceFile
+    node: _FunctionNode
+
+    @property
+    def code(self) -> CodeType:
+        """The code as it is now."""
+        return self.functions[0].__code__
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The globals of the functions."""
+        return self.functions[0].__globals__
+
+
+class Probe:
+    """Chooses the body that a call runs, and collects values of the edited one.
+
+    `values` has, for each expression that is looked at by its number, what its evaluations gave to `keep`.
+    """
+
+    def __init__(self, keep: Callable[[Any], Any] = lambda value: value) -> None:
+        self.values: dict[int, list[Any]] = {}
+        self.was_run = False
+        self._keep = keep
+        self._exclusive = ExclusiveRun()
+
+    def here(self) -> bool:
+        """Whether this call is one of the trial."""
+        found = self._exclusive.is_ours()
+        self.was_run = self.was_run or found
+        return found
+
+    def seen(self, value: Any, number: int) -> Any:
+        """Keep a value, and return it."""
+        self.values.setdefault(number, []).append(self._keep(value))
+        return value
+
+
+def find_target(filename: str, line: int) -> Target | str:
+    """Return the innermost function object that runs this line of this file, or why there is none to exchange."""
+    file = SourceFile.load(filename)
+    if file is None:
+        return f"the source of {filename} is not at hand"
+    functions: list[FunctionType] = []
+    for one in gc.get_objects():
+        # type() and not isinstance(), which asks an object for its __class__.
+        if type(one) is FunctionType and one.__code__.co_filename == filename and _runs(one.__code__, line):
+            functions.append(one)
+    if not functions:
+        return "the line belongs to no function that could be exchanged"
+    code = max((one.__code__ for one in functions), key=lambda code: code.co_firstlineno)
+    compiled = _compiled(file.tree, file.name, code)
+    node = _node(file.tree, code)
+    if compiled is None or node is None or not _is_same(compiled, code):
+        return f"{filename} has changed since it was imported"
+    return Target(tuple(one for one in functions if one.__code__ is code), file, node)
+
+
+@contextmanager
+def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Probe) -> Iterator[None]:
+    """Inside, calls of the target in this thread run what the edited `file` has for it.
+
+    `looks` are spans in that file: the probe is given the value of the outermost expression inside each. Raises
+    ValueError where the edited function cannot take the other's place.
+    """
+    before = target.code
+    node = _node(file.tree, before)
+    if node is None:
+        raise ValueError("the edit moved the function")
+    tree = copy.deepcopy(file.tree)
+    place = _node(tree, before)
+    assert place is not None
+    for number, span in enumerate(looks):
+        _Looks(file, span, number).visit(place)
+    _join(place, target.node)
+    code = _compiled(ast.fix_missing_locations(tree), file.name, before)
+    if code is None or code.co_freevars != before.co_freevars:
+        raise ValueError("the edited function has other free variables")
+    code = _with_probe(code, probe)
+    try:
+        for one in target.functions:
+            one.__code__ = code
+        yield
+    finally:
+        for one in target.functions:
+            if one.__code__ is code:
+                one.__code__ = before
+
+
+def _runs(code: CodeType, line: int) -> bool:
+    if any(number == line for _, _, number in code.co_lines()):
+        return True
+    return any(isinstance(one, CodeType) and _runs(one, line) for one in code.co_consts)
+
+
+def _first_line(node: _FunctionNode) -> int:
+    decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
+    return min([node.lineno, *(one.lineno for one in decorators)])
+
+
+def _node(tree: ast.Module, code: CodeType) -> _FunctionNode | None:
+    """The only node that a code of this name and first line is compiled from."""
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, _FunctionNode)
+        and _first_line(node) == code.co_firstlineno
+        and getattr(node, "name", "<lambda>") == code.co_name
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _compiled(tree: ast.Module, filename: str, code: CodeType) -> CodeType | None:
+    """The code of that name and first line in the compiled module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        left: list[CodeType] = [compile(tree, filename, "exec", dont_inherit=True)]
+    while left:
+        one = left.pop()
+        if (one.co_name, one.co_firstlineno) == (code.co_name, code.co_firstlineno):
+            return one
+        left += [inner for inner in one.co_consts if isinstance(inner, CodeType)]
+    return None
+
+
+def _is_same(one: CodeType, other: CodeType) -> bool:
+    """Whether two codes do the same, wherever they were compiled."""
+    if (one.co_code, one.co_names, one.co_varnames, one.co_freevars) != (
+        other.co_code,
+        other.co_names,
+        other.co_varnames,
+        other.co_freevars,
+    ):
+        return False
+    return len(one.co_consts) == len(other.co_consts) and all(
+        _is_same(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType) else repr(a) == repr(b)
+        for a, b in zip(one.co_consts, other.co_consts, strict=True)
+    )
+
+
+def _with_probe(code: CodeType, probe: Probe) -> CodeType:
+    return code.replace(
+        co_consts=tuple(
+            _with_probe(one, probe) if isinstance(one, CodeType) else probe if one == _STAND_IN else one
+            for one in code.co_consts
+        )
+    )
+
+
+def _call(method: str, *arguments: ast.expr) -> ast.expr:
+    function = ast.Attribute(ast.Constant(_STAND_IN), method, ast.Load())
+    return ast.Call(function, list(arguments), [])
+
+
+class _Looks(ast.NodeTransformer):
+    """Gives the value of the outermost expression inside a span to the probe."""
+
+    def __init__(self, file: SourceFile, span: Span, number: int) -> None:
+        self._file = file
+        self._span = span
+        self._number = number
+        self._is_done = False
+
+    def visit(self, node: ast.AST) -> Any:
+        if not self._is_done and isinstance(node, ast.expr) and hasattr(node, "lineno"):
+            is_value = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
+            if is_value and self._span.covers(self._file.span(node)):
+                self._is_done = True
+                look = _call("seen", node, ast.Constant(self._number))
+                return ast.copy_location(look, node)
+        return self.generic_visit(node)
+
+
+def _join(edited: _FunctionNode, old: _FunctionNode) -> None:
+    """Make of the edited function one that runs the old body in calls that are no part of the trial."""
+    if isinstance(edited, ast.Lambda):
+        assert isinstance(old, ast.Lambda)
+        edited.body = ast.IfExp(_call("here"), edited.body, copy.deepcopy(old.body))
+        return
+    assert not isinstance(old, ast.Lambda)
+    declared: dict[type[ast.Global] | type[ast.Nonlocal], set[str]] = {ast.Global: set(), ast.Nonlocal: set()}
+    bodies = [edited.body, copy.deepcopy(old.body)]
+    for body in bodies:
+        body[:] = [_Undeclared(declared).visit(one) for one in body]
+    heads: list[ast.stmt] = [kind(sorted(names)) for kind, names in declared.items() if names]
+    edited.body = [*heads, ast.If(_call("here"), *bodies)]
+
+
+class _Undeclared(ast.NodeTransformer):
+    """Takes out the declarations of a function's own body: they must come before the first use of a name."""
+
+    def __init__(self, declared: dict[type[ast.Global] | type[ast.Nonlocal], set[str]]) -> None:
+        self._declared = declared
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            self._declared[type(node)] |= set(node.names)
+            return ast.copy_location(ast.Pass(), node)
+        return node if isinstance(node, _FunctionNode | ast.ClassDef) else self.generic_visit(node)

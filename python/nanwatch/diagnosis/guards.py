@@ -1,0 +1,309 @@
+"""Guards: changes that keep the operands of an operation inside its domain."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from .expressions import Site, Spelt
+
+
+class Facts(NamedTuple):
+    """The failing operation: its name in torch.ops.aten, its narrowest float format, and whether its gradient fails.
+
+    `counts`: the operands, by position, that hold whole numbers only, not all of them zero.
+    """
+
+    operation: str
+    dtype: str
+    backward: bool
+    counts: frozenset[int] = frozenset()
+
+
+class Rewrite(NamedTuple):
+    """A node, the text that takes its place, and what that does in words."""
+
+    node: ast.AST
+    text: str
+    words: str
+
+
+Guard = Callable[[Site, Spelt, Facts], Iterator[Rewrite]]
+
+# Large enough for the inverse, and the inverse of the square, to stay in the format; small against healthy values.
+_SMALL = {"float64": "1e-12", "float32": "1e-8", "bfloat16": "1e-8", "float16": "1e-4"}
+_TINY = {"float64": "1e-24", "float32": "1e-12", "bfloat16": "1e-12", "float16": "1e-4"}
+# The distance from 1 at which a derivative with a pole there is of moderate size.
+_NEAR_ONE = {"float64": "1e-9", "float32": "1e-6", "bfloat16": "1e-2", "float16": "1e-3"}
+# exp of the first leaves room for what follows; that of the second is near the end of the format.
+_EXPONENTS = {"float64": (40, 700), "float32": (20, 80), "bfloat16": (20, 80), "float16": (5, 10)}
+_LOWEST = {"float16": "-6e4"}
+_MOST_EPS = 1e-2
+_LONG = 40  # characters of an operand that may be written twice
+
+
+def small(facts: Facts) -> str:
+    """A number that may be added to a divisor."""
+    return _SMALL.get(facts.dtype, "1e-8")
+
+
+def _bounds(site: Site, node: ast.expr) -> tuple[ast.expr, dict[str, ast.expr]] | None:
+    """What the node clamps, and to what; None where it clamps nothing."""
+    spelt = site.spelt(node)
+    if spelt is None or spelt.name not in ("clamp", "clamp_min", "clamp_max") or not spelt.args:
+        return None
+    names = {"clamp": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}[spelt.name]
+    bounds = dict(zip(names, spelt.args[1:], strict=False))
+    return spelt.args[0], {**bounds, **{k: v for k, v in spelt.kwargs.items() if k in ("min", "max")}}
+
+
+def clamped(site: Site, node: ast.expr, least: str = "", most: str = "") -> str:
+    """The text of the node clamped; bounds that it has already are replaced where they are given here."""
+    given: dict[str, str] = {}
+    if (inner := _bounds(site, node)) is not None:
+        node = inner[0]
+        given = {name: site.text(bound) for name, bound in inner[1].items()}
+    given.update({name: value for name, value in (("min", least), ("max", most)) if value})
+    bounds = ", ".join(f"{name}={given[name]}" for name in ("min", "max") if name in given)
+    return f"{site.primary(node)}.clamp({bounds})"
+
+
+def _epsilon(site: Site, node: ast.expr) -> ast.expr | None:
+    """The small number that the node adds to something, None where it adds none."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
+        return None
+    for side in (node.right, node.left):
+        value = site.constant(side)
+        named = (
+            side.attr if isinstance(side, ast.Attribute) else side.id if isinstance(side, ast.Name) else ""
+        )
+        if (isinstance(value, float) and 0 < value <= _MOST_EPS) or "eps" in named.lower():
+            return side
+    return None
+
+
+def at_least(site: Site, node: ast.expr, least: str) -> Iterator[tuple[ast.expr, str]]:
+    """Yield what to replace and by what, so that the node is at least so large."""
+    if (epsilon := _epsilon(site, node)) is not None:
+        yield epsilon, least
+    yield node, clamped(site, node, least=least)
+
+
+def divisors(spelt: Spelt) -> list[tuple[int, ast.expr]]:
+    """The divisor of a division, with its position among the operands."""
+    if spelt.name in ("div", "fmod", "remainder", "floor_divide") and len(spelt.args) > 1:
+        return [(1, spelt.args[1])]
+    if spelt.name in ("reciprocal",):
+        return [(0, spelt.args[0])]
+    return []
+
+
+def guard_division(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Keep the divisor away from zero."""
+    words = "keep the divisor away from 0"
+    for position, divisor in divisors(spelt):
+        if site.constant(divisor) is not None:
+            continue
+        counted = {position, 0} if facts.operation == "reciprocal" else {position}
+        if facts.counts & counted:
+            yield Rewrite(divisor, clamped(site, divisor, least="1"), "divide by at least 1")
+        for node, text in at_least(site, divisor, small(facts)):
+            yield Rewrite(node, text, words)
+        if len(site.text(divisor)) <= _LONG:
+            mask = f"{site.operand(divisor)} == 0"
+            text = f"{site.primary(divisor)}.masked_fill({mask}, 1)"
+            yield Rewrite(divisor, text, "divide by 1 where the divisor is 0")
+        larger = "1e-3" if facts.dtype == "float16" else "1e-6"
+        for node, text in at_least(site, divisor, larger):
+            yield Rewrite(node, text, words)
+
+
+def guard_root(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Keep what a root or a power is taken of positive, as its gradient at 0 is infinite."""
+    node = spelt.args[0]
+    if isinstance(spelt.node, ast.BinOp) and isinstance(site.constant(node), int | float):
+        return
+    if 0 in facts.counts:
+        yield Rewrite(node, clamped(site, node, least="1"), "take the root of at least 1")
+    elif not facts.backward:
+        yield Rewrite(
+            node, clamped(site, node, least="0"), "keep what the root is taken of from being negative"
+        )
+    for least in dict.fromkeys((_TINY.get(facts.dtype, "1e-12"), small(facts), "1e-6")):
+        for replaced, text in at_least(site, node, least):
+            yield Rewrite(replaced, text, "keep what the root is taken of away from 0")
+    yield Rewrite(node, f"({site.text(node)} + {small(facts)})", "keep what the root is taken of away from 0")
+
+
+def guard_logarithm(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Keep what a logarithm is taken of positive."""
+    node = spelt.args[0]
+    words = "keep what the logarithm is taken of away from 0"
+    for least in dict.fromkeys((_TINY.get(facts.dtype, "1e-12"), small(facts), "1e-6")):
+        for replaced, text in at_least(site, node, least):
+            yield Rewrite(replaced, text, words)
+
+
+def guard_log1p(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Keep the operand of log1p above -1."""
+    node = spelt.args[0]
+    least = f"-1 + {_NEAR_ONE.get(facts.dtype, '1e-6')}"
+    yield Rewrite(node, clamped(site, node, least=least), "keep what log1p is taken of above -1")
+
+
+def guard_exponential(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Keep the exponent below the logarithm of the largest number."""
+    node = spelt.args[0]
+    for most in _EXPONENTS.get(facts.dtype, (20, 80)):
+        yield Rewrite(node, clamped(site, node, most=str(most)), f"keep the exponent at {most} or less")
+
+
+def guard_arc(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Keep the operand of acos, asin or atanh inside (-1, 1)."""
+    node = spelt.args[0]
+    for gap in (_NEAR_ONE.get(facts.dtype, "1e-6"), "1e-4"):
+        text = clamped(site, node, f"-1 + {gap}", f"1 - {gap}")
+        yield Rewrite(node, text, f"keep the operand of {spelt.name} inside -1 to 1")
+
+
+def guard_angle(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Take the angle by atan2, whose gradient at 0 is finite, of numbers that are not tiny."""
+    z = site.primary(spelt.args[0])
+    if site.torch:
+        words = "take the angle by atan2, whose gradient at 0 is 0"
+        yield Rewrite(spelt.node, f"{site.torch}.atan2({z}.imag, {z}.real)", words)
+        real = f"{site.torch}.where({z}.abs() < 1e-10, 1e-10, {z}.real)"
+        yield Rewrite(spelt.node, f"{site.torch}.atan2({z}.imag, {real})", "take the angle of no tiny number")
+
+
+def guard_softmax(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Give a softmax finite scores, so that a row that is masked everywhere is uniform."""
+    node = spelt.args[0]
+    text = clamped(site, node, least=_LOWEST.get(facts.dtype, "-1e30"))
+    yield Rewrite(node, text, "mask with a finite score, so that a row masked everywhere becomes uniform")
+
+
+def guard_infinity(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Replace a literal infinity, or clamp an infinite operand of a sum or difference."""
+    lowest = _LOWEST.get(facts.dtype, "-1e30")
+    for node in reversed(spelt.args[:2]):
+        if site.constant(node) is None:
+            yield Rewrite(node, clamped(site, node, least=lowest), "keep the operand from being -inf")
+
+
+def guard_product(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Multiply by 0 where the other factor is 0: 0 times an infinity is nan."""
+    if not site.torch or len(spelt.args) < 2:
+        return
+    for factor, other in ((spelt.args[0], spelt.args[1]), (spelt.args[1], spelt.args[0])):
+        if site.constant(other) is not None or site.constant(factor) is not None:
+            continue
+        text = f"{site.torch}.where({site.operand(other)} == 0, 0.0, {site.text(factor)})"
+        replaced: ast.AST = factor
+        if isinstance(spelt.node, ast.AugAssign) and factor is spelt.args[0]:
+            continue
+        yield Rewrite(replaced, text, f"take 0 in place of the factor where `{site.text(other)}` is 0")
+
+
+def guard_spread(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Take the standard deviation or variance of the values themselves, which one value has too."""
+    call = spelt.node
+    if not isinstance(call, ast.Call):
+        return
+    words = "do not divide by the number of values less one, which is 0 for one value"
+    for name, text in (("unbiased", "False"), ("correction", "0")):
+        if name in spelt.kwargs:
+            yield Rewrite(spelt.kwargs[name], text, words)
+            return
+    yield Rewrite(call, _with_argument(site, call, "unbiased=False"), words)
+
+
+def _with_argument(site: Site, call: ast.Call, argument: str) -> str:
+    text = site.text(call)
+    has_some = bool(call.args or call.keywords)
+    body = text[:-1].rstrip().removesuffix(",")
+    return f"{body}{', ' if has_some else ''}{argument})"
+
+
+def guard_normalise(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Give F.normalize and its like an eps that the format has."""
+    if isinstance(spelt.node, ast.Call) and spelt.name in ("normalize", "cosine_similarity", "layer_norm"):
+        words = "give it an eps that the format has"
+        if "eps" in spelt.kwargs:
+            yield Rewrite(spelt.kwargs["eps"], small(facts), words)
+        else:
+            yield Rewrite(spelt.node, _with_argument(site, spelt.node, f"eps={small(facts)}"), words)
+
+
+def guard_mean(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Take the sum over at least one element in place of the mean of none."""
+    call = spelt.node
+    if not isinstance(call, ast.Call):
+        return
+    words = "take 0 for the mean of nothing"
+    if spelt.name == "mean":
+        if len(spelt.args) == 1 and not spelt.kwargs:
+            x = site.primary(spelt.args[0])
+            if len(x) <= 2 * _LONG:
+                yield Rewrite(call, _bracketed(site, call, f"{x}.sum() / max({x}.numel(), 1)"), words)
+        elif "dtype" not in spelt.kwargs:
+            dim = spelt.kwargs.get("dim") or spelt.args[1]
+            x = site.primary(spelt.args[0])
+            text = site.text(call).replace("mean(", "sum(", 1) if site.text(call).count("mean(") == 1 else ""
+            if text and isinstance(dim, ast.Constant | ast.UnaryOp):
+                text = f"{text} / max({x}.shape[{site.text(dim)}], 1)"
+                yield Rewrite(call, _bracketed(site, call, text), words)
+        return
+    for given in spelt.args[:3]:
+        text = site.primary(given)
+        if text != "self" and len(text) <= _LONG:
+            whole = site.text(call)
+            yield Rewrite(call, f"({whole} if {text}.numel() else {text}.sum() * 0.0)", words)
+
+
+def _bracketed(site: Site, node: ast.AST, text: str) -> str:
+    is_operand = isinstance(site.parent(node), ast.BinOp | ast.UnaryOp | ast.Attribute)
+    return f"({text})" if is_operand else text
+
+
+def guard_decomposition(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Move equal eigenvalues or singular values apart."""
+    if not site.torch:
+        return
+    a = site.text(spelt.args[0])
+    primary = site.primary(spelt.args[0])
+    words = "move equal singular values or eigenvalues apart, whose gradient is infinite"
+    for most in ("1e-4", "1e-3", "1e-2"):
+        shift = f"{site.torch}.linspace(0, {most}, {primary}.shape[-1], device={primary}.device)"
+        yield Rewrite(
+            spelt.args[0],
+            f"{a} + {site.torch}.eye(*{primary}.shape[-2:], device={primary}.device) * {shift}",
+            words,
+        )
+
+
+def guard_branch(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Give the branch that `where` does not take an operand that is safe: its gradient is 0 times what comes of it."""
+    inner: ast.AST = spelt.node
+    for above in site.ancestors(spelt.node):
+        where = site.spelt(above)
+        if where is not None and where.name == "where" and len(where.args) == 3 and site.torch:
+            condition, yes, no = where.args
+            place = next((one for one in (yes, no) if one is inner), None)
+            if place is not None and (node := _variable(spelt)) is not None:
+                text = site.text(condition)
+                a, b = (site.text(node), "1.0") if place is yes else ("1.0", site.text(node))
+                yield Rewrite(
+                    node,
+                    f"{site.torch}.where({text}, {a}, {b})",
+                    "give the branch that `where` does not take a safe operand",
+                )
+            return
+        inner = above
+
+
+def _variable(spelt: Spelt) -> ast.expr | None:
+    """The only operand that has names in it."""
+    found = [x for x in spelt.args if any(isinstance(y, ast.Name) for y in ast.walk(x))]
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,252 @@
+"""Cures that are changes of the source: each is compiled and run on the failing batch in its function's place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..instrumentation.wrapped_names import named_modules
+from ..numerics._reference import _to_arithmetic
+from ..recording.walk import leaves
+from ..report.errors import spell
+from ..report.finding import Cure, Finding
+from .batch_snapshot import BatchSnapshot
+from .code_swap import Probe, exchanged, find_target
+from .diagnosis import Place
+from .experiment import NO_CONDITIONS, BackwardStart, Conditions, Experiment, run
+from .expressions import Change, Site
+from .guards import Facts
+from .rules import changes, operation_name
+from .source_file import SourceFile, Span
+
+# Forwards after a failure: eight, one of which finds the operation.
+MOST_RUNS = 7
+# Of them, where a narrow format takes part: for runs in wider ones.
+KEPT_FOR_FORMATS = 3
+# Of the norm of the values that were finite. More would be another model.
+_MOST_CHANGE = 0.01
+# What a zero may become: any change of it is large against itself.
+_MOST_AT_ZERO = 1e-2
+# Changes of the line itself that come before those of the lines above it.
+_FIRST = 3
+# Larger values are not kept for the comparison.
+_MOST_ELEMENTS = 1 << 24
+_FORMATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(slots=True)
+class Found:
+    """The cures that work, remarks, and the number of forwards used."""
+
+    cures: list[Cure] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    runs: int = 0
+
+
+def try_patches(
+    snapshot: BatchSnapshot,
+    finding: Finding,
+    model: nn.Module,
+    place: Place,
+    *,
+    most_runs: int,
+    conditions: Conditions = NO_CONDITIONS,
+    start: BackwardStart | None = None,
+) -> Found:
+    """Try changes of the line at `place` on the batch, at most so many forwards, until one works.
+
+    A change works when all that the modules are given and give is finite, every gradient of a backward from the outputs
+    (where the batch was run with a graph), and values of the changed expression that were finite stay about the same.
+    Raises nothing of its own: what goes wrong is a remark.
+    """
+    found = Found()
+    try:
+        target = find_target(place.filename, place.line)
+        if isinstance(target, str):
+            found.remarks.append(f"no change of the source was tried: {target}")
+            return found
+        site = Site(target, place.line)
+        facts = Facts(
+            operation_name(finding.operation or ""),
+            _narrowest(finding),
+            finding.phase == "backward",
+            place.counts,
+        )
+        is_given = finding.origin == "data"
+        _Search(snapshot, model, site, conditions, start, most_runs, is_given, found).go(
+            facts, _position(site.file, place)
+        )
+    except Exception as error:
+        found.remarks.append(f"the search for a change of the source ended early: {spell(error)}")
+    return found
+
+
+def _narrowest(finding: Finding) -> str:
+    names = {one.dtype.removeprefix("torch.") for one in finding.operands}
+    return next((name for name in _FORMATS if name in names), "float32")
+
+
+def _position(file: SourceFile, place: Place) -> Span | None:
+    if place.positions is None:
+        return None
+    line, end_line, start, end = place.positions
+    if line is None or end_line is None or start is None or end is None:
+        return None
+    return file.between(line, start, end_line, end)
+
+
+class _Search:
+    def __init__(
+        self,
+        snapshot: BatchSnapshot,
+        model: nn.Module,
+        site: Site,
+        conditions: Conditions,
+        start: BackwardStart | None,
+        most_runs: int,
+        is_given: bool,
+        found: Found,
+    ) -> None:
+        self._snapshot = snapshot
+        self._site = site
+        self._conditions = conditions
+        self._start = start
+        self._most_runs = most_runs
+        self._found = found
+        self._is_given = is_given
+        self._names = {one.module: one.name for one in named_modules(model)}
+        self._before: dict[Span, list[list[Tensor]]] = {}
+
+    def go(self, facts: Facts, position: Span | None) -> None:
+        """Try the changes in order until one works."""
+        proposed = self._proposed(facts, position)
+        for change in proposed:
+            # One run is kept for the comparison.
+            if self._found.runs >= self._most_runs - 1:
+                return
+            after = self._after(change)
+            if after is None:
+                continue
+            looks = [self._site.file.moved(span, change.edits) for span in change.looks]
+            probe = Probe(_kept)
+            if not self._runs_finite(after, looks, probe):
+                continue
+            effect, is_small = self._effect(change, probe, proposed)
+            if is_small:
+                self._found.cures.append(self._cure(change, after, effect))
+                return
+
+    def _proposed(self, facts: Facts, position: Span | None) -> list[Change]:
+        """The changes of the line itself, and of the lines that define the names in it, in the order of the trials."""
+        own = list(changes(self._site, facts, position))
+        around = [
+            list(changes(Site(self._site.target, line), facts._replace(operation="", counts=frozenset())))
+            for line in self._site.definitions()
+        ]
+        nearest = [one for few in around for one in few[:1]]
+        others = [one for few in around for one in few[1:]]
+        ordered = [*own[:_FIRST], *nearest, *own[_FIRST:], *others]
+        return list({change.edits: change for change in reversed(ordered)}.values())[::-1]
+
+    def _after(self, change: Change) -> SourceFile | None:
+        try:
+            return self._site.file.edited(change.edits)
+        except SyntaxError:
+            return None
+
+    def _runs_finite(self, after: SourceFile, looks: Sequence[Span], probe: Probe) -> bool:
+        experiment = self._run(exchanged(self._site.target, after, looks, probe))
+        # Bad data stays bad: then the modules' outputs and the gradients have to be finite.
+        bad = [
+            label for _, label in experiment.nonfinite() if label.startswith("output") or not self._is_given
+        ]
+        return experiment.error is None and probe.was_run and not bad and not experiment.bad_gradients
+
+    def _effect(self, change: Change, probe: Probe, proposed: Sequence[Change]) -> tuple[str, bool]:
+        if not self._before:
+            spans = list(dict.fromkeys(span for one in proposed for span in one.looks))
+            unchanged = Probe(_kept)
+            # What is nan ends nothing here; an exception may, of the model's own check.
+            self._run(exchanged(self._site.target, self._site.file, spans, unchanged))
+            self._before = {span: unchanged.values.get(i, []) for i, span in enumerate(spans)}
+        pairs = [
+            (old, new)
+            for i, span in enumerate(change.looks)
+            for old_values, new_values in zip(self._before[span], probe.values.get(i, []), strict=False)
+            for old, new in zip(old_values, new_values, strict=False)
+        ]
+        return effect_of(pairs)
+
+    def _cure(self, change: Change, after: SourceFile, effect: str) -> Cure:
+        file = self._site.file
+        line = file.line_of(change.edits[0].span)
+        old, new = (_statement(one, line) for one in (file, after))
+        patch = file.patch(after)
+        where = f"{Path(file.name).name}:{line}"
+        written = " and ".join(f"`{one.text}`" for one in change.edits)
+        replaced = " and ".join(f"`{file.part(one.span)}`" for one in change.edits)
+        what = f"{change.words}: write {written} for {replaced} at {where}"
+        return Cure(
+            " ".join(what.split()), True, None, patch, effect, "" if patch else new if new != old else ""
+        )
+
+    def _run(self, hold: AbstractContextManager[Any]) -> Experiment:
+        self._found.runs += 1
+        with hold:
+            return run(
+                self._snapshot,
+                self._names,
+                allows=self._conditions.allows,
+                backward=self._snapshot.grad,
+                start=self._start,
+            )
+
+
+def _statement(file: SourceFile, line: int) -> str:
+    node = file.statement(line)
+    return "" if node is None else file.part(file.span(node))
+
+
+def _kept(value: Any) -> list[Tensor]:
+    found = [x for _, x in leaves(value, "")] if not isinstance(value, Tensor) else [value]
+    return [x.detach().clone() for x in found if isinstance(x, Tensor) and x.numel() <= _MOST_ELEMENTS]
+
+
+def effect_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[str, bool]:
+    """Say in words what has changed between old and new values, and whether finite ones are about the same."""
+    total = changed = healthy = 0
+    largest = most = at_zero = difference = norm = 0.0
+    for old, new in pairs:
+        if old.shape != new.shape:
+            return f"gives a tensor of shape {list(new.shape)} for {list(old.shape)}", False
+        old, new = _to_arithmetic(old), _to_arithmetic(new)
+        kind = torch.promote_types(torch.promote_types(old.dtype, new.dtype), torch.float64)
+        old, new = old.to(kind), new.to(kind)
+        finite = torch.isfinite(old)
+        total += old.numel()
+        changed += int((old != new).sum())
+        a, b = old[finite], new[finite]
+        moved = (a - b).abs()
+        healthy += int((moved != 0).sum())
+        if moved.numel():
+            is_zero = a == 0
+            largest, most = max(largest, float(moved.max())), max(most, float(a.abs().max()))
+            at_zero = max(at_zero, float(moved[is_zero].max()) if is_zero.any() else 0.0)
+            difference += float(moved[~is_zero].square().sum())
+            norm += float(a.abs().square().sum())
+    is_small = difference <= _MOST_CHANGE**2 * norm and at_zero <= _MOST_AT_ZERO
+    if not total:
+        return "", True
+    if not changed:
+        return f"leaves all {total:,} elements bit-equal", True
+    if not healthy:
+        others = "" if changed == total else ", the others bit-equal"
+        return f"changes {changed:,} of {total:,} elements{others}", is_small
+    size = f"finite ones by at most {largest:.1e}, of values up to {most:.1e}"
+    return f"changes {changed:,} of {total:,} elements, {size}", is_small

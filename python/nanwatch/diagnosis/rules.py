@@ -1,0 +1,142 @@
+"""Rules: which changes of the source may end the failure of an operation, the smallest first."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+from . import guards
+from .expressions import Change, Site, Spelt
+from .guards import Facts, Guard, Rewrite
+from .source_file import Edit, Span
+from .stable_forms import stable_forms
+
+_ROOT = ("sqrt", "rsqrt", "pow")
+_EXP = ("exp", "exp2", "expm1", "sinh", "cosh")
+_LOG = ("log", "log2", "log10")
+_ARC = ("acos", "asin", "atanh")
+_LOSSES = ("nll_loss", "nll_loss_forward", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy")
+
+# By the name of an operation in the source: the guards of its operands.
+_GUARDS: dict[str, tuple[Guard, ...]] = {
+    **dict.fromkeys(("div", "reciprocal", "fmod", "remainder"), (guards.guard_division,)),
+    **dict.fromkeys(_ROOT, (guards.guard_root,)),
+    **dict.fromkeys(_LOG, (guards.guard_logarithm,)),
+    **dict.fromkeys(_EXP, (guards.guard_exponential,)),
+    **dict.fromkeys(_ARC, (guards.guard_arc,)),
+    **dict.fromkeys(("softmax", "log_softmax", "logsumexp"), (guards.guard_softmax,)),
+    **dict.fromkeys(("add", "sub"), (guards.guard_infinity,)),
+    **dict.fromkeys(("std", "var"), (guards.guard_spread,)),
+    **dict.fromkeys(("normalize", "cosine_similarity"), (guards.guard_normalise,)),
+    **dict.fromkeys(("svd", "eigh"), (guards.guard_decomposition,)),
+    "log1p": (guards.guard_log1p,),
+    "angle": (guards.guard_angle,),
+    "mul": (guards.guard_product,),
+    "mean": (guards.guard_mean,),
+}
+# By the name of an operation in the dispatcher or in the graph: the names in the source that run it, where they differ.
+_SPELLINGS = {
+    "reciprocal": ("div", "reciprocal"),
+    "_softmax": ("softmax",),
+    "_log_softmax": ("log_softmax",),
+    "linalg_svd": ("svd",),
+    "_linalg_svd": ("svd",),
+    "linalg_eigh": ("eigh",),
+    "_linalg_eigh": ("eigh",),
+    "rsub": ("sub",),
+    "expm1": ("expm1",),
+    "linalg_vector_norm": ("norm", "normalize"),
+}
+
+
+def operation_name(operation: str) -> str:
+    """The name in torch.ops.aten of `aten.div.Tensor`, or of the forward of `DivBackward0`."""
+    if operation.startswith("aten."):
+        return operation.split(".")[1].removesuffix("_")
+    name = re.sub(r"Backward\d*$", "", operation.split("::")[-1])
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().removesuffix("_")
+
+
+def changes(site: Site, facts: Facts, position: Span | None = None) -> Iterator[Change]:
+    """Yield the changes of the statement that may end the failure; `position` is of the expression that failed."""
+    wanted = _SPELLINGS.get(facts.operation, (facts.operation,))
+    spelt = list(site.expressions())
+    exact = [one for one in spelt if one.name in wanted]
+    if position is not None:
+        at = [one for one in exact if site.file.span(one.node) == position]
+        exact = at + [one for one in exact if one not in at]
+    seen: set[tuple[Edit, ...]] = set()
+    for change in _in_order(site, facts, exact, spelt):
+        if change.edits not in seen:
+            seen.add(change.edits)
+            yield change
+
+
+def _in_order(site: Site, facts: Facts, exact: list[Spelt], spelt: list[Spelt]) -> Iterator[Change]:
+    for one in spelt:
+        for rewrite in stable_forms(site, one):
+            yield _change(site, one, [rewrite])
+    for one in exact if facts.operation else spelt:
+        for rewrite in guards.guard_branch(site, one, facts):
+            yield _change(site, one, [rewrite])
+    choices = [list(_guarded(site, one, facts)) for one in exact]
+    for number in range(max(map(len, choices), default=0)):
+        for one, rewrites in zip(exact, choices, strict=True):
+            if number < len(rewrites):
+                yield _change(site, one, [rewrites[number]])
+        if len(choices) > 1:
+            together = [rewrites[min(number, len(rewrites) - 1)] for rewrites in choices if rewrites]
+            if len(together) > 1 and not _overlap(site, together):
+                yield _change(site, exact[0], together)
+    yield from _infinities(site, facts)
+    others = [one for one in spelt if one not in exact and one.name in _GUARDS]
+    for one in others:
+        for rewrite in _guarded(site, one, facts):
+            yield _change(site, one, [rewrite])
+    if facts.operation in _LOSSES or facts.operation == "mean":
+        for one in spelt:
+            for rewrite in guards.guard_mean(site, one, facts):
+                yield _change(site, one, [rewrite])
+
+
+def _guarded(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    for guard in _GUARDS.get(spelt.name, ()):
+        yield from guard(site, spelt, facts)
+
+
+def _infinities(site: Site, facts: Facts) -> Iterator[Change]:
+    """Finite numbers for the infinities that the function writes."""
+    lowest = "-6e4" if facts.dtype == "float16" else "-1e30"
+    for node in ast.walk(site.target.node):
+        if isinstance(node, ast.expr) and (value := site.constant(node)) in (float("inf"), -float("inf")):
+            above = site.parent(node)
+            if isinstance(above, ast.UnaryOp) and site.constant(above) is not None:
+                continue
+            text = lowest if value == -float("inf") else lowest.removeprefix("-")
+            yield _change(site, None, [Rewrite(node, text, "write a finite number for the infinity")])
+            if value == float("inf"):
+                yield _change(site, None, [Rewrite(node, lowest, "mask with a large negative number")])
+
+
+def _overlap(site: Site, rewrites: Iterable[Rewrite]) -> bool:
+    spans = sorted(site.span(one.node) for one in rewrites)
+    return any(a.end > b.start for a, b in pairwise(spans))
+
+
+def _change(site: Site, spelt: Spelt | None, rewrites: list[Rewrite]) -> Change:
+    edits = tuple(Edit(site.span(one.node), one.text) for one in rewrites)
+    looks: list[Span] = []
+    for edit in edits:
+        around = (
+            None if spelt is None or not isinstance(spelt.node, ast.expr) else _outermost(site, spelt.node)
+        )
+        looks.append(around if around is not None and around.covers(edit.span) else edit.span)
+    return Change(edits, rewrites[0].words, tuple(dict.fromkeys(looks)))
+
+
+def _outermost(site: Site, node: ast.expr) -> Span:
+    """The span of the expression whose value matters: of the `where` around it, as not all values are taken."""
+    above = (site.spelt(one) for one in site.ancestors(node))
+    return site.span(next((one.node for one in above if one is not None and one.name == "where"), node))

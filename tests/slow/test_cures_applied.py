@@ -1,0 +1,38 @@
+"""Cures of every model of `support.cures` are applied to its source, which runs unwatched in a new process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.cures.judge import judged
+from support.cures.table import CURES
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> list[dict[str, Any]]:
+    """The verdict on each model."""
+    return judged()
+
+
+def test_nine_of_ten_are_cured(verdicts: list[dict[str, Any]]) -> None:
+    assert {one["name"] for one in verdicts} == {cure.name for cure in CURES}
+    assert [one["trouble"] for one in verdicts if one["trouble"]] == []
+    assert sum(one["works"] for one in verdicts) >= 0.9 * len(CURES), [
+        one["name"] for one in verdicts if not one["works"]
+    ]
+
+
+def test_no_cure_is_told_that_does_not_work(verdicts: list[dict[str, Any]]) -> None:
+    assert {one["name"]: one["faults"] for one in verdicts if one["faults"]} == {}
+
+
+def test_git_applies_the_patches(verdicts: list[dict[str, Any]]) -> None:
+    assert sum(one["is_patched"] for one in verdicts) >= 60
+
+
+def test_the_budget_holds(verdicts: list[dict[str, Any]]) -> None:
+    """Eight forwards beyond the training's own, and a text that fits a screen behind the frames."""
+    assert max(one["runs"] for one in verdicts) <= 8
+    assert max(one["text_lines"] for one in verdicts) < 40
