@@ -48,7 +48,7 @@ else
 endif
 PY := $(PYTHON_ENVIRONMENT) $(PY_ONLY)
 
-.PHONY: all demo test test-all test-gpu sanitize lint format bench bench-gpu selfcheck clean distclean
+.PHONY: all demo test test-all test-gpu sanitize lint format docs bench bench-gpu selfcheck clean distclean
 all: $(READY)
 
 demo: $(READY)
@@ -87,6 +87,9 @@ format: $(TOOLS)
 	$(TOOL) ruff check --fix .
 	$(TOOL) ruff format .
 	$(CLANG_FORMAT) -i $(FORMATTED)
+
+docs: $(STAMPS)/docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 bench: $(TOOLS)
 	$(PY) benchmarks/bench_range.py $(ARGS)
@@ -131,9 +134,14 @@ $(STAMPS)/tools: $(STAMPS)/package
 	@$(INSTALL) ".[test,demo,dev]"
 	@touch $@
 
+# Beside the tools, so that installing either leaves the other.
+$(STAMPS)/docs: $(STAMPS)/package pyproject.toml
+	@$(INSTALL) ".[docs]"
+	@touch $@
+
 clean:
 	rm -rf build dist python/nanwatch.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f python/nanwatch/_C*.so python/nanwatch/_build.json $(STAMPS)/native $(STAMPS)/package $(STAMPS)/tools
+	rm -f python/nanwatch/_C*.so python/nanwatch/_build.json $(STAMPS)/native $(STAMPS)/package $(STAMPS)/tools $(STAMPS)/docs
 	find python tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean

@@ -1,15 +1,15 @@
-"""One training that overflows, under each tool that looks for nan and inf: what it says, and what it costs.
+"""Compare tools that look for nan and inf on one training that overflows: their reports and their cost.
 
     python examples/compare_tools.py
     python examples/compare_tools.py --markdown cost.md --json cost.json
     python examples/compare_tools.py --quick --json -
 
-The model is a stack of gated residual blocks, trained under bfloat16 autocast with a learning rate that is far too
-high; the forward leaves the format after a few steps, nothing is planted. Every tool sees the same training from the
-same seed. Then a step that does not overflow (its learning rate is 0) is timed under each tool, the tools taking turns
-in one process, and given as a ratio to the bare step of the same round. DebugMode and the dispatch mode look at every
-operation; anomaly mode looks at gradients only, so it speaks up when the backward meets what the forward made.
-A file of `-` is stdout, which then has that document and nothing else.
+The model is a stack of gated residual blocks in bfloat16 autocast. Its learning rate is far too high, so the forward
+overflows after a few steps; nothing is planted. Every tool sees the same training from the same seed. Then a step that
+does not overflow (its learning rate is 0) is timed under each tool. The tools take turns in one process, and the table
+has the ratio to the bare step of the same round. DebugMode and the dispatch mode check every operation. Anomaly mode
+checks gradients only, so it raises when the backward meets what the forward made. A file of `-` is stdout, which then
+has that document and nothing else.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Training:
 
 
 class FiniteMode(TorchDispatchMode):
-    """What people write themselves: every result of every operation is checked."""
+    """Dispatch mode that checks every result of every operation, as people write it themselves."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -116,7 +116,7 @@ def transformers_class(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def debug_mode(model: nn.Module) -> Iterator[None]:
-    """torch's log of every operation with the L1 norm of its result; it raises nothing, so its log is searched."""
+    """Log of every operation with the L1 norm of its result, by torch. It raises nothing, so its log is searched."""
     from torch.utils._debug_mode import DebugMode
 
     with DebugMode(record_nn_module=True) as mode, DebugMode.log_tensor_hashes():
@@ -171,7 +171,7 @@ def fit(module: LitTraining, steps: int, *, detect_anomaly: bool) -> None:
 
 
 def said_by(run: Callable[[], None]) -> dict[str, Any]:
-    """What is printed, warned and raised while `run()` trains."""
+    """Return what is printed, warned and raised while `run()` trains."""
     out, error = io.StringIO(), io.StringIO()
     raised = ""
     with (
@@ -193,9 +193,9 @@ def said_by(run: Callable[[], None]) -> dict[str, Any]:
 
 
 def failing_run(tool: Tool, size: tuple[int, int]) -> tuple[dict[str, Any], int]:
-    """What the tool says of the training that overflows, and the step at which it stopped it."""
+    """Return the report of the tool on the training that overflows, and the step at which it stopped."""
     training = Training(*size, LEARNING_RATES[size[0]])
-    # Once for all steps, but around each of them where the log of a whole training would not fit in memory.
+    # One context for all steps, or one per step if the log of a whole training would not fit in memory.
     for_all, for_each = (bare, tool) if tool is debug_mode else (tool, bare)
     steps = 0
 
@@ -210,7 +210,7 @@ def failing_run(tool: Tool, size: tuple[int, int]) -> tuple[dict[str, Any], int]
 
 
 def first_bad_step(size: tuple[int, int]) -> int:
-    """The step whose forward is the first to make a value that is not finite, by the loss alone."""
+    """Return the first step whose loss is non-finite."""
     training = Training(*size, LEARNING_RATES[size[0]])
     for step in range(MAX_STEPS):
         if not training.loss().isfinite():
@@ -220,7 +220,7 @@ def first_bad_step(size: tuple[int, int]) -> int:
 
 
 def cost(size: tuple[int, int], rounds: int) -> dict[str, float]:
-    """The median over rounds of a step's time over that of the bare step in the same round."""
+    """Return the median over rounds of the ratio of a step's time to the bare step of the same round."""
     training = Training(*size, 0.0)
     tools = {"bare": bare, **TOOLS}
     ratios: dict[str, list[float]] = {name: [] for name in TOOLS}
@@ -233,7 +233,7 @@ def cost(size: tuple[int, int], rounds: int) -> dict[str, float]:
             with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 with tools[name](training.model):
-                    training.step()  # not timed: what is set up at the first step is paid once in a training
+                    training.step()  # not timed: a training pays for the set-up of the first step once
                     start = time.perf_counter()
                     training.step()
                     seconds[name] = time.perf_counter() - start
@@ -245,7 +245,7 @@ def cost(size: tuple[int, int], rounds: int) -> dict[str, float]:
 
 
 def lightning_cost(size: tuple[int, int], rounds: int) -> float:
-    """The same for a step of Lightning's Trainer, with detect_anomaly and without."""
+    """Return the same ratio for a step of Lightning's Trainer with detect_anomaly, over one without."""
     medians: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(2):
         for detect in (False, True) if turn else (True, False):
@@ -259,7 +259,7 @@ def lightning_cost(size: tuple[int, int], rounds: int) -> float:
 
 
 def shown(said: dict[str, Any], lines: int) -> str:
-    """The last lines of all that was said, as somebody scrolling up would meet them."""
+    """Return the last lines of the report, the first that somebody scrolling up would meet."""
     text = (
         "\n".join(part for part in (said["stdout"], *said["warnings"], said["raised"]) if part) or "(nothing)"
     )
@@ -270,7 +270,7 @@ def shown(said: dict[str, Any], lines: int) -> str:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The table of docs/comparison.md: a row a tool, the cheapest first, and what the ratios were measured on."""
+    """Return the table of docs/comparison.md: a row per tool, the cheapest first, and the measured machine."""
     ratios, said = document["cost"], document["said"]
     lines = ["| tool | stopped at step | step time, bare step = 1 |", "|---|---|---|"]
     for name in sorted(ratios, key=ratios.get):
@@ -286,7 +286,7 @@ def markdown(document: dict[str, Any]) -> str:
 
 
 def processor() -> str:
-    """What the processor calls itself."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -296,7 +296,7 @@ def processor() -> str:
 
 
 def write(path: str, text: str) -> None:
-    """Into the file, or to stdout for `-`."""
+    """Write into the file, or to stdout for `-`."""
     if path == "-":
         sys.stdout.write(f"{text}\n")
     else:

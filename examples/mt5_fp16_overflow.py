@@ -1,18 +1,18 @@
-"""An fp16 mixed-precision training of mT5 that overflows, and the frames that led to it.
+"""Train mT5 in fp16 mixed precision until it overflows, and show the frames that led to it.
 
     python examples/mt5_fp16_overflow.py
     python examples/mt5_fp16_overflow.py --quick
 
-The model is MT5ForConditionalGeneration with the configuration of google/mt5-small, from random weights. Only the
-vocabulary is cut, from 250,112 words to 4,096: the embedding would be 85 % of the weights and of the optimizer's
-time, and takes no part in the overflow. The task is to copy random words. AdamW with a gradient scaler trains it
-under fp16 autocast with a learning rate that warms up to 0.1, a hundred times what mT5 likes. So the weights of the
-feed-forward layers grow, their product of three grows with the cube, and one day `DenseReluDense.wo`, or the
-dropout behind it that scales what it keeps by 1/0.9, passes 65504, the largest fp16 number. No nan and no inf is
-planted, and nothing is scaled by hand.
+The model is MT5ForConditionalGeneration with the configuration of google/mt5-small and random weights. Only the
+vocabulary is cut, from 250,112 words to 4,096: the embedding would take 85 % of the weights and of the optimizer's
+time, and has no part in the overflow. The task is to copy random words. AdamW with a gradient scaler trains it under
+fp16 autocast. The learning rate warms up to 0.1, a hundred times what mT5 likes, so the weights of the feed-forward
+layers grow, and the product of three of them grows with the cube. Then `DenseReluDense.wo`, or the dropout behind it
+that scales what it keeps by 1/0.9, passes 65504, the largest fp16 number. No nan and no inf is planted, and nothing is
+scaled by hand.
 
-Afterwards an unharmed copy of the same training is timed: unwatched, watched by nanwatch, and watched by the
-DebugUnderflowOverflow of transformers, taking turns.
+Afterwards a copy of the same training that does not overflow is timed: unwatched, watched by nanwatch, and watched by
+the DebugUnderflowOverflow of transformers, in turns.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ except ImportError as error:
     ) from error
 
 VOCABULARY = 4096
-# Sentences, words read, words written: for a CPU that multiplies fp16 matrices, and for one that only pretends to,
-# where the large batch takes 20 s a step instead of half a one. The overflow comes in either.
+# Sentences, words read, words written. The small batch is for CPUs that emulate fp16 products, where the large one
+# takes 20 s per step instead of 0.5 s. Both overflow.
 FAST_BATCH, SLOW_BATCH = (4, 48, 32), (1, 12, 8)
 LEARNING_RATE = 0.1
 
@@ -75,7 +75,7 @@ class Training:
         self._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def step(self) -> float:
-        """One batch forward, backward and through the optimizer; returns the loss."""
+        """Train on one batch and return the loss."""
         sentences, source, target = self._batch
         words = torch.randint(2, VOCABULARY, (sentences, source), generator=self._words)
         with torch.autocast("cpu", torch.float16):
@@ -89,7 +89,7 @@ class Training:
 
 
 def affordable_batch() -> tuple[int, int, int]:
-    """The large batch where this CPU multiplies fp16 matrices at 20 billion operations a second or more."""
+    """Return the large batch if this CPU does 20 billion fp16 operations per second in a matrix product."""
     a, b = torch.ones(128, 512, dtype=torch.float16), torch.ones(512, 1024, dtype=torch.float16)
     a @ b
     start = time.perf_counter()
@@ -142,7 +142,7 @@ WATCHERS = {
 def measure_cost(
     seed: int, batch: tuple[int, int, int], rounds: int, progress: Progress
 ) -> dict[str, dict[str, float]]:
-    """Median seconds of a step, and the median over rounds of its ratio to an unwatched step of that round.
+    """Return the median seconds of a step, and the median ratio to an unwatched step of the same round.
 
     The learning rate is 0: the optimizer does all its work and the model stays as it is, so every step is alike.
     """
@@ -152,10 +152,10 @@ def measure_cost(
     training.step()
     for turn in range(rounds):
         names = list(WATCHERS)
-        # Whoever comes first in one round comes last in another.
+        # Each watcher is first in one round and last in another.
         for name in names[turn % 3 :] + names[: turn % 3]:
             with WATCHERS[name](training.model):
-                training.step()  # not timed: what is set up at the first step is paid once in a training
+                training.step()  # not timed: a training pays for the set-up of the first step once
                 for _ in range(2):
                     start = time.perf_counter()
                     training.step()

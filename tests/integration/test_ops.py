@@ -14,15 +14,10 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanwatch.numerics import _reference
-from nanwatch.numerics import ranges
+from nanwatch.numerics import _reference, ranges
 from nanwatch.numerics.readable import unreadable
 from support.implementations import Implementation
-from support.oracle import DTYPES
-from support.oracle import FLOATS_8
-from support.oracle import expected
-from support.oracle import random_patterns
-from support.oracle import same
+from support.oracle import DTYPES, FLOATS_8, expected, random_patterns, same
 
 ops = torch.ops.nanwatch
 NAN = math.nan
@@ -331,9 +326,7 @@ def test_wrapper_subclass_that_refuses_is_named(implementation: Implementation) 
 
 def test_dtensor_is_its_local_shard(implementation: Implementation, one_process_mesh: object) -> None:
     """A DTensor gives the range of the shard on this rank."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     for placement in (Shard(0), Replicate()):
         x = distribute_tensor(torch.tensor([1.0, -math.inf]), one_process_mesh, [placement])

@@ -1,0 +1,109 @@
+"""The documentation: each code block and command of it runs and shows what the page shows; pages name what exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+from support.snippets import Commands, Page, difference, snippets
+
+DOCS = ROOT / "docs"
+TRANSLATIONS = sorted(DOCS.glob("getting-started.*.md"))
+PAGES = [ROOT / "README.md", *sorted(set(DOCS.rglob("*.md")) - set(TRANSLATIONS))]
+SOURCES = {".py", ".h", ".cpp", ".cu", ".md", ".pyi"}
+NEEDS = {
+    "t5-overflow.md": ("transformers", "safetensors"),
+    "two-runs.md": ("pyarrow", "pandas", "plotly", "jinja2"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to work in, whose modules are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    with Commands() as runner:
+        yield runner
+
+
+@pytest.mark.filterwarnings("ignore")  # a page may warn, as its reader's run does
+@pytest.mark.parametrize("place", PAGES, ids=lambda place: place.relative_to(ROOT).as_posix())
+def test_what_a_page_shows_happens(place: Path, folder: Path, commands: Commands) -> None:
+    """Python blocks run and commands print what is shown; a block that does not run says why."""
+    if missing := [name for name in NEEDS.get(place.name, ()) if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"needs {', '.join(missing)}")
+    page = Page(place, folder, commands)
+    for snippet in snippets(place.read_text(encoding="utf-8")):
+        assert snippet.skipped != "", f"{place.name}:{snippet.line} is skipped without a reason"
+        page.run(snippet)
+
+
+@pytest.mark.parametrize("place", TRANSLATIONS, ids=lambda place: place.stem)
+def test_a_translation_shows_what_the_original_shows(place: Path) -> None:
+    """Its code and commands are those of the English page, which run."""
+    original = {
+        snippet.body for snippet in snippets((DOCS / "getting-started.md").read_text(encoding="utf-8"))
+    }
+    translated = [snippet.body for snippet in snippets(place.read_text(encoding="utf-8"))]
+    assert len(translated) >= 4
+    assert not set(translated) - original
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "agrees"),
+    [
+        ("a\n[...]\nb", "a\nx\ny\nb\n", True),
+        ("a\n[...]", "a\n", True),
+        ("loss 1.50 [...]", "loss 1.49 and more", True),
+        ("loss 1.50", "loss 2.50", False),
+        ("step 5: nan", "step 6: nan", False),
+        ("[...]b\n", "a\nc\n", False),
+        ("x     1.00e+00", "x 9.90e-01", True),
+        ("2.13.0", "2.14.0", False),
+    ],
+)
+def test_output_is_compared(shown: str, printed: str, agrees: bool) -> None:
+    """Words and whole numbers agree exactly, decimal numbers roughly, and `[...]` with anything."""
+    assert (difference(shown, printed) == "") is agrees
+
+
+def test_the_code_names_pages_that_exist() -> None:
+    """Docstrings, comments and messages name pages of docs by their path."""
+    folders = ("python", "csrc", "tests", "benchmarks", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
+    named = {
+        (path.relative_to(ROOT).as_posix(), page)
+        for path in [*files, ROOT / "Makefile", ROOT / "setup.py"]
+        for page in re.findall(r"docs/[\w./-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert not {(path, page) for path, page in named if not (ROOT / page).is_file()}
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    """mkdocs.yml orders all pages; README, which is read on its own, links to pages that exist."""
+    listed = re.findall(
+        r"^ +- (?:[^:\n]+: )?([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M
+    )
+    assert sorted(listed) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+    for page in ("README.md", "CONTRIBUTING.md"):
+        links = re.findall(
+            r"\]\(([^)#:]+)(?:#[^)]*)?\)|(?:src|srcset)=\"([^\"]+)\"",
+            (ROOT / page).read_text(encoding="utf-8"),
+        )
+        assert not [link for pair in links for link in pair if link and not (ROOT / link).exists()]

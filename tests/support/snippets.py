@@ -1,0 +1,222 @@
+"""Code and commands of a page of documentation: found, run in a folder, and their output compared.
+
+A fence ```python runs in the namespace of its page, which begins with `nanwatch`, `torch`, `nn` and a small `model`.
+With a title it is written to a file of that name. A fence ```text behind it is what it prints. A fence ```console has
+commands after `$ `, each followed by what it shows on stdout and stderr; `make` and `pip install` are left to CI and
+tests/slow/test_install.py. `[...]` stands for any text. Decimal numbers agree when they are within a fifth of each
+other, as kernels differ between CPUs. A comment before a fence
+changes what is done with it:
+
+    <!-- test: skip, REASON -->    nothing runs; code is compiled
+    <!-- test: setup               this code runs first
+    CODE
+    -->
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import nanwatch
+from support.paths import SCRIPTS
+from support.processes import environment
+
+_PIECE = re.compile(
+    r"^<!-- test: (?P<word>skip|setup)(?P<rest>.*?)-->\n"
+    r"|^```(?P<kind>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<body>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+_PARTS = re.compile(r"(\n\[\.\.\.\](?=\n|$)|\[\.\.\.\])")  # a line of its own may stand for no line
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.]*\d)")
+_SECONDS = 240
+_ENVIRONMENT = {"COLUMNS": "80", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+_SHELL = f"""nanwatch() {{ {sys.executable} -m nanwatch "$@"; }}
+torchrun() {{ {sys.executable} -m torch.distributed.run "$@"; }}
+"""
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A fence of a page. `skipped` is the reason why it does not run, or None."""
+
+    kind: str
+    body: str
+    line: int
+    title: str | None
+    skipped: str | None
+    setup: str
+    output: str | None
+
+    @property
+    def commands(self) -> list[tuple[str, str]]:
+        """The commands of a console fence, each with what it shows."""
+        parts = re.split(r"^\$ ", self.body, flags=re.MULTILINE)[1:]
+        return [(command, shown) for command, _, shown in (part.partition("\n") for part in parts)]
+
+
+def snippets(page: str) -> list[Snippet]:
+    """Return the fences with code or commands, in order."""
+    found: list[Snippet] = []
+    skipped, setup = None, ""
+    end = 0
+    for piece in _PIECE.finditer(page):
+        if piece["word"] == "setup":
+            setup = piece["rest"]
+        elif piece["word"]:
+            skipped = piece["rest"].strip(", \n")
+        elif piece["kind"] == "text":
+            if found and found[-1].kind == "python" and not page[end : piece.start()].strip():
+                found[-1] = Snippet(**{**vars(found[-1]), "output": piece["body"]})
+        else:
+            line = page.count("\n", 0, piece.start()) + 1
+            found.append(Snippet(piece["kind"], piece["body"], line, piece["title"], skipped, setup, None))
+            skipped, setup = None, ""
+        end = piece.end()
+    return found
+
+
+class Commands:
+    """Runs commands: those of Python in forks of one process, so that each does not import torch; others in bash."""
+
+    def __init__(self) -> None:
+        self._forks: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Commands:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._forks is not None:
+            self._forks.communicate()
+
+    def run(self, command: str, folder: Path) -> tuple[int, str]:
+        """Return the exit status of a command, and what it wrote to stdout and stderr."""
+        words = shlex.split(command, comments=True)
+        is_python = words[0] == "nanwatch" or (words[0] == "python" and words[1].endswith(".py"))
+        if is_python and not set(command) & set(";|&<>$"):
+            return self._fork(words, folder)
+        done = subprocess.run(
+            ["bash", "-c", _SHELL + command],
+            cwd=folder,
+            env=environment(**_ENVIRONMENT),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=_SECONDS,
+        )
+        return done.returncode, done.stdout
+
+    def _fork(self, words: list[str], folder: Path) -> tuple[int, str]:
+        if self._forks is None:
+            self._forks = subprocess.Popen(
+                [sys.executable, SCRIPTS / "command_forks.py"],
+                env=environment(**_ENVIRONMENT),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._forks.stdin is not None
+        assert self._forks.stdout is not None
+        output = folder / ".output"
+        print(json.dumps([str(folder), str(output), words]), file=self._forks.stdin, flush=True)
+        status = int(self._forks.stdout.readline())
+        written = output.read_text(encoding="utf-8")
+        output.unlink()
+        return status, written
+
+
+class Page:
+    """Runs the snippets of one page in a folder."""
+
+    def __init__(self, place: Path, folder: Path, commands: Commands) -> None:
+        self._place = place
+        self._folder = folder
+        self._commands = commands
+        self._names: dict[str, Any] = {"__name__": "__page__", "nanwatch": nanwatch, "torch": torch, "nn": nn}
+        self._names["model"] = nn.Sequential(nn.Linear(2, 2))
+
+    def run(self, snippet: Snippet) -> None:
+        """Run a snippet and compare its output; an AssertionError names the page and the line."""
+        where = f"{self._place.name}:{snippet.line}"
+        if snippet.kind == "python":
+            self._python(snippet, where)
+        elif snippet.kind == "console" and snippet.skipped is None:
+            for command, shown in snippet.commands:
+                if not command.startswith(("make ", "pip install ")):
+                    self._command(command, shown, where)
+
+    def _python(self, snippet: Snippet, where: str) -> None:
+        if snippet.body.startswith(">>>"):
+            for example in doctest.DocTestParser().get_examples(snippet.body):
+                printed = self._execute(compile(example.source, where, "single"))
+                assert not difference(example.want, printed), f"{where}: {difference(example.want, printed)}"
+            return
+        code = compile(snippet.body, where, "exec")
+        if snippet.title is not None:
+            (self._folder / snippet.title).write_text(snippet.body, encoding="utf-8")
+        elif snippet.skipped is None:
+            exec(compile(snippet.setup, where, "exec"), self._names)
+            printed = self._execute(code)
+            if snippet.output is not None:
+                found = difference(snippet.output, printed)
+                assert not found, f"{where}: {found}"
+
+    def _execute(self, code: Any) -> str:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(code, self._names)
+        return out.getvalue()
+
+    def _command(self, command: str, shown: str, where: str) -> None:
+        status, printed = self._commands.run(command, self._folder)
+        found = difference(shown, printed) if shown else ""
+        assert not found, f"{where}: $ {command}\n{found}\n--- printed:\n{printed}"
+        assert shown or status == 0, f"{where}: $ {command} ended with {status}\n{printed}"
+
+
+def difference(shown: str, printed: str) -> str:
+    """Return what of `shown` is not in `printed`, or ""."""
+    pattern = "".join(map(_pattern, _PARTS.split(shown.rstrip())))
+    match = re.fullmatch(pattern, printed.rstrip(), re.DOTALL)
+    if match is None:
+        return f"shown, but not printed so:\n{_first_odd_line(shown, printed)}"
+    wanted = _NUMBER.findall(re.sub(r"\[\.\.\.\]", " ", shown))
+    apart = [
+        f"{want} shown, {got} printed"
+        for want, got in zip(wanted, match.groups(), strict=True)
+        if not math.isclose(float(want), float(got), rel_tol=0.2)
+    ]
+    return "; ".join(apart)
+
+
+def _pattern(part: str) -> str:
+    if part in ("[...]", "\n[...]"):
+        return r"(?:\n.*?)?" if part.startswith("\n") else r".*?"
+    words = _NUMBER.split(part)
+    return r"([-+]?[\d.]+(?:e[-+]?\d+)?)".join(map(_spaced, words))
+
+
+def _spaced(words: str) -> str:
+    # A number that is one character longer moves its neighbours.
+    return re.sub(r"(?:\\ )+", r"\\ +", re.escape(words))
+
+
+def _first_odd_line(shown: str, printed: str) -> str:
+    for line in shown.splitlines():
+        if not re.search("".join(map(_pattern, _PARTS.split(line))), printed, re.DOTALL):
+            return line
+    return "the lines, but in another order"
