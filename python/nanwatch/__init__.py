@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .integrations.debug import DebugUnderflowOverflow, detect_overflow
     from .integrations.debug_option import patch_transformers, unpatch_transformers
     from .numerics.exponents import ExponentHistogram, exponent_histogram
+    from .numerics.fingerprint import fingerprint
     from .numerics.fit import Fit, narrowest, would_fit
     from .numerics.ranges import AbsRange, TensorHealth, abs_range, abs_ranges, tensor_health
     from .precision.precision import fp32_modules, run_in_fp32
@@ -44,6 +45,7 @@ else:
         "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
         "integrations.debug_option": ("patch_transformers", "unpatch_transformers"),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
+        "numerics.fingerprint": ("fingerprint",),
         "numerics.fit": ("Fit", "narrowest", "would_fit"),
         "numerics.ranges": ("AbsRange", "TensorHealth", "abs_range", "abs_ranges", "tensor_health"),
         "precision.precision": ("fp32_modules", "run_in_fp32"),
@@ -95,6 +97,7 @@ __all__ = [
     "detect_overflow",
     "diff",
     "exponent_histogram",
+    "fingerprint",
     "fp32_modules",
     "narrowest",
     "patch_transformers",
