@@ -44,10 +44,6 @@ Dispatch& dispatch() {
   return instance;
 }
 
-const KernelTable& kernels() {
-  return *dispatch().current.load(std::memory_order_relaxed);
-}
-
 // ---- the first that is not finite -----------------------------------------------------------------------------------
 
 // The position in C order of the first non-finite element. Only called when there is one, and on the failure path: but
@@ -85,7 +81,7 @@ int64_t first_nonfinite(const View& view) {
       const int64_t n = std::min(kBlock, row.size - begin);
       const char* q = p + begin * row.stride * int64_t(sizeof(Word));
       RangeBits bits;
-      kernels().range[int(F)](Plane{q, n, row.stride, 1, 0}, &bits);
+      current_kernels().range[int(F)](Plane{q, n, row.stride, 1, 0}, &bits);
       if (is_finite<F>(Word(bits.hi))) continue;
       for (int64_t i = 0; i < n; ++i, q += row.stride * int64_t(sizeof(Word))) {
         Word word;
@@ -110,8 +106,12 @@ int64_t first_nonfinite(const View& view) {
 
 }  // namespace
 
+const KernelTable& current_kernels() {
+  return *dispatch().current.load(std::memory_order_relaxed);
+}
+
 RangeRow range_cpu(const View& view) {
-  const RangeBits bits = reduce<RangeBits>(HostWalk(view), kernels().range[int(view.format)]);
+  const RangeBits bits = reduce<RangeBits>(HostWalk(view), current_kernels().range[int(view.format)]);
   return with_format(view.format, [&](auto tag) { return bits.narrow<decltype(tag)::format>().row(); });
 }
 
@@ -124,7 +124,7 @@ void range_cpu(const View& view, double* row) {
 
 void health_cpu(const View& view, double* row) {
   const HostWalk walk(view);
-  const HealthBits bits = reduce<HealthBits>(walk, kernels().health[int(view.format)]);
+  const HealthBits bits = reduce<HealthBits>(walk, current_kernels().health[int(view.format)]);
   with_format(view.format, [&](auto tag) {
     constexpr Format F = decltype(tag)::format;
     Health<F> health;
@@ -147,7 +147,7 @@ std::vector<std::string> cpu_capabilities() {
 }
 
 std::string cpu_capability() {
-  return kernels().name;
+  return current_kernels().name;
 }
 
 std::string cpu_capability_warning() {

@@ -44,6 +44,9 @@ struct Avx2 {
   }
   static V bit_and(V a, V b) { return _mm256_and_si256(a, b); }
   static V bit_xor(V a, V b) { return _mm256_xor_si256(a, b); }
+  static V add64(V a, V b) { return _mm256_add_epi64(a, b); }
+  static V multiply_halves(V v) { return _mm256_mul_epu32(v, _mm256_srli_epi64(v, 32)); }
+  static V swap64(V v) { return _mm256_shuffle_epi32(v, 0x4e); }  // neighbours
   static V min_signed8(V a, V b) { return _mm256_min_epi8(a, b); }
   static bool any_zero8(V v) { return _mm256_movemask_epi8(_mm256_cmpeq_epi8(v, _mm256_setzero_si256())) != 0; }
   static V select(V mask, V a, V b) { return _mm256_blendv_epi8(b, a, mask); }

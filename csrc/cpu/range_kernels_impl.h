@@ -1,6 +1,7 @@
 // The table of the kernels of one instruction set, `S`. In an unnamed namespace, for the target of the including file.
 #pragma once
 
+#include "cpu/fingerprint_loop_impl.h"
 #include "cpu/health_loop_impl.h"
 
 namespace nanwatch {
@@ -17,7 +18,7 @@ constexpr KernelTable make_kernels(const char* name) {
         kernel<S, Format::u8>, kernel<S, Format::i8>, kernel<S, Format::u16>, kernel<S, Format::i16>,  \
         kernel<S, Format::u32>, kernel<S, Format::i32>, kernel<S, Format::u64>, kernel<S, Format::i64> \
   }
-  return KernelTable{name, NANWATCH_ALL(range_plane), NANWATCH_ALL(health_plane)};
+  return KernelTable{name, NANWATCH_ALL(range_plane), NANWATCH_ALL(health_plane), fingerprint_blocks<S>};
 #undef NANWATCH_ALL
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cpu/exponents_cpu.h"
+#include "cpu/fingerprint_cpu.h"
 #include "ops/readable.h"
 
 namespace nanwatch {
@@ -61,9 +62,35 @@ at::Tensor count_from(const at::Tensor& x, at::IntArrayRef codes) {
   return counts;
 }
 
+at::Tensor as_scalar(uint64_t number) {
+  return at::scalar_tensor(at::Scalar(int64_t(number)), at::kLong);
+}
+
+// The dispatcher resolves a lazy conjugate or negative bit before: a fingerprint is of the bits that the values have.
+at::Tensor fingerprint(const at::Tensor& x) {
+  check_storage(x, "fingerprint");
+  const std::optional<int64_t> format = fingerprint_format(x.scalar_type());
+  if (!format.has_value()) return reference("nanwatch::fingerprint", x);
+  const uint64_t sum =
+      fingerprint_cpu({x.const_data_ptr(), x.element_size(), x.numel(), x.dim(), x.sizes().data(), x.strides().data()});
+  return as_scalar(sealed_fingerprint(sum, *format, x.dim(), x.sizes().data()));
+}
+
+// The results of the two operators from one read.
+std::tuple<at::Tensor, at::Tensor> range_and_fingerprint(const at::Tensor& x) {
+  const Readable readable(x, "range_and_fingerprint", true);
+  if (!readable.native) return {abs_range(x), fingerprint(x)};
+  const View view = readable.view();
+  at::Tensor row = at::empty({kRangeColumns}, at::kDouble);
+  const uint64_t sum = range_and_fingerprint_cpu(view, row.mutable_data_ptr<double>());
+  return {row, as_scalar(sealed_fingerprint(sum, int64_t(view.format), view.dims, view.sizes))};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
+  m.impl("fingerprint", fingerprint);
+  m.impl("range_and_fingerprint", range_and_fingerprint);
   m.impl("abs_range", abs_range);
   m.impl("abs_ranges", abs_ranges);
   m.impl("health", health);

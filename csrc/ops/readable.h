@@ -9,6 +9,12 @@
 
 namespace nanwatch {
 
+inline void check_storage(const at::Tensor& x, const char* op) {
+  TORCH_CHECK_VALUE(storage_covers(x), "nanwatch.", op, ": the tensor's storage holds ", x.storage().nbytes(),
+                    " bytes, fewer than its shape ", x.sizes(), " and strides ", x.strides(),
+                    " need; it was freed or resized.");
+}
+
 // A tensor whose words the kernels can read in place; where `native` is false the reference serves it: complex numbers,
 // and dtypes that it refuses in words of its own.
 struct Readable {
@@ -19,9 +25,7 @@ struct Readable {
   // The kernels look through the conjugate and negative bits, which do not change a magnitude, unless signs are
   // counted.
   Readable(const at::Tensor& x, const char* op, bool sign_matters) : tensor(x) {
-    TORCH_CHECK_VALUE(storage_covers(x), "nanwatch.", op, ": the tensor's storage holds ", x.storage().nbytes(),
-                      " bytes, fewer than its shape ", x.sizes(), " and strides ", x.strides(),
-                      " need; it was freed or resized.");
+    check_storage(x, op);
     const std::optional<Format> found = format_of(x.scalar_type());
     if (!found.has_value()) return;
     format = *found;

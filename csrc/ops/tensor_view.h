@@ -34,6 +34,18 @@ inline std::optional<Format> format_of(at::ScalarType type) {
   }
 }
 
+// The number that a fingerprint has for the dtype. Fingerprints are kept in files: append only.
+inline std::optional<int64_t> fingerprint_format(at::ScalarType type) {
+  switch (type) {
+    case at::kComplexHalf: return 18;
+    case at::kComplexFloat: return 19;
+    case at::kComplexDouble: return 20;
+    default: break;
+  }
+  const std::optional<Format> format = format_of(type);
+  return format.has_value() ? std::optional<int64_t>(int64_t(*format)) : std::nullopt;
+}
+
 // Whether the storage really holds what sizes and strides speak of. A resized-away storage (a sharded parameter
 // between uses) does not, and reading it would crash the process.
 inline bool storage_covers(const at::Tensor& x) {

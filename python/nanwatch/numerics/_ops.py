@@ -8,12 +8,14 @@ A row is a measurement, not a function to differentiate: the autograd keys fall 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import _fingerprint
 from . import _reference
 
 _library = torch.library.Library("nanwatch", "DEF")
@@ -76,6 +78,24 @@ def _fake_count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
 _count_from = define("count_from(Tensor x, int[] codes) -> Tensor", _reference.count_from, _fake_count_from)
 
 
+def _fake_fingerprint(x: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=x.device)
+
+
+_fingerprint_op = define("fingerprint(Tensor x) -> Tensor", _fingerprint.fingerprint, _fake_fingerprint)
+
+
+def _fake_range_and_fingerprint(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _fake_abs_range(x), _fake_fingerprint(x)
+
+
+_range_and_fingerprint = define(
+    "range_and_fingerprint(Tensor x) -> (Tensor, Tensor)",
+    _fingerprint.range_and_fingerprint,
+    _fake_range_and_fingerprint,
+)
+
+
 def _would_be_copied(x: Tensor) -> bool:
     """Return whether the dispatcher would copy `x` at its full logical size: expanded, and a conj or neg view."""
     return (x.is_conj() or x.is_neg()) and _reference.without_repeats(x)[1] > 1
@@ -112,3 +132,15 @@ def count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
     read = _reference.count_from if _would_be_copied(x) else _count_from
     counts: Tensor = read(x, list(codes))
     return counts
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """Return a hash of the bits of `x`: int64 of shape (), on x's device, no sync."""
+    found: Tensor = _fingerprint_op(x)
+    return found
+
+
+def range_and_fingerprint(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of `abs_range` and `fingerprint` from one read where the compiled part has the dtype."""
+    row, found = _range_and_fingerprint(x)
+    return row, found

@@ -1,0 +1,173 @@
+"""Fingerprints: the same bits in the same places, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import nanwatch
+from nanwatch.numerics import _ops
+from nanwatch.numerics._fingerprint import DTYPES
+from support.implementations import Implementation
+
+ONES = 2**64 - 1
+
+
+def mix(x: int) -> int:
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & ONES
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & ONES
+    return x ^ x >> 31
+
+
+def number(i: int) -> int:
+    """Return output number i of SplitMix64 with the seed 0."""
+    return mix((i + 1) * 0x9E3779B97F4A7C15 & ONES)
+
+
+def oracle(x: Tensor) -> int:
+    """Compute the fingerprint from the header's description, one word after the other, in Python's integers."""
+    values = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    data = bytes(values.reshape(-1).view(torch.uint8).tolist())
+    data += bytes(-len(data) % 1024)
+    total = 0
+    for block in range(len(data) // 1024):
+        words = struct.unpack_from("<128Q", data, 1024 * block)
+        lanes = [0] * 8
+        for i, word in enumerate(words):
+            keyed = word ^ number(i)
+            lanes[i % 8] += (keyed & 0xFFFFFFFF) * (keyed >> 32)
+            lanes[(i % 8) ^ 1] += word
+        digest = sum(mix((lane & ONES) ^ number(128 + j)) for j, lane in enumerate(lanes)) & ONES
+        total += mix(digest ^ number(block))
+    state = number(DTYPES.index(str(x.dtype).removeprefix("torch.")) ^ x.ndim << 32)
+    for size in x.shape:
+        state = number((state + size) & ONES)
+    return mix((total & ONES) ^ state)
+
+
+def random_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    numel = torch.Size(shape).numel()
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return (data % 2 if dtype is torch.bool else data).view(dtype).reshape(shape)
+
+
+def read(x: Tensor) -> int:
+    """Return the fingerprint, after a comparison with that of the operator that reads the range too."""
+    found = nanwatch.fingerprint(x)
+    row, together = _ops.range_and_fingerprint(x)
+    assert int(together) % 2**64 == found
+    torch.testing.assert_close(row, _ops.abs_range(x), equal_nan=True, rtol=0, atol=0)
+    return found
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_any_dtype_and_length_as_the_description_has_it(implementation: Implementation, name: str) -> None:
+    dtype = getattr(torch, name)
+    block = 1024 // dtype.itemsize
+    for numel in (0, 1, block - 1, block, 16 * block + 3):
+        x = implementation.place(random_bits(dtype, numel))
+        assert read(x) == oracle(x.cpu())
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_any_strides_are_read_in_c_order(implementation: Implementation, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4), "sizes")
+    x = random_bits(data.draw(st.sampled_from([torch.float16, torch.float32, torch.complex128])), *sizes)
+    x = x.permute(data.draw(st.permutations(range(len(sizes)))))
+    step = data.draw(st.integers(1, 3), "step")
+    x = implementation.place(x)[..., ::step]
+    if data.draw(st.booleans(), "repeated"):
+        x = x.unsqueeze(0).expand(3, *x.shape)
+    assert read(x) == nanwatch.fingerprint(x.clone(memory_format=torch.contiguous_format)) == oracle(x.cpu())
+
+
+def test_threads_share_a_large_tensor_and_change_nothing() -> None:
+    x = random_bits(torch.float32, 1500, 1001)
+    before = torch.get_num_threads()
+    found = set()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found |= {read(x), read(x.T.contiguous().T)}
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+def test_what_torch_hash_tensor_does_not_tell_apart() -> None:
+    """Constants, permutations, dtypes, shapes, the sign of zero, the bits of a nan: all differ."""
+    x = torch.arange(4096.0)
+    order = torch.randperm(4096, generator=torch.Generator().manual_seed(0))
+    nan = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    tensors = [
+        *(torch.full((1000,), float(value)) for value in (0, 1, 2)),
+        *(torch.zeros(numel) for numel in (1, 2, 1023, 1024)),
+        *(
+            x,
+            x[order],
+            x.flip(0),
+            x.reshape(64, 64),
+            x.reshape(64, 64).T,
+            x.reshape(1, 4096),
+            x.to(torch.int32),
+        ),
+        *(x.roll(256), torch.cat([x[256:512], x[:256], x[512:]])),
+        *(torch.tensor(0.0), torch.tensor(-0.0), nan[0], nan[1], torch.zeros(1, dtype=torch.float16)),
+        *(torch.empty(0), torch.empty(0, 3), torch.empty(3, 0)),
+    ]
+    assert len({nanwatch.fingerprint(one) for one in tensors}) == len(tensors)
+
+
+def test_each_bit_changes_about_half_of_the_fingerprint() -> None:
+    draw = random.Random(0)
+    x = random_bits(torch.int64, 200)
+    before = nanwatch.fingerprint(x)
+    flips = []
+    for _ in range(400):
+        changed = x.clone()
+        changed[draw.randrange(200)] ^= torch.tensor(1) << draw.randrange(64)
+        flips.append((nanwatch.fingerprint(changed) ^ before).bit_count())
+    # 32 of 64 bits, with a standard deviation of 4.
+    assert min(flips) > 10
+    assert 31 < sum(flips) / len(flips) < 33
+
+
+def test_lazy_bits_are_resolved() -> None:
+    x = torch.randn(7, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    assert nanwatch.fingerprint(x.conj()) == nanwatch.fingerprint(x.conj().resolve_conj())
+    assert nanwatch.fingerprint(x.conj().imag) == nanwatch.fingerprint(-x.imag)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.eye(3).to_sparse(),
+        torch.ones(3, device="meta"),
+        "text",
+    ],
+    ids=["sparse", "meta", "str"],
+)
+def test_what_has_no_elements_in_memory_is_refused(x: Tensor) -> None:
+    with pytest.raises(TypeError, match="fingerprint"):
+        nanwatch.fingerprint(x)
+
+
+def test_a_freed_storage_is_refused() -> None:
+    x = torch.ones(8)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(TypeError, match="storage freed"):
+        nanwatch.fingerprint(x)
+
+
+def test_the_operators_hold_under_opcheck() -> None:
+    for x in (torch.randn(3, 4), torch.randn(3, 4, requires_grad=True), torch.empty(0, dtype=torch.int8)):
+        torch.library.opcheck(torch.ops.nanwatch.fingerprint.default, (x,))
+        torch.library.opcheck(torch.ops.nanwatch.range_and_fingerprint.default, (x,))
