@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import _extension, _ops
-from .ranges import _is_plain, _readable, _type_name, only_our_dispatch
+from .readable import is_plain, only_our_dispatch, readable, type_name
 
 
 def fingerprint(x: Tensor) -> int:
@@ -29,10 +29,10 @@ def fingerprint(x: Tensor) -> int:
     """
     _extension.explain_once()
     with only_our_dispatch():
-        x = _readable(x, "fingerprint")
-        if not _is_plain(x):
+        x = readable(x, "fingerprint")
+        if not is_plain(x):
             raise TypeError(
-                f"fingerprint cannot read a {_type_name(x)} of layout {x.layout}. It takes strided tensors of plain"
+                f"fingerprint cannot read a {type_name(x)} of layout {x.layout}. It takes strided tensors of plain"
                 " dtypes. Pass the tensors that it is made of, or a dense copy."
             )
         return int(_ops.fingerprint(x)) % 2**64
