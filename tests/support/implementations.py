@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from nanwatch.numerics import _extension, _ops, _reference, ranges
+from nanwatch.numerics import _extension, _fingerprint, _ops, _reference, ranges
 
 NATIVE_LEVELS = ("baseline", "avx2", "avx512")
 
@@ -65,6 +65,8 @@ def active(name: str) -> Iterator[Implementation]:
                 health=_reference.health,
                 exponent_histogram=_reference.exponent_histogram,
                 count_from=_reference.count_from,
+                fingerprint=_fingerprint.fingerprint,
+                range_and_fingerprint=_fingerprint.range_and_fingerprint,
             ),
             mock.patch.object(_extension, "C", None),
         ):
