@@ -22,7 +22,7 @@ from ..util.progress import Tell, silent
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Pairs: TypeAlias = "list[tuple[int, int]]"
 
-# SequenceMatcher takes time for each pair of equal calls. Beyond half a second of that, calls of modules that are called
+# SequenceMatcher takes time for each pair of equal calls. Beyond half a second of it, calls of modules that are called
 # more than once are matched by their order alone.
 _MATCHED = 400_000
 
