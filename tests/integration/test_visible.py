@@ -25,7 +25,7 @@ from nanwatch.capsule.files import CapsuleError, blaming
 from nanwatch.distributed.merge import Digest
 from nanwatch.distributed.merge_pages import merged_text
 from nanwatch.integrations import debug
-from nanwatch.monitoring.log import BatchLog, nonfinite_entry
+from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
 from nanwatch.netcheck import words
 from nanwatch.report import text
 from nanwatch.report.errors import NonFiniteError

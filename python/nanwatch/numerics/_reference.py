@@ -288,7 +288,7 @@ _SIGN_64 = -(1 << 63)
 
 
 def exponents_of(dtype: torch.dtype) -> range:
-    """Return each e with numbers of 2^e <= |x| < 2^(e+1) in `dtype`. Raise TypeError for a complex or unreadable one."""
+    """Return each e with numbers of 2^e <= |x| < 2^(e+1) in `dtype`. Raise TypeError if it is complex or unreadable."""
     name = str(dtype).removeprefix("torch.")
     if dtype.is_complex:
         raise TypeError(
