@@ -25,7 +25,7 @@ from ..report.errors import NonFiniteError
 from ..report.finding import Finding
 from ..report.rank_observation import Origin
 from ..report.report import Report, report_of
-from ..util.job import rank, rank_and_world_size
+from ..util.job import rank_and_world_size
 from ..util.modules import each_module
 from ..util.user_warning import warn_user
 from ..util.visible import spell
@@ -222,14 +222,14 @@ class _Job:
         """Write the last frames of every watch, once: later frames belong to the way out."""
         for one in list(self._coordinators):
             if one not in self._reports:
-                self._reports[one] = one.last_frames(f"peer-rank-{rank()}")
+                self._reports[one] = one.last_frames(f"peer-rank-{rank_and_world_size()[0]}")
         return dict(self._reports)
 
     def _stuck(self, origin: Origin) -> None:
         """In the thread of the consensus, while this rank waits for one that has failed."""
         self._write_last_frames()
         warn_user(
-            f"nanwatch: rank {rank()} waits for a rank that has failed: {origin}",
+            f"nanwatch: rank {rank_and_world_size()[0]} waits for a rank that has failed: {origin}",
             may_raise=False,
         )
 

@@ -96,8 +96,8 @@ class Monitor:
             self._log.close()
 
     def _forecasts(self, forecaster: Forecaster, batch: int) -> list[Forecast]:
-        # Another thread's batch that ends meanwhile is one that is not looked at. Waiting could lock up: a signal's
-        # handler or the garbage collector may end a batch in here.
+        # A batch of another thread that ends meanwhile is left out. Waiting could lock up: a signal's handler or the
+        # garbage collector may end a batch in here.
         if not self._looking.acquire(blocking=False):
             return []
         try:

@@ -238,7 +238,7 @@ def _health_row(chunk: Tensor, positions: Tensor, device: torch.device) -> Tenso
     values = _to_arithmetic(chunk)
     magnitude = values.abs()
     wide = row_dtype(device)
-    # Of a complex number the parts decide: a modulus beyond the dtype's range is inf, and its number is finite.
+    # The parts of a complex number decide: a modulus beyond the dtype's range is inf, and its number is finite.
     finite = torch.isfinite(values)
     nan = torch.isnan(magnitude)
     infinite = ~finite & ~nan

@@ -53,7 +53,7 @@ class Job:
         self.server = server
         self.group = type("Group", (), {})()
         monkeypatch.setattr(coordinator, "_group", lambda: self.group)
-        monkeypatch.setattr(coordinator, "place", lambda: (0, 2))
+        monkeypatch.setattr(coordinator, "rank_and_world_size", lambda: (0, 2))
         monkeypatch.setattr(consensus, "_default_store", lambda: connect(server))
 
     def board(self) -> StoreProtocol:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.monitoring import log
+from nanwatch.monitoring import monitor
 from nanwatch.monitoring.backends import CallableBackend, LogEntry
 from nanwatch.monitoring.forecast import Forecast
 from nanwatch.monitoring.monitor import Log
@@ -35,7 +35,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The limits of time are tested by a clock that stands still: a loaded machine changes nothing."""
     made = Clock()
-    monkeypatch.setattr(log, "monotonic", made)
+    monkeypatch.setattr(monitor, "monotonic", made)
     return made
 
 
