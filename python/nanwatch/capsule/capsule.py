@@ -148,7 +148,7 @@ def write_capsule(
         ],
         "finding": reading.plain(finding),
         "rank": rank,
-        "tensors": {entry: Entry.of(x).to_json() for entry, x in call.tensors.items()},
+        "tensors": {entry: reading.plain(Entry.of(x)) for entry, x in call.tensors.items()},
         "left_out": {
             entry: {"what": one.what, "type": one.type_name, "bytes": one.bytes, "why": one.why}
             for entry, one in call.left_out.items()

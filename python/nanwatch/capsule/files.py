@@ -28,7 +28,7 @@ from ..util.visible import visible
 from .tree import DTYPES, Json, LeftOut, device, dtype, sizes
 from .tree import read as read_tree
 
-# Those that every safetensors of the last years reads and writes; the rest goes as bytes.
+# Dtypes that every safetensors of the last years reads and writes. Others go as bytes.
 _NATIVE = {
     "float64": "F64",
     "float32": "F32",
@@ -74,32 +74,31 @@ class Entry:
         """Return `float16 [4, 512]`."""
         return f"{self.dtype} {list(self.shape)}"
 
-    def to_json(self) -> Json:
-        """Return the entry of the capsule's JSON document."""
-        return {
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "strides": None if self.strides is None else list(self.strides),
-            "requires_grad": self.requires_grad,
-            "device": self.device,
-        }
+
+def _name(read: reading.Reader[Any]) -> reading.Reader[str]:
+    """Return a reader of a name that `read` accepts."""
+
+    def read_name(value: Json, where: str) -> str:
+        read(value, where)
+        return str(value)
+
+    return read_name
+
+
+_ENTRY = reading.of(
+    Entry, dtype=_name(dtype), shape=sizes, strides=reading.optional(sizes), device=_name(device)
+)
 
 
 def read_entry(value: Json, where: str) -> Entry:
-    """Read what `Entry.to_json` wrote. Raise ValueError, naming the place, for anything else."""
-    if not isinstance(value, dict) or set(value) != set(Entry.__slots__):
-        raise fail(where, f"an object with {', '.join(Entry.__slots__)}", value)
-    kind = dtype(value["dtype"], f"{where}.dtype")
-    shape = sizes(value["shape"], f"{where}.shape")
-    if type(value["requires_grad"]) is not bool:
-        raise fail(f"{where}.requires_grad", "true or false", value["requires_grad"])
-    if value["requires_grad"] and not (kind.is_floating_point or kind.is_complex):
-        raise fail(f"{where}.requires_grad", f"false, as the dtype is {value['dtype']}", True)
-    strides = None if value["strides"] is None else sizes(value["strides"], f"{where}.strides")
-    if strides is not None and len(strides) != len(shape):
-        raise fail(f"{where}.strides", f"{len(shape)} numbers, one a dimension", value["strides"])
-    place = str(device(value["device"], f"{where}.device"))
-    return Entry(value["dtype"], shape, strides, value["requires_grad"], place)
+    """Read an Entry from JSON. Raise ValueError, naming the place, for anything else."""
+    entry = _ENTRY(value, where)
+    kind = DTYPES[entry.dtype]
+    if entry.requires_grad and not (kind.is_floating_point or kind.is_complex):
+        raise fail(f"{where}.requires_grad", f"false, as the dtype is {entry.dtype}", True)
+    if entry.strides is not None and len(entry.strides) != len(entry.shape):
+        raise fail(f"{where}.strides", f"{len(entry.shape)} numbers, one a dimension", value["strides"])
+    return entry
 
 
 def why_not(x: Tensor) -> str:
@@ -268,15 +267,12 @@ def _left_out(value: Json, where: str) -> LeftOut:
     return LeftOut(found["what"], found["type"], found["bytes"], found["why"])
 
 
-def _autocast(value: Json, where: str) -> Autocast:
-    found = reading.members(value, where, {"device_type": device, "dtype": dtype, "enabled": reading.flag})
-    return Autocast(found["device_type"].type, found["dtype"], found["enabled"])
-
+_AUTOCAST = reading.of(Autocast, device_type=lambda value, where: device(value, where).type, dtype=dtype)
 
 _MODULE = {
     "name": reading.text,
     "class": reading.text,
-    "device": lambda value, where: str(device(value, where)),
+    "device": _name(device),
 }
 
 _MEMBERS: dict[str, Callable[[Json, str], Any]] = {
@@ -291,7 +287,7 @@ _MEMBERS: dict[str, Callable[[Json, str], Any]] = {
     "state": reading.mapping_of(reading.text),
     "training": reading.mapping_of(reading.flag),
     "rng": reading.mapping_of(reading.text),
-    "autocast": reading.list_of(_autocast),
+    "autocast": reading.list_of(_AUTOCAST),
     "finding": reading.optional(read_finding),
     "rank": reading.count,
     "tensors": reading.mapping_of(read_entry),

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..recording.walk import spell_key
+from ..util import reading
 from ..util.reading import fail, shorten
 from ..util.visible import visible
 
@@ -34,7 +35,7 @@ Json: TypeAlias = Any
 Kind: TypeAlias = Literal["dataclass", "named tuple"]
 KINDS: tuple[Kind, ...] = ("dataclass", "named tuple")
 
-# As deep as a watch looks. A reader allows twice that, for writers with another limit.
+# The depth that a watch walks. A reader allows twice that, for writers with another limit.
 MAX_DEPTH = 32
 # A thousand sentences of token numbers in Python lists; beyond that a value is data, and its JSON tens of megabytes.
 MAX_VALUES = 1_000_000
@@ -251,17 +252,17 @@ def _read_pairs(body: Json, where: str, lookup: _Lookup, depth: int) -> dict[Any
 
 
 def _read_structure(body: Json, where: str, lookup: _Lookup, depth: int) -> Structure:
-    if not isinstance(body, dict) or set(body) != {"kind", "module", "class", "fields"}:
-        raise fail(where, "an object with kind, module, class and fields", body)
-    if body["kind"] not in KINDS:
-        raise fail(f"{where}.kind", f"one of {', '.join(KINDS)}", body["kind"])
-    for name in ("module", "class"):
-        if not isinstance(body[name], str):
-            raise fail(f"{where}.{name}", "a string", body[name])
-    held = _read_pairs(body["fields"], f"{where}.fields", lookup, depth)
+    readers: dict[str, reading.Reader[Any]] = {
+        "kind": reading.one_of(KINDS),
+        "module": reading.text,
+        "class": reading.text,
+        "fields": lambda value, place: _read_pairs(value, place, lookup, depth),
+    }
+    found = reading.members(body, where, readers)
+    held = found["fields"]
     if not all(isinstance(name, str) for name in held):
         raise fail(f"{where}.fields", "pairs of a name and a value", body["fields"])
-    return Structure(body["kind"], body["module"], body["class"], held)
+    return Structure(found["kind"], found["module"], found["class"], held)
 
 
 def _read_name(body: Json, where: str, lookup: _Lookup, depth: int) -> Any:

@@ -22,9 +22,14 @@ import functools
 import sys
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from abc import ABC
+from abc import abstractmethod
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -51,7 +56,7 @@ class CallWrapper(ABC):
 
 
 class _PythonCallSlot:
-    """The pure-Python twin of csrc/recorder/place.cpp."""
+    """The pure-Python twin of csrc/recorder/call_slot.cpp."""
 
     def __init__(self) -> None:
         self.default_call: Callable[..., Any] | None = None

@@ -8,7 +8,6 @@ calls of the same name (a module that was swapped). This module needs no torch a
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from ..util.progress import Tell, silent
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Pairs: TypeAlias = "list[tuple[int, int]]"
 
-# SequenceMatcher takes the product of both lengths in time, in the worst case. Beyond half a second of that, calls of
-# modules that are called more than once are matched by their order alone.
+# SequenceMatcher takes time for each pair of equal calls. Beyond half a second of it, calls of modules that are called
+# more than once are matched by their order alone.
 _MATCHED = 400_000
 
 
@@ -143,7 +142,7 @@ def align_calls(a: Sequence[Call], b: Sequence[Call]) -> Pairs:
             pairs += found
             smaller += _between(found, (from_a, to_a, from_b, to_b))
         gaps = smaller
-    # What was moved, so that no order brings it together.
+    # Modules that were moved, so that no order brings them together.
     left_a = set(range(len(a))) - {i for i, _ in pairs}
     waiting = defaultdict(list)
     for j in sorted(set(range(len(b))) - {j for _, j in pairs}, reverse=True):
@@ -164,48 +163,14 @@ def _between(pairs: Pairs, whole: tuple[int, int, int, int]) -> list[tuple[int, 
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> Pairs:
-    """Return a long common subsequence: equal ends, then keys that are unique on each side, then what lies between."""
-    pairs: Pairs = []
-    gaps = [(0, len(a), 0, len(b))]
-    while gaps:
-        from_a, to_a, from_b, to_b = gaps.pop()
-        while from_a < to_a and from_b < to_b and a[from_a] == b[from_b]:
-            pairs.append((from_a, from_b))
-            from_a, from_b = from_a + 1, from_b + 1
-        while from_a < to_a and from_b < to_b and a[to_a - 1] == b[to_b - 1]:
-            to_a, to_b = to_a - 1, to_b - 1
-            pairs.append((to_a, to_b))
-        if from_a == to_a or from_b == to_b:
-            continue
-        one, other = a[from_a:to_a], b[from_b:to_b]
-        anchors = _unique_in_order(one, other)
-        if anchors:
-            found = [(i + from_a, j + from_b) for i, j in anchors]
-            pairs += found
-            gaps += _between(found, (from_a, to_a, from_b, to_b))
-        elif len(one) * len(other) <= _MATCHED:
-            for block in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks():
-                pairs += [(from_a + block.a + k, from_b + block.b + k) for k in range(block.size)]
-    return sorted(pairs)
-
-
-def _unique_in_order(a: Sequence[int], b: Sequence[int]) -> Pairs:
-    """Return the most pairs of keys that are unique on each side and in the same order on both."""
-    count_a, count_b = Counter(a), Counter(b)
-    place = {key: j for j, key in enumerate(b) if count_b[key] == 1}
-    unique = [(i, place[key]) for i, key in enumerate(a) if count_a[key] == 1 and key in place]
-    # The longest increasing run of places in b: the last of the best run of each length, and who came before it.
-    ends: list[int] = []
-    last: list[int] = []
-    before: list[int] = []
-    for n, (_, j) in enumerate(unique):
-        length = bisect_left(ends, j)
-        before.append(last[length - 1] if length else -1)
-        ends[length : length + 1] = [j]
-        last[length : length + 1] = [n]
-    found: Pairs = []
-    n = last[-1] if last else -1
-    while n >= 0:
-        found.append(unique[n])
-        n = before[n]
-    return found[::-1]
+    """Return a long common subsequence: equal ends, and what difflib finds between them."""
+    least = min(len(a), len(b))
+    begin = next((i for i in range(least) if a[i] != b[i]), least)
+    end = next((i for i in range(least - begin) if a[-1 - i] != b[-1 - i]), least - begin)
+    one, other = a[begin : len(a) - end], b[begin : len(b) - end]
+    pairs = [(i, i) for i in range(begin)]
+    count = Counter(other)
+    if sum(count[key] for key in one) <= _MATCHED:
+        for block in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks():
+            pairs += [(begin + block.a + k, begin + block.b + k) for k in range(block.size)]
+    return pairs + [(len(a) - end + k, len(b) - end + k) for k in range(end)]

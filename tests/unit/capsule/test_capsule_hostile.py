@@ -171,7 +171,7 @@ WEIGHT = "state[0.weight]"  # float32, 4 by 3
         (put("args", [{"size": [1.5]}]), "capsule.args[0].size should be"),
         (put("args", [{"dtype": "load"}]), "capsule.args[0].dtype should be the name of a torch.dtype"),
         (put("args", [{"float": "1"}]), 'capsule.args[0].float should be "nan"'),
-        (put("kwargs", "x", {"structure": {"kind": "class"}}), "kwargs['x'].structure should be an object with kind"),
+        (put("kwargs", "x", {"structure": {"kind": "class"}}), "kwargs['x'].structure has no 'module'"),
         (put("state", "0.weight", "nothing"), "capsule.state['0.weight'].tensor names 'nothing'"),
         (put("training", {}), 'capsule.training has no ""'),
         (put("training", "", 1), "capsule.training[''] should be true or false"),
@@ -189,7 +189,7 @@ WEIGHT = "state[0.weight]"  # float32, 4 by 3
         (put("tensors", WEIGHT, "requires_grad", 1), "requires_grad should be true or false"),
         (put("tensors", "input[f8]", "shape", [4]), "'input[f8]' is U8 [3]; capsule.json says U8 [4]"),
         (lambda document: document["tensors"].pop("input[f8]"), "tensor 'input[f8]' is in one of the two files only"),
-        (put("tensors", "more", {"dtype": "int8"}), "capsule.tensors['more'] should be an object with dtype"),
+        (put("tensors", "more", {"dtype": "int8"}), "capsule.tensors['more'] has no 'shape'"),
         (put("left_out", WEIGHT, {"what": "", "type": "", "bytes": 1, "why": ""}), "is among both capsule.tensors and"),
     ],
 )  # fmt: skip
