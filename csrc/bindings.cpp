@@ -201,7 +201,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cuda_compiled", &cuda_compiled, "Whether CUDA kernels are linked in.");
   bind_watched_call(m);
   bind_recorder(m);
-  bind_place(m);
+  bind_call_slot(m);
 }
 
 }  // namespace nanwatch

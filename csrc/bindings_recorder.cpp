@@ -9,7 +9,7 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
-// CallRecorder takes part in garbage collection: its listener usually refers back to it.
+// CallRecorder takes part in garbage collection: its RecorderEvents usually refer back to it.
 CallRecorder* if_constructed(PyObject* object) {
   auto* instance = reinterpret_cast<py::detail::instance*>(object);
   return instance->get_value_and_holder().holder_constructed() ? py::cast<CallRecorder*>(py::handle(object)) : nullptr;

@@ -84,7 +84,7 @@ struct HostWalk {
   }
 };
 
-// What kernel(plane, &bits) finds in all planes of a walk, in one thread or in torch's.
+// Runs kernel(plane, &bits) over all planes of a walk, in one thread or in torch's.
 template <typename Bits, typename Kernel>
 Bits reduce(const HostWalk& walk, const Kernel& kernel) {
   const auto look = [&](int64_t begin, int64_t end, Bits* bits) {
@@ -96,8 +96,8 @@ Bits reduce(const HostWalk& walk, const Kernel& kernel) {
     look(0, walk.numel, &bits);
     return bits;
   }
-  // Each cache line of this stack that another thread looks at takes it some 100 ns. So the lock shares one with what
-  // it guards, and what a thread has to know of a run it gets by value: 2 to 10 % less for 400 KiB to 1 MiB.
+  // Each cache line of this stack that another thread reads takes it some 100 ns. So the lock shares a line with what
+  // it guards, and a thread gets the facts of a run by value: 2 to 10 % less for 400 KiB to 1 MiB.
   struct alignas(64) {
     std::mutex mutex;
     Bits bits;

@@ -1,5 +1,6 @@
-// From the lanes of an x86 vector to one number, without a loop over them: 64 lanes of 8 bits one by one took 50 ns, a
-// third of a whole call. In an unnamed namespace, for the target of the including file, as in range_kernels_impl.h.
+// Reduction of the lanes of an x86 vector to one number, without a loop over them: 64 lanes of 8 bits one by one took
+// 50 ns, a third of a whole call. In an unnamed namespace, for the target of the including file, as in
+// range_kernels_impl.h.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// What the recorder asks of CUDA: range_cuda.h with torch's streams, a workspace for each, and a few events.
+// The CUDA backend of the recorder: range_cuda.h with torch's streams, a workspace for each, and a few events.
 #ifdef NANWATCH_CUDA
 
 #include "device/cuda_backend.h"
@@ -84,8 +84,8 @@ int observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* 
     // In a graph the workspace is the graph's own. Else none is made for the call: torch's dispatcher would be asked,
     // where a mode of the user's may stand.
     const bool in_graph = target->step != nullptr;
-    const LaunchPlace place(torch_device(device),
-                            in_graph ? LaunchPlace::Workspace::kept_or_own : LaunchPlace::Workspace::kept);
+    const LaunchContext place(torch_device(device),
+                              in_graph ? LaunchContext::Workspace::kept_or_own : LaunchContext::Workspace::kept);
     if (place.error != 0) return place.error;
     if ((place.capture != 0) != in_graph || place.stream != stream) return kNanwatchCapturing;
     if (place.workspace == nullptr) return kNanwatchNoWorkspace;
@@ -125,7 +125,7 @@ void release(void* event) {
   Events::instance().give_back(static_cast<Event*>(event));
 }
 
-// As in `launched`, with its one warning.
+// Warns once, as `launched` does.
 int cannot_run(int error) {
   if (error == kNanwatchTooManyDims || error == kNanwatchTooManyChunks || !cannot_run_here(error)) return 0;
   launched(error, "watch");

@@ -1,6 +1,6 @@
-// What the recorder asks of a device: whose tensor is it, read these tensors in stream order, has it been done. A table
-// of functions, so that the tests can put a device in its place that runs only when told; cuda_backend.cpp is the one
-// for CUDA.
+// Interface between the recorder and a device: which tensors it has, to read them in stream order, and whether that is
+// done. It is a table of functions, so that tests can substitute a device that runs only when told; cuda_backend.cpp is
+// the one for CUDA.
 #pragma once
 
 #include <stddef.h>
@@ -23,9 +23,9 @@ typedef struct NanwatchBackend {
   int (*stream)(int device, void** stream, uint64_t* capture);
   // Host memory that every device writes at `*address`. For good.
   int (*allocate)(int device, size_t bytes, void** memory, void** address);
-  // As nanwatch_cuda_observe: all of it is enqueued, or none. While the stream is being captured, into the graph.
+  // Calls nanwatch_cuda_observe: all of it is enqueued, or none. While the stream is captured, it goes into the graph.
   int (*observe)(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, int device, void* stream);
-  // As nanwatch_cuda_step.
+  // Calls nanwatch_cuda_step.
   int (*step)(uint64_t* step, uint64_t* done, int device, void* stream);
   // An event behind all that was enqueued on the stream so far.
   int (*record)(int device, void* stream, void** event);
@@ -33,7 +33,7 @@ typedef struct NanwatchBackend {
   int (*query)(void* event);
   int (*wait)(void* event);
   void (*release)(void* event);
-  // Whether this backend can run nothing at all: then the tensors are read as they would be without it.
+  // Returns whether this backend can run nothing at all: then the tensors are read as they would be without it.
   int (*cannot_run)(int error);
   const char* (*error)(int code);
 } NanwatchBackend;

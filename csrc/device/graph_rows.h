@@ -14,7 +14,7 @@
 namespace nanwatch {
 
 struct GraphRows {
-  // So many replays may come between two polls. 448 tensors (GPT-2) take 448 KiB for them.
+  // At most this many replays may come between two polls. 448 tensors (GPT-2) take 448 KiB for them.
   static constexpr uint64_t kReplays = 8;
 
   const uint64_t *step = nullptr, *done = nullptr;  // as the host sees them

@@ -39,7 +39,7 @@ struct PendingRow {
   double values[kNanwatchRowValues] = {};
   std::shared_ptr<PendingRow> verifies;  // a row that should be the same; see Options
 
-  // Whether it has come; takes it out of its slot then, which may be used anew.
+  // Returns whether the row has completed. Takes it out of its slot then, which may be used anew.
   bool poll() {
     if (state != State::pending) return state == State::completed || state == State::failed;
     if (__atomic_load_n(&slot->stamp, __ATOMIC_ACQUIRE) != stamp) return false;
@@ -56,8 +56,8 @@ struct PendingRow {
     error = its_error;
   }
 
-  // Whether a cache may give it out for the tensor in this frame. What is not finite is looked at each time.
-  // In a graph that is a row of the graph, which is made anew in each replay.
+  // Returns whether a cache may give the row to the tensor in this frame. A non-finite tensor is read each time. A row
+  // of a CUDA graph is made anew in each replay.
   bool serves(const void* frame, const void* in_graph) const {
     if (graph != in_graph) return false;
     switch (state) {
@@ -97,7 +97,7 @@ struct PendingRows {
   std::vector<Read> reads;
   std::vector<int64_t> geometry;
   std::vector<StreamSlot> stream_slots;
-  // Where the graph of the batch is, or will be once a stream turns out to be captured; null: there can be none.
+  // The graph of the batch, or where it will be once a stream turns out to be captured; null: there can be none.
   std::shared_ptr<GraphRows>* graph_of_batch = nullptr;
 
   const GraphRows* graph() const { return graph_of_batch == nullptr ? nullptr : graph_of_batch->get(); }

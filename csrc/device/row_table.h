@@ -49,7 +49,7 @@ class RowTable {
   static RowTable* instance();
   static const NanwatchBackend* backend();
   static void set_backend(const NanwatchBackend* backend);
-  // Whether torch may have a tensor for it. Asks no driver.
+  // Returns whether torch may have a tensor for it. Asks no driver.
   static bool has_devices();
 
   // Enqueues the reads of the frame on their streams, one launch for each device; 0 or an error,
@@ -65,9 +65,9 @@ class RowTable {
 
   // Marks behind all of these rows that are still to come.
   std::vector<StreamEvent> record_events(const std::vector<PendingRowPtr>& rows) const;
-  // Whether each row has completed or failed. Queries the events where rows are missing.
+  // Returns whether each row has completed or failed. Queries the events where rows are missing.
   bool poll(const std::vector<PendingRowPtr>& rows, const std::vector<StreamEvent>& events) const;
-  // Whether the current stream of one of their devices is being captured.
+  // Returns whether the current stream of one of their devices is being captured.
   bool is_capturing(const std::vector<StreamEvent>& events) const;
   // Waits until they have.
   void wait(const std::vector<PendingRowPtr>& rows, const std::vector<StreamEvent>& events) const;

@@ -37,8 +37,8 @@ void Backward::add_read(const std::vector<GradientUser>& users, const at::Tensor
                         const Place& place, RowData row, Finite finite, PendingRowPtr pending) {
   ++tensors_read;
   if (row.python != nullptr) python_rows.push_back(row.python);
-  // What is not finite is read anew at each place. What came to a leaf came to no other place in five models, and
-  // would take the room of what does.
+  // Non-finite gradients are read anew at each place. A gradient of a leaf came to no other place in five models, and
+  // would take the room of one that does.
   const bool is_kept =
       (finite == Finite::yes || pending != nullptr) && state.is_plain && state.has_version && !place.is_leaf;
   row.shape_at = uint32_t(shapes.size());

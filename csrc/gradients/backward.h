@@ -1,4 +1,4 @@
-// What came in one run of the autograd engine, in the order in which it came.
+// Gradients of one run of the autograd engine, in the order in which they came.
 #pragma once
 
 #include <Python.h>
@@ -47,7 +47,7 @@ struct Place {
 
 enum class Finite : uint8_t { unknown, yes, no };
 
-// What the gradients of a leaf have added up to at most, since there was none. Under the log's lock.
+// Bound of the sum of a leaf's gradients since it had none. Under the log's lock.
 struct LeafSum {
   double bound = 0;
   int64_t looked_at = 0;
@@ -63,7 +63,7 @@ struct LeafSum {
 struct Backward {
   int64_t task = -1;
   bool has_nonfinite = false;  // something in it is not finite
-  bool is_over = false;        // it ended by an exception, which tells nobody
+  bool is_over = false;        // it ended by an exception, of which the engine gives no sign
   bool is_alone = false;       // in a process without others, whose collectives would write past the version counter
   std::vector<GradientEvent> events;
   std::vector<int64_t> shapes;
@@ -72,7 +72,7 @@ struct Backward {
   int64_t nanoseconds = 0;  // spent in the hooks; only when asked for
   RecentGradients recent;   // by the number of the event
 
-  // Of gradients whose rows are still on a device: what they add to their leaves, and rows that should be as others.
+  // For gradients whose rows are still on a device: what they add to their leaves, and rows that should equal others.
   struct PendingTerm {
     std::shared_ptr<LeafSum> sum;
     PendingRowPtr pending;
@@ -100,7 +100,8 @@ struct Backward {
   void take_completed();
 
  private:
-  // Whether it came to this very place: the users there come one directly after the other.
+  // Returns whether the latest gradient came to this very place: the users of a place come one directly after the
+  // other.
   bool came(const GradientState& state, const Place& place) const;
 
   Place latest_place_;

@@ -1,5 +1,5 @@
-// What stands in the graph: hooks that hand gradients to the log on the engine's thread, without the interpreter lock.
-// They hold neither tensors nor calls, lie in the graph and die with it; one on a leaf outlives the graphs that use it.
+// Hooks in the autograd graph. They hand gradients to the log on the engine's thread, without the interpreter lock.
+// They hold neither tensors nor calls, and die with the graph. One on a leaf outlives the graphs that use it.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
@@ -112,7 +112,7 @@ class LeafHook final : public GradientHook {
 
   const at::TensorImpl* leaf_;  // which owns this
   const std::shared_ptr<LeafSum> sum_ = std::make_shared<LeafSum>();
-  // Kept apart: the log looks at them under its lock.
+  // A vector of its own: the log reads it under its lock.
   std::vector<std::weak_ptr<const GradientCall>> calls_;
   std::vector<std::pair<Part, Labels::Id>> places_;
 };

@@ -20,7 +20,7 @@ namespace autograd = torch::autograd;
 namespace nanwatch {
 namespace {
 
-// Tells the log of the end of a backward: the engine calls it, or drops it with all else when an exception ends the
+// Reports the end of a backward to the log: the engine calls it, or drops it with all else when an exception ends the
 // run.
 class End {
  public:
@@ -53,7 +53,7 @@ struct Followed {
   }
 };
 
-// Those on which hooks would ever see a gradient of numbers.
+// Returns the tensors on which hooks would ever see a gradient of numbers.
 std::vector<Followed> with_gradient(const std::vector<GradientCandidate>& candidates) {
   static const c10::DispatchKeySet unreal(
       {c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
@@ -72,7 +72,7 @@ std::vector<Followed> with_gradient(const std::vector<GradientCandidate>& candid
   return found;
 }
 
-// Whether what is known of it is not what is in it.
+// Returns whether the known row differs from the tensor's content.
 bool is_stale(const at::Tensor& gradient, const RowData& row) {
   View view{};
   if (!plain_view(gradient, &view)) return false;
@@ -81,14 +81,14 @@ bool is_stale(const at::Tensor& gradient, const RowData& row) {
   return now.abs_min != row.range.abs_min || now.abs_max != row.range.abs_max;
 }
 
-// Whether the job has no other process.
+// Returns whether the job has no other process.
 bool is_alone() {
   const py::gil_scoped_acquire lock;
   const OutsideCompiler outside;
   bool is_one = false;
   const bool done = survived([&is_one] {
-    is_one =
-        py::module_::import("nanwatch.recording.job").attr("place")().cast<std::pair<int64_t, int64_t>>().second == 1;
+    const py::object both = py::module_::import("nanwatch.util.job").attr("rank_and_world_size")();
+    is_one = both.cast<std::pair<int64_t, int64_t>>().second == 1;
     return true;
   });
   if (!done) throw_error();
@@ -132,8 +132,8 @@ void GradientLog::follow(const std::vector<GradientCandidate>& candidates, const
                       : candidate.role == Role::input ? Part::input
                                                       : Part::weight;
     if (!has_graph && (part != Part::weight || one.node)) continue;
-    // What a module writes into is, after the call, its output: the gradient of what it was given is no longer to be
-    // had.
+    // A tensor that the module writes into is its output after the call. The gradient of the input it was cannot be had
+    // any more.
     const auto is_output_too = [&](const Followed& other) { return other.is_output() && other.is_same(one); };
     if (part == Part::input && one.node && std::any_of(followed.begin(), followed.end(), is_output_too)) continue;
     if (part == Part::output && !one.node) continue;  // handed through
@@ -171,8 +171,8 @@ std::vector<GradientUser> GradientLog::users_now(const std::vector<std::weak_ptr
   }
   std::vector<GradientUser> users;
   for (GradientUser& user : alive) {
-    // Of a weight's calls by one module the first: it is the last to be done in a backward, and this is the sum over
-    // all.
+    // Of a weight's calls by one module, the first is taken: it is the last to be done in a backward, and this gradient
+    // is the sum over all.
     const bool known = std::any_of(users.begin(), users.end(), [&](const GradientUser& other) {
       return user.part == Part::weight && other.call->node == user.call->node && other.label == user.label;
     });
@@ -235,7 +235,7 @@ Finite GradientLog::read(const at::Tensor& gradient, RowData* row, int64_t* byte
   row->python = row_from_python(gradient, row->label);
   if (row->python == nullptr) return Finite::unknown;
   const py::gil_scoped_acquire lock;
-  // Of a sparse gradient, or one on a device, it is all that a sum in its leaf is judged by.
+  // A sum in the leaf of a sparse gradient, or of one on a device, is judged by this alone.
   PyObject* const abs_max = PyTuple_GET_ITEM(row->python, row_item::abs_max);
   if (PyFloat_Check(abs_max)) row->range.abs_max = PyFloat_AS_DOUBLE(abs_max);
   const PyObject* const isfinite = PyTuple_GET_ITEM(row->python, row_item::isfinite);
@@ -265,7 +265,7 @@ GradientLog::Known GradientLog::on_gradient(const at::Tensor& gradient, const Pl
     const std::lock_guard<std::mutex> lock(mutex);
     Backward* const backward = find(task);
     if (backward == nullptr) return {};
-    // What a call was given may get its gradient from elsewhere, too: the call itself has no part in this backward.
+    // An argument of a call may get its gradient from elsewhere, too: the call itself has no part in this backward.
     if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return {};
     if (const GradientEvent* const found = backward->find(gradient, state, place)) {
       const GradientEvent known = *found;  // which moves when events are added
@@ -361,7 +361,7 @@ std::unique_ptr<Backward> GradientLog::take_nonfinite() {
     Backward* const backward = find(task);
     if (backward == nullptr) return nullptr;
     backward->take_completed();
-    // What they add up to the step would take, too.
+    // The step would take their sum, too.
     for (const Backward::PendingTerm& one : std::exchange(backward->pending_terms, {})) add_up(one.sum.get(), one.term);
     if (!backward->has_nonfinite) return nullptr;
   }

@@ -42,24 +42,25 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   void follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call, Labels& labels,
               std::shared_ptr<const void>* keep);
 
-  // What is known of a gradient that came: its largest magnitude, 0 where that is not finite or not known; or its row.
+  // Knowledge of a gradient that came: its largest magnitude, 0 where that is non-finite or unknown; or its row.
   struct Known {
     double largest = 0;
     PendingRowPtr pending = nullptr;
   };
   // A gradient came at `place` of the graph. Called by the hooks, on any thread.
   Known on_gradient(const at::Tensor& gradient, const Place& place, const std::vector<GradientUser>& users);
-  // It is added up in a leaf, now or, where its row is pending, when that has come.
+  // Adds a gradient to the bound of its leaf, now or, where its row is pending, when that has completed.
   void add_up(const std::shared_ptr<LeafSum>& sum, const Known& known, LeafSum::Term term);
   void add_up(LeafSum* sum, const LeafSum::Term& term);  // under the mutex
-  // Of all calls that a leaf was used in, those whose gradient comes now.
+  // Returns those of the calls that used a leaf whose gradient comes now.
   std::vector<GradientUser> users_now(const std::vector<std::weak_ptr<const GradientCall>>& calls,
                                       const std::vector<std::pair<Part, Labels::Id>>& places);
 
   // The backward of this number; the next one that ended by an exception. The caller holds the interpreter lock.
   std::unique_ptr<Backward> take(int64_t task);
   std::unique_ptr<Backward> take_broken();
-  // The one under way on this thread if something in it is not finite; what still comes is a backward of its own.
+  // Takes the backward under way on this thread if it is non-finite. Gradients that still come make a backward of
+  // their own.
   std::unique_ptr<Backward> take_nonfinite();
   // The pending rows that the one under way on this thread is still waiting for.
   std::vector<PendingRowPtr> pending_rows();
@@ -73,7 +74,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
 
   const bool measures_time;
   const std::shared_ptr<const Subscriptions> subscriptions;
-  // Whether gradients that were finite may have a sum in some leaf that is not; and how often that was looked at.
+  // Whether finite gradients may have a non-finite sum in some leaf, and how often somebody has read that.
   std::atomic<bool> sums_may_overflow{false};
   std::atomic<int64_t> sums_looked_at{0};
   std::mutex mutex;
@@ -84,7 +85,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   bool open(int64_t task);
   // Sends a gradient on a device to be read; null where that is not to be had.
   PendingRowPtr enqueue_read(const at::Tensor& gradient);
-  // Fills the row; unknown with an error that was told of, and no python, where nothing could be made of it.
+  // Fills the row. After an error that was reported, the row is unknown and not Python's.
   Finite read(const at::Tensor& gradient, RowData* row, int64_t* bytes);
   PyObject* row_from_python(const at::Tensor& gradient, Labels::Id label);
 

@@ -68,13 +68,13 @@ PyObject* relabelled(PyObject* row, const std::string& label) {
   return with_item(row, row_item::label, py::str(label)).release().ptr();
 }
 
-// A backward until the recorder has it told.
+// A backward until the recorder has reported it.
 class Ended final : public EndedBackward {
  public:
   Ended(GradientRecorder* recorder, std::unique_ptr<Backward> backward)
       : recorder_(recorder), backward_(std::move(backward)) {}
 
-  bool tell(const py::object& left) override { return recorder_->tell_of(*backward_, left); }
+  bool report(const py::object& left) override { return recorder_->report(*backward_, left); }
 
  private:
   GradientRecorder* recorder_;
@@ -102,20 +102,20 @@ py::object GradientRecorder::owner() {
 }
 
 bool GradientRecorder::backward_started() {
-  return recorder_.tell("on_backward_start", py::make_tuple());
+  return recorder_.notify("on_backward_start", py::make_tuple());
 }
 
 bool GradientRecorder::backward_ended(std::unique_ptr<Backward> backward) {
   if (!backward || recorder_.paused) return true;
   std::vector<PendingRowPtr> rows = backward->pending_rows();
-  if (backward->events.empty()) return tell_of(*backward, py::none());
+  if (backward->events.empty()) return report(*backward, py::none());
   const GradientCall& call = *backward->events.front().user.call;
   const void* const thread = call.thread;
   const int64_t batch = call.batch;
-  return recorder_.tell_backward(thread, batch, std::move(rows), std::make_unique<Ended>(this, std::move(backward)));
+  return recorder_.report_backward(thread, batch, std::move(rows), std::make_unique<Ended>(this, std::move(backward)));
 }
 
-bool GradientRecorder::tell_of(Backward& backward, const py::object& left) {
+bool GradientRecorder::report(Backward& backward, const py::object& left) {
   CallObserver& observer = recorder_.observer();
   FrameRing& ring = recorder_.ring();
   const Stopwatch stopwatch(recorder_.measures_time(), &observer.counters.nanoseconds);
@@ -179,17 +179,18 @@ bool GradientRecorder::tell_of(Backward& backward, const py::object& left) {
   const Node nobody;
   for (FrameData& frame : frames)
     if (!observer.resolve(nobody, &frame)) return false;
-  // Told before they are kept: the listener finds the frames that led here still in the ring.
-  py::list told;
+  // Reported before the frames are kept: the callback finds the frames that led here still in the ring.
+  py::list reported;
   bool done = true;
   for (size_t i = 0; i < frames.size() && done; ++i) {
     const bool traced = recorder_.is_traced(frames[i].batch);
     if (!backward.has_nonfinite && !traced) continue;
     const py::object seen = recorder_.to_python(frames[i]);
-    told.append(py::make_tuple(seen, recorder_.name_of(calls[i]->caller), calls[i]->number));
-    done = !traced || recorder_.tell("on_frame", py::make_tuple(seen));
+    reported.append(py::make_tuple(seen, recorder_.name_of(calls[i]->caller), calls[i]->number));
+    done = !traced || recorder_.notify("on_frame", py::make_tuple(seen));
   }
-  if (done && backward.has_nonfinite) done = recorder_.tell("on_backward_end", py::make_tuple(told, events, left));
+  if (done && backward.has_nonfinite)
+    done = recorder_.notify("on_backward_end", py::make_tuple(reported, events, left));
   for (FrameData& frame : frames) ring.push(frame);
   return done;
 }
@@ -201,7 +202,7 @@ void GradientRecorder::forget_sums() {
 }
 
 bool GradientRecorder::finish_broken_backwards() {
-  const std::shared_ptr<GradientLog> log = log_;  // the listener may stop the watch, and that resets log_
+  const std::shared_ptr<GradientLog> log = log_;  // a callback may stop the watch, which resets log_
   if (log == nullptr) return true;
   while (std::unique_ptr<Backward> backward = log->take_broken())
     if (!backward_ended(std::move(backward))) return false;
@@ -213,7 +214,7 @@ bool GradientRecorder::finish_nonfinite_backward() {
   if (log == nullptr) return true;
   await(log->pending_rows());
   const std::unique_ptr<Backward> backward = log->take_nonfinite();
-  return !backward || recorder_.paused || tell_of(*backward, py::none());
+  return !backward || recorder_.paused || report(*backward, py::none());
 }
 
 void GradientRecorder::excuse(const std::vector<int64_t>& batches, const std::string& note) {

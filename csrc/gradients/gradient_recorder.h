@@ -28,12 +28,12 @@ class GradientRecorder final : public GradientTracker, private GradientSink {
 
   // Finishes the backward under way on this thread, as far as it has come, if something in it is not finite.
   bool finish_nonfinite_backward();
-  // Makes the frames of a backward and tells the listener.
-  bool tell_of(Backward& backward, const pybind11::object& left);
+  // Makes the frames of a backward and calls `on_backward_end`.
+  bool report(Backward& backward, const pybind11::object& left);
 
   bool sums_may_overflow() const { return log_ != nullptr && log_->sums_may_overflow; }
-  void forget_sums();  // they were looked at
-  // Puts a note in place of the fault into the rows of the backwards of these batches.
+  void forget_sums();  // they were read
+  // Notes on the non-finite rows of these batches' backwards why they are meant.
   void excuse(const std::vector<int64_t>& batches, const std::string& note);
   // Takes the hooks from these leaves, and follows no more gradients.
   void stop(const std::vector<at::Tensor>& leaves);

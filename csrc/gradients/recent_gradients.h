@@ -20,7 +20,7 @@ struct GradientState {
   const at::TensorImpl* tensor = nullptr;
   uint64_t key = 0;
   uint32_t version = 0;
-  bool has_version = false;  // without one nothing tells of writes
+  bool has_version = false;  // without one nothing shows writes
   bool is_plain = false;     // subclasses and sparse tensors change in ways of their own, and may hold tensors
 
   GradientState() = default;
@@ -56,7 +56,7 @@ class RecentGradients {
     return same_shape ? kept_[at].number : -1;
   }
 
-  // For what is plain and has a version.
+  // For plain gradients that have a version.
   void keep(const at::Tensor& x, const GradientState& state, uint32_t shape_at, int64_t number) {
     size_t at = place_of(state.tensor);  // of its own, where it was written into since
     if (at == kKept) at = next_++ % kKept;

@@ -8,7 +8,7 @@
 
 namespace nanwatch {
 
-// What a range is reported as. `abs_min` and `abs_max` are both nan if any element is; (inf, 0, true) if empty.
+// Range of a tensor as it is reported. `abs_min` and `abs_max` are both nan if any element is; (inf, 0, true) if empty.
 struct RangeRow {
   double abs_min, abs_max;
   bool isfinite;

@@ -1,5 +1,5 @@
-// What a launch needs from torch: the device and its current stream, a workspace that is zero, and what to do with an
-// error. For ops_cuda.cpp and range_sync.cpp; no CUDA header.
+// Context of a launch from torch: the device and its current stream, a zeroed workspace, and the handling of errors.
+// For ops_cuda.cpp and range_sync.cpp; no CUDA header.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -117,7 +117,7 @@ class Workspaces {
 };
 
 // A device, its current stream and a workspace that is zero there when the next launch begins.
-struct LaunchPlace {
+struct LaunchContext {
   int device;
   void* stream;
   uint64_t capture = 0;  // the number of the one that the stream is in
@@ -126,9 +126,9 @@ struct LaunchPlace {
 
   enum class Workspace { kept, kept_or_own };
 
-  // With `kept` there may be no workspace: nothing here then goes through torch's dispatcher, where a mode of the
-  // user's may stand.
-  explicit LaunchPlace(const at::Device& on, Workspace wanted = Workspace::kept_or_own)
+  // With `kept` there may be no workspace: this path avoids torch's dispatcher, where a mode of the user's may be
+  // active.
+  explicit LaunchContext(const at::Device& on, Workspace wanted = Workspace::kept_or_own)
       : device(on.index()), stream(current_stream(on)) {
     uint64_t id = 0;
     error = nanwatch_cuda_stream(device, stream, &id, &capture);

@@ -1,5 +1,5 @@
-// From a native kernel back to the operator's reference in Python (python/nanwatch/numerics/_reference.py), for what
-// the kernel does not read.
+// Call of an operator's reference in Python (python/nanwatch/numerics/_reference.py), for tensors that a native kernel
+// does not read.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -22,7 +22,7 @@ at::Tensor rows_on(const at::Device& device, at::IntArrayRef shape) {
 
 // Enqueues `count` ranges; 0 or the error of the launch.
 int enqueue_ranges(const at::Device& device, const NanwatchTensor* views, int64_t count, const at::Tensor& rows) {
-  const LaunchPlace place(device);
+  const LaunchContext place(device);
   if (place.error != 0) return place.error;
   return nanwatch_cuda_ranges(views, count, rows.mutable_data_ptr<double>(), place.workspace, place.device,
                               place.stream);
@@ -52,7 +52,7 @@ at::Tensor abs_ranges(at::TensorList xs) {
   views.reserve(size_t(count));
   for (const at::Tensor& x : xs) {
     readable.emplace_back(x, "abs_ranges", false);
-    // What is not native keeps its place as an empty tensor; its row is written below.
+    // A tensor that is not native keeps its place as an empty one; its row is written below.
     static constexpr int64_t nothing = 0;
     views.push_back(readable.back().native ? view_of(readable.back())
                                            : NanwatchTensor{nullptr, &nothing, &nothing, 1, int32_t(Format::u8)});
@@ -70,7 +70,7 @@ at::Tensor health(const at::Tensor& x) {
   if (readable.native) {
     const NanwatchTensor view = view_of(readable);
     at::Tensor row = rows_on(x.device(), {kHealthColumns});
-    const LaunchPlace place(x.device());
+    const LaunchContext place(x.device());
     const int error = place.error != 0 ? place.error
                                        : nanwatch_cuda_health(&view, row.mutable_data_ptr<double>(), place.workspace,
                                                               place.device, place.stream);

@@ -7,12 +7,12 @@
 
 namespace nanwatch {
 
-// As kPlainKeys of plain_view.h, on CUDA.
+// The keys of kPlainKeys in plain_view.h, on CUDA.
 inline const c10::DispatchKeySet kPlainCudaKeys({c10::DispatchKey::CUDA, c10::DispatchKey::ADInplaceOrView,
                                                  c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCUDA,
                                                  c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
 
-// Whether it is a plain strided CUDA tensor.
+// Returns whether it is a plain strided CUDA tensor.
 inline bool is_plain_cuda(const at::Tensor& x) {
   return x.defined() && x.is_cuda() && (x.key_set().raw_repr() & ~kPlainCudaKeys.raw_repr()) == 0;
 }

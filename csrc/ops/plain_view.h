@@ -1,4 +1,4 @@
-// Whether a Python object is a tensor whose memory can be read as it is: the one gate of every raw read.
+// Gate of every raw read: is a Python object a tensor whose memory can be read as it is?
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -62,7 +62,7 @@ bool range_sync(PyObject* object, RangeRow* row) {
   const std::optional<Format> format = format_of(x.scalar_type());
   if (!format.has_value() || negation_changes_magnitude(x, *format) || !storage_covers(x)) return false;
   const c10::DeviceGuard guard(x.device());
-  const LaunchPlace place(x.device(), LaunchPlace::Workspace::kept);
+  const LaunchContext place(x.device(), LaunchContext::Workspace::kept);
   TORCH_CHECK(place.capture == 0,
               "nanwatch.abs_range waits for the device, and this stream is being captured into a CUDA graph. Inside a "
               "capture use torch.ops.nanwatch.abs_range(x), which does not wait.");

@@ -1,4 +1,4 @@
-// From an at::Tensor to what the reductions take: which format, and whether its memory may be read through a pointer.
+// View of an at::Tensor for the reductions: its format, and whether its memory may be read through a pointer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,8 +34,8 @@ inline std::optional<Format> format_of(at::ScalarType type) {
   }
 }
 
-// Whether the storage really holds what sizes and strides speak of. A resized-away storage (a sharded parameter
-// between uses) does not, and reading it would crash the process.
+// Returns whether the storage really holds the elements that sizes and strides name. A storage resized to nothing (a
+// sharded parameter between uses) does not, and reading it would crash the process.
 inline bool storage_covers(const at::Tensor& x) {
   const int64_t numel = x.numel();
   if (numel == 0) return true;

@@ -1,6 +1,6 @@
-// The templates of CallObserver: how often a call is looked at, and whether a tensor of it has to be read or is as it
-// was when it was last read. The latter for what reads on the host and for what asks a device, which differ in what a
-// row is (RangeRow, PendingRowPtr) and are each a reader:
+// Templates of CallObserver that decide whether a tensor has to be read, or is unchanged since it was last read. They
+// serve reads on the host and on a device. The two differ in what a row is (RangeRow, PendingRowPtr), and each is a
+// reader:
 //
 //   Row read()                             reads the tensor
 //   bool knows(const CacheEntry& entry)     whether the entry has a row for it
@@ -28,7 +28,7 @@ Row CallObserver::weight_range(const at::Tensor& x, int64_t batch, int64_t lifet
     const int64_t age = unchanged ? 0 : first_entries_++ % lifetime;
     cached->take(x, content, row, batch - age);
   } else {
-    cached->entry.forget();  // what is not finite is looked at closely each time
+    cached->entry.forget();  // a non-finite tensor is examined each time
   }
   return row;
 }

@@ -77,7 +77,8 @@ void CallObserver::unread(Labels::Id label, Role role, const std::string& reason
     frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotPending, {}, row});
 }
 
-// Turns an error of looking at a value into the value's row. False for one that must end the call; it stays set.
+// Turns an exception of reading a value into the value's row. Returns false for one that must end the call; it stays
+// set.
 bool CallObserver::excuse(Labels::Id label, Role role, FrameData* frame) {
   const std::optional<std::string> reason = excuse_error();
   if (reason.has_value()) unread(label, role, *reason, frame);
@@ -119,7 +120,7 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
       kNotPending, {},   nullptr};
   frame->shapes.insert(frame->shapes.end(), view.sizes, view.sizes + view.dims);
   row.range = range_of<RangeRow>(object, frame->batch, memory, slot, HostReader{*this, x, view});
-  // Zeros and the largest number there is: perhaps an additive attention mask, which Python knows to tell.
+  // Zeros and the largest number there is: perhaps an additive attention mask, which Python recognises.
   const bool may_be_mask = row.range.abs_min == 0.0 && (role == Role::input || role == Role::buffer) &&
                            word_size(view.format) > 1 && row.range.abs_max == largest_finite(view.format);
   if (row.range.isfinite && !may_be_mask) {
@@ -146,7 +147,7 @@ bool CallObserver::each_own(Node& node, PyObject* module, Role role, const Actio
   PyObject *name, *value;
   Py_ssize_t position = 0;
   size_t count = 0;
-  // Of the thread: while one tensor is read, another thread may look at its own call.
+  // Thread-local: while one tensor is read, another thread may observe its own call.
   static thread_local ObjectSet own;
   own.clear();
   while (PyDict_Next(named.ptr(), &position, &name, &value)) {
@@ -260,7 +261,7 @@ struct CallObserver::Walk {
     if (!enter(object, label)) return true;
     bool done = true;
     for (Py_ssize_t i = 0; done; ++i) {
-      // A list may change while Python code looks at one of its items: ask for its size each time, hold the item.
+      // A list may change while Python code reads one of its items: ask for its size each time, and hold the item.
       if (i >= (is_tuple ? PyTuple_GET_SIZE(object) : PyList_GET_SIZE(object))) break;
       if (limit(label) || i > kMaxLeaves) break;
       const py::object item =
@@ -322,7 +323,7 @@ struct CallObserver::Walk {
     return false;
   }
 
-  // Whether the walk has found as much as it may; says so once.
+  // Returns whether the walk has reached its limit, and adds a row for that once.
   bool limit(Labels::Id label) {
     if (leaves < kMaxLeaves) return false;
     if (!ended) {

@@ -1,6 +1,6 @@
-// From one module call to the rows of its frame: the walk over weights, buffers, inputs and outputs, and the decision
-// what has to be read. What is out of the ordinary (a tensor that is not plain, a value that is not finite, a container
-// of a type not known here) goes to the Python functions that also serve without the compiled part.
+// CallObserver: makes the rows of a module call's frame. It walks over weights, buffers, inputs and outputs, and
+// decides what has to be read. The rare cases (a tensor that is not plain, a non-finite value, a container of an
+// unknown type) go to the Python functions that also serve without the compiled part.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -30,7 +30,7 @@ struct Counters {
   int64_t nanoseconds = 0;  // spent here; only when asked for
 };
 
-// When the host looks at rows that a device makes: see `watch`.
+// When the host polls rows that a device makes: see `watch`.
 enum class Check : uint8_t { module, batch, async };
 
 struct Options {
@@ -152,7 +152,7 @@ class CallObserver {
   struct HostReader;
   struct DeviceReader;
   enum class Kind : uint8_t { opaque, mapping, container };
-  // Where a range may come from: for a batch, for many batches, or nowhere.
+  // The cache that may hold a range: for a batch, for many batches, or none.
   enum class Memory : uint8_t { activation, weight, none };
 
   template <typename Action>  // (PyObject* tensor, Node::Slot&) -> bool: go on

@@ -74,7 +74,7 @@ bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList te
       unread(label, value.role, "Python has no object for it", frame);
       continue;
     }
-    // Compiled code gives the memory of one activation to the next and tells no version counter. So what is between
+    // Compiled code gives the memory of one activation to the next and has no version counter. So what is between
     // modules is read each time; a parameter is the user's own tensor, and is known again.
     const bool is_parameter =
         value.role == Role::weight && reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == ParameterClass;

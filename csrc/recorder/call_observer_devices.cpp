@@ -10,7 +10,7 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
-// Whether a range is that of an additive mask made with the dtype's minimum in place of -inf.
+// Returns whether a range is that of an additive mask made with the dtype's minimum in place of -inf.
 bool may_be_mask(const RowData& row, const RangeRow& range) {
   if (range.abs_min != 0.0 || (row.role != Role::input && row.role != Role::buffer)) return false;
   const std::optional<Format> format = format_of(static_cast<at::ScalarType>(row.dtype));
@@ -142,7 +142,7 @@ PendingRowPtr CallObserver::enqueue_read(const at::Tensor& x) {
   return row;
 }
 
-// The frame's rows were sent; where each call is looked at by itself, waits for them.
+// Completes a frame whose rows are enqueued. With check="module" it waits for them.
 bool CallObserver::complete(const Node& node, FrameData* frame) {
   if (options_.check != Check::module || frame->pending.graph() != nullptr) return true;
   table_->wait(frame->pending.rows, table_->record_events(frame->pending.rows));

@@ -26,7 +26,7 @@ std::unordered_set<uint64_t>& living() {
   return *ids;
 }
 
-// Whether the class is one of FSDP's, the first (a wrapper) or the second (put between a class and its module).
+// Returns whether the class is FSDP1's (a wrapper) or FSDP2's (put between a class and its module).
 bool is_sharded(PyTypeObject* type) {
   PyObject* const bases = type->tp_mro;
   for (Py_ssize_t i = 0; bases != nullptr && i < PyTuple_GET_SIZE(bases); ++i) {
@@ -83,10 +83,10 @@ class CallRecorder::Threads : public std::list<Thread> {
   }
 };
 
-CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object listener, py::object frame_type,
+CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object events, py::object frame_type,
                            size_t max_frames, int64_t every, std::vector<int64_t> traced)
     : observer_(options, std::move(helpers)),
-      listener_(std::move(listener)),
+      events_(std::move(events)),
       frame_type_(std::move(frame_type)),
       ring_(max_frames),
       check_(options.check),
@@ -126,12 +126,12 @@ int32_t CallRecorder::add_node(const std::string& name, py::handle module, bool 
 }
 
 int CallRecorder::traverse(visitproc visit, void* arg) const {
-  Py_VISIT(listener_.ptr());
+  Py_VISIT(events_.ptr());
   return 0;
 }
 
 void CallRecorder::drop_references() {
-  listener_ = py::none();
+  events_ = py::none();
 }
 
 CallRecorder::Thread& CallRecorder::this_thread() {
@@ -149,10 +149,10 @@ bool CallRecorder::is_traced(int64_t batch) const {
   return !traced_.empty() && std::binary_search(traced_.begin(), traced_.end(), batch);
 }
 
-// Calls the listener. False with the exception set if it raised: what the listener raises, the module call raises.
-bool CallRecorder::tell(const char* method, py::args arguments, py::object* answer) {
+// Calls a callback of RecorderEvents. Returns false with the exception set if it raised: the module call raises it.
+bool CallRecorder::notify(const char* method, py::args arguments, py::object* answer) {
   const OutsideCompiler outside;
-  const py::object bound = py::reinterpret_steal<py::object>(PyObject_GetAttrString(listener_.ptr(), method));
+  const py::object bound = py::reinterpret_steal<py::object>(PyObject_GetAttrString(events_.ptr(), method));
   if (!bound) return false;
   auto said = py::reinterpret_steal<py::object>(PyObject_CallObject(bound.ptr(), arguments.ptr()));
   if (!said) return false;
@@ -160,8 +160,8 @@ bool CallRecorder::tell(const char* method, py::args arguments, py::object* answ
   return true;
 }
 
-// Ends the batches that this recorder's threads left unended when they ended themselves. False with an exception set if
-// the listener raised.
+// Ends the batches that threads of this recorder left open when they ended. Returns false with an exception set if a
+// callback raised.
 bool CallRecorder::abandon_of_ended_threads() {
   Unended& all = Unended::instance();
   if (!all.any) return true;
@@ -204,8 +204,9 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
     const auto or_none = [](PyObject* object) { return py::handle(object != nullptr ? object : Py_None); };
     const py::object given = args != nullptr ? py::reinterpret_borrow<py::object>(args) : py::object(py::tuple());
     py::object answer;
-    if (!tell("on_batch_start",
-              py::make_tuple(thread.batch, is_traced(thread.batch), or_none(module), given, or_none(kwargs)), &answer))
+    if (!notify("on_batch_start",
+                py::make_tuple(thread.batch, is_traced(thread.batch), or_none(module), given, or_none(kwargs)),
+                &answer))
       return false;
     if (!answer.is_none()) thread.held = shared(std::move(answer));
   }
@@ -237,7 +238,7 @@ bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObj
                           PyObject* output) {
   Node& node = *nodes_[size_t(index)];
   FrameData& frame = thread.frame;
-  std::vector<GradientCandidate> candidates;  // of this call: while it is looked at, other threads may make calls
+  std::vector<GradientCandidate> candidates;  // of this call: while it is observed, other threads may make calls
   const Recording recording(&thread);
   frame.batch = thread.batch;
   frame.node = index;
@@ -257,7 +258,7 @@ void CallRecorder::follow_gradients(const Thread& thread, std::vector<GradientCa
   gradients_->follow(candidates, {thread.batch, index, caller, thread.recomputed, &thread, thread.held}, keep);
 }
 
-// The arguments of the outermost call; of a compiled one those tensors that still live.
+// Returns the arguments of the outermost call; in compiled code those of its tensors that still live.
 py::object CallRecorder::given_to(const Thread& thread) const {
   if (thread.args != nullptr) return py::reinterpret_borrow<py::object>(thread.args);
   py::list alive;
@@ -273,7 +274,7 @@ py::object CallRecorder::name_of(int32_t caller) const {
   return caller == kNoCaller ? py::object(py::none()) : py::object(py::str(nodes_[size_t(caller)]->name));
 }
 
-// Keeps the frame that was made and tells of it.
+// Keeps the frame that was made and reports it.
 bool CallRecorder::finish(Thread& thread, int32_t caller) {
   FrameData& frame = thread.frame;
   ++observer_.counters.frames;
@@ -288,15 +289,15 @@ bool CallRecorder::finish(Thread& thread, int32_t caller) {
   }
   const bool has_nonfinite = frame.has_nonfinite;
   keep(frame);
-  if (!has_nonfinite && !is_told(thread.batch)) return true;
+  if (!has_nonfinite && !reports_frames(thread.batch)) return true;
   FrameData copy;
   copy.copy(ring_.latest());
   const py::object seen = to_python(copy);
-  if (is_told(thread.batch) && !tell("on_frame", py::make_tuple(seen))) return false;
+  if (reports_frames(thread.batch) && !notify("on_frame", py::make_tuple(seen))) return false;
   if (!has_nonfinite) return true;
   const py::handle none = Py_None;
-  return tell("on_nonfinite", py::make_tuple(seen, name_of(caller), given_to(thread),
-                                             thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
+  return notify("on_nonfinite", py::make_tuple(seen, name_of(caller), given_to(thread),
+                                               thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
 }
 
 void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) {

@@ -1,4 +1,4 @@
-// Which batch a call belongs to, the ring of the latest frames, and when Python has to be told.
+// CallRecorder: finds the batch of a call, keeps the latest frames in a ring, and calls back into Python.
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@ namespace nanwatch {
 
 class CallRecorder {
  public:
-  CallRecorder(const Options& options, Helpers helpers, pybind11::object listener, pybind11::object frame_type,
+  CallRecorder(const Options& options, Helpers helpers, pybind11::object events, pybind11::object frame_type,
                size_t max_frames, int64_t every, std::vector<int64_t> traced);
   ~CallRecorder();
   CallRecorder(const CallRecorder&) = delete;
@@ -33,9 +33,9 @@ class CallRecorder {
   // set, as in the C API.
   PyObject* run(int32_t node, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs);
 
-  // The same for a call in compiled code, which is told of from inside the graph; see call_recorder_compiled.cpp. These
-  // throw error_already_set. `begin` is for a call that no watched call of the same graph has made, and whose caller is
-  // then kNoCaller.
+  // The same for a call in compiled code, which operators in the graph report; see call_recorder_compiled.cpp. These
+  // throw error_already_set. `begin` is for a call that no watched call of the same graph has made. Its caller is then
+  // kNoCaller.
   static constexpr int64_t kNoCaller = -1;
   void begin_compiled(int64_t node, at::TensorList tensors);
   void record_compiled(int64_t node, int64_t caller, std::string_view plan, at::TensorList tensors);
@@ -49,11 +49,11 @@ class CallRecorder {
   void set_gradients(std::unique_ptr<GradientTracker> tracker) { gradients_ = std::move(tracker); }
   GradientTracker* gradients() const { return gradients_.get(); }
   bool finish_broken_backwards() { return gradients_ == nullptr || gradients_->finish_broken_backwards(); }
-  // Has an ended backward tell its frames once `rows` have come and what came before it on that thread was told.
-  bool tell_backward(const void* thread, int64_t batch, std::vector<PendingRowPtr> rows,
-                     std::unique_ptr<EndedBackward> backward);
-  // Calls a method of the listener.
-  bool tell(const char* method, pybind11::args arguments, pybind11::object* answer = nullptr);
+  // Reports an ended backward once `rows` have completed and all before it on that thread was reported.
+  bool report_backward(const void* thread, int64_t batch, std::vector<PendingRowPtr> rows,
+                       std::unique_ptr<EndedBackward> backward);
+  // Calls a callback of RecorderEvents.
+  bool notify(const char* method, pybind11::args arguments, pybind11::object* answer = nullptr);
   pybind11::object to_python(const FrameData& frame) const;
   pybind11::object name_of(int32_t caller) const;
   bool is_traced(int64_t batch) const;
@@ -69,10 +69,10 @@ class CallRecorder {
   // (batch, names of places that are new, values by place as float64); see peak_magnitudes.h. What was taken is gone.
   pybind11::tuple take_peaks();
 
-  // Looks at the batches that wait for a device, as far as their rows have come, or with `wait` at all that have ended.
-  // Throws what the listener raises.
+  // Reports the batches that have ended and whose rows have completed; with `wait`, all that have ended. Throws what a
+  // callback raises.
   void poll(bool wait);
-  // Whether there may be batches that are still to be told of, replays among them.
+  // Returns whether batches may still have to be reported, replays among them.
   bool may_be_pending() const;
   // Before an optimizer's step: waits for the rows of the forwards and backwards that it may take, and looks. Throws as
   // that does.
@@ -85,16 +85,16 @@ class CallRecorder {
   int64_t frames_kept() const { return ring_.pushed(); }
   std::optional<int64_t> frames_of_batch(int64_t batch) const;
 
-  // For Python's garbage collector: the listener refers back to the recorder.
+  // For Python's garbage collector: the RecorderEvents refer back to the recorder.
   int traverse(visitproc visit, void* arg) const;
   void drop_references();
 
   int paused = 0;  // nothing is recorded while it is not 0: 1 after pause() or stop(), and 2 for each re-run under way
   const std::shared_ptr<Subscriptions> subscriptions = std::make_shared<Subscriptions>();
   bool gathers_peaks = false;     // for take_peaks
-  bool awaits_backwards = false;  // else one whose rows are pending is told of later
-  // Whether weights are gathered from shards, as FSDP does: into the same storage each time, past the version counter,
-  // so that writes to the shards are not seen. Then no weight is known from the batch before.
+  bool awaits_backwards = false;  // else one whose rows are pending is reported later
+  // Set when weights are gathered from shards, as FSDP does: into the same storage each time, past the version counter,
+  // so that writes to the shards are not seen. Then no weight's range is taken from the batch before.
   bool gathers_weights = false;
 
  private:
@@ -108,7 +108,7 @@ class CallRecorder {
     bool recording = false;  // Python code called from here may call a watched module: that call is not recorded
     PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call under way, which keeps them alive
     pybind11::object given = {};                  // weak references to what a compiled outermost call was given
-    std::shared_ptr<PyObject> held = {};          // what the listener answered to the start of the batch under way
+    std::shared_ptr<PyObject> held = {};          // the answer of `on_batch_start` for the batch under way
     std::shared_ptr<GraphRows> graph = {};        // of a batch that is being captured
     std::deque<CallFrame> captured = {};          // the frames of that batch
     PendingBatch* pending = nullptr;              // the batch under way, if frames of it wait for a device
@@ -133,7 +133,7 @@ class CallRecorder {
   void defer(Thread& thread, int32_t caller);
   bool close(Thread& thread, bool completed, bool* waits);
   bool poll_thread(Thread& thread, bool wait, bool all);
-  bool tell_of(PendingBatch& batch);
+  bool report(PendingBatch& batch);
   bool captured(Thread& thread, bool completed);
   Pending::iterator find_ended(const Thread& thread, bool all);
   bool poll_batches(Thread& thread, bool wait, bool all);
@@ -141,12 +141,12 @@ class CallRecorder {
   bool abandon(Thread& thread);
   bool abandon_of_ended_threads();
   bool end_compiled(Thread& thread, bool completed);
-  bool is_told(int64_t batch) const { return subscriptions->has(kFrame) || is_traced(batch); }
+  bool reports_frames(int64_t batch) const { return subscriptions->has(kFrame) || is_traced(batch); }
   void keep(FrameData& frame);
   bool tracks_gradients() const { return gradients_ != nullptr && gradients_->is_active(); }
 
   CallObserver observer_;
-  pybind11::object listener_, frame_type_;
+  pybind11::object events_, frame_type_;
   FrameRing ring_;
   PeakMagnitudes peaks_;
   std::unique_ptr<GradientTracker> gradients_;          // null when nobody asked for gradients
@@ -161,8 +161,9 @@ class CallRecorder {
   const uint64_t id_;  // never reused, unlike an address
 };
 
-// While a call is looked at. Python code that runs meanwhile may call a watched module; that call is not recorded. The
-// frame is left empty in any case: it is thread-local, and Python objects in it would outlive the interpreter.
+// Scope of the observation of a call. Python code that runs meanwhile may call a watched module; that call is not
+// recorded. The frame is left empty in any case: it is thread-local, and Python objects in it would outlive the
+// interpreter.
 class CallRecorder::Recording {
  public:
   explicit Recording(Thread* thread) : thread_(thread) {

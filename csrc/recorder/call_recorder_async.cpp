@@ -1,6 +1,6 @@
-// The part of CallRecorder for batches whose rows are on a device: putting their frames aside, and looking at them when
-// the rows have come. What is then told is what is told on the host, in the same order: of each frame after it was put
-// into the ring and before the next one is, so that a report ends at the first non-finite frame.
+// The part of CallRecorder for batches whose rows are on a device. It puts their frames aside, and reports them when
+// the rows have completed. The callbacks are those of the host, in the same order: each frame is reported after it was
+// put into the ring and before the next one is, so that a report ends at the first non-finite frame.
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace py = pybind11;
 
 namespace nanwatch {
 
-// Whether frames of the thread wait, of this batch or of one before it: then the next one waits behind them.
+// Returns whether frames of this thread wait, of this batch or of one before it: then the next one waits behind them.
 bool CallRecorder::has_pending(const Thread& thread) const {
   return std::any_of(pending_.begin(), pending_.end(),
                      [&](const std::unique_ptr<PendingBatch>& batch) { return batch->thread == &thread; });
@@ -44,19 +44,20 @@ bool CallRecorder::close(Thread& thread, bool completed, bool* waits) {
   batch.end(*RowTable::instance(), completed);
   // Compiled code runs without grad mode, whatever comes of its results.
   batch.has_graph = bool(thread.given) || at::GradMode::is_enabled();
-  // Nobody acts on a recomputation's fault before its backward has ended: no reason to stop the device in between.
+  // Nobody acts on a non-finite recomputation before its backward has ended: no reason to stop the device in between.
   *waits = !batch.recomputed && (check_ != Check::async || is_traced(batch.number));
   return done;
 }
 
-// Looks at the batches of this thread, or of all, that have ended and whose rows have come, and at the replays, which
-// have their numbers only now; with `wait`, at all that have ended. False with an exception set if the listener raised.
+// Reports the batches of this thread, or of all, that have ended and whose rows have completed, and the replays, whose
+// numbers are known only now. With `wait`, it reports all that have ended. Returns false with an exception set if a
+// callback raised.
 bool CallRecorder::poll_thread(Thread& thread, bool wait, bool all) {
   return poll_batches(thread, wait, all) && (graphs_.empty() || poll_replays(wait));
 }
 
-// The first that may be told of. Of other threads, unless `all` are meant, those are the recomputations and backwards
-// that lie behind none of their own forwards: autograd may run them on a thread that looks at nothing itself.
+// Returns the first batch that may be reported. Of other threads, unless `all` is set, those are the recomputations and
+// backwards behind none of their own forwards: autograd may run them on a thread that never polls.
 CallRecorder::Pending::iterator CallRecorder::find_ended(const Thread& thread, bool all) {
   std::vector<const void*> behind_forwards;
   return std::find_if(pending_.begin(), pending_.end(), [&](const std::unique_ptr<PendingBatch>& batch) {
@@ -88,7 +89,7 @@ bool CallRecorder::poll_batches(Thread& thread, bool wait, bool all) {
     if (!table.poll(awaited->rows, awaited->events))
       for (const PendingRowPtr& row : awaited->rows) row->fail(0);  // the stream is being captured: no telling when
     awaited = batch->awaited = nullptr;
-    if (!survived([&] { return tell_of(*batch); })) return false;
+    if (!survived([&] { return report(*batch); })) return false;
   }
 }
 
@@ -106,18 +107,18 @@ bool CallRecorder::captured(Thread& thread, bool completed) {
   if (!done) return false;
   if (RowTable::instance()->end_graph(*batch->graph) == 0) {
     graphs_.push_back(batch);
-  } else if (!tell("on_warning",
-                   py::make_tuple("nanwatch: this batch was not captured into one CUDA graph as a whole: its "
-                                  "replays are not seen"))) {
+  } else if (!notify("on_warning",
+                     py::make_tuple("nanwatch: this batch was not captured into one CUDA graph as a whole: its "
+                                    "replays are not seen"))) {
     PyErr_WriteUnraisable(nullptr);
   }
   return true;
 }
 
-// Tells of the replays that have ended since the last poll, each a batch of its own.
+// Reports the replays that have ended since the last poll, each a batch of its own.
 bool CallRecorder::poll_replays(bool wait) {
   for (size_t i = 0; i < graphs_.size(); ++i) {
-    const std::shared_ptr<CapturedBatch> captured = graphs_[i];  // while it is told of, others may be captured
+    const std::shared_ptr<CapturedBatch> captured = graphs_[i];  // while it is reported, others may be captured
     if (wait) RowTable::instance()->record_event(captured->graph->device).wait();
     const uint64_t replays = captured->graph->replays();
     if (paused) {
@@ -128,10 +129,10 @@ bool CallRecorder::poll_replays(bool wait) {
       const uint64_t lost = replays - GraphRows::kReplays - captured->seen;
       captured->seen += lost;
       next_batch_ += int64_t(lost);
-      if (!tell("on_warning",
-                py::make_tuple("nanwatch: " + std::to_string(lost) +
-                               " replays of a CUDA graph were not seen, as each look finds the latest " +
-                               std::to_string(GraphRows::kReplays) + "; call Watch.look() at least as often")))
+      if (!notify("on_warning",
+                  py::make_tuple("nanwatch: " + std::to_string(lost) +
+                                 " replays of a CUDA graph were not seen, as each look finds the latest " +
+                                 std::to_string(GraphRows::kReplays) + "; call Watch.look() at least as often")))
         return false;
     }
     while (captured->seen < replays) {
@@ -148,15 +149,15 @@ bool CallRecorder::poll_replays(bool wait) {
       }
       batch.given.copy(captured->given);
       captured->fill(&batch.given, replay);
-      if (!survived([&] { return tell_of(batch); })) return false;
+      if (!survived([&] { return report(batch); })) return false;
     }
   }
   return true;
 }
 
-// Tells of the frames of a batch as if they were recorded now. False with an exception set if the listener raised.
-bool CallRecorder::tell_of(PendingBatch& batch) {
-  if (batch.backward != nullptr) return batch.backward->tell(batch.left);
+// Reports the frames of a batch as if they were recorded now. Returns false with an exception set if a callback raised.
+bool CallRecorder::report(PendingBatch& batch) {
+  if (batch.backward != nullptr) return batch.backward->report(batch.left);
   std::optional<HeldError> first;  // of what was raised
   const auto check = [&first](bool done) {
     if (done) return;
@@ -175,28 +176,29 @@ bool CallRecorder::tell_of(PendingBatch& batch) {
     const bool is_nonfinite = frame.has_nonfinite;
     has_nonfinite |= is_nonfinite;
     keep(frame);
-    if (first || (!is_nonfinite && !is_told(batch.number))) continue;
+    if (first || (!is_nonfinite && !reports_frames(batch.number))) continue;
     FrameData copy;
     copy.copy(ring_.latest());
     const py::object seen = to_python(copy);
-    if (is_told(batch.number)) check(tell("on_frame", py::make_tuple(seen)));
+    if (reports_frames(batch.number)) check(notify("on_frame", py::make_tuple(seen)));
     if (is_nonfinite && !first)
-      check(tell("on_pending_nonfinite",
-                 py::make_tuple(seen, name_of(entry.caller), to_python(batch.given), batch.is_left)));
+      check(notify("on_pending_nonfinite",
+                   py::make_tuple(seen, name_of(entry.caller), to_python(batch.given), batch.is_left)));
   }
   if (batch.is_left && (has_nonfinite || (subscriptions->has(kBatchEnd) && !batch.recomputed)))
-    check(tell("on_pending_batch_end", py::make_tuple(batch.number, !first && (batch.completed || batch.recomputed))));
+    check(
+        notify("on_pending_batch_end", py::make_tuple(batch.number, !first && (batch.completed || batch.recomputed))));
   return !first;
 }
 
-bool CallRecorder::tell_backward(const void* thread, int64_t batch_number, std::vector<PendingRowPtr> rows,
-                                 std::unique_ptr<EndedBackward> backward) {
+bool CallRecorder::report_backward(const void* thread, int64_t batch_number, std::vector<PendingRowPtr> rows,
+                                   std::unique_ptr<EndedBackward> backward) {
   const bool has_to_wait = !rows.empty() || std::any_of(pending_.begin(), pending_.end(), [thread](const auto& batch) {
     return batch->thread == thread;
   });
-  if (!has_to_wait) return backward->tell(py::none());
+  if (!has_to_wait) return backward->report(py::none());
   py::object left;
-  if (!tell("on_backward_pending", py::make_tuple(), &left)) return false;
+  if (!notify("on_backward_pending", py::make_tuple(), &left)) return false;
   auto batch = std::make_unique<PendingBatch>(PendingBatch{thread, batch_number, false, true, true, true, true});
   batch->await_rows(*RowTable::instance(), std::move(rows));
   batch->backward = std::move(backward);
@@ -209,14 +211,13 @@ bool CallRecorder::tell_backward(const void* thread, int64_t batch_number, std::
   return poll_batches(own, true, true);
 }
 
-// False with an exception set, the call's own if it has one: that matters more than what the listener raises, unless
-// that is raised from it.
+// Returns false with an exception set: the call's own if it has one, unless a callback raised another from it.
 bool CallRecorder::end_batch(Thread& thread, bool completed) {
   HeldError own;                                                  // the call's
-  const std::shared_ptr<PyObject> held = std::move(thread.held);  // until the listener has been told
+  const std::shared_ptr<PyObject> held = std::move(thread.held);  // until the callback has returned
   PendingBatch* const pending = thread.pending;
   bool done = true, waits = false;
-  const Recording recording(&thread);  // the listener may run the model once more
+  const Recording recording(&thread);  // the callback may run the model once more
   if (thread.graph != nullptr) {
     done = captured(thread, completed);
   } else if (pending != nullptr) {
@@ -224,7 +225,7 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   }
   thread.args = thread.kwargs = nullptr;
   observer_.end_batch();
-  // The listener is told of every batch that ends by an exception. A look may change the subscriptions.
+  // Every batch that ends by an exception is reported. The callback may change the subscriptions.
   const auto tells_end = [&] { return !thread.recomputed && (subscriptions->has(kBatchEnd) || !completed); };
   if (done && pending_.empty() && !tells_end()) return completed;
   done = done && (pending_.empty() || poll_thread(thread, waits, false));
@@ -236,7 +237,7 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
     const HeldError::Shown shown(completed ? &raised : &own);
     const char* const method = is_pending ? "on_batch_pending" : "on_batch_end";
     const bool fine = completed && done;
-    done &= survived([&] { return tell(method, py::make_tuple(thread.batch, fine)); });
+    done &= survived([&] { return notify(method, py::make_tuple(thread.batch, fine)); });
   }
   return completed && done;
 }
@@ -262,7 +263,7 @@ void CallRecorder::await_before_step() {
   if (thread.recording || pending_.empty()) return;
   const bool recomputes = std::any_of(pending_.begin(), pending_.end(),
                                       [](const std::unique_ptr<PendingBatch>& batch) { return batch->recomputed; });
-  std::vector<std::shared_ptr<const PendingEvents>> taken;  // while this waits, others may tell of the batches
+  std::vector<std::shared_ptr<const PendingEvents>> taken;  // while this waits, others may report the batches
   for (auto one = pending_.rbegin(); one != pending_.rend(); ++one) {
     const PendingBatch& batch = **one;
     const bool is_taken = !batch.recomputed && (batch.has_graph || recomputes);
@@ -278,7 +279,7 @@ void CallRecorder::await_before_step() {
 
 // The frames whose rows have come, of those that wait.
 py::list CallRecorder::pending_frames() {
-  // Copied first: making Python objects may let another thread tell of the batches.
+  // Copied first: making Python objects may let another thread report the batches.
   std::vector<FrameData> copies;
   const auto copy = [&copies](const PendingBatch& batch) {
     if (batch.backward != nullptr) return false;

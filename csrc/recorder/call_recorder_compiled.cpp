@@ -1,5 +1,5 @@
-// Calls of watched modules inside compiled code. There is no module call any more; what
-// python/nanwatch/instrumentation/compile/dynamo.py put into the graph in its place are operators, and these find their
+// Calls of watched modules inside compiled code. There is no module call any more:
+// python/nanwatch/instrumentation/compile/dynamo.py has put operators into the graph in its place. They find their
 // recorder by its number:
 //
 //   begin_(sequence, watch, callee, tensors)                  before a call that no watched call of the graph made
@@ -70,8 +70,8 @@ void CallRecorder::set_watch(int64_t watch) {
   if (watch >= 0) numbered()[watch] = this;
 }
 
-// Ends the batch of an outermost call in compiled code whose end nothing told. False with an exception set if the
-// listener raised.
+// Ends the batch of an outermost call in compiled code whose end no operator reported. Returns false with an exception
+// set if a callback raised.
 bool CallRecorder::abandon(Thread& thread) {
   return end_compiled(thread, false) || PyErr_Occurred() == nullptr;
 }

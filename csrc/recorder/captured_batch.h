@@ -13,7 +13,7 @@ struct CapturedBatch {
   std::shared_ptr<GraphRows> graph;
   std::deque<CallFrame> entries = {};
   FrameData given = {};  // what the batch was called with
-  uint64_t seen = 0;     // replays that were told
+  uint64_t seen = 0;     // replays that were reported
 
   // Gives a frame the rows of a replay.
   void fill(FrameData* frame, uint64_t replay) const {

@@ -17,7 +17,7 @@ struct CallOrigin {
   int32_t node = 0, caller = -1;
   bool recomputed = false;
   const void* thread = nullptr;  // of the call, only compared
-  // The listener's answer to the start of the batch. It lives as long as a gradient of the batch can still come.
+  // The answer of `on_batch_start`. It lives as long as a gradient of the batch can still come.
   std::shared_ptr<PyObject> held = {};
 };
 
@@ -40,9 +40,9 @@ class EndedBackward {
  public:
   virtual ~EndedBackward() = default;
 
-  // Makes the frames and tells the listener. `left`: the answer to `backward_left`, or None. False with a Python
-  // exception set.
-  virtual bool tell(const pybind11::object& left) = 0;
+  // Makes the frames and calls `on_backward_end`. `left` is the answer of `on_backward_pending`, or None. Returns false
+  // with a Python exception set.
+  virtual bool report(const pybind11::object& left) = 0;
 };
 
 }  // namespace nanwatch

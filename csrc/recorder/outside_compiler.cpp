@@ -8,7 +8,7 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
-// Sets the compiler that follows the frames of this thread; what was set before, owned.
+// Sets the compiler that follows the frames of this thread. Returns the one that was set before, owned.
 PyObject* set_compiler(PyObject* callback) {
   // Not a plain static: an import may let another thread in, which would wait for it with the interpreter lock held.
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> set;

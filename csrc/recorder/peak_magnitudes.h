@@ -31,7 +31,7 @@ class PeakMagnitudes {
   // allocator from joining them, and the peak of a ResNet-50's training was 15 % higher.
   void reserve_node() { reserve(++nodes_ * 8); }
 
-  // Takes a frame of the batch under way; what there was of another batch is dropped.
+  // Takes a frame of the batch under way. A frame of another batch drops what was taken before.
   void add(const FrameData& frame, Labels& labels) {
     if (frame.recomputed || frame.phase != Phase::forward) return;
     if (frame.batch != batch_) begin(frame.batch);
@@ -93,7 +93,7 @@ class PeakMagnitudes {
     ++next_;
   }
 
-  // Where the place of a key stands in the table, or would.
+  // Returns the slot of a key in the table, or the one it would take.
   uint32_t* find(const Key& key) {
     const uint64_t both = (uint64_t(uint32_t(key.node)) << 32) | uint32_t(key.label);
     size_t at = size_t((both ^ (uint64_t(uint8_t(key.dtype)) << 24)) * 0x9e3779b97f4a7c15ull >> 20);
@@ -103,7 +103,7 @@ class PeakMagnitudes {
     }
   }
 
-  // What Python has read: complex numbers, shards, other layouts.
+  // Rows from Python: complex numbers, shards, other layouts.
   void add_python(int32_t node, PyObject* row, Labels& labels) {
     if (!is_row(row)) return;
     const char* const label = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::label));

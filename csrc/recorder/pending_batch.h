@@ -26,14 +26,14 @@ struct PendingBatch {
   const void* thread;  // that makes it, only compared
   int64_t number;
   bool recomputed;
-  bool is_left;  // its end was told before its frames were, or is told to nobody
+  bool is_left;  // its end was reported before its frames, or is not reported
   bool ended = false, completed = false;
   bool has_graph = false;  // gradients may flow from it
   std::deque<CallFrame> entries = {};
   FrameData given = {};                               // what it was called with, as it was at the end
   std::shared_ptr<const PendingEvents> awaited = {};  // once it has ended
   std::unique_ptr<EndedBackward> backward = {};       // then there are no frames yet, and it has ended
-  pybind11::object left = {};                         // what the listener said when it had
+  pybind11::object left = {};                         // the answer of `on_backward_pending`
 
   // Called as an outermost call ends: records events behind what is awaited. Only then is it ended, as other threads
   // may look meanwhile.

@@ -39,7 +39,7 @@ bool survived(const Look& look) {
   return show_error();
 }
 
-// A pending Python error, put aside while others are told of something, and put back at the end: it came first.
+// A pending Python error, put aside while callbacks run, and restored at the end: it came first.
 class HeldError {
  public:
   HeldError() { PyErr_Fetch(&type_, &value_, &traceback_); }
@@ -57,7 +57,7 @@ class HeldError {
     PyErr_Restore(type_, value_, traceback_);
   }
 
-  // While this lives, sys.exc_info() tells the error.
+  // While this lives, sys.exc_info() is the error.
   class Shown {
    public:
     explicit Shown(HeldError* error) : is_shown_(error->type_ != nullptr) {
@@ -75,11 +75,11 @@ class HeldError {
 
    private:
     bool is_shown_;
-    PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;  // what it told before
+    PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;  // what it was before
   };
 
  private:
-  // Whether the exception that is now set was raised "from" this one.
+  // Returns whether the exception that is now set was raised "from" this one.
   bool is_explained() const {
     if (!PyErr_Occurred()) return false;
     PyObject *type, *value, *traceback;

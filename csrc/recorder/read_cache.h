@@ -1,4 +1,4 @@
-// What was already read. A tensor that is unchanged since is not read again.
+// Cache of ranges. A tensor that is unchanged since it was read is not read again.
 //
 // "Unchanged" is the hard part. An id or an address is no identity: a freed activation's successor gets both. An entry
 // therefore keeps something that tells whether the old owner of the address is still alive. Then the same version
@@ -164,7 +164,8 @@ class ActivationCache {
     CacheEntry entry;
     PyObject* weak = nullptr;  // owned; to the tensor object that was read
 
-    // Whether that tensor lives and is still over that storage with that counter: then neither address has a new owner.
+    // Returns whether that tensor lives and is still over that storage with that counter: then neither address has a
+    // new owner.
     bool is_alive() const {
       PyObject* read = PyWeakref_CheckRef(weak) ? PyWeakref_GetObject(weak) : Py_None;
       if (read == nullptr || read == Py_None) return false;
@@ -177,7 +178,7 @@ class ActivationCache {
   std::vector<uint32_t> used_;
 };
 
-// What is remembered of a weight.
+// Cached range of a weight.
 struct WeightEntry {
   CacheEntry entry;
   c10::weak_intrusive_ptr<c10::StorageImpl> hold_storage{c10::intrusive_ptr<c10::StorageImpl>()};

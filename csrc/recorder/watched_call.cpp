@@ -1,6 +1,6 @@
 // The callable that makes a module's call while it is watched.
 //
-// nn.Module.__call__ asks for `_compiled_call_impl` before it runs its hooks and its forward (see place.cpp). A
+// nn.Module.__call__ asks for `_compiled_call_impl` before it runs its hooks and its forward (see call_slot.cpp). A
 // WatchedCall put there sees the arguments, makes the call with everything PyTorch does around it, and sees the result:
 // 0.2 µs, where registering any forward hook makes PyTorch itself 0.85 µs slower, and an exception needs no second hook
 // to be noticed.

@@ -9,6 +9,6 @@ namespace nanwatch {
 void bind_watched_call(pybind11::module_& m);
 
 // Adds Place to the module.
-void bind_place(pybind11::module_& m);
+void bind_call_slot(pybind11::module_& m);
 
 }  // namespace nanwatch

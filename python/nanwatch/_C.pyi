@@ -3,7 +3,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .numerics.ranges import AbsRange, TensorHealth
+from .numerics.health import AbsRange, TensorHealth
 from .recording.events import RecorderEvents
 from .recording.masked_scores import MaskedScores
 from .report.frame import FrameRows

@@ -21,6 +21,7 @@ from .numerics import _ops as _ops  # torch.ops.nanwatch.*
 
 if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule
+    from .capsule.files import CapsuleError
     from .integrations.debug import (
         DebugUnderflowOverflow,
         detect_overflow,
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
     )
     from .numerics.exponents import ExponentHistogram, exponent_histogram
     from .numerics.fit import Fit, narrowest, would_fit
-    from .numerics.ranges import AbsRange, TensorHealth, abs_range, abs_ranges, tensor_health
+    from .numerics.health import AbsRange, TensorHealth
+    from .numerics.ranges import abs_range, abs_ranges, tensor_health
     from .precision.precision import fp32_modules, run_in_fp32
-    from .report.errors import BatchLimitError, CapsuleError, NonFiniteError, TraceError
+    from .report.errors import BatchLimitError, NonFiniteError
     from .report.finding import Cure, Finding
     from .report.frame import Frame
     from .report.record import Record
@@ -40,11 +42,13 @@ if TYPE_CHECKING:
     from .session.replay import replay
     from .trace.comparison import diff
     from .trace.difference import Difference
+    from .trace.trace import TraceError
     from .trace.trace_file import Trace
 else:
     # Public names and the modules that define them. A name is imported when it is first asked for.
     _MODULES = {
         "capsule.capsule": ("Capsule", "write_capsule"),
+        "capsule.files": ("CapsuleError",),
         "integrations.debug": (
             "DebugUnderflowOverflow",
             "detect_overflow",
@@ -53,9 +57,10 @@ else:
         ),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
         "numerics.fit": ("Fit", "narrowest", "would_fit"),
-        "numerics.ranges": ("AbsRange", "TensorHealth", "abs_range", "abs_ranges", "tensor_health"),
+        "numerics.health": ("AbsRange", "TensorHealth"),
+        "numerics.ranges": ("abs_range", "abs_ranges", "tensor_health"),
         "precision.precision": ("fp32_modules", "run_in_fp32"),
-        "report.errors": ("BatchLimitError", "CapsuleError", "NonFiniteError", "TraceError"),
+        "report.errors": ("BatchLimitError", "NonFiniteError"),
         "report.finding": ("Cure", "Finding"),
         "report.frame": ("Frame",),
         "report.record": ("Record",),
@@ -64,6 +69,7 @@ else:
         "session.replay": ("replay",),
         "trace.comparison": ("diff",),
         "trace.difference": ("Difference",),
+        "trace.trace": ("TraceError",),
         "trace.trace_file": ("Trace",),
     }
     _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from nanwatch.numerics import _extension
 from nanwatch.numerics.formats import limits
 from nanwatch.recording import frame_ring
-from nanwatch.recording.frame_ring import PeakMagnitudes, PeakName
+from nanwatch.recording.events import PeakName
+from nanwatch.recording.frame_ring import PeakMagnitudes
 from nanwatch.report.frame import Frame, FrameRows
 from nanwatch.report.record import MASK, Row
 from nanwatch.session.api import watch

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanwatch.numerics import _reference, ranges
+from nanwatch.numerics.readable import unreadable
 from support.implementations import Implementation
 from support.oracle import DTYPES, FLOATS_8, expected, random_patterns, same
 
@@ -155,7 +156,7 @@ def test_tensors_without_data_are_refused(implementation: Implementation) -> Non
     masked = masked_tensor(torch.ones(2), torch.tensor([True, False]))
     cases["MaskedTensor, some elements have no value"] = masked
     for reason, x in cases.items():
-        assert ranges.unreadable(x) == reason.strip()
+        assert unreadable(x) == reason.strip()
         for read in (
             implementation.abs_range,
             implementation.tensor_health,
@@ -206,7 +207,7 @@ def test_function_transforms(implementation: Implementation) -> None:
             implementation.abs_range(x)
         with pytest.raises(TypeError, match=r"functorch transform|functionalized"):
             implementation.tensor_health(x)
-        seen.append(ranges.unreadable(x))
+        seen.append(unreadable(x))
         return (x * x).sum()
 
     x = torch.arange(6.0).reshape(2, 3)
@@ -325,7 +326,7 @@ def test_dtensor_is_its_local_shard(implementation: Implementation, one_process_
 
     for placement in (Shard(0), Replicate()):
         x = distribute_tensor(torch.tensor([1.0, -math.inf]), one_process_mesh, [placement])
-        assert ranges.unreadable(x) == ""
+        assert unreadable(x) == ""
         assert implementation.abs_range(x) == (1.0, math.inf, False)
         assert implementation.tensor_health(x).first_nonfinite == (1,)
         assert implementation.abs_ranges([x]) == [(1.0, math.inf, False)]
@@ -345,7 +346,7 @@ def test_readable_tensors_have_no_reason(implementation: Implementation) -> None
         torch.ones(2, dtype=torch.complex64).conj(),
         torch._efficientzerotensor(3),
     ):
-        assert ranges.unreadable(x) == ""
+        assert unreadable(x) == ""
         implementation.abs_range(x)
 
 

@@ -21,20 +21,21 @@ from transformers import debug_utils as oracle
 
 import nanwatch
 from nanwatch import __main__ as command
-from nanwatch.capsule.files import blaming
+from nanwatch.capsule.files import CapsuleError, blaming
 from nanwatch.distributed.merge import Digest
 from nanwatch.distributed.merge_pages import merged_text
 from nanwatch.integrations import debug
 from nanwatch.monitoring.log import BatchLog, nonfinite_entry
 from nanwatch.netcheck.command import say
 from nanwatch.report import text
-from nanwatch.report.errors import CapsuleError, NonFiniteError, TraceError, spell
+from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.finding import Cure
 from nanwatch.report.frame import Frame, FrameRows
 from nanwatch.report.rank_observation import Origin, RankObservation
 from nanwatch.report.record import Record, Row
 from nanwatch.report.report import Report
-from nanwatch.util.visible import visible
+from nanwatch.trace.trace import TraceError
+from nanwatch.util.visible import close_names, spell, visible
 from support.html_page import Page
 from support.merges import merged_of
 from support.sightings import finding
@@ -129,7 +130,7 @@ def forms(report: Report) -> list[str]:
         str(error),
         text.summary(report.finding),
         "\n".join(text.frame_lines(report.frames[0])),
-        text.close_names(f"encoder{name}", [name]),
+        close_names(f"encoder{name}", [name]),
         merged_text(merged_of(digests)),
         *nonfinite_entry(report.finding).texts.values(),
         *entry.texts.values(),

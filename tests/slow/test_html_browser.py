@@ -15,9 +15,9 @@ import pytest
 
 from nanwatch.report.finding import find
 from nanwatch.report.frame import Frame
+from nanwatch.report.histogram import StoredHistogram
 from nanwatch.report.record import Record
 from nanwatch.report.report import Report
-from nanwatch.report.stored_histogram import StoredHistogram
 from support import chromium
 from support.chromium import Browser, Tab, overlaps
 from support.html_page import HOSTILE, growing, many, record

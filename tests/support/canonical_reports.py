@@ -8,13 +8,13 @@ from dataclasses import replace
 from itertools import accumulate
 from math import frexp, inf, nan, prod
 
-from nanwatch.numerics.ranges import TensorHealth
-from nanwatch.report.attempt import Attempt
+from nanwatch.numerics.health import TensorHealth
 from nanwatch.report.finding import Cure, Finding, find
 from nanwatch.report.frame import Frame
+from nanwatch.report.histogram import StoredHistogram
 from nanwatch.report.record import Record, Role
 from nanwatch.report.report import Report
-from nanwatch.report.stored_histogram import StoredHistogram
+from nanwatch.util.job import Attempt
 
 SHAPE = (4, 128)
 SQUARE = (128, 128)

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from math import inf, isnan, nan
 from typing import Any
 
-from nanwatch.numerics.ranges import TensorHealth
+from nanwatch.numerics.health import TensorHealth
 from nanwatch.report.finding import find
 from nanwatch.report.frame import Frame
 from nanwatch.report.record import Record

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from nanwatch.distributed.merge import Digest, Merged, Place
 from nanwatch.distributed.merge_pages import document
-from nanwatch.report.attempt import Attempt
 from nanwatch.report.frame import Frame
 from nanwatch.report.record import Record
 from nanwatch.report.report import Report
+from nanwatch.util.job import Attempt
 from support.sightings import finding
 
 NAMES = ["", "a", "a.b", "c"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanwatch.numerics import _extension, _reference
-from nanwatch.numerics.ranges import _is_plain, only_our_dispatch, unreadable
+from nanwatch.numerics.readable import is_plain, only_our_dispatch, unreadable
 from support.cuda_emulation import FORMATS, DescribedTensor
 
 DTYPES = {number: dtype for dtype, number in FORMATS.items()}
@@ -193,7 +193,7 @@ class StandIn:
         x = _extension.C.tensor_at(address)
         if unreadable(x) or x.is_neg():
             return -1
-        return self.place(x) if _is_plain(x) and x.device.type == "cpu" else -1
+        return self.place(x) if is_plain(x) and x.device.type == "cpu" else -1
 
     def _stream(self, device: int, stream: Any, capture: Any) -> int:
         stream[0] = self.stream

@@ -14,7 +14,7 @@ from torch import nn
 
 import nanwatch
 from nanwatch.cli import run
-from nanwatch.monitoring.log import Histogram, LogEntry
+from nanwatch.monitoring.backends import Histogram, LogEntry
 from support.toys import Scale, breaks_its_log, mlp
 
 pytest.importorskip("tensorboard", reason="needs TensorBoard: pip install tensorboard")

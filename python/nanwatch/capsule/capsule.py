@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..instrumentation.execution_context import Autocast, RngState
 from ..report.finding import Finding
+from ..util import reading
 from ..util.numbered import make_numbered
 from . import files, tree
 from .files import (
@@ -37,7 +38,6 @@ from .files import (
     Entry,
     blaming,
     check_file,
-    to_json,
 )
 from .tree import Json, LeftOut
 
@@ -72,10 +72,10 @@ class Capsule:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Capsule:
-        """The capsule in `folder`, all of it in memory.
+        """Read the capsule in `folder`, all of it into memory.
 
-        Raises CapsuleError, naming the file and the place in it, for what is no whole capsule; ImportError where
-        safetensors is not installed.
+        Raises CapsuleError, with the file and the place in it, for an invalid capsule; ImportError where safetensors is
+        not installed.
         """
         place = Path(folder)
         with blaming(place / DOCUMENT):
@@ -146,9 +146,9 @@ def write_capsule(
             }
             for one in (Autocast.capture() if autocast is None else autocast)
         ],
-        "finding": to_json(finding),
+        "finding": reading.plain(finding),
         "rank": rank,
-        "tensors": {entry: Entry.of(x).to_json() for entry, x in call.tensors.items()},
+        "tensors": {entry: reading.plain(Entry.of(x)) for entry, x in call.tensors.items()},
         "left_out": {
             entry: {"what": one.what, "type": one.type_name, "bytes": one.bytes, "why": one.why}
             for entry, one in call.left_out.items()
@@ -158,7 +158,7 @@ def write_capsule(
 
 
 class _Call:
-    """The tensors of a call under the names they have in the file, each once."""
+    """Tensors of a call under the names they have in the file, each once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -168,7 +168,7 @@ class _Call:
         self._asked: list[Tensor] = []
 
     def keep_state(self, module: nn.Module) -> dict[str, str]:
-        """The entry of each weight and buffer by its name; tied ones have one."""
+        """Return the entry of each weight and buffer by its name; tied ones have one."""
         with torch._C.DisableTorchFunction():
             named = [
                 *module.named_parameters(remove_duplicate=False),
@@ -177,17 +177,17 @@ class _Call:
         return {name: self._keep_once(x, f"state[{name}]", _memory(x)) for name, x in named}
 
     def keep_input(self, x: Tensor, label: str) -> str:
-        """The entry of an input. The same object given twice is one; two views of the same memory are two."""
+        """Return the entry of an input. The same object given twice is one; two views of the same memory are two."""
         return self._keep_once(x, label, id(x))
 
     def keep(self, label: str, x: Tensor) -> str:
-        """The entry of a tensor that can be kept."""
+        """Return the entry of a tensor that can be kept."""
         name = self._unused(label)
         self.tensors[name] = x
         return name
 
     def leave_out(self, value: LeftOut) -> str:
-        """The name of what cannot be kept."""
+        """Return the name of a value that cannot be kept."""
         name = self._unused(value.what)
         self.left_out[name] = value
         return name
@@ -206,7 +206,7 @@ class _Call:
         return found
 
     def _unused(self, label: str) -> str:
-        """`label`, with a number after it if it is taken: two keys of a dict may be spelt alike."""
+        """Return `label`, with a number after it if it is taken: two keys of a dict may be spelt alike."""
         name, number = label, 1
         while name in self.tensors or name in self.left_out:
             number += 1
@@ -228,14 +228,14 @@ class _Call:
             self.left_out[name] = LeftOut(name, entries[name].type_name, size, why)
 
     def device(self, state: Mapping[str, str]) -> str:
-        """Where the call ran, judged by its first weight that was kept, or else by its first input."""
+        """Return the device of the call, judged by its first weight that was kept, or else by its first input."""
         owned = [self.tensors[name] for name in state.values() if name in self.tensors]
         first = next(iter([*owned, *self.tensors.values()]), None)
         return "cpu" if first is None else str(first.device)
 
 
 def _memory(x: Tensor) -> object:
-    """Equal for tensors that are the same memory seen in the same way."""
+    """Return a key that is equal for tensors that are the same memory seen in the same way."""
     if files.why_not(x) or x.numel() == 0:
         return id(x)
     with torch._C.DisableTorchFunction():

@@ -13,21 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..instrumentation.execution_context import Autocast, RngState
-from ..numerics.ranges import only_our_dispatch, unreadable
-from ..report.errors import CapsuleError
-from ..report.finding import Finding
-from ..report.report import SCHEMA as REPORT_SCHEMA
-from ..report.report import VERSION as REPORT_VERSION
-from ..report.report import Report
+from ..numerics.readable import only_our_dispatch, unreadable
+from ..report.finding import read_finding
 from ..util import reading
 from ..util.imports import needed
 from ..util.reading import fail, shorten
+from ..util.visible import visible
 from .tree import DTYPES, Json, LeftOut, device, dtype, sizes
 from .tree import read as read_tree
 
@@ -61,7 +58,7 @@ class Entry:
 
     @classmethod
     def of(cls, x: Tensor) -> Entry:
-        """The entry of a tensor that can be kept."""
+        """Return the entry of a tensor that can be kept."""
         with torch._C.DisableTorchFunction():
             strides = None if x.is_contiguous() else tuple(x.stride())
             name = str(x.dtype).removeprefix("torch.")
@@ -69,44 +66,43 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in the file, in bytes."""
+        """Return the size of the tensor in the file, in bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
     def type_name(self) -> str:
-        """`float16 [4, 512]`."""
+        """Return `float16 [4, 512]`."""
         return f"{self.dtype} {list(self.shape)}"
 
-    def to_json(self) -> Json:
-        """Return the entry of the capsule's JSON document."""
-        return {
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "strides": None if self.strides is None else list(self.strides),
-            "requires_grad": self.requires_grad,
-            "device": self.device,
-        }
+
+def _name(read: reading.Reader[Any]) -> reading.Reader[str]:
+    """Return a reader of a name that `read` accepts."""
+
+    def read_name(value: Json, where: str) -> str:
+        read(value, where)
+        return str(value)
+
+    return read_name
+
+
+_ENTRY = reading.of(
+    Entry, dtype=_name(dtype), shape=sizes, strides=reading.optional(sizes), device=_name(device)
+)
 
 
 def read_entry(value: Json, where: str) -> Entry:
-    """Read what `Entry.to_json` wrote. Raise ValueError, naming the place, for anything else."""
-    if not isinstance(value, dict) or set(value) != set(Entry.__slots__):
-        raise fail(where, f"an object with {', '.join(Entry.__slots__)}", value)
-    kind = dtype(value["dtype"], f"{where}.dtype")
-    shape = sizes(value["shape"], f"{where}.shape")
-    if type(value["requires_grad"]) is not bool:
-        raise fail(f"{where}.requires_grad", "true or false", value["requires_grad"])
-    if value["requires_grad"] and not (kind.is_floating_point or kind.is_complex):
-        raise fail(f"{where}.requires_grad", f"false, as the dtype is {value['dtype']}", True)
-    strides = None if value["strides"] is None else sizes(value["strides"], f"{where}.strides")
-    if strides is not None and len(strides) != len(shape):
-        raise fail(f"{where}.strides", f"{len(shape)} numbers, one a dimension", value["strides"])
-    place = str(device(value["device"], f"{where}.device"))
-    return Entry(value["dtype"], shape, strides, value["requires_grad"], place)
+    """Read an Entry from JSON. Raise ValueError, naming the place, for anything else."""
+    entry = _ENTRY(value, where)
+    kind = DTYPES[entry.dtype]
+    if entry.requires_grad and not (kind.is_floating_point or kind.is_complex):
+        raise fail(f"{where}.requires_grad", f"false, as the dtype is {entry.dtype}", True)
+    if entry.strides is not None and len(entry.strides) != len(entry.shape):
+        raise fail(f"{where}.strides", f"{len(entry.shape)} numbers, one a dimension", value["strides"])
+    return entry
 
 
 def why_not(x: Tensor) -> str:
-    """Why the values of `x` cannot be kept, in a few words; "" when they can."""
+    """Return why the values of `x` cannot be kept, in a few words; "" when they can."""
     reason = unreadable(x)
     if reason and not reason.startswith("dtype "):
         return reason
@@ -138,7 +134,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], label: str) -> None:
 
 
 def load(path: Path, entries: Mapping[str, Entry], label: str) -> dict[str, Tensor]:
-    """The tensors of the file, on the CPU, in memory of their own, strided as they were where nothing overlaps.
+    """Load the tensors of the file on the CPU, in memory of their own, with their strides where nothing overlaps.
 
     Raises ValueError for a file that is damaged or has not exactly these entries, ImportError without safetensors.
     """
@@ -181,7 +177,7 @@ def _load(file: Any, name: str, entry: Entry) -> Tensor:
 
 
 def _strided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """`x` with these strides; as it is where they overlap or take far more memory."""
+    """Return `x` with these strides, or `x` itself where they overlap or take far more memory."""
     span = 1
     for stride, size in sorted(zip(strides, x.shape, strict=True)):
         if size == 1:
@@ -207,12 +203,17 @@ TENSORS = "tensors.safetensors"
 # In bytes; Python's objects for it take some twenty times as much.
 MAX_DOCUMENT = 1 << 26
 
-_T = TypeVar("_T")
+
+class CapsuleError(ValueError):
+    """No whole capsule of a version that this nanwatch reads. The text names the file and the place in it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(visible(message))  # it may quote a file from a stranger
 
 
 @contextmanager
 def blaming(path: Path) -> Iterator[None]:
-    """Whatever is wrong inside is wrong with this file."""
+    """Raise any error of the block as a CapsuleError that names this file."""
     try:
         yield
     except RecursionError:
@@ -225,7 +226,7 @@ def blaming(path: Path) -> Iterator[None]:
 
 
 def check_file(path: Path) -> None:
-    """ValueError for what is no file of its own: a pipe would wait for ever, a link lead anywhere."""
+    """Raise ValueError for a pipe, which would wait for ever, and for a link, which may lead anywhere."""
     reading.check_regular(path, follows_links=False)
 
 
@@ -266,28 +267,12 @@ def _left_out(value: Json, where: str) -> LeftOut:
     return LeftOut(found["what"], found["type"], found["bytes"], found["why"])
 
 
-def _autocast(value: Json, where: str) -> Autocast:
-    found = reading.members(value, where, {"device_type": device, "dtype": dtype, "enabled": reading.flag})
-    return Autocast(found["device_type"].type, found["dtype"], found["enabled"])
-
-
-def _finding(value: Json, where: str) -> Finding | None:
-    report = {"schema": REPORT_SCHEMA, "version": REPORT_VERSION, "frames": [], "batch": None, "rank": 0}
-    try:
-        return Report.from_json(json.dumps({**report, "finding": value})).finding
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def to_json(finding: Finding | None) -> Json:
-    """A finding as a report has it."""
-    return json.loads(Report((), finding, None).to_json())["finding"]
-
+_AUTOCAST = reading.of(Autocast, device_type=lambda value, where: device(value, where).type, dtype=dtype)
 
 _MODULE = {
     "name": reading.text,
     "class": reading.text,
-    "device": lambda value, where: str(device(value, where)),
+    "device": _name(device),
 }
 
 _MEMBERS: dict[str, Callable[[Json, str], Any]] = {
@@ -302,8 +287,8 @@ _MEMBERS: dict[str, Callable[[Json, str], Any]] = {
     "state": reading.mapping_of(reading.text),
     "training": reading.mapping_of(reading.flag),
     "rng": reading.mapping_of(reading.text),
-    "autocast": reading.list_of(_autocast),
-    "finding": _finding,
+    "autocast": reading.list_of(_AUTOCAST),
+    "finding": reading.optional(read_finding),
     "rank": reading.count,
     "tensors": reading.mapping_of(read_entry),
     "left_out": reading.mapping_of(_left_out),
@@ -311,7 +296,7 @@ _MEMBERS: dict[str, Callable[[Json, str], Any]] = {
 
 
 class Document:
-    """The document, read as far as that goes without the tensors. Raises ValueError or OSError."""
+    """The JSON document, read as far as that goes without the tensors. Raises ValueError or OSError."""
 
     def __init__(self, path: Path) -> None:
         self._found = reading.members(_read_document(path), "capsule", _MEMBERS)
@@ -325,7 +310,7 @@ class Document:
             )
 
     def fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The fields of a Capsule but for its folder, with the tensors of the other file in their places."""
+        """Return the fields of a Capsule but for its folder, with the tensors of the other file in their places."""
         found = self._found
         known: dict[str, Any] = {**found["left_out"], **tensors}
 

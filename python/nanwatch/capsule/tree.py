@@ -1,4 +1,4 @@
-"""The arguments of a call as a tree for JSON, and back.
+"""Arguments of a call as a tree for JSON, and back.
 
     null, true, 3, 1.5, "text"      themselves
     {"float": "nan"}                also "inf" and "-inf", which JSON has no number for
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..recording.walk import spell_key
+from ..util import reading
 from ..util.reading import fail, shorten
 from ..util.visible import visible
 
@@ -69,7 +70,7 @@ class Structure:
     fields: Mapping[str, Any]
 
     def build(self) -> Any:
-        """An instance with these fields; LookupError, saying why, when there is no such class.
+        """Make an instance with these fields. Raise LookupError with the reason when there is no such class.
 
         The class is looked up among the modules that this process has imported, past any `__getattr__` of theirs,
         and filled without `__init__` or `__post_init__`: a name out of a file decides nothing but which type this is.
@@ -111,7 +112,7 @@ def _field_names(kind: type) -> tuple[str, ...] | None:
 
 
 def type_name(value: object) -> str:
-    """`torch.Tensor`, `transformers.cache_utils.DynamicCache`, `set`."""
+    """Return `torch.Tensor`, `transformers.cache_utils.DynamicCache`, `set`."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -125,7 +126,7 @@ class Writer:
         self._num_values = 0
 
     def write(self, value: Any, label: str) -> Json:
-        """The tree of `value`, whose parts are labelled as a record of it would be. Never raises for a value."""
+        """Return the tree of `value`, with parts labelled as in a record. Never raises for a value."""
         return self._write(value, label, ())
 
     def _write(self, value: Any, label: str, inside: tuple[int, ...]) -> Json:
@@ -180,7 +181,7 @@ _NO_LEAF = object()
 
 
 def _leaf(value: Any) -> Json:
-    """The tree of a value without parts. A subclass, as an enum of numbers is, is kept as what it is a subclass of."""
+    """Return the tree of a value without parts. An instance of a subclass, such as an enum, is kept as its base."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -207,7 +208,7 @@ def _is_key(key: Any) -> bool:
 
 
 def read(tree: Json, where: str, lookup: Callable[[str], Any], depth: int = 0) -> Any:
-    """The value of a tree that `Writer` wrote; `lookup` gives what a name stands for, or raises KeyError.
+    """Return the value of a tree that `Writer` wrote; `lookup` returns what a name stands for, or raises KeyError.
 
     Lists, tuples and dicts come back as such, a dataclass or named tuple as a Structure, what was left out as
     LeftOut. Raises ValueError, naming the place, for anything else.
@@ -251,17 +252,17 @@ def _read_pairs(body: Json, where: str, lookup: _Lookup, depth: int) -> dict[Any
 
 
 def _read_structure(body: Json, where: str, lookup: _Lookup, depth: int) -> Structure:
-    if not isinstance(body, dict) or set(body) != {"kind", "module", "class", "fields"}:
-        raise fail(where, "an object with kind, module, class and fields", body)
-    if body["kind"] not in KINDS:
-        raise fail(f"{where}.kind", f"one of {', '.join(KINDS)}", body["kind"])
-    for name in ("module", "class"):
-        if not isinstance(body[name], str):
-            raise fail(f"{where}.{name}", "a string", body[name])
-    held = _read_pairs(body["fields"], f"{where}.fields", lookup, depth)
+    readers: dict[str, reading.Reader[Any]] = {
+        "kind": reading.one_of(KINDS),
+        "module": reading.text,
+        "class": reading.text,
+        "fields": lambda value, place: _read_pairs(value, place, lookup, depth),
+    }
+    found = reading.members(body, where, readers)
+    held = found["fields"]
     if not all(isinstance(name, str) for name in held):
         raise fail(f"{where}.fields", "pairs of a name and a value", body["fields"])
-    return Structure(body["kind"], body["module"], body["class"], held)
+    return Structure(found["kind"], found["module"], found["class"], held)
 
 
 def _read_name(body: Json, where: str, lookup: _Lookup, depth: int) -> Any:
@@ -313,14 +314,14 @@ _READERS: dict[str, Callable[[Json, str, _Lookup, int], Any]] = {
 
 
 def dtype(value: Json, where: str) -> torch.dtype:
-    """The torch.dtype of this name; ValueError when there is none."""
+    """Return the torch.dtype of this name. Raise ValueError when there is none."""
     if not isinstance(value, str) or value not in DTYPES:
         raise fail(where, "the name of a torch.dtype, such as float16", value)
     return DTYPES[value]
 
 
 def device(value: Json, where: str) -> torch.device:
-    """The torch.device of this name; ValueError when torch knows none."""
+    """Return the torch.device of this name. Raise ValueError when torch knows none."""
     if isinstance(value, str) and _DEVICE.fullmatch(value):
         try:
             return torch.device(value)
@@ -330,7 +331,7 @@ def device(value: Json, where: str) -> torch.device:
 
 
 def sizes(value: Json, where: str) -> tuple[int, ...]:
-    """A shape or strides; ValueError for what is no list of numbers that fit in 63 bits."""
+    """Return a shape or strides. Raise ValueError unless it is a list of numbers that fit in 63 bits."""
     if not isinstance(value, list) or len(value) > 64:
         raise fail(where, "a list of at most 64 sizes", value)
     for size in value:

@@ -6,12 +6,11 @@ import argparse
 import json
 from typing import Any
 
-from ..report.report import plain
-from ..report.text import module_name
 from ..trace.format_advice import FORMATS, LOST, Holding, Need, Share, fits, holdings
 from ..trace.trace_file import Trace
 from ..util.progress import shown
-from ..util.visible import visible
+from ..util.reading import plain
+from ..util.visible import module_name, visible
 from .commands import command_parser, failed
 
 _DOES_NOT_FIT = 1

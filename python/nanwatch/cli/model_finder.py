@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from ..instrumentation.global_hooks import after_steps
 from ..instrumentation.slot import default_call, set_default_call
 from ..numerics._extension import instances_of
-from ..report.errors import spell
 from ..util.user_warning import warn_user
+from ..util.visible import spell
 
 _T = TypeVar("_T")
 

@@ -16,10 +16,9 @@ import torch
 
 from ..capsule.capsule import Capsule
 from ..report import text
-from ..report.errors import spell
 from ..session.replay import Replayed, dtype_of, rerun
 from ..util.progress import Tell, shown, wants_color
-from ..util.visible import visible
+from ..util.visible import module_name, spell, visible
 from .commands import command_parser, failed
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -165,7 +164,7 @@ def _labels(capsule: Capsule, runs: list[_Run]) -> list[str]:
 
 
 def _lines(capsule: Capsule, runs: list[_Run]) -> list[str]:
-    name = text.module_name(capsule.module)
+    name = module_name(capsule.module)
     versions = f"torch {capsule.versions.get('torch')}, nanwatch {capsule.versions.get('nanwatch')}"
     lines = [f"{capsule.folder}: {name} ({capsule.class_name}) on {capsule.device}, {versions}"]
     labels = _labels(capsule, runs)

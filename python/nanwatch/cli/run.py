@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ..report import text
-from ..report.errors import BatchLimitError, NonFiniteError, spell
+from ..report.errors import BatchLimitError, NonFiniteError
 from ..report.report import Report
 from ..session.api import DeferredWatch, Watch, watch
 from ..session.options import Options
 from ..util.suppressed import suppressed
-from ..util.visible import visible
+from ..util.visible import spell, visible
 from .model_finder import MAX_MODELS, ModelFinder
 
 _NAME = "nanwatch run"

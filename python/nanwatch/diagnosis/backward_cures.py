@@ -22,10 +22,10 @@ from ..numerics.formats import limits
 from ..precision.precision import run_in_fp32
 from ..recording.observe import observe
 from ..recording.walk import leaves
-from ..report.errors import spell
 from ..report.finding import Cure, working_first
 from ..report.headroom import least_bits
 from ..report.record import Record, to_record
+from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
 from .experiment import in_float32, module_words
 

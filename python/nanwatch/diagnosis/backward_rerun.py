@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_map_only
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module
 from ..recording.walk import leaves
-from ..report.errors import spell
 from ..report.finding import Finding, value_of
 from ..report.frame import Frame
 from ..report.record import Record
 from ..util.suppressed import suppressed
+from ..util.visible import spell
 from .backward_cures import gradient_record, run_backward, try_backward_cures, without_hooks
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .diagnosis import Diagnosis

@@ -18,7 +18,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.slot import unwatched
-from ..precision import parametrized
+from ..precision.casting import (
+    ParametrizationCache,
+    cached_parametrizations,
+    caches_parametrizations,
+    swap_parametrizations,
+)
 from ..recording.walk import call_leaves
 from ..util.modules import each_module
 
@@ -51,7 +56,7 @@ class BatchSnapshot:
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     grad: bool = field(default_factory=torch.is_grad_enabled)
     versions: tuple[tuple[str, Tensor, int], ...] = ()
-    cached: parametrized.Cache = field(default_factory=parametrized.kept)
+    cached: ParametrizationCache = field(default_factory=cached_parametrizations)
 
     @classmethod
     def capture(
@@ -91,10 +96,10 @@ class BatchSnapshot:
             )
             after.enter_context(_held(self.module, self.args, self.kwargs))
             after.enter_context(unwatched(self.module))
-            if parametrized.is_on():
+            if caches_parametrizations():
                 # Without their graphs, which a backward in here would run through.
                 known = {key: None if x is None else x.detach() for key, x in self.cached.items()}
-                after.callback(parametrized.exchange, parametrized.exchange(known))
+                after.callback(swap_parametrizations, swap_parametrizations(known))
             with ExitStack() as modes:
                 modes.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
                 modes.enter_context(torch.compiler.set_stance("force_eager"))

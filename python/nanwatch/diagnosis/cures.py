@@ -16,10 +16,10 @@ from ..numerics.formats import limits
 from ..precision.casting import NARROW, cast
 from ..precision.precision import run_in_fp32
 from ..recording.walk import call_leaves
-from ..report.errors import spell
 from ..report.finding import Cure, Finding, working_first
 from ..report.headroom import NEAR_FACTOR, is_near_end, least_bits
 from ..report.record import Row, is_fault, to_record
+from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .experiment import Change, Experiment, has_finite, in_float32, is_close, loaded, module_words, run
 

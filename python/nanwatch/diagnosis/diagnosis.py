@@ -10,8 +10,8 @@ from torch import nn
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..report.finding import Cure, Finding, Value, working_first
+from ..report.histogram import StoredHistogram
 from ..report.record import Record
-from ..report.stored_histogram import StoredHistogram
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import _reference
-from ..numerics.ranges import local_shard, only_our_dispatch, unreadable
+from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 
 # Beyond this a bool for every element, of which there are three at the worst, asks too much of a device that is full.
 MAX_ELEMENTS = 1 << 31

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module, name_of, unwrapped
-from ..recording.observe import observe
+from ..recording.observe import histogram_of, observe
 from ..recording.walk import Leaf, call_leaves, leaves
-from ..report.errors import spell
 from ..report.finding import Finding, value_of
+from ..report.histogram import StoredHistogram
 from ..report.record import Record, to_record
-from ..report.stored_histogram import StoredHistogram
+from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .diagnosis import Call, Diagnosis
 from .extent import describe
@@ -87,7 +87,7 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Dia
 
 
 def _histograms(x: Tensor, label: str) -> tuple[StoredHistogram, ...]:
-    found = StoredHistogram.of(x, label)
+    found = histogram_of(x, label)
     return () if found is None else (found,)
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from ..numerics.formats import limits
-from ..numerics.ranges import _is_plain, tensor_health
-from ..recording.observe import observe, read
+from ..numerics.ranges import tensor_health
+from ..numerics.readable import is_plain
+from ..recording.observe import histogram_of, observe, read
 from ..recording.walk import leaves
 from ..report.headroom import is_normal
+from ..report.histogram import StoredHistogram
 from ..report.record import Record, Row, to_record
-from ..report.stored_histogram import StoredHistogram
 
 # In-place operations that do not look at what was there before.
 _OVERWRITING = frozenset(
@@ -139,7 +140,7 @@ class Operands(NamedTuple):
             record = to_record(row)
             ends = limits(record.dtype)
             is_small = ends is not None and record.isfinite is True and not is_normal(record.abs_min, ends)
-            if is_small and _is_plain(x) and x.untyped_storage()._cdata not in gone:
+            if is_small and is_plain(x) and x.untyped_storage()._cdata not in gone:
                 record = replace(record, health=tensor_health(x))
             found.append(record)
         return tuple(found)
@@ -150,14 +151,14 @@ class Operands(NamedTuple):
         there = [
             (x, row.label)
             for x, row in zip(self.tensors, self.rows, strict=True)
-            if not (_is_plain(x) and x.untyped_storage()._cdata in gone)
+            if not (is_plain(x) and x.untyped_storage()._cdata in gone)
         ]
-        found = (StoredHistogram.of(x, label) for x, label in there)
+        found = (histogram_of(x, label) for x, label in there)
         return tuple(islice((one for one in found if one is not None), _MOST_HISTOGRAMS))
 
 
 def _memory(tensors: Sequence[Tensor]) -> set[int]:
-    return {x.untyped_storage()._cdata for x in tensors if _is_plain(x)}
+    return {x.untyped_storage()._cdata for x in tensors if is_plain(x)}
 
 
 def _is_choice(x: Tensor) -> bool:

@@ -14,16 +14,18 @@ from typing import TypeVar
 from torch import nn
 
 from ..capsule.capsule import write_capsule
-from ..report.errors import spell
 from ..report.finding import Finding
 from ..report.frame import Frame
 from ..report.report import Report
 from ..util.numbered import make_numbered
+from ..util.visible import spell
 from .backward_rerun import rerun_backward
 from .batch_snapshot import BatchSnapshot
 from .cures import try_cures
 from .diagnosis import Call, Diagnosis, enrich
 from .forward_rerun import rerun_forward
+
+PATCH_FILE = "cure.patch"
 
 _T = TypeVar("_T")
 _FORMS: dict[str, Callable[[Report], str]] = {
@@ -123,6 +125,11 @@ def _write(
         remarks.append(f"no capsule was written: {why}")
     elif made := _attempt(
         "writing the capsule", lambda: _write_capsule(folder, call, snapshot, finding, report.rank), remarks
+    ):
+        files.append(str(made))
+    patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
+    if patch and (
+        made := _attempt(f"writing {PATCH_FILE}", lambda: _write_whole(folder / PATCH_FILE, patch), remarks)
     ):
         files.append(str(made))
     return _write_forms(report, finding, folder, _FORMS, files, remarks)

@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..numerics import _reference
-from ..numerics.ranges import _is_plain, only_our_dispatch, tensor_health
+from ..numerics.ranges import tensor_health
+from ..numerics.readable import is_plain, only_our_dispatch
 from ..recording.observe import read
-from ..report.errors import spell
+from ..report.histogram import StoredHistogram
 from ..report.record import MASK, Record
-from ..report.stored_histogram import StoredHistogram
+from ..util.visible import spell
 from .operation import Operands, Operation, operation_of
 from .storage_writes import StorageWriteLog
 
@@ -232,7 +233,7 @@ def _is_elementwise(operation: Operation, given: Operands, nonfinite: Sequence[T
     """Whether result and operands can be compared, element by element."""
     # What was written in place is no longer there.
     is_one = operation.pointwise and not operation.written and len(nonfinite) == 1
-    return is_one and all(map(_is_plain, (*nonfinite, *given.tensors)))
+    return is_one and all(map(is_plain, (*nonfinite, *given.tensors)))
 
 
 def _is_meant(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..numerics import _reference
-from ..numerics.ranges import _is_plain, local_shard
+from ..numerics.readable import is_plain, local_shard
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ def _address(x: Tensor) -> tuple[Tensor, _Region, int, torch.UntypedStorage | No
     """
     local = local_shard(x)
     x = x if local is None else local
-    if not _is_plain(x):
+    if not is_plain(x):
         return x, _Region(x.dtype, 0, (), ()), id(x), None
     storage = x.untyped_storage()
     return x, _Region.of(x), storage._cdata, storage

@@ -21,13 +21,14 @@ import torch
 from torch import nn
 
 from ..instrumentation.global_hooks import after_steps
-from ..recording.job import place, report_of
-from ..report.errors import NonFiniteError, spell
+from ..report.errors import NonFiniteError
 from ..report.finding import Finding
 from ..report.rank_observation import Origin
-from ..report.report import Report
+from ..report.report import Report, report_of
+from ..util.job import rank, rank_and_world_size
 from ..util.modules import each_module
 from ..util.user_warning import warn_user
+from ..util.visible import spell
 from .consensus import OriginConsensus, PeerNonFiniteError
 
 # Seconds until this rank knows of a failure elsewhere: it looks at the store about once a second.
@@ -146,7 +147,7 @@ class _Job:
 
     def _begin(self, group: Any, peer_timeout: float) -> None:
         self._end()
-        rank, world_size = place()
+        rank, world_size = rank_and_world_size()
         self._group = weakref.ref(group)
         self.steps = 0
         self.num_begun += 1
@@ -218,13 +219,16 @@ class _Job:
         """Write the last frames of every watch, once, because later frames are a consequence."""
         for one in list(self._coordinators):
             if one not in self._reports:
-                self._reports[one] = one.last_frames(f"peer-rank-{place()[0]}")
+                self._reports[one] = one.last_frames(f"peer-rank-{rank()}")
         return dict(self._reports)
 
     def _stuck(self, origin: Origin) -> None:
         """Write the last frames in the consensus's thread, while this rank waits in a collective for a failed one."""
         self._write_last_frames()
-        warn_user(f"nanwatch: rank {place()[0]} waits for a rank that has failed: {origin}", may_raise=False)
+        warn_user(
+            f"nanwatch: rank {rank()} waits for a rank that has failed: {origin}",
+            may_raise=False,
+        )
 
     def _stepped(self, *_: Any) -> None:
         self.steps += 1

@@ -15,12 +15,12 @@ from sys import intern
 from typing import NamedTuple
 
 from ..report import headroom
-from ..report.attempt import Attempt
 from ..report.finding import Finding
 from ..report.rank_observation import RankObservation, earliest
 from ..report.record import Record
 from ..report.report import Report
 from ..util import reading
+from ..util.job import Attempt
 from ..util.progress import Tell, silent
 
 _FILE = "report.json"

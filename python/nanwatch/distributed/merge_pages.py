@@ -13,8 +13,8 @@ from typing import Any
 
 from ..report import text
 from ..report.html import LOW_BITS, NEAR_BITS, WIDEST_BAR, bits_words, level_of, still_page
-from ..report.report import plain
-from ..util.visible import visible
+from ..util.reading import plain
+from ..util.visible import module_name, visible
 from .merge import Digest, Merged, ModuleHeadroom, WeightRanges
 
 _WORST = 20  # modules and weights shown; the document has all
@@ -127,7 +127,7 @@ def _difference_lines(found: Sequence[WeightRanges]) -> Iterable[str]:
     for one in found[:_WORST]:
         listed = "; ".join(range_line(*part) for part in one.ranges[:_RANGES])
         more = f"; and {len(one.ranges) - _RANGES} more ranges" if len(one.ranges) > _RANGES else ""
-        yield f"  batch {one.batch} {text.module_name(one.module)} {one.label}: {listed}{more}"
+        yield f"  batch {one.batch} {module_name(one.module)} {one.label}: {listed}{more}"
     if len(found) > _WORST:
         yield f"  and {len(found) - _WORST} more"
 
@@ -140,7 +140,7 @@ def _table_lines(merged: Merged, modules: Sequence[str], ranks: Sequence[int]) -
     for name in shown:
         cells = " ".join(f"{spell_bits(bits):>7}" for bits in merged.column(name))
         spread = spell_bits(merged.summary(name).spread)
-        yield f"{text.module_name(name):<{width}} {spread:>8} {cells}".rstrip()
+        yield f"{module_name(name):<{width}} {spread:>8} {cells}".rstrip()
 
 
 def _summary_lines(rows: Sequence[ModuleHeadroom]) -> Iterable[str]:
@@ -155,12 +155,14 @@ def _summary_lines(rows: Sequence[ModuleHeadroom]) -> Iterable[str]:
             if row.num_outlying > len(row.outlying)
             else ""
         )
-        line = f"{text.module_name(row.module):<{width}} {spell_bits(row.spread):>8} {cells} {row.num_nonfinite:>10}"
+        line = (
+            f"{module_name(row.module):<{width}} {spell_bits(row.spread):>8} {cells} {row.num_nonfinite:>10}"
+        )
         yield f"{line}  {far}{more}".rstrip()
 
 
 def _width(names: Sequence[str]) -> int:
-    return max((len(text.module_name(name)) for name in names), default=6)
+    return max((len(module_name(name)) for name in names), default=6)
 
 
 _MAP_ROWS = 40  # modules: the rows of the map
@@ -187,7 +189,7 @@ def merged_html(merged: Merged) -> str:
         first=first,
         later=[one for one in merged.failed if one.rank not in named],
         rows=[
-            {"name": text.module_name(name), "cells": _cells(merged.column(name), groups)}
+            {"name": module_name(name), "cells": _cells(merged.column(name), groups)}
             for name in modules[:_MAP_ROWS]
         ],
         heads=_heads(groups),
@@ -200,7 +202,7 @@ def merged_html(merged: Merged) -> str:
         near_bits=NEAR_BITS,
         low_bits=LOW_BITS,
         shown=_SHOWN,
-        module_name=text.module_name,
+        module_name=module_name,
         number=_number,
         spread=spell_bits,
         range_line=range_line,
@@ -216,7 +218,7 @@ def _headline(merged: Merged) -> str:
         return f"All finite on {count_ranks(len(merged.digests))}"
     finding = first[0].finding
     assert finding is not None
-    where = f"{finding.value} first seen in {finding.label} of {text.module_name(finding.module)}"
+    where = f"{finding.value} first seen in {finding.label} of {module_name(finding.module)}"
     if len(first) == 1:
         return f"{where} on rank {first[0].rank}"
     return f"{where} on {count_ranks(len(first))} at once"

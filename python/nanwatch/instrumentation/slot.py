@@ -51,7 +51,7 @@ class CallWrapper(ABC):
 
 
 class _PythonCallSlot:
-    """The pure-Python twin of csrc/recorder/place.cpp."""
+    """The pure-Python twin of csrc/recorder/call_slot.cpp."""
 
     def __init__(self) -> None:
         self.default_call: Callable[..., Any] | None = None

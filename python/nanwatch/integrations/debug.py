@@ -26,7 +26,7 @@ from ..report.record import Role, Row, to_record
 from ..session.options import MAX_BATCH, whole
 from ..util.imports import WhenImported, when_imported
 from ..util.user_warning import warn_user
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 
 SWITCH = "NANWATCH_TRANSFORMERS"
 _TRAINER = "transformers.trainer"
@@ -158,7 +158,7 @@ class DebugUnderflowOverflow:
             if not is_traced:
                 self._dump(batch)
                 raise OverflowDetectedError(
-                    f"nan or inf in batch {batch}, in a call of {text.module_name(frame.name)}"
+                    f"nan or inf in batch {batch}, in a call of {module_name(frame.name)}"
                     f" ({visible(frame.class_name)}); the frames that led to it were printed above"
                 )
         if self.abort_after_batch_num is not None and self.batch_number > self.abort_after_batch_num:

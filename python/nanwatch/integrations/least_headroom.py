@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ..report.headroom import headroom_bits
 from ..report.record import is_fault, to_record
-from ..report.text import module_name
 from ..session.watch import Watch
+from ..util.visible import module_name
 
 
 @dataclass(frozen=True, slots=True)

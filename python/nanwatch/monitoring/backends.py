@@ -3,15 +3,74 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from math import ceil, floor
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
-from ..recording.job import place
 from ..util.imports import needed
-from .log import GROUPS, TOTAL, Backend, Histogram, LogEntry
+from ..util.job import rank_and_world_size
+
+# The first part of a tag is the group in which TensorBoard and W&B show it: the few numbers of the whole model in one,
+# a curve a module in others.
+TOTAL = "nanwatch"
+HEADROOM, FORECAST, RANGES = "nanwatch_headroom_bits", "nanwatch_forecast_batch", "nanwatch_log2_abs_max"
+GROUPS = (TOTAL, HEADROOM, FORECAST, RANGES)
+IS_FINITE, LEAST = f"{TOTAL}/is_finite", f"{TOTAL}/headroom_bits"
+PLACE, TOLD, FINDING = f"{TOTAL}/headroom_module", f"{TOTAL}/forecast", f"{TOTAL}/finding"
+
+_MOST_BINS = 512  # W&B takes no more
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts between edges, of which there is one more; with the sums that TensorBoard asks for."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    least: float
+    most: float
+    sum: float
+    sum_of_squares: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Histogram:
+        """Make a histogram of finite values, at least one. Bins are whole numbers wide: 1 if 512 bins suffice."""
+        found = sorted(values)
+        first = floor(found[0])
+        width = max(1, ceil((floor(found[-1]) + 1 - first) / _MOST_BINS))
+        counts = [0] * ((floor(found[-1]) - first) // width + 1)
+        for value in found:
+            counts[(floor(value) - first) // width] += 1
+        edges = tuple(float(first + width * i) for i in range(len(counts) + 1))
+        return cls(edges, tuple(counts), found[0], found[-1], sum(found), sum(x * x for x in found))
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """Values to log at `batch`. All numbers are finite."""
+
+    batch: int
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """Protocol of a backend. An exception from one ends the log."""
+
+    def write(self, entry: LogEntry) -> None:
+        """Log it."""
+
+    def flush(self) -> None:
+        """Let what was logged outlive the process."""
+
+    def close(self) -> None:
+        """End the log. A tracker of the user's stays open."""
+
 
 ACCEPTED = (
     "a SummaryWriter of TensorBoard, a run of wandb, the path of a folder for TensorBoard, or a callable that takes a"
@@ -20,7 +79,7 @@ ACCEPTED = (
 
 
 class CallableBackend:
-    """Calls a function with the numbers and words of each entry."""
+    """Backend that calls a function with the numbers and words of each entry."""
 
     def __init__(self, function: Callable[[dict[str, float | str], int], object]) -> None:
         self._function = function
@@ -30,19 +89,19 @@ class CallableBackend:
         self._function({**entry.scalars, **entry.texts}, entry.batch)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: each entry was delivered."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def is_target(target: Any) -> bool:
-    """Whether it is one of those that are ACCEPTED, by what it can do."""
+    """Return whether `target` is one of those that are ACCEPTED, by what it can do."""
     return isinstance(target, str | os.PathLike) or _is_writer(target) or _is_run(target) or callable(target)
 
 
 def backend_for(target: Any) -> Backend:
-    """The backend for a target. Raises ImportError, naming the extra, where its package is not installed."""
+    """Return the backend for a target. Raise ImportError with the extra where its package is not installed."""
     if isinstance(target, str | os.PathLike) or _is_writer(target):
         return TensorBoardBackend(target)
     if _is_run(target):
@@ -65,7 +124,7 @@ _WHO = "watch(log_to=<folder>)"
 
 
 class TensorBoardBackend:
-    """Writes entries with the user's writer, or with one of its own in a folder, which it makes for the first entry.
+    """Backend that writes with the user's writer, or with one of its own in a folder, made for the first entry.
 
     The step is the number of the batch. With several processes each has a folder of its own, as a trace has a file.
     """
@@ -76,7 +135,7 @@ class TensorBoardBackend:
         if isinstance(target, str | os.PathLike):
             needed("tensorboard", _WHO, "tensorboard")  # first, or torch would be said to be what is missing
             module = needed("torch.utils.tensorboard", _WHO, "tensorboard")
-            rank, world_size = place()
+            rank, world_size = rank_and_world_size()
             folder = Path(target).absolute()  # the run may change its folder
             if world_size > 1:
                 folder = folder.with_name(f"{folder.name}-rank{rank}")
@@ -109,7 +168,7 @@ class TensorBoardBackend:
             self._writer.close()
 
     def _open(self) -> Any:
-        """The writer; None when the user has closed it, as it would begin another file then."""
+        """Return the writer; None when the user has closed it, as it would begin another file then."""
         if self._writer is None and self._make is not None:
             self._writer = self._make()
         return None if getattr(self._writer, "all_writers", True) is None else self._writer
@@ -133,10 +192,10 @@ BATCH = f"{TOTAL}/batch"
 
 
 class WandbBackend:
-    """Adds entries to the user's run; the x axis of their charts is the number of the batch.
+    """Backend that adds entries to the user's run; the x axis of their charts is the number of the batch.
 
-    A run has one step for all that is logged, and drops what comes with a lower step than it has reached. So nothing
-    here makes a step: what is logged goes with the next `run.log` of the user's own. Of several entries between two of
+    A run has one step for all that is logged, and drops what comes with a lower step than it has reached. So the
+    backend makes no step: its entry goes with the next `run.log` of the user's own. Of several entries between two of
     those the latest stays, number by number.
     """
 
@@ -169,7 +228,7 @@ class WandbBackend:
         return run
 
     def flush(self) -> None:
-        """The run has a process of its own that outlives this one."""
+        """Do nothing: the run has a process of its own that outlives this one."""
 
     def close(self) -> None:
-        """The run is the user's."""
+        """Do nothing: the run is the user's."""

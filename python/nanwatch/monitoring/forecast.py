@@ -1,6 +1,7 @@
-"""Forecasts of overflow: which module will leave its format first, and in which batch (growth.py has the models).
+"""Forecasts of overflow: which module will leave its format first, and in which batch.
 
-Nothing here asks for the time, so two runs of one seed tell the same. What looks cost is bounded by counting them.
+The forecaster never asks for the time, so two runs of one seed make the same forecasts. It counts the batches that it
+looks at, which bounds their cost.
 """
 
 from __future__ import annotations
@@ -8,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import cosh, inf, log2, sinh
-from typing import Any, TypeAlias
+from math import cosh, exp, inf, log, log2, sinh, sqrt
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..numerics.formats import limits
-from ..recording.frame_ring import PeakName
-from ..report.text import module_name
-from ..util.visible import visible
-from .growth import Floats, ending
+from ..recording.events import PeakName
+from ..util.visible import module_name, visible
 
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 # Looks: one in `batch // 64` batches, at least one in 16, more where an end is near. At most so many may be spared, and
@@ -45,9 +45,11 @@ _LINES_IN = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """`label` of `module` has `bits` of headroom in `dtype` and loses `bits_per_100` in 100 batches. It is expected to
-    overflow near `batch`, give or take `plus_minus` batches, the first of all modules; so many `followers` will later.
-    `replaces` is the batch of the forecast that no longer holds."""
+    """Prediction that `label` of `module` overflows near `batch`, give or take `plus_minus` batches, first of all.
+
+    It has `bits` of headroom in `dtype` and loses `bits_per_100` in 100 batches. `followers` more modules overflow
+    later. `replaces` is the batch of the forecast that no longer holds.
+    """
 
     module: str
     label: str
@@ -74,13 +76,13 @@ class Forecast:
 
 @cache
 def _end_bits(dtype: str) -> float | None:
-    """log2 of the largest finite number of the format; None for what is none."""
+    """Return log2 of the largest finite number of the format; None for a dtype without limits."""
     ends = limits(dtype)
     return None if ends is None else log2(ends.largest)
 
 
 class Forecaster:
-    """Takes the largest magnitudes of some batches and foretells overflows; 0.8 KiB for each tensor, for good.
+    """Forecaster of overflows from the largest magnitudes of some batches. Keeps 0.8 KiB for each tensor.
 
     `is_due(batch)` says whether a batch is wanted. `room`: how many tensors there may be.
     """
@@ -99,14 +101,14 @@ class Forecaster:
         self._told: list[tuple[int, Forecast]] = []  # with the batches that they were told in
 
     def is_due(self, batch: int) -> bool:
-        """Whether this batch is wanted."""
+        """Return whether this batch is wanted."""
         since = batch - self._last
         return since >= _MOST_BATCHES or (
             since >= self._pause and self._spared + since * _SPARED_A_BATCH >= 1
         )
 
     def meet(self, names: Sequence[PeakName]) -> None:
-        """The names of the next values, which come after those that were met before."""
+        """Add the names of the next values, which come after those that were added before."""
         if not names:
             return
         places, ends = [], []
@@ -122,7 +124,7 @@ class Forecaster:
         self._history.grow(len(self._names))
 
     def end(self, batch: int, values: bytes) -> list[Forecast]:
-        """The batch is done: return what is new to say, at most one forecast.
+        """Take the values of a finished batch. Return the new forecasts, at most one.
 
         `values` are the largest magnitudes as Recorder.take_peaks gives them.
         """
@@ -219,9 +221,9 @@ _PLACES = np.arange(_FEW)
 
 
 class HeadroomHistory:
-    """A track is a number from 0, `grow` brings it in. 0.8 KiB a track.
+    """Headroom of tensors over batches. A track is a number from 0, and `grow` adds it. 0.8 KiB a track.
 
-    There is `room` for so many from the start: what is made in the first batch would lie between its activations.
+    There is `room` for so many from the start: memory allocated in the first batch would lie between its activations.
     """
 
     def __init__(self, room: int = 0) -> None:
@@ -231,7 +233,7 @@ class HeadroomHistory:
         self._bits: Floats = np.full((room, POINTS), np.nan, np.float32)
 
     def grow(self, number: int) -> None:
-        """Have room for so many tracks."""
+        """Make room for so many tracks."""
         more = number - len(self.count)
         if more <= 0:
             return
@@ -244,7 +246,7 @@ class HeadroomHistory:
             self._bits = np.concatenate([self._bits, spare.astype(np.float32)])
 
     def add(self, tracks: Numbers, batch: int, bits: Floats) -> None:
-        """A point of each of these, all at the same batch."""
+        """Add a point to each of these, all at the same batch."""
         full = tracks[self.count[tracks] == POINTS]
         if len(full):
             for points in (self._batches, self._bits):
@@ -259,7 +261,7 @@ class HeadroomHistory:
         self.latest[tracks] = batch
 
     def falls(self, tracks: Numbers) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return of each: its bits now, the loss a batch, the late loss a batch, how far back its points reach.
+        """Return for each: its bits now, the loss a batch, the late loss a batch, how far back its points reach.
 
         Lines go through the medians of five points: the latest, and those before the middle, or just before the latest.
         """
@@ -276,13 +278,106 @@ class HeadroomHistory:
         return bits, losses, late, self.latest[tracks] - self._batches[tracks, 0]
 
     def _median(self, tracks: Numbers, first: Numbers) -> tuple[Floats, Floats]:
-        """The median of five points from this one, and their mean batch."""
+        """Return the median of five points from this one, and their mean batch."""
         rows, places = tracks[:, None], np.maximum(first[:, None] + _PLACES, 0)
         return np.sort(self._bits[rows, places], axis=1)[:, _FEW // 2], self._batches[rows, places].mean(
             axis=1
         )
 
     def points(self, track: int) -> tuple[Floats, Floats]:
-        """Batches and bits, oldest first, in float64."""
+        """Return batches and bits, oldest first, in float64."""
         count = self.count[track]
         return self._batches[track, :count].astype(float), self._bits[track, :count].astype(float)
+
+
+# When a growing magnitude reaches the end of its format: many models of growth, weighed by back-tests.
+#
+# Optimizers make magnitudes grow in few ways. Steps of one size (Adam, Lion) let a weight grow in a straight line, and
+# an output as a power of that line. A learning rate that is too high lets both grow by a constant factor. Growth that
+# ends slows down. One family holds all of these: a power of the magnitude grows in a straight line (the transformation
+# of Box and Cox, JRSS B 1964). The power is 1 for a weight under Adam, 1/p for a product of p such weights, 0 for a
+# constant factor, below 0 for growth that speeds up, above 1 for growth that slows down.
+#
+# A model is such a power and the window of points that its line is laid through. Each model has to foretell the latest
+# points of its window from the earlier ones. The errors of these back-tests weigh the models and give the uncertainty.
+
+LEAST_POINTS = 12
+POWERS = np.array([2, 1, 1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 12, 1e-9, -1 / 12, -1 / 6])
+# Windows reach from the latest point so far back: all of the time, half of it, a quarter.
+_WINDOWS = (1.0, 0.5, 0.25)
+# Back-tests lay the line through the first 55 % of a window's points, through 65 %, ...; the last line is the forecast.
+_CUTS = (0.55, 0.65, 0.75, 0.85, 1.0)
+# The ends of a line are the thirds of its points, each by the quantile of its headroom: what overflows first is a batch
+# with less headroom than most.
+_QUANTILE = 0.3
+# Errors are logarithms of times: a back-test that is 5 times too late says no more than one 7 times too late.
+_MOST_ERROR = 2.0
+# An error of a back-test below 0.15 is luck: models do not differ by it.
+_LUCK = 0.15
+# Models that see no end within 10^8 batches may have a tenth of the weight.
+_NEVER = log(1e8)
+_MOST_NEVER = 0.1
+
+
+class Ending(NamedTuple):
+    """The overflow comes in `left` batches, give or take a factor of exp(`deviation`) (one standard deviation)."""
+
+    left: float
+    deviation: float
+
+
+def ending(batches: Floats, bits: Floats) -> Ending | None:
+    """Foretell when `bits` of headroom reach 0, from points with the oldest first; None for "never" or "unknown"."""
+    if len(batches) < LEAST_POINTS:
+        return None
+    now = float(batches[-1])
+    spans = now - np.array(_WINDOWS) * (now - batches[0])
+    starts = np.unique(np.minimum(np.searchsorted(batches, spans), len(batches) - LEAST_POINTS))
+    lines = [_ends_of_line(batches[start:], bits[start:], cut) for start in starts for cut in _CUTS]
+    # By window, cut and power. The three points of a line: its two ends, and the one that it has to foretell.
+    shape = (len(starts), len(_CUTS), 1)
+    points = np.array(lines).reshape(*shape, 6)
+    first, last, held = (points[..., i] for i in (0, 2, 4))
+    low, high, goal = (np.expm1(-log(2) * POWERS * points[..., i]) / POWERS for i in (1, 3, 5))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        slope = (high - low) / (last - first)
+        ahead = np.where(slope > 0, (goal - high) / slope, np.inf)
+        errors = np.log(np.where(ahead > 0, ahead, 0) / (held - last))[:, :-1]
+        left = np.log(np.clip(ahead[:, -1] + last[:, -1] - now, 0.5, None))
+    errors = np.clip(np.nan_to_num(errors, nan=_MOST_ERROR), -_MOST_ERROR, _MOST_ERROR)
+    squares = np.square(errors).mean(axis=1)
+    # A power that fits one window by chance fails in the others, as a window of noise fails with most powers.
+    by_power, by_window = squares.mean(axis=0, keepdims=True), squares.mean(axis=1, keepdims=True)
+    weights = 1 / ((_LUCK**2 + squares) * (_LUCK**2 + by_power) * (_LUCK**2 + by_window))
+    weights /= weights.sum()
+    if float(weights[~(left < _NEVER)].sum()) > _MOST_NEVER:
+        return None
+    left = np.fmin(left, _NEVER)
+    mean = float((weights * left).sum())
+    return Ending(exp(mean), sqrt(float((weights * (squares + np.square(left - mean))).sum())))
+
+
+def _ends_of_line(batches: Floats, bits: Floats, cut: float) -> tuple[float, ...]:
+    """Return the first and the last third of the points before the cut, and what is to be foretold."""
+    count = len(batches)
+    known = round(cut * count)
+    third = known // 3
+    held = max(2, (count - known) // 2)
+    goal = (float(batches[-1]), 0.0) if cut == 1 else _middle(batches[-held:], bits[-held:])
+    return (
+        *_middle(batches[:third], bits[:third]),
+        *_middle(batches[known - third : known], bits[known - third : known]),
+        *goal,
+    )
+
+
+def _middle(batches: Floats, bits: Floats) -> tuple[float, float]:
+    """Return the quantile of the bits, and the batch at which bits that fall without noise are there."""
+    place = _QUANTILE * (len(bits) - 1)
+    below = int(place)
+    part = place - below
+    ordered = np.sort(bits)
+    left, right = batches[-1 - below], batches[-2 - below]
+    return float(left + part * (right - left)), float(
+        ordered[below] + part * (ordered[below + 1] - ordered[below])
+    )

@@ -6,86 +6,40 @@ The log writes seldom, and an error of the backend ends the log and not the run.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil, floor, inf, log2
+from math import inf, log2
 from time import monotonic
-from typing import Protocol
 
-from ..report.errors import spell
 from ..report.finding import Finding
 from ..report.frame import FrameRows
 from ..report.headroom import headroom_bits
 from ..report.record import Row, to_record
 from ..report.text import summary
 from ..util.user_warning import warn_user
-from ..util.visible import visible
+from ..util.visible import spell, visible
+from .backends import (
+    FINDING,
+    FORECAST,
+    HEADROOM,
+    IS_FINITE,
+    LEAST,
+    PLACE,
+    RANGES,
+    TOLD,
+    Backend,
+    Histogram,
+    LogEntry,
+)
 from .forecast import Forecast
-
-# The first part of a tag is the group in which TensorBoard and W&B show it: the few numbers of the whole model in one,
-# a curve a module in others.
-TOTAL = "nanwatch"
-HEADROOM, FORECAST, RANGES = "nanwatch_headroom_bits", "nanwatch_forecast_batch", "nanwatch_log2_abs_max"
-GROUPS = (TOTAL, HEADROOM, FORECAST, RANGES)
-IS_FINITE, LEAST = f"{TOTAL}/is_finite", f"{TOTAL}/headroom_bits"
-PLACE, TOLD, FINDING = f"{TOTAL}/headroom_module", f"{TOTAL}/forecast", f"{TOTAL}/finding"
-
-_MOST_BINS = 512  # W&B takes no more
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """Counts between edges, of which there is one more; with the sums that TensorBoard asks for."""
-
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-    least: float
-    most: float
-    sum: float
-    sum_of_squares: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Histogram:
-        """Make a histogram of finite values, at least one. Bins are whole numbers wide: 1 if 512 bins suffice."""
-        found = sorted(values)
-        first = floor(found[0])
-        width = max(1, ceil((floor(found[-1]) + 1 - first) / _MOST_BINS))
-        counts = [0] * ((floor(found[-1]) - first) // width + 1)
-        for value in found:
-            counts[(floor(value) - first) // width] += 1
-        edges = tuple(float(first + width * i) for i in range(len(counts) + 1))
-        return cls(edges, tuple(counts), found[0], found[-1], sum(found), sum(x * x for x in found))
-
-
-@dataclass(frozen=True, slots=True)
-class LogEntry:
-    """Values to log at `batch`. All numbers are finite."""
-
-    batch: int
-    scalars: Mapping[str, float] = field(default_factory=dict)
-    histograms: Mapping[str, Histogram] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
-
-
-class Backend(Protocol):
-    """Takes entries. What these raise ends the log."""
-
-    def write(self, entry: LogEntry) -> None:
-        """Log it."""
-
-    def flush(self) -> None:
-        """Let what was logged outlive the process."""
-
-    def close(self) -> None:
-        """Nothing more comes. What is the user's is left open."""
 
 
 class BatchLog:
-    """Takes the frames of one batch, and makes the entry of them.
+    """The frames of one batch, and the log entry made of them.
 
-    Of each tensor by its module, label and dtype the largest counts. An input is left out: it is its maker's output.
+    The largest record counts for each tensor by its module, label and dtype. Inputs are left out: each is another
+    module's output.
     """
 
     def __init__(self, batch: int) -> None:
@@ -117,14 +71,14 @@ class BatchLog:
         return dict(sorted(least.items(), key=lambda item: item[1][0]))
 
     def ranges(self) -> dict[str, Histogram]:
-        """By role, how many tensors have their largest magnitude in each power of two."""
+        """Return, by role, how many tensors have their largest magnitude in each power of two."""
         found: dict[str, list[float]] = {}
         for abs_max, row in self._largest.values():
             found.setdefault(row.role, []).append(log2(abs_max))
         return {role: Histogram.of(values) for role, values in found.items()}
 
     def entry(self, shown: Iterable[str], forecasts: Sequence[Forecast] = ()) -> LogEntry:
-        """The entry, with a number for each of the modules in `shown` that has one."""
+        """Return the entry, with a number for each of the modules in `shown` that has one."""
         headroom = self.headroom
         scalars = {IS_FINITE: 1.0}
         texts = {}
@@ -143,12 +97,12 @@ class BatchLog:
 
 
 def nonfinite_entry(finding: Finding) -> LogEntry:
-    """The entry of a batch that went wrong."""
+    """Return the entry of a non-finite batch."""
     return LogEntry(finding.batch, {IS_FINITE: 0.0}, texts={FINDING: summary(finding)})
 
 
 def spell_module(name: str) -> str:
-    """The name of a module within a tag."""
+    """Return the name of a module within a tag."""
     return visible(name) or "(root)"
 
 
@@ -160,9 +114,9 @@ _MOST_MODULES = 256
 
 
 class Log:
-    """Logs the batches to a backend: every so many, or fewer where that takes too long, and each fault.
+    """Logs batches to a backend: every n-th, or fewer where that takes too long, and each non-finite one.
 
-    What the backend raises is one warning and the end of the log. `every` is in batches.
+    An exception of the backend becomes one warning and the end of the log. `every` is in batches.
     """
 
     def __init__(self, backend: Backend, every: int) -> None:
@@ -181,7 +135,7 @@ class Log:
         self._process = os.getpid()
 
     def is_due(self, batch: int) -> bool:
-        """Whether the frames of this batch are wanted."""
+        """Return whether the frames of this batch are wanted."""
         return self._backend is not None and self._has_time and batch >= self._next
 
     def add(self, frame: FrameRows) -> None:
@@ -193,7 +147,7 @@ class Log:
         own.add(frame)
 
     def end(self, batch: int, forecasts: Sequence[Forecast]) -> None:
-        """The batch is done, and all was finite: log it if its frames were taken, and the forecasts in any case."""
+        """Log a finite batch if its frames were taken, and the forecasts in any case."""
         taken, self._batch = self._batch, BatchLog(-1)
         if taken.batch == batch:
             self._next = batch + self._every
@@ -212,7 +166,7 @@ class Log:
         self._write(lambda: nonfinite_entry(finding), flushes=True)
 
     def close(self) -> None:
-        """Log no more. The user's own tracker stays open. A second time does nothing."""
+        """Stop logging. The user's own tracker stays open. A second time does nothing."""
         backend, self._backend = self._backend, None
         if backend is not None and self._process == os.getpid():
             with self._safely():

@@ -18,7 +18,7 @@ from .log import Log
 
 
 class Monitor:
-    """Asks the recorder for frames and magnitudes of some batches, and hands them to the log and the forecaster.
+    """Subscriber that takes frames and magnitudes of some batches for the log and the forecaster.
 
     `every`, `log_to` and `log_every` are as `watch` takes them. Raises as `backend_for` does.
     """
@@ -46,16 +46,16 @@ class Monitor:
 
     @property
     def awaits_batches(self) -> bool:
-        """Whether it wants to be told of the ends of batches."""
+        """Return whether the monitor needs the ends of batches."""
         return self._forecaster is not None or self._log is not None
 
     def add(self, frame: FrameRows) -> None:
-        """Take a frame, told by the recorder."""
+        """Take a frame from the recorder."""
         if self._log is not None and self._frames.active and self._log.is_due(frame.batch):
             self._log.add(frame)
 
     def end(self, batch: int) -> None:
-        """A batch is done, and all was finite."""
+        """Handle the end of a finite batch."""
         forecasts = [] if self._forecaster is None else self._forecasts(self._forecaster, batch)
         if self._log is not None:
             self._log.end(batch, forecasts)
@@ -64,12 +64,12 @@ class Monitor:
             warn_user(str(forecast))
 
     def on_nonfinite(self, finding: Finding | None) -> None:
-        """A batch went wrong, or a step was about to take what its backward did wrong."""
+        """Log a non-finite batch, or a step that was about to take non-finite gradients."""
         if self._log is not None and finding is not None:
             self._log.on_nonfinite(finding)
 
     def close(self) -> None:
-        """Log no more."""
+        """Stop logging."""
         if self._log is not None:
             self._log.close()
 
@@ -92,5 +92,5 @@ class Monitor:
 
 
 def _num_tensors(model: nn.Module) -> int:
-    """Its weights and buffers, and an output of each module."""
+    """Return the number of weights, buffers and modules, each module counted for an output."""
     return sum(1 + len(module._parameters) + len(module._buffers) for _, module in each_module(model))

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..report.errors import spell
 from ..util.suppressed import suppressing
+from ..util.visible import spell
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TICK = 0.1  # seconds between two checks of the clock

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from ..report.attempt import store_key
+from ..util.job import store_key
 from ..util.suppressed import suppressed, suppressing
 from .guard import StepError, Trouble
 

@@ -20,7 +20,7 @@ _library = torch.library.Library("nanwatch", "DEF")
 
 
 def define(schema: str, fallback: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers one operator and returns its overload: resolving `torch.ops.nanwatch.name` costs as much again."""
+    """Register one operator and return its overload: resolving `torch.ops.nanwatch.name` costs as much again."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"nanwatch::{name}", fake, lib=_library)
@@ -77,38 +77,38 @@ _count_from = define("count_from(Tensor x, int[] codes) -> Tensor", _reference.c
 
 
 def _would_be_copied(x: Tensor) -> bool:
-    """Whether the dispatcher would first copy `x` at its whole logical size: a conjugate or negative view, expanded."""
+    """Return whether the dispatcher would copy `x` at its full logical size: expanded, and a conj or neg view."""
     return (x.is_conj() or x.is_neg()) and _reference.without_repeats(x)[1] > 1
 
 
 def abs_range(x: Tensor) -> Tensor:
-    """`(abs_min, abs_max, isfinite)` of `x`: shape (3,), float64 (float32 on mps), on x's device, no sync."""
+    """Return `(abs_min, abs_max, isfinite)` of `x`: shape (3,), float64 (float32 on mps), on x's device, no sync."""
     row: Tensor = _reference.abs_range(x) if _would_be_copied(x) else _abs_range(x)
     return row
 
 
 def abs_ranges(xs: Sequence[Tensor]) -> Tensor:
-    """One `abs_range` row per tensor: shape (n, 3), float64, on the one device all of `xs` are on, no sync."""
+    """Return an `abs_range` row per tensor: shape (n, 3), float64, on the one device all of `xs` are on, no sync."""
     # The range of what is repeated is the range of all.
     rows: Tensor = _abs_ranges([_reference.without_repeats(x)[0] if _would_be_copied(x) else x for x in xs])
     return rows
 
 
 def health(x: Tensor) -> Tensor:
-    """The range and the counts of `x`: shape (11,), columns as in `_reference.health`, on x's device, no sync."""
+    """Return range and counts of `x`: shape (11,), columns as in `_reference.health`, on x's device, no sync."""
     row: Tensor = _reference.health(x) if _would_be_copied(x) else _health(x)
     return row
 
 
 def exponent_histogram(x: Tensor) -> Tensor:
-    """How many elements lie in each power of two: int64, columns as in `_reference`, on x's device, no sync."""
+    """Count the elements in each power of two: int64, columns as in `_reference`, on x's device, no sync."""
     read = _reference.exponent_histogram if _would_be_copied(x) else _exponent_histogram
     counts: Tensor = read(x)
     return counts
 
 
 def count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
-    """How many elements reach each magnitude: int64, one for each of `codes`, on x's device, no sync."""
+    """Count the elements that reach each magnitude: int64, one for each of `codes`, on x's device, no sync."""
     read = _reference.count_from if _would_be_copied(x) else _count_from
     counts: Tensor = read(x, list(codes))
     return counts

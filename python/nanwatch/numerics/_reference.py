@@ -46,7 +46,7 @@ READABLE_NAMES = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in
 
 
 def row_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of a row on `device`: float64, or float32 where the device has no float64.
+    """Return the dtype of a row on `device`: float64, or float32 where the device has no float64.
 
     A float32 row holds counts and positions exactly only up to 2^24.
     """
@@ -54,7 +54,7 @@ def row_dtype(device: torch.device) -> torch.dtype:
 
 
 def abs_range(x: Tensor) -> Tensor:
-    """`(abs_min, abs_max, isfinite)` of `x`, shape (3,), on its device; isfinite is 1.0 or 0.0.
+    """Return `(abs_min, abs_max, isfinite)` of `x`, shape (3,), on its device; isfinite is 1.0 or 0.0.
 
     Empty gives `(inf, 0, 1)`. Raises TypeError for a dtype that has no value of its own (packed formats).
     """
@@ -67,7 +67,7 @@ def abs_range(x: Tensor) -> Tensor:
 
 
 def abs_ranges(xs: Sequence[Tensor]) -> Tensor:
-    """One `abs_range` row per tensor, shape (n, 3). Raises ValueError when the tensors are on different devices."""
+    """Return an `abs_range` row per tensor, shape (n, 3). Raise ValueError for tensors on different devices."""
     if not xs:
         return torch.empty((0, RANGE_WIDTH), dtype=torch.float64)
     devices = {x.device for x in xs}
@@ -81,7 +81,7 @@ def abs_ranges(xs: Sequence[Tensor]) -> Tensor:
 
 
 def health(x: Tensor) -> Tensor:
-    """The range of `x` and its counts, shape (11,), on its device.
+    """Return the range of `x` and its counts, shape (11,), on its device.
 
     Columns: abs_min, abs_max, isfinite, finite_abs_min, finite_abs_max, num_nan, num_posinf, num_neginf, num_zero,
     num_subnormal, first_nonfinite (flat C-order index over `x.shape`, -1 when all is finite).
@@ -126,7 +126,7 @@ class _Stored(NamedTuple):
 
 
 def overrides_dispatch(x: Tensor) -> bool:
-    """Whether `x` is a subclass whose values only its own `__torch_dispatch__` knows."""
+    """Return whether `x` is a subclass whose values only its own `__torch_dispatch__` knows."""
     kind = type(x)
     return kind is not Tensor and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
@@ -201,7 +201,7 @@ def _chunks(values: Tensor) -> Iterator[Tensor]:
 
 
 def _to_arithmetic(values: Tensor) -> Tensor:
-    """The same values in a dtype whose `abs`, `amin` and comparisons torch has, and which holds them exactly.
+    """Return the values in a dtype that holds them exactly, and whose `abs`, `amin` and comparisons torch has.
 
     Only 64-bit integers above 2^53 (2^24 for 32- and 64-bit ones without float64) are rounded: rounding is
     monotone, so the ends of the range are the rounded ends.
@@ -234,7 +234,7 @@ def _merged_range(rows: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _health_row(chunk: Tensor, positions: Tensor, device: torch.device) -> Tensor:
-    """The columns of `health` for one chunk; first_nonfinite is inf where there is none, so that min merges it."""
+    """Return the columns of `health` for one chunk; first_nonfinite is inf without one, so that min merges it."""
     values = _to_arithmetic(chunk)
     magnitude = values.abs()
     wide = row_dtype(device)
@@ -288,7 +288,7 @@ _SIGN_64 = -(1 << 63)
 
 
 def exponents_of(dtype: torch.dtype) -> range:
-    """Every e with numbers of 2^e <= |x| < 2^(e+1) in `dtype`. Raises TypeError for complex and unreadable dtypes."""
+    """Return each e with numbers of 2^e <= |x| < 2^(e+1) in `dtype`. Raise TypeError for a complex or unreadable one."""
     name = str(dtype).removeprefix("torch.")
     if dtype.is_complex:
         raise TypeError(
@@ -304,7 +304,7 @@ def exponents_of(dtype: torch.dtype) -> range:
 
 
 def exponent_histogram(x: Tensor) -> Tensor:
-    """How many elements of `x` lie in each power of two, int64, on its device.
+    """Count the elements of `x` in each power of two, int64, on its device.
 
     Columns: num_nan, num_posinf, num_neginf, num_zero, then one for each exponent of `exponents_of(x.dtype)`, upwards.
     """
@@ -320,7 +320,7 @@ def exponent_histogram(x: Tensor) -> Tensor:
 
 
 def count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
-    """How many elements of `x` have a magnitude word of at least each of `codes`, shape (len(codes),), int64.
+    """Count the elements of `x` whose magnitude word is at least each of `codes`: shape (len(codes),), int64.
 
     A magnitude word is the element's bits without the sign, or the magnitude of an integer, as an unsigned number:
     it grows with |x|, through inf to nan. A code above 2^63 - 1 is given as the int64 of the same bits.
@@ -340,7 +340,7 @@ def count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
 
 
 def _on_wide_device(chunk: Tensor) -> Tensor:
-    """`chunk` where float64 is: a device without has no frexp for it either."""
+    """Return `chunk` on a device with float64: one without has no frexp for it either."""
     return chunk.cpu() if chunk.device.type in _DEVICES_WITHOUT_FLOAT64 else chunk
 
 

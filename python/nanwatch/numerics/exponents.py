@@ -1,7 +1,7 @@
-"""How many elements of a tensor lie in each power of two: `exponent_histogram`, in one pass and with one sync.
+"""Number of elements of a tensor in each power of two: `exponent_histogram`, in one pass and with one sync.
 
-A range says where the ends are; the histogram says how much is there, which is what decides about a format: one
-element of 1e-9 among a million is another matter than half of a million.
+A range says where the ends are. The histogram says how many elements are there, which decides about a format: one
+element of 1e-9 among a million is another matter than half a million of them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,11 @@ from torch import Tensor
 
 from . import _extension, _ops, _reference
 from .formats import floor_log2, limits
-from .ranges import (
-    TensorHealth,
-    _dtype_name,
-    _is_plain,
-    _readable,
-    _through_public,
-    only_our_dispatch,
-    tensor_health,
-)
+from .readable import dtype_name, is_plain, only_our_dispatch, readable, through_public
 
 
 class _Counts(dict[int, int]):
-    """Nothing lies at an exponent that is not there."""
+    """Counts by exponent, 0 for one that is not listed."""
 
     def __missing__(self, exponent: int) -> int:
         return 0
@@ -55,25 +47,25 @@ class ExponentHistogram:
         for exponent, num in listed.items():
             if exponent not in exponents or num < 0:
                 raise ValueError(
-                    f"an exponent histogram got {num} elements at exponent {exponent} of {_dtype_name(self.dtype)}; "
+                    f"an exponent histogram got {num} elements at exponent {exponent} of {dtype_name(self.dtype)}; "
                     f"accepted are counts of 0 and more at {exponents.start} to {exponents.stop - 1}"
                 )
         object.__setattr__(self, "counts", listed)
 
     @property
     def num_finite_nonzero(self) -> int:
-        """The elements that have a power of two."""
+        """Return the number of elements that have a power of two."""
         return sum(self.counts.values())
 
     @property
     def num_inf(self) -> int:
-        """Infinities of either sign."""
+        """Return the number of infinities of either sign."""
         return self.num_posinf + self.num_neginf
 
     @property
     def num_subnormal(self) -> int:
-        """Nonzero elements below the smallest normal number of `dtype`; 0 for integers."""
-        ends = limits(_dtype_name(self.dtype))
+        """Return the number of nonzero elements below the smallest normal number of `dtype`; 0 for integers."""
+        ends = limits(dtype_name(self.dtype))
         if ends is None:
             return 0
         normal = floor_log2(ends.smallest_normal)
@@ -81,16 +73,16 @@ class ExponentHistogram:
 
     @property
     def numel(self) -> int:
-        """All elements."""
+        """Return the number of all elements."""
         return self.num_finite_nonzero + self.num_zero + self.num_nan + self.num_inf
 
     def __add__(self, other: ExponentHistogram) -> ExponentHistogram:
-        """The histogram of both tensors together. Raises ValueError when their dtypes differ."""
+        """Return the histogram of both tensors together. Raise ValueError when their dtypes differ."""
         if not isinstance(other, ExponentHistogram):
             return NotImplemented
         if other.dtype != self.dtype:
             raise ValueError(
-                f"histograms of {_dtype_name(self.dtype)} and {_dtype_name(other.dtype)} have no sum: what is "
+                f"histograms of {dtype_name(self.dtype)} and {dtype_name(other.dtype)} have no sum: what is "
                 "subnormal differs. Convert the tensors to one dtype before they are counted."
             )
         return ExponentHistogram(
@@ -104,7 +96,7 @@ class ExponentHistogram:
 
 
 def exponent_histogram(x: Tensor) -> ExponentHistogram:
-    """Counts the elements of `x` by power of two, its zeros, subnormals, nans and infinities: one pass, one sync.
+    """Count the elements of `x` by power of two, its zeros, subnormals, nans and infinities: one pass, one sync.
 
     Any shape and layout, as `tensor_health` takes them, strides without a copy. Floating point down to float8 by the
     formats' own codes; integers by their magnitude (int8 -128 is 2^7) and bool as 0 and 1, which have no subnormal
@@ -115,18 +107,18 @@ def exponent_histogram(x: Tensor) -> ExponentHistogram:
     """
     _extension.explain_once()
     with only_our_dispatch():
-        x = _readable(x, "exponent_histogram")
+        x = readable(x, "exponent_histogram")
         dtype = counted_dtype(x)
         exponents = _reference.exponents_of(dtype)
-        if _is_plain(x):
+        if is_plain(x):
             row = _ops.exponent_histogram(x)
         else:
-            row = _through_public(_ops.exponent_histogram, _reference.exponent_histogram, x)
+            row = through_public(_ops.exponent_histogram, _reference.exponent_histogram, x)
         return _from_row(dtype, exponents, row.tolist())
 
 
 def counted_dtype(x: Tensor) -> torch.dtype:
-    """The dtype whose exponents are counted: that of `x`, or float32 for a quantized tensor."""
+    """Return the dtype whose exponents are counted: that of `x`, or float32 for a quantized tensor."""
     return torch.float32 if x.is_quantized else x.dtype
 
 
@@ -134,17 +126,3 @@ def _from_row(dtype: torch.dtype, exponents: Iterable[int], row: list[int]) -> E
     nans, posinfs, neginfs, zeros = row[: _reference.EXPONENT_HEAD]
     counts = dict(zip(exponents, row[_reference.EXPONENT_HEAD :], strict=True))
     return ExponentHistogram(dtype, counts, zeros, nans, posinfs, neginfs)
-
-
-class HealthWithExponents(TensorHealth):
-    """A TensorHealth that also has `ExponentHistogram.counts` where the tensor is of floating point."""
-
-    exponents: Mapping[int, int] | None = None
-
-
-def health_with_exponents(x: Tensor) -> TensorHealth:
-    """Return the health of `x` with its elements by power of two, for `counts=True`. Raises as `tensor_health` does."""
-    health = HealthWithExponents(*tensor_health(x))
-    if x.is_floating_point():
-        health.exponents = exponent_histogram(x).counts
-    return health

@@ -1,10 +1,10 @@
-"""What a format would make of a tensor's numbers: how many would overflow, become zero or become subnormal.
+"""Effect of a cast on a tensor's numbers: how many would overflow, become zero or become subnormal.
 
-A cast rounds to the nearest number of the format, ties to even. So each of the three is decided by one magnitude: from
-half a step above the largest finite number on a value overflows; up to half the smallest number it becomes zero; half
-a step below the smallest normal number it is normal. And as the bits of a float without its sign grow with |x|, each
-of these magnitudes is one word of the tensor's own dtype, found here in exact arithmetic, and counting the elements
-that reach it is a comparison of integers. Nothing is cast, scaled or rounded.
+A cast rounds to the nearest number of the format, ties to even. So one magnitude decides each of the three: a value
+overflows from half a step above the largest finite number on, becomes zero up to half the smallest number, and is
+normal from half a step below the smallest normal number on. The bits of a float without its sign grow with |x|, so each
+of these magnitudes is one word of the tensor's own dtype. It is found here in exact arithmetic, and counting the
+elements that reach it compares integers. Nothing is cast, scaled or rounded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from . import _extension, _ops, _reference
 from .exponents import ExponentHistogram, counted_dtype
 from .formats import limits
-from .ranges import _dtype_name, _is_plain, _readable, _through_public, _type_name, only_our_dispatch
+from .readable import dtype_name, is_plain, only_our_dispatch, readable, through_public, type_name
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
 """What `narrowest` chooses from: by width, of one width the finer before the wider."""
@@ -58,27 +58,27 @@ class Fit:
 
     @property
     def overflow(self) -> float:
-        """The share of elements that overflow, 0.0 to 1.0."""
+        """Return the share of elements that overflow, 0.0 to 1.0."""
         return self._share(self.num_overflow)
 
     @property
     def underflow(self) -> float:
-        """The share of elements that become zero, 0.0 to 1.0."""
+        """Return the share of elements that become zero, 0.0 to 1.0."""
         return self._share(self.num_underflow)
 
     @property
     def subnormal(self) -> float:
-        """The share of elements that become subnormal, 0.0 to 1.0."""
+        """Return the share of elements that become subnormal, 0.0 to 1.0."""
         return self._share(self.num_subnormal)
 
     @property
     def fits(self) -> bool:
-        """Whether no element overflows and none becomes zero."""
+        """Return whether no element overflows and none becomes zero."""
         return self.num_overflow == self.num_underflow == 0
 
     @property
     def is_exact(self) -> bool:
-        """Whether the counts are exact, as those of a tensor always are."""
+        """Return whether the counts are exact, as those of a tensor always are."""
         return (self.num_overflow, self.num_underflow, self.num_subnormal) == (
             self.certain_overflow,
             self.certain_underflow,
@@ -89,7 +89,7 @@ class Fit:
         most = "" if self.is_exact else "at most "
         scaled = "" if self.scale == 1.0 else f" scaled by {self.scale:g}"
         return (
-            f"{_dtype_name(self.dtype)}{scaled}: {most}{self.overflow:.3%} overflow, {self.underflow:.3%} become zero, "
+            f"{dtype_name(self.dtype)}{scaled}: {most}{self.overflow:.3%} overflow, {self.underflow:.3%} become zero, "
             f"{self.subnormal:.3%} become subnormal"
         )
 
@@ -98,7 +98,7 @@ class Fit:
 
 
 def would_fit(x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale: float = 1.0) -> Fit:
-    """What would become of the elements of `x` as `(x * scale).to(dtype)`, without making it.
+    """Count what would become of the elements of `x` in `(x * scale).to(dtype)`, without making it.
 
     `x`: a tensor of any real dtype, shape and layout, in one pass over it and with one sync; or a histogram, for
     which the counts are bounds wherever an end of the format lies inside one of its powers of two. `dtype`: a
@@ -118,12 +118,12 @@ def would_fit(x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale:
         return _fit_of_histogram(x, target, float(scale))
     _extension.explain_once()
     with only_our_dispatch():
-        x = _readable(x, "would_fit")
-        marks = _marks(_dtype_name(counted_dtype(x)), target, float(scale))
+        x = readable(x, "would_fit")
+        marks = _marks(dtype_name(counted_dtype(x)), target, float(scale))
         # The marks ascend, and only uint64 has some beyond its words, which no element reaches.
         codes = [_as_int64(word) for word in marks if word < 1 << 64]
         read, public = (partial(f, codes=codes) for f in (_ops.count_from, _reference.count_from))
-        row = read(x) if _is_plain(x) else _through_public(read, public, x)
+        row = read(x) if is_plain(x) else through_public(read, public, x)
         nonzero, kept, normal, overflow, nonfinite = row.tolist() + [0] * (len(marks) - len(codes))
     found = (overflow - nonfinite, nonzero - kept, kept - normal)
     return Fit(getattr(torch, target), float(scale), nonzero - nonfinite, *found, *found)
@@ -137,7 +137,7 @@ def narrowest(
     subnormals: bool = True,
     formats: Sequence[str] = FORMATS,
 ) -> str | None:
-    """The name of the first of `formats` that holds the values; None when none does, or when one is nan or inf.
+    """Return the name of the first of `formats` that holds the values; None when none does, or when one is nan or inf.
 
     `values`: a histogram, or `(abs_min, abs_max)` of a tensor as a record has them; an `abs_min` of 0.0 says nothing
     about the other elements, and then the upper end alone decides. A format holds them when none would overflow at
@@ -176,7 +176,7 @@ class Edges(NamedTuple):
 
 
 def edges(name: str) -> Edges:
-    """Return those of one of FORMATS but float64, whose largest number has no next one."""
+    """Return the edges of one of FORMATS but float64, whose largest number has no next one."""
     ends = _ends(name)
     top = float(ends.halfway_up)
     return Edges(
@@ -187,7 +187,7 @@ def edges(name: str) -> Edges:
 
 
 def check_margin(margin_bits: float) -> None:
-    """Raises ValueError for what is no margin."""
+    """Raise ValueError unless `margin_bits` is a margin."""
     if not 0 <= margin_bits <= _MAX_MARGIN:
         raise ValueError(f"margin_bits is {margin_bits!r}; accepted are 0 to {_MAX_MARGIN:g} bits")
 
@@ -235,9 +235,7 @@ def _ends(name: str) -> _Ends:
 
 def _target(dtype: torch.dtype | str) -> str:
     if not isinstance(dtype, torch.dtype | str):
-        raise TypeError(
-            f"would_fit got a {_type_name(dtype)} as dtype; a torch.dtype or its name is accepted"
-        )
+        raise TypeError(f"would_fit got a {type_name(dtype)} as dtype; a torch.dtype or its name is accepted")
     name = str(dtype).removeprefix("torch.")
     if name not in _TARGETS:
         why = (
@@ -262,7 +260,7 @@ class _Ladder(NamedTuple):
     last: int  # the word of the largest finite magnitude
 
     def units(self, word: int) -> int:
-        """What a word is worth."""
+        """Return the worth of a word in units."""
         word += 1 - self.first
         field = word >> self.fraction_bits
         if field == 0:
@@ -270,7 +268,9 @@ class _Ladder(NamedTuple):
         return (word - ((field - 1) << self.fraction_bits)) << (field - 1)
 
     def first_reaching(self, units: int) -> int:
-        """The lowest word worth at least `units` (1 and more); last + 1, where inf or nan begin, if no number is."""
+        """Return the lowest word worth at least `units` (1 and more); last + 1, where inf or nan begin, if no number
+        is.
+        """
         shift = max(0, units.bit_length() - (self.fraction_bits + 1))
         significant = -(-units >> shift)  # rounded up; one bit more than it had is the next field's first
         word = (shift << self.fraction_bits) + significant - 1 + self.first
@@ -326,8 +326,8 @@ def _as_int64(word: int) -> int:
 
 
 def _fit_of_histogram(histogram: ExponentHistogram, target: str, scale: float) -> Fit:
-    """The bounds: a power of two counts as certain when all its numbers agree, as possible when one of them does."""
-    source = _dtype_name(histogram.dtype)
+    """Return bounds: a power of two counts as certain when all its numbers agree, as possible when one of them does."""
+    source = dtype_name(histogram.dtype)
     words, marks = _ladder(source), _marks(source, target, scale)
     lowest = _reference.exponents_of(histogram.dtype).start
     most, least = [0, 0, 0], [0, 0, 0]

@@ -18,7 +18,7 @@ class Limits(NamedTuple):
 
 
 def _binary(precision: int, least: int, largest: float) -> Limits:
-    """A format of `precision` significant bits whose smallest normal number is 2^least."""
+    """Return a format of `precision` significant bits whose smallest normal number is 2^least."""
     return Limits(largest, 2.0**least, 2.0 ** (least - precision + 1))
 
 
@@ -38,10 +38,10 @@ _PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16
 
 
 def limits(dtype_name: str) -> Limits | None:
-    """The limits of a format ("float16"; of its parts for "complex64"); None for a dtype that cannot overflow."""
+    """Return the limits of a format ("float16"; of its parts for "complex64"); None for one that cannot overflow."""
     return _LIMITS.get(_PARTS.get(dtype_name, dtype_name))
 
 
 def floor_log2(value: float) -> int:
-    """The e of 2^e <= value < 2^(e+1), for a finite value above 0."""
+    """Return the e of 2^e <= value < 2^(e+1), for a finite value above 0."""
     return frexp(value)[1] - 1

@@ -1,4 +1,4 @@
-"""Tensors inside nested Python values in another dtype, and everything else left as it is."""
+"""Casts of the tensors inside nested Python values, and the cache of parametrized weights during such a call."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from ..recording.walk import MAX_DEPTH
 from ..util.suppressed import suppressed
@@ -48,11 +49,11 @@ def first_float(value: Any, depth: int = 0) -> torch.dtype | None:
 
 
 def cast(value: Any, sources: tuple[torch.dtype, ...], to: torch.dtype, *, scalars: bool = True) -> Any:
-    """`value` with its tensors of the dtypes `sources` in `to`, in tuples, lists, mappings and dataclasses.
+    """Return `value` with its tensors of the dtypes `sources` in `to`, in tuples, lists, mappings and dataclasses.
 
-    What holds no such tensor is handed on as the same object, so a cache that the callee fills stays the caller's; what
-    holds one is a copy of the same type, or stays itself where its type cannot be copied. `scalars=False` leaves
-    tensors of no dimension alone: they decide no dtype, and a loss is better left wide.
+    A value that holds no such tensor is returned as the same object, so a cache that the callee fills stays the
+    caller's. A value that holds one is a copy of the same type, or stays itself where its type cannot be copied.
+    `scalars=False` leaves tensors of no dimension alone: they decide no dtype, and a loss is better left wide.
     """
     least_ndim = 0 if scalars else 1
 
@@ -63,7 +64,7 @@ def cast(value: Any, sources: tuple[torch.dtype, ...], to: torch.dtype, *, scala
 
 
 def replaced(value: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
-    """`value` with what `change` makes of its tensors, where that is not None; else as `cast`."""
+    """Return `value` with its tensors replaced by what `change` returns, where that is not None; else as `cast`."""
     return _replaced(value, change, 0)[0]
 
 
@@ -134,3 +135,28 @@ def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
         suppressed("an object of the user's could not be made anew for a cast")
         return value
     return new
+
+
+# torch.nn.utils.parametrize.cached() computes parametrized weights once in its block. Its cache belongs to the process.
+# A call of ours computes them without a graph or in another dtype, so it gets a cache of its own.
+
+ParametrizationCache = dict[
+    tuple[int, str], Tensor | None
+]  # by the id of the module and the name of the weight
+
+
+def caches_parametrizations() -> bool:
+    """Return whether this is inside a block of parametrize.cached()."""
+    return parametrize._cache_enabled > 0
+
+
+def cached_parametrizations() -> ParametrizationCache:
+    """Return a copy of the cache, empty outside a block."""
+    return dict(parametrize._cache) if caches_parametrizations() else {}
+
+
+def swap_parametrizations(cache: ParametrizationCache) -> ParametrizationCache:
+    """Put `cache` in place of the current one, and return that."""
+    before: ParametrizationCache = parametrize._cache
+    parametrize._cache = cache
+    return before

@@ -1,6 +1,6 @@
 """Modules that compute in float32 though all around them is narrower: `run_in_fp32`, `fp32_modules`.
 
-A wrapper takes the slot of the module's `forward`: hooks would see an exception only if told to, know nothing of
+A wrapper takes the slot of the module's `forward`. Hooks would see an exception only with always_call, do not see
 direct calls of `forward`, and cannot lend the module other weights. The slot is an instance attribute, so copies and
 pickles take it with them, and the wrapper pickles by its class.
 """
@@ -16,9 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import find_module, for_names, named_modules
-from ..report.text import close_names
-from . import parametrized
-from .casting import NARROW, autocast_kinds, cast, first_float
+from ..util.visible import close_names
+from .casting import (
+    NARROW,
+    autocast_kinds,
+    caches_parametrizations,
+    cast,
+    first_float,
+    swap_parametrizations,
+)
 
 _SLOT = "forward"
 
@@ -26,7 +32,7 @@ _SLOT = "forward"
 def run_in_fp32(
     module: nn.Module | str, model: nn.Module | None = None, *, cast_output: bool = True
 ) -> Fp32Handle:
-    """From now on `module` computes in float32, with everything inside it.
+    """Run `module` in float32 from now on, with everything inside it.
 
     In each of its calls autocast is off, float16 and bfloat16 tensors among its arguments come as float32, and half
     precision weights and buffers are used as float32 copies through which gradients reach the weights themselves.
@@ -49,7 +55,7 @@ def run_in_fp32(
 
 
 def fp32_modules(model: nn.Module, patterns: str | Iterable[str], *, cast_output: bool = True) -> Fp32Handle:
-    """`run_in_fp32` for every module of `model` whose name one of the glob patterns matches; one handle for all.
+    """Apply `run_in_fp32` to every module of `model` whose name one of the glob patterns matches; one handle for all.
 
     `*` crosses dots: "encoder.block.*.wo" is every `wo` in the encoder's blocks. Raises ValueError for a pattern that
     matches no module that is ever called, TypeError for patterns that are no strings.
@@ -75,9 +81,9 @@ def fp32_modules(model: nn.Module, patterns: str | Iterable[str], *, cast_output
 
 
 class Fp32Handle:
-    """What `run_in_fp32` did, to be undone by `remove()` or at the end of a `with` block.
+    """Handle of `run_in_fp32`: `remove()` or the end of a `with` block undoes it.
 
-    It speaks for the modules it was made for: a copy of the model stays as it was copied.
+    It covers the modules it was made for: a copy of the model stays as it was copied.
     """
 
     def __init__(self, claims: list[tuple[_ForwardWrapper, _Claim]]) -> None:
@@ -122,7 +128,7 @@ class _ForwardWrapper:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward behind this; through it `inspect.signature` reads the arguments."""
+        """Return the forward behind this; through it `inspect.signature` reads the arguments."""
         return MethodType(type(self.module).forward, self.module) if self.found is None else self.found
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +144,7 @@ class _ForwardWrapper:
         back = self._given_back(given, bool(enabled)) if claim.cast_output else None
         lent = _lend(self.module, to)
         # A weight that was parametrized before, as parametrize.cached() keeps it, has another dtype.
-        cache = parametrized.exchange({}) if parametrized.is_on() else None
+        cache = swap_parametrizations({}) if caches_parametrizations() else None
         try:
             args, kwargs = cast(args, NARROW, to), cast(kwargs, NARROW, to)
             # bfloat16 has the range of float32: autocast may stay as it is.
@@ -146,7 +152,7 @@ class _ForwardWrapper:
             output = _without_autocast(off, self._behind, args, kwargs)
         finally:
             if cache is not None:
-                parametrized.exchange(cache)
+                swap_parametrizations(cache)
             _take_back(lent)
         return output if back is None else cast(output, (to,), back, scalars=False)
 
@@ -269,7 +275,7 @@ def _write_back(own: Tensor, copy: Tensor) -> None:
 
 
 def _version(x: Tensor) -> int | None:
-    """The version counter, where there is one to read: not in inference mode, nor while torch.compile looks on."""
+    """Return the version counter, where it can be read: not in inference mode, nor while torch.compile traces."""
     return None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 

@@ -1,38 +1,14 @@
-"""What came in one backward, and which gradient went wrong first."""
+"""The first gradient of a backward that is non-finite, and the module that made it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
 
 from ..report.finding import Finding, Origin, finding_of
 from ..report.frame import FrameRows
 from ..report.record import Row, is_fault, to_record
-
-Part: TypeAlias = Literal["output", "input", "weight"]
-
-
-class BackwardCall(NamedTuple):
-    """A call that got gradients: its frame, the watched module that made it, and its number.
-
-    Calls are numbered as they end in the forward, so children before their parents.
-    """
-
-    frame: FrameRows
-    caller: str | None
-    number: int
-
-
-class Arrival(NamedTuple):
-    """One record of a backward: whose and which row it is, the part of the call that it is the gradient of, and when
-    it came. `time` is the same for all records of one gradient, as of a module's output that is the next one's input.
-    """
-
-    call: int
-    row: int
-    part: Part
-    time: int
+from .events import Arrival, BackwardCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +22,10 @@ class NonFiniteBackward:
 def find_in_backward(
     calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], *, rank: int = 0
 ) -> NonFiniteBackward | None:
-    """The first gradient that was not finite, or None. `calls` are in the order of their frames, `arrivals` as they
-    came. The finding's sequence is the place among the calls of its batch.
+    """Return the finding of the first non-finite gradient, or None.
+
+    `calls` are in the order of their frames, `arrivals` in the order in which they came. The finding's sequence is the
+    place among the calls of its batch.
     """
     bad = [one for one in arrivals if is_fault(_row(calls, one))]
     if not bad:
@@ -79,12 +57,12 @@ def _row(calls: Sequence[BackwardCall], arrival: Arrival) -> Row:
 
 
 def _was_reached(arrivals: Sequence[Arrival], call: int, time: int) -> bool:
-    """Whether a gradient of the call's outputs came before. It was finite: `time` is that of the first that is not."""
+    """Return whether a gradient of the call's outputs came before `time`, that of the first non-finite one."""
     return any(one.call == call and one.part == "output" and one.time < time for one in arrivals)
 
 
 def _above(calls: Sequence[BackwardCall], position: int) -> Iterator[int]:
-    """The calls around that one, the nearest first."""
+    """Yield the calls around that one, the nearest first."""
     while (caller := calls[position].caller) is not None:
         number = calls[position].number
         found = [i for i, one in enumerate(calls) if one.frame.name == caller and one.number > number]
@@ -95,8 +73,9 @@ def _above(calls: Sequence[BackwardCall], position: int) -> Iterator[int]:
 
 
 def _around(calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], here: Arrival) -> int | None:
-    """The nearest call around that one whose own outputs had finite gradients: code between the calls that it made
-    made the value in its backward. None when there is none.
+    """Return the nearest call around that one whose own outputs had finite gradients; None without one.
+
+    Code between the calls that it made then made the value in its backward.
     """
     above = _above(calls, here.call)
     return next((one for one in above if _was_reached(arrivals, one, here.time)), None)
@@ -105,7 +84,7 @@ def _around(calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], here: Ar
 def _remarks(
     calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], now: Sequence[Arrival], first: Arrival
 ) -> tuple[str, ...]:
-    """Who else may have made the value: a gradient is the sum over all that the tensor was given to."""
+    """Name the others that may have made the value: a gradient is the sum over all uses of the tensor."""
     if first.part == "output" or not _was_reached(arrivals, first.call, first.time):
         return ()
     above = {first.call, *_above(calls, first.call)}

@@ -9,16 +9,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-from ..report.frame import FrameRows
-from ..report.record import Row
-from .backward import Arrival, BackwardCall
-from .frame_ring import PeakName
-from .masked_scores import MaskedScores
+    from ..report.frame import FrameRows
+    from ..report.record import Row
+    from .masked_scores import MaskedScores
 
+PeakName: TypeAlias = tuple[str, str, str]  # module, label, dtype
 Check: TypeAlias = Literal["auto", "module", "batch", "async"]
 
 
@@ -51,16 +51,42 @@ class Event(IntEnum):  # not IntFlag, whose `&` takes 1 µs
 
 
 class Subscription(Protocol):
-    """One subscriber's wish for some events. `active` may be switched off and on again."""
+    """Subscription to some events. `active` may be switched off and on again."""
 
     active: bool
 
     def remove(self) -> None:
-        """Switch it off."""
+        """Switch the subscription off."""
+
+
+Part: TypeAlias = Literal["output", "input", "weight"]
+
+
+class BackwardCall(NamedTuple):
+    """A call that got gradients: its frame, the watched module that made it, and its number.
+
+    Calls are numbered in the order in which they end in the forward, so children come before their parents.
+    """
+
+    frame: FrameRows
+    caller: str | None
+    number: int
+
+
+class Arrival(NamedTuple):
+    """One row of a backward: the position of its call and of the row, the part of the call it is the gradient of.
+
+    `time` orders the rows. All rows of one gradient have the same, as a module's output is the next one's input.
+    """
+
+    call: int
+    row: int
+    part: Part
+    time: int
 
 
 class RecorderEvents(Protocol):
-    """The callbacks of a recorder, all of one object. What these raise, the module call raises.
+    """Callbacks of a recorder, all of one object. An exception from one leaves the module call.
 
     Some are called only while there is a subscription to their event; see `Recorder.subscribe`.
     """
@@ -68,61 +94,62 @@ class RecorderEvents(Protocol):
     def on_batch_start(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> object:
-        """The call `module(*args, **kwargs)` begins a batch (kwargs may be None; all are unknown in compiled code).
+        """Handle the start of a batch, the call `module(*args, **kwargs)`.
 
-        Called for traced batches, and for all with a subscription to BATCH_START. The recorder holds the answer while
-        the batch is under way, and after that until no gradient of it can come any more, as far as it follows
-        gradients. It lets go of the answer in any thread.
+        `kwargs` may be None. In compiled code, all three are unknown. Called for traced batches, and for all with a
+        subscription to BATCH_START. The recorder holds the answer while the batch is under way, and then until no
+        gradient of it can come any more, as far as it follows gradients. It releases the answer in any thread.
         """
 
     def on_frame(self, frame: FrameRows) -> None:
-        """A call was recorded. Called for traced batches, and for all with a subscription to FRAME."""
+        """Handle a recorded call. Called for traced batches, and for all with a subscription to FRAME."""
 
     def on_nonfinite(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
-        """A call held a non-finite value.
+        """Handle a call that held a non-finite value.
 
-        `caller` is the watched module that made it; `args` and `kwargs` (or None) are the outermost call's.
+        `caller` is the watched module that made the call. `args` and `kwargs` (or None) are the outermost call's.
         """
 
     def on_batch_end(self, batch: int, completed: bool) -> None:
-        """An outermost call raised; or, with a subscription to BATCH_END, returned (`completed`).
+        """Handle an outermost call that raised; or, with a subscription to BATCH_END, returned (`completed`).
 
-        What it raised is then `sys.exc_info()[1]`, and only what is raised from that takes its place. Calls of watched
-        modules made from here, or from `on_nonfinite`, are not recorded.
+        The exception of the call is then `sys.exc_info()[1]`. An exception from here replaces it only if it was raised
+        from that one. Calls of watched modules made from here, or from `on_nonfinite`, are not recorded.
         """
 
     def on_backward_start(self) -> None:
-        """The first gradient of a backward came, and none has been accumulated. Needs a subscription."""
+        """Handle the first gradient of a backward, before any is accumulated. Needs a subscription."""
 
     def on_backward_end(
         self, calls: list[BackwardCall], arrivals: list[Arrival], left: object = None
     ) -> None:
-        """A backward ended in which a gradient was not finite; its frames are not yet among `frames()`.
+        """Handle the end of a backward with a non-finite gradient; its frames are not yet among `frames()`.
 
-        `left`: what `on_backward_pending` answered at its end, where this is called later.
+        `left` is the answer of `on_backward_pending` at its end, where this is called later.
         """
 
     # The rows that a device makes are known only after a poll. CallRecorder alone calls these.
 
     def on_backward_pending(self) -> object:
-        """A backward ended whose rows are pending, or those of its forward. The answer is kept with it."""
+        """Handle the end of a backward with pending rows, its own or its forward's. The recorder keeps the answer."""
 
     def on_pending_nonfinite(
         self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool
     ) -> None:
-        """Called like `on_nonfinite`, when the rows of the batch have completed. `given` are its arguments at its end.
+        """Handle a non-finite value like `on_nonfinite`, when the rows of the batch have completed.
 
-        `is_left`: its end is behind this thread, and `on_pending_batch_end` follows; else `on_batch_end` does.
+        `given` are the batch's arguments at its end. `is_left`: this thread has left the batch, and
+        `on_pending_batch_end` follows. Else `on_batch_end` does.
         """
 
     def on_batch_pending(self, batch: int, completed: bool) -> None:
-        """Called like `on_batch_end`, for a batch whose rows are pending."""
+        """Handle the end of a batch like `on_batch_end`, while its rows are pending."""
 
     def on_warning(self, message: str) -> None:
         """Warn of something in the user's run."""
 
     def on_pending_batch_end(self, batch: int, completed: bool) -> None:
-        """All frames of a pending batch were reported. Called if one was non-finite, or as `on_batch_end` is."""
+        """Handle the last frame of a pending batch. Called if one was non-finite, or as `on_batch_end` is."""
 
 
 class Recorder(Protocol):
@@ -139,90 +166,90 @@ class Recorder(Protocol):
 
     @property
     def latest_batch(self) -> int:
-        """The number of the latest batch, -1 before the first."""
+        """Return the number of the latest batch, -1 before the first."""
 
     @property
     def frames_kept(self) -> int:
-        """How many frames there have been among `frames()`; one whose rows are still to come is not yet."""
+        """Return how many frames have ever been among `frames()`; frames with pending rows are not among them yet."""
 
     @property
     def counters(self) -> dict[str, int]:
-        """How many calls, frames, tensors, reads, bytes and cache hits there were."""
+        """Return the numbers of calls, frames, tensors, reads, bytes and cache hits."""
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
-        """A number for a module, for its WatchedCall; or for an optimizer."""
+        """Return a number for a module, for its WatchedCall; or for an optimizer."""
 
     def frames(self) -> list[FrameRows]:
-        """The latest frames, oldest first."""
+        """Return the latest frames, oldest first."""
 
     def frames_since(self, kept: int, /) -> tuple[int, list[FrameRows]]:
-        """How many frames there have been, and the latest of those after the first `kept`, both at one moment."""
+        """Return `frames_kept`, and the latest frames after the first `kept`, both at one moment."""
 
     def frames_of_batch(self, batch: int, /) -> int | None:
-        """How many frames of a batch there have been among `frames()`; None where 16 later batches have had some."""
+        """Return how many frames of a batch have been among `frames()`; None once 16 later batches have had some."""
 
     def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
-        """`(batch, new, values)`: the peak magnitudes of a batch, and the names of those that were never taken.
+        """Return `(batch, new, values)`: the peak magnitudes of a batch, and the names that were not returned before.
 
-        `values` are float64, by name in the order in which the names came, 0 for what the batch had not.
+        `values` are float64 by name, in the order in which the names came, 0 for a name that the batch did not have.
         """
 
     def finish_broken_backwards(self) -> None:
         """Make frames of the backwards that ended by an exception."""
 
     def finish_nonfinite_backward(self) -> None:
-        """Make frames of the backward under way in this thread, as far as it has come, if it has a fault."""
+        """Make frames of the backward under way in this thread, as far as it has come, if it is non-finite."""
 
     @property
     def gradient_sums_may_overflow(self) -> bool:
-        """Whether gradients that were finite may have added up in some weight to what is not."""
+        """Return whether finite gradients may have added up to a non-finite sum in some weight."""
 
     def forget_gradient_sums(self) -> None:
-        """They were looked at."""
+        """Start the sums anew, after somebody has read them."""
 
     def add_frame(self, batch: int, node: int, rows: list[Row]) -> None:
         """Keep a frame of an optimizer's step."""
 
     def excuse_gradients(self, batches: Sequence[int], note: str) -> None:
-        """Note on every gradient of these batches that is not finite why it is no fault."""
+        """Note on every non-finite gradient of these batches why it is meant."""
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
         """Look at no more gradients, and take the hooks off the leaves."""
 
     def pending_frames(self) -> list[FrameRows]:
-        """Frames that are complete, but wait to be reported with the rest of their batch; oldest first."""
+        """Return complete frames that wait to be reported with the rest of their batch, oldest first."""
 
     def poll(self, wait: bool) -> None:
         """Report the batches that have ended and whose rows have completed; with `wait`, all that have ended."""
 
     @property
     def has_devices(self) -> bool:
-        """Whether there are devices whose rows are pending for a time."""
+        """Return whether there are devices whose rows are pending for a time."""
 
     @property
     def may_be_pending(self) -> bool:
-        """Whether there may be batches that are still to be reported, replays of a CUDA graph among them."""
+        """Return whether batches may still have to be reported, replays of a CUDA graph among them."""
 
     def await_before_step(self) -> None:
         """Wait for the rows of all that a step may take, unless it is captured; then `poll(False)`.
 
-        Left out are forwards without grad mode, unless one was run again in the backward since.
+        Forwards without grad mode are left out, unless one was run again in the backward since.
         """
 
     def suspend(self, on: bool, /) -> None:
         """Record nothing until it is called with False as often as with True: for re-runs."""
 
     def forget_weights(self) -> None:
-        """Weights may have changed without a sign: read them again."""
+        """Read all weights again: they may have changed without a sign."""
 
     def forget_tensors(self) -> None:
-        """Let go of all that is remembered of tensors."""
+        """Forget all cached reads."""
 
     def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
-        """A call in compiled code begins that no watched call of the same graph made; see compile/ops.py."""
+        """Begin a call in compiled code that no watched call of the same graph made; see compile/ops.py."""
 
     def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
-        """A call in compiled code has ended; see compile/ops.py."""
+        """End a call in compiled code; see compile/ops.py."""
 
 
 class Subscriptions:
@@ -234,7 +261,7 @@ class Subscriptions:
         self._mask = 0
 
     def has(self, event: Event) -> bool:
-        """Whether somebody subscribes to the event."""
+        """Return whether somebody subscribes to the event."""
         return bool(self._mask & event)
 
     def add(self, events: int) -> Subscription:

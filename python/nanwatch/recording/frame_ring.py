@@ -5,13 +5,11 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable
-from typing import TypeAlias
 
 from ..numerics.formats import limits
 from ..report.frame import FrameRows
 from ..report.record import is_excused
-
-PeakName: TypeAlias = tuple[str, str, str]  # module, label, dtype
+from .events import PeakName
 
 _BATCHES = 16  # more than one is under way where several threads call the model
 # A model that names its outputs anew in every batch must not fill the memory: beyond this many, none is added.
@@ -40,12 +38,12 @@ class FrameRing(deque[FrameRows]):
         self._counts[frame.batch] += 1
 
     def extend(self, frames: Iterable[FrameRows]) -> None:
-        """Keep these and count them."""
+        """Keep and count these frames."""
         for frame in frames:
             self.append(frame)
 
     def of_batch(self, batch: int) -> int | None:
-        """How many frames of the batch were kept; None where so many batches came after it that it is forgotten."""
+        """Return how many frames of the batch were kept; None for a batch that is no longer counted."""
         return self._counts.get(batch, None if batch <= self._forgotten else 0)
 
 
@@ -62,9 +60,10 @@ class PeakMagnitudes:
         self._batch = -1
 
     def add(self, frame: FrameRows) -> None:
-        """Take a frame of the batch under way; what there was of another batch is dropped.
+        """Take a frame of the batch under way. A frame of another batch drops what was taken before.
 
-        Of an input its maker has the say, of a fault the report; what a backward computes again was seen.
+        An input counts at the module that made it, a non-finite value in the report, and a frame recomputed in a
+        backward was taken in the forward.
         """
         if frame.recomputed:
             return
@@ -84,7 +83,7 @@ class PeakMagnitudes:
             self._values[position] = max(self._values[position], row.abs_max)
 
     def take(self) -> tuple[int, list[PeakName], bytes]:
-        """See Recorder.take_peaks."""
+        """Return and forget the peaks, as `Recorder.take_peaks`."""
         taken = self._batch, self._new, self._values.tobytes()
         self._new = []
         self._begin(-1)

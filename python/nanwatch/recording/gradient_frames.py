@@ -1,26 +1,26 @@
-"""From what came in a backward to its frames: PythonRecorder's part of what gradients/gradient_recorder.cpp does."""
+"""Frames of backwards: PythonRecorder's part of what gradients/gradient_recorder.cpp does."""
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..report.frame import FrameRows, Phase
 from ..report.record import Role, Row
-from .backward import Arrival, BackwardCall
-from .events import Event, RecorderEvents, Subscriptions
+from .events import Arrival, BackwardCall, Event, RecorderEvents, Subscriptions
 from .frame_ring import FrameRing
-from .gradients import PythonGradients
 from .observe import past_torch_function
+
+if TYPE_CHECKING:
+    from .gradients import PythonGradients
 
 
 class RecordsBackwards(ABC):
-    """The part of PythonRecorder that makes frames of backwards; see Recorder."""
+    """The part of PythonRecorder that makes frames of backwards."""
 
     counters: dict[str, int]
     lock: AbstractContextManager[object]
@@ -29,19 +29,8 @@ class RecordsBackwards(ABC):
     _events: RecorderEvents
     _subscriptions: Subscriptions
     _nodes: list[Any]
-
-    def __init__(self, gradients: bool, counts: bool) -> None:
-        this = weakref.ref(self)
-        self._gradients: PythonGradients | None = None
-        if gradients:
-            self._gradients = PythonGradients(
-                lambda: None if (own := this()) is None else own._report_backward_start(),
-                lambda *found: None if (own := this()) is None else own._keep_backward(*found),
-                counts,
-                self.lock,
-            )
-        # Of calls in compiled code the latest of each module, for the gradients of its weights.
-        self._compiled_calls: dict[str, object] = {}
+    _gradients: PythonGradients | None
+    _compiled_calls: dict[str, object]
 
     def _add(self, **amounts: int) -> None:
         with self.lock:
@@ -51,7 +40,7 @@ class RecordsBackwards(ABC):
     @property
     @abstractmethod
     def paused(self) -> bool:
-        """See Recorder."""
+        """Return whether nothing is recorded."""
 
     def _report_backward_start(self) -> None:
         if self._subscriptions.has(Event.BACKWARD_START):

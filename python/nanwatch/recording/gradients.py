@@ -1,8 +1,8 @@
-"""The gradients of what watched modules are given, give and own, where there is no compiled part.
+"""Gradients of the inputs, outputs and weights of watched modules, without the compiled part.
 
-gradient_log.cpp does the same, and says how; tests hold the one against the other. A recorded call leaves a hook
-on each of its tensors. Hooks refer to the call, and to this only weakly: they live and die with the graph. A leaf
-outlives graphs and has one hook for all calls.
+csrc/gradients/gradient_log.cpp does the same and says how. Tests hold the one against the other. A recorded call leaves
+a hook on each of its tensors. Hooks refer to the call, and only weakly to this module's object: they live and die with
+the graph. A leaf outlives graphs and has one hook for all calls.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..report.record import Row, is_fault
-from .backward import Arrival, Part
-from .job import place
+from ..util.job import rank_and_world_size
+from .events import Arrival, Part
 from .observe import observe, past_torch_function
 
 _KEPT = 16  # the latest of one backward; see csrc/gradients/recent_gradients.h
 
 
 class _GradientState(NamedTuple):
-    """Which tensor, in which version, over which memory; None where nothing tells."""
+    """Identity of a gradient: which tensor, in which version, over which memory; None where nothing tells."""
 
     tensor: int
     version: int | None
@@ -37,12 +37,12 @@ class _GradientState(NamedTuple):
 
     @property
     def is_lasting(self) -> bool:
-        """Whether an equal state means equal content while tensor and memory are still the same."""
+        """Return whether an equal state means equal content while tensor and memory are still the same."""
         return self.version is not None and self.memory is not None
 
 
 def _state_of(x: Tensor) -> _GradientState:
-    """Subclasses and what is not strided change in ways of their own, and may hold tensors."""
+    """Return the state of a gradient, without memory for subclasses and layouts that change in ways of their own."""
     version = None if x.is_inference() else x._version
     is_plain = (
         type(x) is Tensor
@@ -68,18 +68,18 @@ class _RecentGradients:
         self._kept: deque[tuple[_GradientState, Row, object]] = deque(maxlen=_KEPT)
 
     def find(self, state: _GradientState) -> Row | None:
-        """The row that a gradient was kept with, as it is now."""
+        """Return the row that a gradient in this state was kept with, or None."""
         if not state.is_lasting:
             return None
         return next((row for kept, row, _ in self._kept if kept == state), None)
 
     def keep(self, x: Tensor, state: _GradientState, row: Row) -> None:
-        """For a state that is lasting."""
+        """Keep the row of a gradient whose state is lasting."""
         held = torch._C._WeakTensorRef(x), StorageWeakRef(x.untyped_storage())  # type: ignore[attr-defined]
         self._kept.append((state, row, held))
 
     def clear(self) -> None:
-        """Let go of what was freed."""
+        """Forget all."""
         self._kept.clear()
 
 
@@ -97,7 +97,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Backward:
-    """What came in one run of the engine."""
+    """The gradients that came in one run of the autograd engine."""
 
     arrivals: list[tuple[_Call, Part, int, Row]] = field(default_factory=list)
     times: int = 0
@@ -107,10 +107,10 @@ class _Backward:
     is_nonfinite: bool = False
     is_over: bool = False
     # No other process in the job: collectives write past the version counter.
-    is_alone: bool = field(default_factory=lambda: place()[1] == 1)
+    is_alone: bool = field(default_factory=lambda: rank_and_world_size()[1] == 1)
 
     def came(self, place: tuple[Any, ...], state: _GradientState) -> bool:
-        """Whether the latest gradient was this one, at this very place."""
+        """Return whether the latest gradient was this one, at this very place."""
         return self.latest is not None and self.latest[:2] == (place, state)
 
     def find(self, place: tuple[Any, ...], state: _GradientState) -> Row | None:
@@ -191,7 +191,7 @@ class PythonGradients:
     def arrived(
         self, gradient: Tensor, place: tuple[Any, ...], users: Iterable[tuple[_Call, Part, str]]
     ) -> float:
-        """A gradient came at this place of the graph. Returns its largest magnitude, 0 where that is not known."""
+        """Take a gradient that came at this place of the graph. Return its largest magnitude, 0 where it is unknown."""
         task = torch._C._current_graph_task_id()
         if task == -1:
             return 0.0
@@ -231,7 +231,7 @@ class PythonGradients:
 
     @past_torch_function()
     def release(self, leaves: Iterable[Tensor]) -> None:
-        """Take the hooks off these."""
+        """Remove the hooks from these leaves."""
         for x in leaves:
             hooks = x._backward_hooks or {}
             for key in [key for key, hook in list(hooks.items()) if _is_of(hook, self)]:
@@ -345,12 +345,12 @@ class _LeafHook:
             gradients.sums_may_overflow = True
 
     def __deepcopy__(self, memo: object) -> _LeafHook:
-        """A copy of the leaf is not followed."""
+        """Return a hook that does nothing: a copy of the leaf is not followed."""
         return _LeafHook(lambda: None)  # type: ignore[arg-type]
 
 
 def _in_order(calls: Sequence[_Call]) -> list[_Call]:
-    """Each call once, ordered by when it was done: when it and all calls made in it had their last gradient.
+    """Return each call once, ordered by when it was done: when it and all calls in it had their last gradient.
 
     `calls` has one entry for each gradient. A parent comes after its children, as in the forward.
     """
@@ -373,7 +373,7 @@ def _same(x: Tensor, other: Tensor) -> bool:
 
 
 def _has_gradient(x: Tensor) -> bool:
-    """Whether hooks on this tensor would ever see a gradient of numbers."""
+    """Return whether hooks on this tensor would ever see a gradient of numbers."""
     if not x.requires_grad or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
     try:

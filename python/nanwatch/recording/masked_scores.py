@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..numerics.ranges import local_shard, only_our_dispatch
+from ..numerics.readable import local_shard, only_our_dispatch
 
 if TYPE_CHECKING:
-    from ..numerics.ranges import TensorHealth
+    from ..numerics.health import TensorHealth
     from ..report.record import Role
 
 # The version of an excused tensor and its number of -inf: the same tensor is then handed on, and returned by the model.
@@ -37,7 +37,7 @@ class MaskedScores:
         self._given = threading.local()
 
     def excuse(self, x: Tensor, role: Role, health: TensorHealth) -> bool:
-        """Whether each -inf of `x` is a masked score: of the input, or, of a log-softmax, of what it made of it."""
+        """Return whether each -inf of `x` is a masked score: in an input, or in what a log-softmax made of it."""
         if role == "output" and self._reads_inputs:
             return self.may_excuse(role, health)
         if role == "output":
@@ -54,7 +54,7 @@ class MaskedScores:
             return bool((values == -torch.inf).all(dim=self._dim(x.ndim)).any())
 
     def may_excuse(self, role: Role, health: TensorHealth) -> bool:
-        """The same from the counts alone, which do not tell a row without a finite score."""
+        """Return the same from the counts alone, which do not tell a row without a finite score."""
         if role not in ("input", "output") or not _has_only_neginf(health):
             return False
         given = getattr(self._given, "masked", 0)
@@ -69,12 +69,12 @@ class MaskedScores:
 
 
 def masked_scores(module: nn.Module, reads_inputs: bool = True) -> MaskedScores | Literal[False]:
-    """The MaskedScores of a softmax module; False for any other."""
+    """Return the MaskedScores of a softmax module; False for any other."""
     return MaskedScores(module, reads_inputs) if isinstance(module, nn.Softmax | nn.LogSoftmax) else False
 
 
 def are_masked(x: Tensor, role: Role, health: TensorHealth, scores: MaskedScores | None) -> bool:
-    """Whether each -inf of `x` is a masked score: `scores` say so, or said so of this tensor before."""
+    """Return whether each -inf of `x` is a masked score: `scores` say so, or said so of this tensor before."""
     if scores is None:
         if x.is_inference():
             return False

@@ -1,4 +1,4 @@
-"""The values that a frame of a module call shows, and one value to one row."""
+"""Values that a frame of a module call shows, and the row of one value."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics._reference import without_repeats
-from ..numerics.exponents import health_with_exponents
-from ..numerics.ranges import (
-    TensorHealth,
-    abs_range,
-    health_of,
-    local_shard,
-    only_our_dispatch,
-    tensor_health,
-    unreadable,
-)
+from ..numerics.exponents import exponent_histogram
+from ..numerics.formats import limits
+from ..numerics.health import HealthWithExponents, TensorHealth
+from ..numerics.ranges import abs_range, health_of, tensor_health
+from ..numerics.readable import local_shard, only_our_dispatch, unreadable
+from ..report.histogram import StoredHistogram
 from ..report.record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
 from ..util.suppressed import suppressed
 from .masked_scores import MaskedScores, are_masked
@@ -32,7 +28,7 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {}
 
 
 class Parts(Protocol):
-    """Which tensors of a call are read."""
+    """The choice of tensors of a call that are read."""
 
     @property
     def weights(self) -> bool: ...  # noqa: D102
@@ -51,7 +47,7 @@ def call_values(
     kwargs: Mapping[str, Any],
     output: Any,
 ) -> list[tuple[Role, str, Any]]:
-    """Return what a frame of this call shows, each value with its role and its label, in the order of the records."""
+    """Return the values that a frame of this call shows, with role and label, in the order of the records."""
     values: list[tuple[Role, str, Any]] = []
     if wanted.weights:
         values += [("weight", name, x) for name, x in own_tensors(module._parameters)]
@@ -76,12 +72,11 @@ def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
 def observe(
     value: Any, label: str, role: Role, allow_inf: bool | MaskedScores = False, *, counts: bool = False
 ) -> Row:
-    """Return the row of `value`: its range when it is a tensor that can be read, else the note that says why not.
+    """Return the row of `value`: its range when it is a tensor that can be read, else the note with the reason.
 
-    Never raises, builds no graph, and calls no function or dispatch mode of the user's. A tensor that is not finite, or
-    that looks like an additive mask, is looked at a second time, for the counts and the index, while it is at hand.
-    With `counts` every tensor is. `allow_inf`: infinities in it are meant; or the MaskedScores of the softmax that it
-    is given to or comes from.
+    Never raises, builds no graph, and calls no function or dispatch mode of the user's. A non-finite tensor, or one
+    that looks like an additive mask, is read a second time for the counts and the index. With `counts` every tensor is.
+    `allow_inf` says that its infinities are meant, or is the MaskedScores of the softmax that takes or makes it.
     """
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
@@ -91,7 +86,7 @@ def observe(
 
 
 def read(value: Any, label: str, role: Role) -> Row:
-    """As `observe`, without the second look."""
+    """Return the row of `value` like `observe`, without the second read."""
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
@@ -132,7 +127,7 @@ def holds_fractions(x: Tensor) -> bool:
 
 
 def dtype_name(x: Tensor) -> str:
-    """`float16` for torch.float16; kept, as making it anew costs as much as reading a small tensor."""
+    """Return `float16` for torch.float16, cached: making the name takes as long as reading a small tensor."""
     try:
         dtype = x.dtype
         name = _DTYPE_NAMES.get(dtype)
@@ -142,6 +137,17 @@ def dtype_name(x: Tensor) -> str:
     except Exception:
         suppressed("a tensor's dtype raised")
         return ""
+
+
+def histogram_of(x: Tensor, label: str) -> StoredHistogram | None:
+    """Count the elements of `x` in one pass. Return None for integers, complex numbers and unreadable tensors."""
+    if x.is_complex() or limits(dtype_name(x)) is None or unreadable(x):
+        return None
+    try:
+        return StoredHistogram.of(exponent_histogram(x), label)
+    except (TypeError, RuntimeError):
+        # Memory may be short, as after an OutOfMemoryError.
+        return None
 
 
 def _unread(x: Tensor, label: str, role: Role, error: Exception) -> Row:
@@ -177,14 +183,14 @@ def _shape(x: Tensor) -> tuple[int, ...] | None:
 
 
 def _may_be_finite_mask(x: Tensor, row: Row) -> bool:
-    """Whether the range is that of an additive mask made with the dtype's minimum in place of -inf."""
+    """Return whether the range is that of an additive mask made with the dtype's minimum in place of -inf."""
     return (
         row.role in ("input", "buffer") and _masks_with_lowest(x.dtype) and row.abs_max == _largest(x.dtype)
     )
 
 
 def _masks_with_lowest(dtype: torch.dtype) -> bool:
-    """Not in 8 bits, where finite tensors are full of the largest number by saturation."""
+    """Return whether masks may hold the dtype's minimum. In 8 bits, finite tensors are full of it by saturation."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
@@ -202,11 +208,18 @@ def _examine(x: Tensor, row: Row, allow_inf: bool | MaskedScores, counts: bool) 
                 is_mask = are_masked(x, row.role, health, scores)
             row = _with_health(row, health, is_mask, allow_inf is True)
         if counts and row.isfinite:
-            row = row._replace(health=health_with_exponents(x))
+            row = row._replace(health=_health_with_exponents(x))
     except Exception:
         # The range already says what matters; the counts are an extra.
         suppressed("the elements of a tensor could not be counted")
     return row
+
+
+def _health_with_exponents(x: Tensor) -> TensorHealth:
+    health = HealthWithExponents(*tensor_health(x))
+    if x.is_floating_point():
+        health.exponents = exponent_histogram(x).counts
+    return health
 
 
 def _with_health(row: Row, health: TensorHealth, is_mask: bool, allow_inf: bool) -> Row:
@@ -229,8 +242,8 @@ def completed_row(
 ) -> Row:
     """Return the row of a tensor that a device has read, as `observe` would have made it.
 
-    `values` are those of NanwatchRow (range_cuda.h): the range alone, or the health and what tells a mask; or,
-    in words, why there are none.
+    `values` are those of NanwatchRow (range_cuda.h): the range alone, or the health and the sign of a mask; or, as a
+    string, the reason why there are none.
     """
     if isinstance(values, str):
         return _unchecked(label, role, shape, dtype, values)
@@ -246,10 +259,12 @@ def completed_row(
 
 
 def _is_mask(x: Tensor, health: TensorHealth) -> bool:
-    """An additive attention mask holds zeros and -inf, or zeros and the dtype's minimum, and nothing else; every row
-    has a zero, or softmax would make nan of it. It comes as an argument or waits in a buffer; the same values in an
-    output are the log of a zero probability. Of a DTensor the shard at hand decides: asking the others is a
-    communication, which ranks that see no -inf would not take part in.
+    """Return whether the tensor is an additive attention mask.
+
+    A mask holds zeros and -inf, or zeros and the dtype's minimum, and nothing else. Every row has a zero, or softmax
+    would make nan of it. It comes as an argument or is a buffer; the same values in an output are the log of a zero
+    probability. Of a DTensor the local shard decides: to ask the other ranks is a communication, in which ranks that
+    see no -inf would not take part.
     """
     if not _may_be_mask(health, x.dtype, x.ndim):
         return False

@@ -1,7 +1,7 @@
-"""The recorder: which batch a call belongs to, what the call saw, and the latest calls as frames.
+"""Recorder: finds the batch of a call, reads its tensors, and keeps the latest calls as frames.
 
-Two recorders do the same work: CallRecorder of the compiled part, which does not read again what is unchanged since it
-was last read, and PythonRecorder, the plain one, which reads everything. Tests hold the one against the other.
+Two recorders do the same work. CallRecorder of the compiled part does not read again what is unchanged since it was
+last read. PythonRecorder, the plain one, reads everything. Tests hold the one against the other.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from ..numerics import _extension
 from ..report.frame import FrameRows
 from ..report.record import NOT_CHECKED, Role, Row, is_fault
-from .events import Event, RecorderEvents, Settings, Subscription, Subscriptions
-from .frame_ring import FrameRing, PeakMagnitudes, PeakName
+from .events import Event, PeakName, RecorderEvents, Settings, Subscription, Subscriptions
+from .frame_ring import FrameRing, PeakMagnitudes
 from .gradient_frames import RecordsBackwards
+from .gradients import PythonGradients
 from .masked_scores import MaskedScores
 from .observe import call_values, completed_row, observe
 from .walk import Unwalked, is_container, leaves, spell_key
@@ -72,7 +73,7 @@ class _Entered(NamedTuple):
 
 
 class PythonRecorder(RecordsBackwards):
-    """The recorder without the compiled part."""
+    """Recorder without the compiled part. Implements the interface `Recorder`."""
 
     def __init__(self, settings: Settings, events: RecorderEvents) -> None:
         self._is_paused = False
@@ -96,7 +97,17 @@ class PythonRecorder(RecordsBackwards):
         # Guards the counters, the ring, the nodes and what is known of backwards. Nobody calls back or reads a
         # tensor while holding it. Reentrant, as a signal's handler may ask for a report at any moment.
         self.lock = threading.RLock()
-        super().__init__(settings.gradients, settings.counts)
+        # No graph keeps a call in compiled code alive. The latest of each module is kept, for its weights' gradients.
+        self._compiled_calls = {}
+        this = weakref.ref(self)
+        self._gradients = None
+        if settings.gradients:
+            self._gradients = PythonGradients(
+                lambda: None if (own := this()) is None else own._report_backward_start(),
+                lambda *found: None if (own := this()) is None else own._keep_backward(*found),
+                settings.counts,
+                self.lock,
+            )
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
         with self.lock:
@@ -140,15 +151,15 @@ class PythonRecorder(RecordsBackwards):
         return self._subscriptions.add(events)
 
     def pending_frames(self) -> list[FrameRows]:
-        """None: each row is waited for."""
+        """Return nothing: this recorder waits for each row."""
         return []
 
     def poll(self, wait: bool) -> None:
-        """Nothing is ever pending here."""
+        """Do nothing: no row is pending."""
 
     @property
     def has_devices(self) -> bool:
-        """Each row is waited for."""
+        """Return False: no row is pending."""
         return False
 
     @property
@@ -156,18 +167,18 @@ class PythonRecorder(RecordsBackwards):
         return False
 
     def await_before_step(self) -> None:
-        """There are none to wait for."""
+        """Do nothing: no row is pending."""
 
     def forget_weights(self) -> None:
-        """Nothing is remembered here."""
+        """Do nothing: there is no cache."""
 
     def forget_tensors(self) -> None:
-        """Nothing is remembered here."""
+        """Do nothing: there is no cache."""
 
     def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> _Entered | None:
-        """Begin a call of a module; return what `leave` and `left_by` need, None for a call that is not recorded.
+        """Begin a call of a module. Return what `leave` and `left_by` need, None for a call that is not recorded.
 
-        The link makes the call itself: a call through here would take a level of recursion more than a hook does.
+        The wrapper makes the call itself: a call through here would take a level of recursion more than a hook does.
         """
         thread = self._thread
         if thread.compiled is not None and not thread.recording:
@@ -213,7 +224,7 @@ class PythonRecorder(RecordsBackwards):
                 _set_compiler(compiler)
 
     def left_by(self, entered: _Entered) -> None:
-        """End a call that the exception being handled has left."""
+        """End a call that raised the exception being handled."""
         thread, _, is_outermost = entered
         compiler = _set_compiler(None)
         try:
@@ -317,7 +328,7 @@ class PythonRecorder(RecordsBackwards):
     def _rows(
         self, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> tuple[list[Row], list[tuple[Role, str, Tensor]]]:
-        """The rows of a call, and the tensors that they are of."""
+        """Return the rows of a call and their tensors."""
         values = call_values(self._settings, module, args, kwargs, output)
         counts = self._settings.counts
         found = [observe(x, label, role, node.allow_inf, counts=counts) for role, label, x in values]
@@ -352,7 +363,7 @@ _VALUES: dict[str, Any] = {"n": None, "x": 0}
 def planned_rows(
     plan: str, tensors: Sequence[Tensor], allow_inf: bool | MaskedScores, counts: bool
 ) -> tuple[str, list[Row], list[tuple[Role, str, Tensor]]]:
-    """The class, the rows and their tensors of a call in compiled code; call_recorder_compiled.cpp explains plans."""
+    """Return class, rows and tensors of a call in compiled code. call_recorder_compiled.cpp explains plans."""
     class_name, *lines = plan.split("\n")
     left, own = iter(tensors), set()
     rows: list[Row] = []
@@ -372,7 +383,7 @@ def planned_rows(
 
 
 def make_recorder(settings: Settings, events: RecorderEvents) -> Any:
-    """The compiled recorder, or the Python one where there is none."""
+    """Make the compiled recorder, or the Python one where there is none."""
     if _extension.C is None:
         return PythonRecorder(settings, events)
     helpers = {

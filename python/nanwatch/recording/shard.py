@@ -1,4 +1,4 @@
-"""What this process holds of a DTensor: its placement, asked for without a communication."""
+"""Placement of the local shard of a DTensor, found without a communication."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _notes: dict[Any, str] = {}
 
 
 def shard_note(x: Any) -> str:
-    """The note of a record of this DTensor: `local shard: Shard(0) at dp=1 of 4, from [8, 0]`. Never raises."""
+    """Return the note of a DTensor's record: `local shard: Shard(0) at dp=1 of 4, from [8, 0]`. Never raises."""
     try:
         mesh = x.device_mesh
         coordinate = mesh.get_coordinate()
@@ -35,9 +35,9 @@ def shard_note(x: Any) -> str:
 
 
 def parameter_mesh(model: nn.Module | None) -> tuple[str, ...]:
-    """`dp=1 of 4`, for each dimension of the device meshes that parameters of `model` are sharded over. Never raises.
+    """Return `dp=1 of 4` for each dimension of the meshes that parameters of `model` are sharded over. Never raises.
 
-    Also of parameters that FSDP has gathered for the call that is under way, which are plain tensors meanwhile.
+    Includes parameters that FSDP has gathered for the call under way, which are plain tensors meanwhile.
     """
     meshes: dict[int, Any] = {}
     try:
@@ -57,7 +57,7 @@ def parameter_mesh(model: nn.Module | None) -> tuple[str, ...]:
 
 
 def _gathered(module: Any) -> Iterator[Any]:
-    """The sharded parameters of a group of FSDP2's, which it keeps to itself while they are gathered."""
+    """Yield the sharded parameters of an FSDP2 group, which keeps them private while they are gathered."""
     if not hasattr(type(module), "_get_fsdp_state"):
         return
     state = module._get_fsdp_state()
@@ -90,7 +90,7 @@ def _kind(placement: Any) -> str:
 
 
 def _start(x: Any, coordinate: Any) -> tuple[int, ...] | None:
-    """Where the shard begins in the whole tensor, if some dimension is sharded and what is here is one block."""
+    """Return where the shard begins in the whole tensor, if a dimension is sharded and the shard is one block."""
     held = [[(0, size)] for size in x.shape]
     is_cut = False
     for placement, here, ranks in zip(x.placements, coordinate, x.device_mesh.shape, strict=True):
@@ -109,7 +109,7 @@ def _start(x: Any, coordinate: Any) -> tuple[int, ...] | None:
 
 
 def _chunk(blocks: list[tuple[int, int]], number: int, count: int) -> list[tuple[int, int]]:
-    """What torch.chunk(count) gives as its part `number` of these blocks laid end to end."""
+    """Return part `number` of torch.chunk(count) over these blocks laid end to end."""
     size = sum(end - begin for begin, end in blocks)
     most = -(-size // count)
     first, last = number * most, min((number + 1) * most, size)

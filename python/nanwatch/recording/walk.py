@@ -1,10 +1,9 @@
-"""The tensors inside nested Python values, each with a label that says how to reach it.
+"""Walk over the tensors inside nested Python values, each with a label that says how to reach it.
 
-Label grammar: the word of the whole (`input`, `output`), then one pair of brackets for every level: a
-position in a tuple or list (`output[1][0]`), a key of a mapping (`output[logits]`), a field of a dataclass
-(`input[mask]`), or what a type registered with torch.utils._pytree calls its children. The positional
-arguments of a call are `input[0]`, `input[1]`, ..., its keyword arguments `input[attention_mask]`. A single
-value keeps the word alone.
+Label grammar: the word of the whole (`input`, `output`), then one pair of brackets for every level: a position in a
+tuple or list (`output[1][0]`), a key of a mapping (`output[logits]`), a field of a dataclass (`input[mask]`), or the
+name that a type registered with torch.utils._pytree gives its children. The positional arguments of a call are
+`input[0]`, `input[1]`, ..., its keyword arguments `input[attention_mask]`. A single value keeps the word alone.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _PLAIN_KEY = re.compile(r"[\w.\-/]{1,80}")
 
 
 class Unwalked(str):
-    """Stands for a part of a value that was not entered; the text says why."""
+    """Placeholder for a part of a value that was not entered; the text says why."""
 
     __slots__ = ()
 
@@ -40,7 +39,7 @@ _Level: TypeAlias = tuple[str, int, "Iterator[tuple[object, Any]]"]
 
 
 def leaves(value: Any, label: str) -> list[Leaf]:
-    """`(label, leaf)` for everything in `value`, in its own order, at most MAX_LEAVES.
+    """Return `(label, leaf)` for everything in `value`, in its own order, at most MAX_LEAVES.
 
     A leaf is a tensor, None, any other object that is no container, or Unwalked where a limit or a cycle
     ended the walk. Nothing here raises: a container that cannot be read is an Unwalked leaf with the reason.
@@ -53,7 +52,7 @@ def leaves(value: Any, label: str) -> list[Leaf]:
 
 
 def call_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Leaf]:
-    """The leaves of a call's positional, then its keyword arguments."""
+    """Return the leaves of a call's positional, then its keyword arguments."""
     found: list[Leaf] = []
     for position, value in enumerate(args):
         if isinstance(value, torch.Tensor):
@@ -111,7 +110,7 @@ def _enter(
 
 
 def _children(value: Any) -> list[tuple[object, Any]] | None:
-    """`(key, child)` of a container, or None for what is no container."""
+    """Return `(key, child)` pairs of a container, or None for any other value."""
     if isinstance(value, tuple | list):
         if len(value) > MAX_SCALARS and all(isinstance(item, _SCALARS) for item in value):
             return None
@@ -128,12 +127,12 @@ def _children(value: Any) -> list[tuple[object, Any]] | None:
 
 
 def is_container(kind: type) -> bool:
-    """Whether `leaves` may find something inside values of this type."""
+    """Return whether `leaves` may find something inside values of this type."""
     return issubclass(kind, tuple | list | Mapping) or is_dataclass(kind) or kind in _pytree.SUPPORTED_NODES
 
 
 def spell_key(key: object) -> str:
-    """What stands between the brackets of a label."""
+    """Return the text between the brackets of a label."""
     if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
         return key
     shown = repr(key)

@@ -6,18 +6,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from ..util.suppressed import suppressed
-from ..util.visible import visible
 from . import text
 
 if TYPE_CHECKING:
     from .rank_observation import Origin
     from .report import Report
-
-
-def spell(error: BaseException) -> str:
-    """The kind of an error and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return visible(f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__)
 
 
 class NonFiniteError(ValueError):
@@ -65,18 +58,3 @@ class BatchLimitError(ValueError):
     def __str__(self) -> str:
         asked = f"{self.option}={self.batch}"
         return f"stopped after batch {self.batch}, as {asked} asks; leave the option out to run on"
-
-
-class _FileError(ValueError):
-    """Return the error's text with escapes, as it may quote a file from a stranger."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(visible(message))
-
-
-class CapsuleError(_FileError):
-    """What was opened is no whole capsule of a version that this nanwatch reads; the text names file and place."""
-
-
-class TraceError(_FileError):
-    """What was opened is no trace of a version that this nanwatch reads; the text names file and place."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from math import isnan, prod
 from typing import Literal, TypeAlias
 
+from ..util import reading
 from .frame import Frame, Phase
+from .histogram import StoredHistogram
 from .record import Record
-from .stored_histogram import StoredHistogram
 
 Value: TypeAlias = Literal["nan", "inf", "nan+inf"]
 Origin: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]
@@ -17,11 +18,20 @@ Origin: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]
 
 @dataclass(frozen=True, slots=True)
 class Cure:
-    """A change tried on the failing call: what it was, whether it cured, and the bits of room it left."""
+    """A change tried on the failing batch: what it was, whether it cured, and the bits of room it left.
+
+    `patch` is the change as a unified diff that `git apply` takes, "" where it is no change of a source file. Its paths
+    begin with a/ and b/ and are relative to the top of the git work tree that holds the file, else to the folder that
+    was current. `code` is the code to write, "" where `what` has it: the new statement, without indentation. `effect`
+    says what the change does to values that were finite, such as "changes 3 of 4,096 elements, the others bit-equal".
+    """
 
     what: str
     works: bool
     headroom_bits: float | None = None
+    patch: str = ""
+    effect: str = ""
+    code: str = ""
 
     @property
     def verdict(self) -> str:
@@ -156,3 +166,11 @@ def _origin(record: Record, batch_inputs: Sequence[Record], caller: str | None) 
     # No earlier frame held a fault, or that would be the first. What is left is code of the caller that is no
     # module: a matrix product or a residual sum between two calls of submodules.
     return "received", caller
+
+
+read_finding = reading.of(
+    Finding,
+    added=("sequence", "spreads", "made"),
+    cures=reading.tuple_of(reading.of(Cure, added=("patch", "effect", "code"))),
+)
+"""Reader of a finding in a JSON document. Raises ValueError."""

@@ -30,12 +30,12 @@ class Frame:
 
     @property
     def fault(self) -> Record | None:
-        """The first record with an unintended nan or inf, or None."""
+        """Return the first record with an unintended nan or inf, or None."""
         return next((record for record in self.records if record.is_fault), None)
 
 
 class FrameRows(NamedTuple):
-    """A frame before anybody asked for it: the same fields, with rows for records."""
+    """A frame before it is asked for: the same fields, with rows for records."""
 
     batch: int
     name: str
@@ -45,6 +45,6 @@ class FrameRows(NamedTuple):
     phase: Phase = "forward"
 
     def to_frame(self) -> Frame:
-        """The frame, with its records built."""
+        """Return the frame, with its records built."""
         records = tuple(map(to_record, self.rows))
         return Frame(self.batch, self.name, self.class_name, records, self.phase, self.recomputed)

@@ -1,4 +1,4 @@
-"""How far a tensor is from the end of its format, in bits, and where that room began to shrink.
+"""Headroom: how far a tensor is from the end of its format, in bits, and where it began to shrink.
 
 One bit of headroom is one doubling: at 3 bits the largest element may grow eightfold before it overflows.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, log2, sqrt
+from typing import TYPE_CHECKING
 
 from ..numerics.formats import Limits, limits
-from .frame import Frame
-from .record import Record, is_excused
+
+if TYPE_CHECKING:
+    from .frame import Frame
+    from .record import Record
 
 # 8 bits. From the root of the end on a value may leave it by its own square; for float16 the two are the same.
 NEAR_FACTOR = 256
@@ -22,17 +25,17 @@ _RECOVERY = (
 
 
 def is_near_end(largest: float, end: float) -> bool:
-    """Whether a value may leave a format that ends at `end` by a sum, a usual factor or its own square."""
+    """Return whether a value may leave a format that ends at `end` by a sum, a usual factor or its own square."""
     return largest >= min(end / NEAR_FACTOR, sqrt(end))
 
 
 def is_normal(smallest: float | None, ends: Limits) -> bool:
-    """Whether no element is zero or subnormal, where `smallest` is the abs_min."""
+    """Return whether no element is zero or subnormal, where `smallest` is the abs_min."""
     return smallest is None or smallest >= ends.smallest_normal
 
 
 def has_vanished(record: Record) -> bool:
-    """Whether every element is zero or subnormal: what was left of the value is lost, or soon will be."""
+    """Return whether every element is zero or subnormal: the value is lost, or soon will be."""
     ends = limits(record.dtype)
     if ends is None or record.abs_max is None or not record.isfinite or 0 in (record.shape or ()):
         return False
@@ -40,15 +43,15 @@ def has_vanished(record: Record) -> bool:
 
 
 def headroom_bits(record: Record) -> float | None:
-    """log2(largest finite of the record's dtype / abs_max): how often the largest element may still double.
+    """Return log2(largest finite of the record's dtype / abs_max): how often the largest element may still double.
 
-    0.0 at the end of the format; -inf when the tensor holds a nan or an inf, for which no room is left at all;
-    inf when it is empty or all zero, for which any factor is harmless. None where the number means nothing:
-    integers and bools, what was not read, and extremes that are meant (masks, `allow_inf`). May fall to -0.5 for
-    a complex tensor, whose modulus may pass what one part can hold.
+    0.0 at the end of the format. -inf when the tensor holds a nan or an inf, for which no room is left. inf when it is
+    empty or all zero, for which any factor is harmless. None where the number means nothing: integers and bools,
+    tensors that were not read, and extremes that are meant (masks, `allow_inf`). May fall to -0.5 for a complex tensor,
+    whose modulus may pass what one part can hold.
     """
     ends = limits(record.dtype)
-    if ends is None or record.abs_max is None or is_excused(record.note):
+    if ends is None or record.abs_max is None or record.is_excused:
         return None
     if record.isfinite is False or not isfinite(record.abs_max):
         return -inf
@@ -65,10 +68,10 @@ def least_bits(records: Iterable[Record]) -> float | None:
 
 
 def by_module(frames: Iterable[Frame]) -> dict[str, float]:
-    """The least headroom of what each module holds and makes, in bits, worst first; modules without any left out.
+    """Return the least headroom of each module in bits, worst first; modules without any are left out.
 
-    An input counts only when it is a fault: otherwise one large output would put its module and all that read it
-    at the head of the list.
+    An input counts only when it is non-finite. Otherwise one large output would put its module and all its readers at
+    the head of the list.
     """
     least: dict[str, float] = {}
     for frame in frames:
@@ -100,13 +103,13 @@ class Shrinking:
 
 
 def shrinking(frames: Sequence[Frame]) -> Shrinking | None:
-    """The longest run of outputs that ends just before the first fault and whose headroom falls by more than a bit;
-    None when there is none, or when `frames` (oldest first) hold no fault.
+    """Return the longest run of outputs with falling headroom that ends just before the first non-finite record.
 
-    A frame counts by the output with the least headroom; one without (integers, unread) is passed over. On its way
-    down the headroom may recover by up to one bit, as behind an activation or a dropout; the run starts where it was
-    highest. It does not reach over the start of the batch, over a change of dtype, whose bits are no measure for
-    these, or over an output that is all zero.
+    `frames` are the oldest first. The headroom has to fall by more than a bit. None without such a run, or when all is
+    finite. A frame counts by the output with the least headroom. One without (integers, unread) is passed over. On its
+    way down the headroom may recover by up to one bit, as behind an activation or a dropout. The run starts where the
+    headroom was highest. It does not reach over the start of the batch, over a change of dtype, whose bits are no
+    measure for these, or over an output that is all zero.
     """
     end = next((i for i, frame in enumerate(frames) if frame.fault is not None), None)
     if end is None:

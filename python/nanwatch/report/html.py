@@ -22,15 +22,16 @@ from typing import TYPE_CHECKING, Any
 from ..numerics.formats import limits
 from ..util.imports import needed
 from ..util.progress import Tell, silent
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 from . import text
 from .frame import Frame
 from .headroom import NEAR_FACTOR, by_module, headroom_bits, shrinking
+from .histogram import SHOWN_FORMATS, exponent_figure
 from .record import Record
 
 if TYPE_CHECKING:
     from .finding import Finding
-    from .stored_histogram import StoredHistogram
+    from .histogram import StoredHistogram
 
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
 NEAR_BITS = 2
@@ -80,7 +81,7 @@ def report_html(
         pictures=pictures,
         num_records=sum(len(frame.records) for frame in frames),
         low_bits=LOW_BITS,
-        module_name=text.module_name,
+        module_name=module_name,
     )
 
 
@@ -180,13 +181,10 @@ def _pictures(finding: Finding | None) -> list[tuple[str, str, dict[str, Any]]]:
     spreads: Sequence[StoredHistogram] = getattr(finding, "spreads", ())
     if not spreads:
         return []
-    # Deferred: it brings torch with it, and few reports have a histogram.
-    from .exponent_figure import SHOWN_FORMATS, exponent_figure
-
     made = []
     for one in spreads:
         own = () if one.dtype in SHOWN_FORMATS else (one.dtype,)
-        figure = exponent_figure(one.restore(), (*SHOWN_FORMATS, *own))
+        figure = exponent_figure(one, (*SHOWN_FORMATS, *own))
         words = figure["layout"].pop("title")["text"]
         made.append((one.label, words, figure))
     return made
@@ -279,7 +277,7 @@ def _bars(frames: Sequence[Frame]) -> list[dict[str, Any]]:
     """Name, words, colour and width in percent of the modules with the least headroom, worst first."""
     return [
         {
-            "name": text.module_name(name),
+            "name": module_name(name),
             "bits": bits_words(bits),
             "level": level_of(bits),
             "width": round(100 * min(max(bits, 0.0), WIDEST_BAR) / WIDEST_BAR, 1),
@@ -316,7 +314,7 @@ def _tree(frames: Sequence[Frame], finding: Finding | None) -> Node | None:
         return None
     worst = by_module(frames)
     frame_of = {frame.name: frame for frame in frames}
-    root, nodes = Node(text.module_name("")), []
+    root, nodes = Node(module_name("")), []
     for name, frame in frame_of.items():
         path = [root]
         for part in name.split(".", _TREE_DEPTH) if name else ():

@@ -1,4 +1,4 @@
-"""What one rank saw first, in a form that ranks can compare; and the origin, chosen from what all of them saw."""
+"""Observation of one rank in a form that ranks can compare, and the origin, chosen from those of all ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..util import reading
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 from .finding import Finding, Value
 from .finding import Origin as Kind
-from .text import module_name
 
 # A name of a module is rarely longer; what a store holds of a rank stays below a kilobyte.
 _MOST_CHARACTERS = 120
@@ -18,11 +17,11 @@ _MOST_CHARACTERS = 120
 
 @dataclass(frozen=True, slots=True)
 class RankObservation:
-    """A finding and when it was.
+    """A finding and when it came.
 
     `clock` counts alike on all ranks: the batch number where each rank makes the same calls. `sequence` is the place of
     the non-finite frame within its batch, from 0. `part` names the part of the model that the rank holds, such as a
-    pipeline stage; sequences of different parts are not comparable. `kind` is the finding's origin on its own rank.
+    pipeline stage. Sequences of different parts are not comparable. `kind` is the finding's origin on its own rank.
     """
 
     rank: int
@@ -40,7 +39,9 @@ class RankObservation:
     def of(
         cls, finding: Finding, rank: int, sequence: int, clock: Sequence[int] | None, part: str
     ) -> RankObservation:
-        """The observation of a finding; without a `clock` its batch is it. Long names lose their beginning."""
+        """Return the observation of a finding; without a `clock` its batch is the clock. Long names lose their
+        beginning.
+        """
         return cls(
             rank=rank,
             clock=tuple(map(int, clock)) if clock is not None else (finding.batch,),
@@ -56,29 +57,31 @@ class RankObservation:
 
     @property
     def order(self) -> tuple[tuple[int, ...], int, bool, int]:
-        """Sorts observations of one part, the earliest first; of equal ones the lowest rank.
+        """Return a key that sorts observations of one part, the earliest first; of equal ones the lowest rank.
 
-        What a call was given was there before its output, which tensor parallel ranks add up.
+        The arguments of a call were there before its output, which tensor parallel ranks add up.
         """
         return self.clock, self.sequence, self.kind == "produced", self.rank
 
     @property
     def place(self) -> str:
-        """The same for observations at the same time, at the same place in the same part, of the same kind."""
+        """Return a key that observations at the same time, at the same place in the same part and of the same kind
+        share.
+        """
         return f"{'.'.join(map(str, self.clock))}/{self.sequence}/{self.kind}/{self.part}"
 
     @property
     def came_with_the_data(self) -> bool:
-        """Whether it was in what the batch was called with: from a data loader, or from the rank before this one."""
+        """Return whether the batch was called with the value: from a data loader, or from the rank before this one."""
         return self.kind == "data"
 
     def to_json(self) -> str:
-        """One line of less than a kilobyte."""
+        """Return one line of less than a kilobyte."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, document: str | bytes) -> RankObservation:
-        """What `to_json` wrote. Raises ValueError, saying where, for anything else."""
+        """Read what `to_json` wrote. Raise ValueError with the place for anything else."""
         return _OBSERVATION(json.loads(document), "sighting")
 
 
@@ -87,10 +90,10 @@ _OBSERVATION = reading.of(RankObservation)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the job's first non-finite value was.
+    """The place of the job's first non-finite value.
 
-    `first` is the earliest observation, and `num_alike` the number of ranks that saw theirs at the very same place and
-    time. Of `world_size` ranks `num_reported` had their say, `num_failed` of them with a observation.
+    `first` is the earliest observation, and `num_alike` the number of ranks that made theirs at the same place and
+    time. Of `world_size` ranks, `num_reported` have answered, `num_failed` of them with an observation.
     """
 
     first: RankObservation
@@ -101,17 +104,17 @@ class Origin:
 
     @property
     def rank(self) -> int:
-        """The rank of the earliest observation, the lowest of those alike."""
+        """Return the rank of the earliest observation, the lowest of those alike."""
         return self.first.rank
 
     @property
     def is_shared(self) -> bool:
-        """Whether more than one rank saw it at once, so that no single one of them is its source."""
+        """Return whether more than one rank observed it at once, so that no single one of them is its source."""
         return self.num_alike > 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank had its say; one that had not might have seen something earlier."""
+        """Return whether every rank has answered; one that has not may have observed something earlier."""
         return self.num_reported >= self.world_size
 
     def __str__(self) -> str:
@@ -148,10 +151,10 @@ _KINDS: dict[Kind, str] = {
 
 
 def earliest(inside: RankObservation | None, data: RankObservation | None) -> RankObservation | None:
-    """The first of the earliest observation inside a model and the earliest in data.
+    """Return the first of the earliest observation inside a model and the earliest in data.
 
-    Of one part of the model the earlier is the first. Data of another part at the same time may be what that inside
-    observation sent on, whatever the sequences, so it is not.
+    Of one part of the model, the earlier of both is the first. Data of another part at the same time may be what the
+    part with the inside observation sent on, whatever the sequences, so that data is not the first.
     """
     if inside is None or data is None:
         return inside or data

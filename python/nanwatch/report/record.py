@@ -1,6 +1,6 @@
-"""Which part of a sharded tensor a process holds, in words that can be read back: no torch in here.
+"""Record of one tensor, its notes, and the placement of a sharded one in words that can be read back.
 
-`Shard(0) at dp=1 of 4, Replicate at tp=0 of 2, from [8, 0]`: one clause a dimension of the device mesh, with the
+`Shard(0) at dp=1 of 4, Replicate at tp=0 of 2, from [8, 0]`: a clause for each dimension of the device mesh, with the
 coordinate of this process and the size of that dimension, then the index in the whole tensor at which the part begins.
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-if TYPE_CHECKING:
-    from ..numerics.ranges import TensorHealth
+from ..numerics.health import TensorHealth
 
 _CLAUSE = re.compile(r"(?P<kind>\w+(?:\([^()]*\))?) at (?P<dim>[^=,]*)=(?P<coordinate>\d+) of (?P<size>\d+)")
 _FROM = re.compile(r"from \[(?P<index>\d+(?:, \d+)*)\]")
@@ -31,7 +30,7 @@ class MeshPlace(NamedTuple):
 
     @property
     def where(self) -> str:
-        """`dp=1 of 4`."""
+        """Return `dp=1 of 4`."""
         return f"{self.dim}={self.coordinate} of {self.size}"
 
 
@@ -50,14 +49,14 @@ class Placement(NamedTuple):
         return ", ".join([*map(str, self.places), *start])
 
     def in_whole(self, index: Sequence[int]) -> tuple[int, ...] | None:
-        """The index in the whole tensor of an element of the part; None where that is not known."""
+        """Return the index in the whole tensor of an element of the part; None where it is not known."""
         if self.start is None or len(self.start) != len(index):
             return None
         return tuple(begin + i for begin, i in zip(self.start, index, strict=True))
 
 
 def read_placement(words: str) -> Placement | None:
-    """The placement that was spelt so; None for other words."""
+    """Return the placement that is spelt so; None for other words."""
     places: list[MeshPlace] = []
     at = 0
     while (clause := _CLAUSE.match(words, at)) is not None:
@@ -93,7 +92,7 @@ _EXCUSES = (MASK, ALLOWED_INF, NOT_TAKEN)
 
 
 def is_excused(note: str) -> bool:
-    """Whether the note says that a value which is not finite is no fault."""
+    """Return whether the note says that a non-finite value is meant."""
     return note in _EXCUSES or note.startswith(SKIPPED_STEP)
 
 
@@ -122,25 +121,30 @@ class Record:
 
     @property
     def is_shard(self) -> bool:
-        """True when what was read is this process's part of a DTensor; `shape` is that of the whole."""
+        """Return True for a record of this process's part of a DTensor; `shape` is that of the whole."""
         return self.note.startswith(LOCAL_SHARD)
 
     @property
     def placement(self) -> Placement | None:
-        """Which part of a DTensor was read, as its note has it; None for other tensors."""
+        """Return the part of a DTensor that was read, as the note has it; None for other tensors."""
         return read_placement(self.note.removeprefix(f"{LOCAL_SHARD}: ")) if self.is_shard else None
 
     @property
+    def is_excused(self) -> bool:
+        """Return True when the note says that a non-finite value in the tensor is meant."""
+        return is_excused(self.note)
+
+    @property
     def is_fault(self) -> bool:
-        """True when the tensor held a nan or an inf that nobody put there on purpose."""
-        return self.isfinite is False and not is_excused(self.note)
+        """Return True when the tensor held a nan or an inf that is not meant."""
+        return self.isfinite is False and not self.is_excused
 
 
 class Row(NamedTuple):
-    """A record before anybody asked for it: the fields of Record in their order. The compiled recorder makes these too.
+    """A record before it is asked for: the fields of Record in their order. The compiled recorder makes these too.
 
-    Building the frozen dataclass costs 1.2 µs and the tuple 0.1, and of the frames of a long run only the last few are
-    ever looked at.
+    Building the frozen dataclass takes 1.2 µs and the tuple 0.1 µs. Only the last few frames of a long run are ever
+    read.
     """
 
     label: str
@@ -155,12 +159,12 @@ class Row(NamedTuple):
 
 
 def is_fault(row: Row) -> bool:
-    """Record.is_fault of a row."""
+    """Return `Record.is_fault` of a row."""
     return row.isfinite is False and not is_excused(row.note)
 
 
 def to_record(row: Row) -> Record:
-    """The record of a row, its shape a plain tuple."""
+    """Return the record of a row, its shape a plain tuple."""
     label, role, shape, dtype, abs_min, abs_max, isfinite, health, note = row
     plain = None if shape is None else tuple(shape)
     return Record(label, role, plain, dtype, abs_min, abs_max, isfinite, health, note)

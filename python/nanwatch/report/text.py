@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ..numerics.formats import limits
 from ..util.imports import needed
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 from .finding_text import next_backward, next_forward, why_backward, why_forward
 from .headroom import has_vanished, shrinking
 from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, SKIPPED_STEP, Record
@@ -31,17 +30,17 @@ _RICH_STYLES: dict[Style, str] = {
 
 
 def range_line(abs_min: float, abs_max: float, label: str) -> str:
-    """`1.01e-06 6.44e+00 weight`."""
+    """Return `1.01e-06 6.44e+00 weight`."""
     return visible(f"{abs_min:8.2e} {abs_max:8.2e} {label}")
 
 
 def note_line(note: str, label: str) -> str:
-    """`None input[1]`, the note right-aligned over both columns of numbers."""
+    """Return `None input[1]`, the note right-aligned over both columns of numbers."""
     return visible(f"{note:>17} {label}")
 
 
 def record_line(record: Record) -> str:
-    """The line of one record."""
+    """Return the line of one record."""
     if record.abs_min is not None and record.abs_max is not None:
         line = range_line(record.abs_min, record.abs_max, record.label)
         return visible(f"{line} ({record.note})" if record.note else line)
@@ -52,44 +51,24 @@ def record_line(record: Record) -> str:
 
 
 def frame_line(name: str, class_name: str) -> str:
-    """The line that names the module of a frame."""
+    """Return the line that names the module of a frame."""
     return visible(f"{PREFIX} {name} {class_name}")
 
 
 def frame_lines(frame: Frame) -> list[str]:
-    """The frame's name and one line a record."""
+    """Return the frame's name and a line for each record."""
     return [frame_line(frame.name, frame.class_name) + _attributes(frame), *map(record_line, frame.records)]
 
 
 def _attributes(frame: Frame) -> str:
-    """` (backward, recomputed)` behind the name of such a frame."""
+    """Return ` (backward, recomputed)`, the words that follow the name of such a frame."""
     said = [frame.phase] * (frame.phase != "forward") + ["recomputed"] * frame.recomputed
     return f" ({', '.join(said)})" if said else ""
 
 
 def batch_lines(batch: int) -> list[str]:
-    """The header above the first frame of a batch."""
+    """Return the header above the first frame of a batch."""
     return [f"\n\n{PREFIX} *** Starting batch number={batch} ***", COLUMNS]
-
-
-def close_names(wanted: str, names: Iterable[str]) -> str:
-    """Where to look for the module that was meant."""
-    close = difflib.get_close_matches(wanted, list(names), n=3)
-    return visible(f"close names: {', '.join(close)}") if close else "see model.named_modules() for the names"
-
-
-# What wrappers put before the names of the modules that they hold.
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-
-
-def without_wrappers(name: str) -> str:
-    """The name that a module has in the model itself, where a wrapper such as DistributedDataParallel holds it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def module_name(name: str) -> str:
-    """The name as prose has it: the root has none of its own."""
-    return visible(name) or "the root module"
 
 
 _PHASES: dict[Phase, str] = {
@@ -100,7 +79,7 @@ _PHASES: dict[Phase, str] = {
 
 
 def summary(finding: Finding) -> str:
-    """One sentence: what, in which tensor of which module, in which batch."""
+    """Return one sentence: what, in which tensor of which module, in which batch."""
     rank = f" on rank {finding.rank}" if finding.rank else ""
     return visible(
         f"{finding.value} first seen in `{finding.label}` of {module_name(finding.module)}"
@@ -109,7 +88,7 @@ def summary(finding: Finding) -> str:
 
 
 def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
-    """What happened, where, why, and what to look at next; one line each."""
+    """Return what happened, where, why, and what to look at next; one line each."""
     return list(map(visible, _finding_lines(finding, frames)))
 
 
@@ -155,7 +134,7 @@ def _by(finding: Finding) -> list[str]:
 
 
 def _small(record: Record) -> str:
-    """How many elements are zero or subnormal, where that was counted."""
+    """Return how many elements are zero or subnormal, where that was counted."""
     health = record.health
     counts = () if health is None else ((health.num_zero, "zero"), (health.num_subnormal, "subnormal"))
     return "".join(f", {count:,} {word}" for count, word in counts if count)
@@ -205,7 +184,7 @@ def _where(finding: Finding, record: Record | None) -> str:
 
 
 def mesh_coordinates(frames: Sequence[Frame]) -> tuple[str, ...]:
-    """`dp=1 of 4`, for each dimension of the device meshes that sharded tensors of these frames are on."""
+    """Return `dp=1 of 4` for each dimension of the device meshes that sharded tensors of these frames are on."""
     placements = (record.placement for frame in frames for record in frame.records if record.is_shard)
     return tuple(dict.fromkeys(place.where for one in placements if one is not None for place in one.places))
 
@@ -213,7 +192,7 @@ def mesh_coordinates(frames: Sequence[Frame]) -> tuple[str, ...]:
 def styled_lines(
     frames: Sequence[Frame], finding: Finding | None, batch: int | None, mesh: Sequence[str] = ()
 ) -> Iterator[tuple[Style, str]]:
-    """The lines of a report, each with the part it plays."""
+    """Return the lines of a report, each with its style."""
     return ((style, visible(line)) for style, line in _styled_lines(frames, finding, batch, mesh))
 
 
@@ -268,7 +247,7 @@ def report_text(
     *,
     color: bool = False,
 ) -> str:
-    """The whole report as text, without a newline at its end; with ANSI colours when `color`."""
+    """Return the whole report as text, without a newline at its end; with ANSI colours for `color`."""
     lines = list(styled_lines(frames, finding, batch, mesh))
     return _colored(lines) if color else "\n".join(line for _, line in lines)
 

@@ -16,7 +16,6 @@ from torch import nn
 from ..diagnosis.left_calls import left_calls
 from ..distributed.coordinator import RankCoordinator
 from ..recording.events import Event, Recorder
-from ..recording.job import report_of
 from ..recording.observe import observe
 from ..recording.walk import call_leaves
 from ..report import text
@@ -24,7 +23,7 @@ from ..report.errors import BatchLimitError, NonFiniteError, add_note
 from ..report.finding import Finding
 from ..report.frame import FrameRows
 from ..report.record import Record, is_fault, to_record
-from ..report.report import Report
+from ..report.report import Report, report_of
 from ..util.suppressed import suppressed
 from ..util.user_warning import warn_user
 from .nonfinite_batches import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings

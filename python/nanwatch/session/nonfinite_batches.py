@@ -11,6 +11,7 @@ from ..report.errors import NonFiniteError
 from ..report.finding import Finding
 from ..report.report import Report
 from ..util.user_warning import warn_user
+from ..util.visible import module_name
 
 # Non-finite batches that are remembered after their end, for their backwards and recomputations.
 _MAX_ENDED = 64
@@ -188,7 +189,7 @@ class NonFiniteWarnings:
 def _ranked(counts: Counter[str]) -> str:
     """Return `'0' 45x, '1' 45x, '2' 45x and 57 more modules`, the most frequent first."""
     named = [
-        f"{repr(name) if name else text.module_name(name)} {count:,}x"
+        f"{repr(name) if name else module_name(name)} {count:,}x"
         for name, count in counts.most_common(_MAX_NAMED)
     ]
     more = len(counts) - len(named)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..numerics._extension import instances_of
-from ..numerics.ranges import only_our_dispatch
+from ..numerics.readable import only_our_dispatch
 from ..recording.events import Event, Recorder
 from ..recording.observe import read
 from ..report import text

@@ -22,14 +22,14 @@ from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps
 from ..instrumentation.wrapped_names import find_module, named_modules, parameter_names
-from ..recording.backward import Arrival, BackwardCall, find_in_backward
-from ..recording.events import Recorder
-from ..recording.job import rank
+from ..recording.backward import find_in_backward
+from ..recording.events import Arrival, BackwardCall, Recorder
 from ..recording.observe import observe
 from ..report.finding import find, finding_of
 from ..report.frame import FrameRows
 from ..report.record import Row, is_fault
 from ..report.report import Report
+from ..util.job import rank
 from ..util.modules import each_parameter
 from .optimizer_guard import OptimizerGuard, Weight
 from .reports import Reports

@@ -24,8 +24,8 @@ from ..instrumentation.wrapped_names import for_names
 from ..monitoring.backends import ACCEPTED, is_target
 from ..recording.events import Check, Settings
 from ..recording.masked_scores import masked_scores
-from ..report.text import close_names
 from ..util.reading import shorten
+from ..util.visible import close_names
 
 if TYPE_CHECKING:
     from ..recording.masked_scores import MaskedScores

@@ -20,9 +20,8 @@ from ..capsule.capsule import Capsule
 from ..capsule.tree import LeftOut, Structure
 from ..instrumentation.execution_context import RngState
 from ..report.report import Report
-from ..report.text import close_names, without_wrappers
 from ..util.suppressed import suppressed
-from ..util.visible import visible
+from ..util.visible import close_names, visible, without_wrappers
 from .options import SWITCH
 from .watch import watch
 

@@ -11,7 +11,6 @@ from torch import nn
 from ..diagnosis.left_calls import LeftCall
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..recording.events import Recorder
-from ..recording.job import rank, report_of
 from ..recording.observe import call_values, observe
 from ..recording.shard import parameter_mesh
 from ..recording.walk import call_leaves
@@ -22,6 +21,8 @@ from ..report.report import Report
 
 if TYPE_CHECKING:
     from .options import Options
+from ..report.report import report_of
+from ..util.job import rank
 
 
 class Reports:

@@ -14,10 +14,10 @@ from torch import nn
 from ..diagnosis import postmortem
 from ..diagnosis.batch_snapshot import BatchSnapshot
 from ..instrumentation.slot import ExclusiveRun
-from ..report.errors import spell
 from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.user_warning import warn_user
+from ..util.visible import spell
 
 if TYPE_CHECKING:
     from .options import Options

@@ -16,8 +16,7 @@ from torch import nn
 from ..instrumentation.calls import Attachment, check_model
 from ..instrumentation.wrapped_names import named_modules, original_module
 from ..monitoring.monitor import Monitor
-from ..recording.backward import Arrival, BackwardCall
-from ..recording.events import Check, Event, Recorder
+from ..recording.events import Arrival, BackwardCall, Check, Event, Recorder
 from ..recording.recorder import make_recorder
 from ..report import text
 from ..report.errors import BatchLimitError

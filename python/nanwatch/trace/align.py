@@ -1,14 +1,13 @@
-"""Which row of one trace answers to which row of another, though modules were added, taken out, swapped or renamed.
+"""Alignment of the rows of two traces, though modules were added, removed, swapped or renamed.
 
 Batches that made the same calls, as nearly all do, are compared as arrays. For the others the calls are aligned once
-for each pair of patterns: first those of the same module and class, as a diff of two texts goes about it; then, between
-those, calls of the same class and with the same labels (a module put into a Sequential renames all behind it), and at
-last of the same name (a module that was swapped). No torch in here, and no names: what has an identity is a number.
+for each pair of patterns: first calls of the same module and class, as a diff of two texts does it; then, between
+those, calls of the same class and with the same labels (a module put into a Sequential renames all behind it); at last
+calls of the same name (a module that was swapped). This module needs no torch and no names: numbers stand for them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,16 +22,17 @@ from ..util.progress import Tell, silent
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Pairs: TypeAlias = "list[tuple[int, int]]"
 
-# SequenceMatcher takes the product of both lengths in time, in the worst case. Beyond half a second of that, calls of
-# modules that are called more than once are matched by their order alone.
+# SequenceMatcher takes time for each pair of equal calls. Beyond half a second of it, calls of modules that are called
+# more than once are matched by their order alone.
 _MATCHED = 400_000
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a trace by batch and call, each column an array. The numbers mean the same on both sides.
+    """Rows of a trace by batch and call, each column an array. The numbers mean the same on both sides.
 
-    `module` and `kind` (its class) are of the call, `again` says that it was recomputed; `record` is role and label.
+    `module` and `kind` (its class) belong to the call, `again` says that it was recomputed, and `record` is role and
+    label.
     """
 
     batch: Ints
@@ -43,7 +43,7 @@ class Rows:
     record: Ints
 
     def patterns(self) -> Ints:
-        """What has to be equal, row by row, for two batches to be compared as they stand."""
+        """Return a number for each row. Two batches with equal numbers are compared as they stand."""
         first = np.ones(len(self.call), np.int64)
         first[1:] = (self.call[1:] != self.call[:-1]) | (self.batch[1:] != self.batch[:-1])
         # Mixed, not packed: 4 columns of numbers may not fit in 64 bits. Equal mixtures are taken for equal rows.
@@ -66,9 +66,9 @@ class Call:
 
 
 def align(a: Rows, b: Rows, batches: Sequence[tuple[int, int]], tell: Tell = silent) -> tuple[Ints, Ints]:
-    """Rows of `a` and the rows of `b` that answer to them, for these pairs of batches, in the order of `a`.
+    """Return the rows of `a` and the rows of `b` that match them, for these pairs of batches, in the order of `a`.
 
-    Of each side the rows of a batch stand together, and those of a call.
+    On each side the rows of a batch stand together, and those of a call.
     """
     pattern_a, pattern_b = a.patterns(), b.patterns()
     known: dict[tuple[bytes, bytes], tuple[Ints, Ints]] = {}
@@ -96,7 +96,7 @@ def align(a: Rows, b: Rows, batches: Sequence[tuple[int, int]], tell: Tell = sil
 
 
 def _calls(rows: Rows, start: int, end: int) -> list[Call]:
-    """The calls of one batch; their `start` counts from the batch's first row."""
+    """Return the calls of one batch; their `start` counts from the batch's first row."""
     number = rows.call[start:end]
     bounds = [0, *(np.flatnonzero(number[1:] != number[:-1]) + 1).tolist(), end - start]
     columns = (rows.module, rows.kind, rows.again, rows.record)
@@ -110,7 +110,7 @@ def _calls(rows: Rows, start: int, end: int) -> list[Call]:
 
 
 def _align_batch(a: Sequence[Call], b: Sequence[Call]) -> tuple[Ints, Ints]:
-    """The rows that answer to each other, counted from the first of the batch."""
+    """Return the matching rows, counted from the first of the batch."""
     pairs = align_calls(a, b)
     found: Pairs = []
     for i, j in pairs:
@@ -126,7 +126,7 @@ def _align_batch(a: Sequence[Call], b: Sequence[Call]) -> tuple[Ints, Ints]:
 
 
 def align_calls(a: Sequence[Call], b: Sequence[Call]) -> Pairs:
-    """The calls that answer to each other, as positions; each at most once."""
+    """Return the matching calls as positions, each at most once."""
     levels = [
         ([one.exact for one in a], [one.exact for one in b]),
         ([one.similar for one in a], [one.similar for one in b]),
@@ -152,7 +152,7 @@ def align_calls(a: Sequence[Call], b: Sequence[Call]) -> Pairs:
 
 
 def _between(pairs: Pairs, whole: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
-    """The gaps that the pairs, in order, leave on both sides."""
+    """Return the gaps that the pairs, in order, leave on both sides."""
     from_a, to_a, from_b, to_b = whole
     gaps = []
     for i, j in [*pairs, (to_a, to_b)]:
@@ -163,48 +163,14 @@ def _between(pairs: Pairs, whole: tuple[int, int, int, int]) -> list[tuple[int, 
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> Pairs:
-    """A long common subsequence: equal ends, then what is there once on each side, then what lies between those."""
-    pairs: Pairs = []
-    gaps = [(0, len(a), 0, len(b))]
-    while gaps:
-        from_a, to_a, from_b, to_b = gaps.pop()
-        while from_a < to_a and from_b < to_b and a[from_a] == b[from_b]:
-            pairs.append((from_a, from_b))
-            from_a, from_b = from_a + 1, from_b + 1
-        while from_a < to_a and from_b < to_b and a[to_a - 1] == b[to_b - 1]:
-            to_a, to_b = to_a - 1, to_b - 1
-            pairs.append((to_a, to_b))
-        if from_a == to_a or from_b == to_b:
-            continue
-        one, other = a[from_a:to_a], b[from_b:to_b]
-        anchors = _unique_in_order(one, other)
-        if anchors:
-            found = [(i + from_a, j + from_b) for i, j in anchors]
-            pairs += found
-            gaps += _between(found, (from_a, to_a, from_b, to_b))
-        elif len(one) * len(other) <= _MATCHED:
-            for block in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks():
-                pairs += [(from_a + block.a + k, from_b + block.b + k) for k in range(block.size)]
-    return sorted(pairs)
-
-
-def _unique_in_order(a: Sequence[int], b: Sequence[int]) -> Pairs:
-    """The most pairs of what is there once on each side that stand in the same order on both."""
-    count_a, count_b = Counter(a), Counter(b)
-    place = {key: j for j, key in enumerate(b) if count_b[key] == 1}
-    unique = [(i, place[key]) for i, key in enumerate(a) if count_a[key] == 1 and key in place]
-    # The longest increasing run of places in b: the last of the best run of each length, and who came before it.
-    ends: list[int] = []
-    last: list[int] = []
-    before: list[int] = []
-    for n, (_, j) in enumerate(unique):
-        length = bisect_left(ends, j)
-        before.append(last[length - 1] if length else -1)
-        ends[length : length + 1] = [j]
-        last[length : length + 1] = [n]
-    found: Pairs = []
-    n = last[-1] if last else -1
-    while n >= 0:
-        found.append(unique[n])
-        n = before[n]
-    return found[::-1]
+    """Return a long common subsequence: equal ends, and what difflib finds between them."""
+    least = min(len(a), len(b))
+    begin = next((i for i in range(least) if a[i] != b[i]), least)
+    end = next((i for i in range(least - begin) if a[-1 - i] != b[-1 - i]), least - begin)
+    one, other = a[begin : len(a) - end], b[begin : len(b) - end]
+    pairs = [(i, i) for i in range(begin)]
+    count = Counter(other)
+    if sum(count[key] for key in one) <= _MATCHED:
+        for block in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks():
+            pairs += [(begin + block.a + k, begin + block.b + k) for k in range(block.size)]
+    return pairs + [(len(a) - end + k, len(b) - end + k) for k in range(end)]

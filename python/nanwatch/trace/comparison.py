@@ -1,4 +1,4 @@
-"""Where two traces part: the first record that differs, and what grew most."""
+"""Comparison of two traces: the first record that differs, and what grew most."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ..numerics.formats import limits
-from ..report.text import without_wrappers
 from ..util.progress import Tell
+from ..util.visible import without_wrappers
 from .align import Ints, Rows, align
 from .difference import KINDS, Difference, Growth, Kind, Place, Series
 from .trace_file import Trace, batch_words, strings
@@ -119,7 +119,7 @@ class _Names:
 
 
 class _Side:
-    """The columns of one trace, by batch and call."""
+    """Columns of one trace, by batch and call."""
 
     def __init__(self, trace: Trace, batches: list[int]) -> None:
         few = batches if len(batches) < len(trace.batches) else None
@@ -140,7 +140,7 @@ class _Side:
         self.again: Ints = table["recomputed"].to_numpy().astype(np.int64)
 
     def numbers(self, column: str, names: _Names) -> Ints:
-        """A column of strings as numbers that both sides share."""
+        """Return a column of strings as numbers that both sides share."""
         found = strings(self.table[column])
         plain = without_wrappers if column == "module" else str
         shared: Ints = np.array([names.number(plain(value)) for value in found.values] + [-1], np.int64)
@@ -148,7 +148,7 @@ class _Side:
         return by_row
 
     def originals(self, column: str, row: int) -> str:
-        """The value in one row as it was written."""
+        """Return the value in one row as it was written."""
         value = self.table[column][row].as_py()
         return "" if value is None else str(value)
 
@@ -181,16 +181,16 @@ class _Comparison:
             raise ValueError("the two have no call of a module in common; are they of the same model?")
 
     def pair(self, name: str) -> tuple[Ints, Ints]:
-        """A column of strings, as numbers, of the rows that answer to each other."""
+        """Return a column of strings of the matched rows, as numbers."""
         return self.numbers[0][name][self.in_a], self.numbers[1][name][self.in_b]
 
     def floats(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """abs_min of A and B, abs_max of A and B."""
+        """Return abs_min of A and B, abs_max of A and B."""
         a, b = self.a, self.b
         return a.low[self.in_a], b.low[self.in_b], a.high[self.in_a], b.high[self.in_b]
 
     def apart(self) -> dict[Kind, Flags]:
-        """For each kind, where the two part."""
+        """Return for each kind in which rows the two sides differ."""
         low_a, low_b, high_a, high_b = self.floats()
         finite_a, finite_b = self.a.is_finite[self.in_a], self.b.is_finite[self.in_b]
         both_read = self.a.was_read[self.in_a] & self.b.was_read[self.in_b]
@@ -212,7 +212,7 @@ class _Comparison:
         return {kind: flags for kind, flags in found.items() if kind not in self.ignored}
 
     def difference(self, a: str, b: str, remarks: tuple[str, ...]) -> Difference:
-        """All that is to be said."""
+        """Return the result of the comparison."""
         apart = self.apart()
         places = {kind: int(flags.argmax()) for kind, flags in apart.items() if flags.any()}
         ordered = sorted(places.items(), key=lambda item: (item[1], KINDS.index(item[0])))
@@ -237,7 +237,7 @@ class _Comparison:
         )
 
     def place(self, kind: Kind, at: int) -> Place:
-        """The pair of rows at `at`, in words."""
+        """Return the pair of rows at `at` as a Place."""
         a, b = int(self.in_a[at]), int(self.in_b[at])
         return Place(
             batch=int(self.a.batch[a]),
@@ -252,7 +252,7 @@ class _Comparison:
         )
 
     def what(self, kind: Kind, a: int, b: int) -> str:
-        """How two rows differ."""
+        """Return in words how two rows differ."""
         if kind in ("shape", "dtype"):
             return f"{kind} {self.a.originals(kind, a)} against {self.b.originals(kind, b)}"
         if kind == "isfinite":
@@ -269,7 +269,7 @@ class _Comparison:
         return f"{name} {one:.6g} against {other:.6g} (relative difference {difference:.2g})"
 
     def grew(self) -> tuple[tuple[Growth, ...], list[int]]:
-        """What grew most, and the pairs of rows that show it."""
+        """Return the records that grew most, and the pairs of rows that show it."""
         _, _, high_a, high_b = self.floats()
         given = self.names["role"].number("input")
         role, _ = self.pair("role")
@@ -287,13 +287,13 @@ class _Comparison:
         return tuple(self.growth(at) for at in chosen), chosen
 
     def growth(self, at: int) -> Growth:
-        """The pair of rows at `at`."""
+        """Return the pair of rows at `at` as a Growth."""
         a, b = int(self.in_a[at]), int(self.in_b[at])
         name, label = self.a.originals("module", a), self.a.originals("label", a)
         return Growth(name, label, int(self.a.batch[a]), float(self.a.high[a]), float(self.b.high[b]))
 
     def only(self, which: int, side: _Side, matched: Ints) -> tuple[tuple[str, int], ...]:
-        """The modules, and how many records of each, that the other side has nothing for."""
+        """Return the modules, with the number of records, for which the other side has nothing."""
         wanted = np.array(sorted({pair[which] for pair in self.batches}), np.int64)
         alone = np.isin(side.batch, wanted)
         alone[matched] = False
@@ -307,7 +307,7 @@ class _Comparison:
     # For the charts.
 
     def calls(self, batch: int) -> Series:
-        """The outputs of one batch in the order of their calls."""
+        """Return the outputs of one batch in the order of their calls."""
         role, _ = self.pair("role")
         chosen = (role == self.names["role"].number("output")) & (self.a.batch[self.in_a] == batch)
         _, _, high_a, high_b = self.floats()
@@ -320,7 +320,7 @@ class _Comparison:
         return Series(f"batch {batch}", names, tuple(high_a[at].tolist()), tuple(high_b[at].tolist()))
 
     def series(self, places: list[int]) -> tuple[Series, ...]:
-        """The records of these pairs of rows over all batches, each record once."""
+        """Return the records of these pairs of rows over all batches, each record once."""
         _, _, high_a, high_b = self.floats()
         module, _ = self.pair("module")
         record = self.records[0][self.in_a]
@@ -339,7 +339,7 @@ class _Comparison:
 
 
 def _unit(dtype: str) -> float:
-    """The unit in the last place of 1.0."""
+    """Return the unit in the last place of 1.0."""
     ends = limits(dtype)
     return 0.0 if ends is None else ends.smallest_subnormal / ends.smallest_normal
 
@@ -349,7 +349,7 @@ def _relative(a: float, b: float) -> float:
 
 
 def _value(side: _Side, row: int) -> str:
-    """ "finite", "nan" or "inf"."""
+    """Return "finite", "nan" or "inf"."""
     if side.is_finite[row]:
         return "finite"
     return "nan" if np.isnan(side.high[row]) else "inf"

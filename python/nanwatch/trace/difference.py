@@ -9,8 +9,7 @@ from math import isfinite
 from typing import Any, Literal, TypeAlias
 
 from ..report.html import page
-from ..report.text import module_name
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 
 Kind: TypeAlias = Literal["isfinite", "shape", "dtype", "range"]
 _SHOWN = 5
@@ -20,9 +19,9 @@ KINDS: tuple[Kind, ...] = ("isfinite", "shape", "dtype", "range")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A record in which two traces part. `batch` and `module` are A's; `batch_b` and `module_b` what answers in B.
+    """A record in which two traces differ. `batch` and `module` are A's, `batch_b` and `module_b` their match in B.
 
-    `kind` is "isfinite", "shape", "dtype" or "range"; `what` says it in words, A's value first.
+    `kind` is "isfinite", "shape", "dtype" or "range". `what` says it in words, A's value first.
     """
 
     batch: int
@@ -48,7 +47,7 @@ class Growth:
 
     @property
     def factor(self) -> float:
-        """b / a; inf beyond 1e308."""
+        """Return b / a; inf beyond 1e308."""
         return self.b / self.a
 
 
@@ -88,15 +87,15 @@ class Difference:
 
     @property
     def differs(self) -> bool:
-        """Whether they part anywhere."""
+        """Return whether the two differ anywhere."""
         return self.first is not None
 
     def to_text(self) -> str:
-        """A paragraph to read in a terminal, without a newline at its end."""
+        """Return a paragraph to read in a terminal, without a newline at its end."""
         return "\n".join(map(visible, diff_lines(self)))
 
     def to_json(self) -> str:
-        """`{"differs", "first": {"batch", "module", "label", "what"} or null, "grew": [...]}`."""
+        """Return `{"differs", "first": {"batch", "module", "label", "what"} or null, "grew": [...]}`."""
         first = self.first
         names = ("batch", "module", "label", "what")
         grew = [
@@ -108,7 +107,7 @@ class Difference:
         return json.dumps({"differs": self.differs, "first": found, "grew": grew}, allow_nan=False)
 
     def to_html(self) -> str:
-        """One page that opens offline, with charts. Needs `jinja2` and `plotly`; write it as UTF-8."""
+        """Return a page that opens offline, with charts. Needs `jinja2` and `plotly`; write it as UTF-8."""
         return diff_html(self)
 
 
@@ -116,7 +115,7 @@ class Difference:
 
 
 def diff_lines(found: Difference) -> Iterator[str]:
-    """The first place, the first of every other kind, what grew, and what was not compared; one line each."""
+    """Yield the first place, the first of every other kind, what grew, and what was not compared; one line each."""
     yield f"A: {found.a}"
     yield f"B: {found.b}"
     many = f"{found.num_records:,} records of {_plural(len(found.batches), 'batch', 'batches')}"
@@ -145,7 +144,7 @@ def diff_lines(found: Difference) -> Iterator[str]:
 
 
 def place_line(place: Place) -> str:
-    """`output of h.0.mlp (MLP) in batch 3: abs_max 1 against 2 (relative difference 0.5)`."""
+    """Return `output of h.0.mlp (MLP) in batch 3: abs_max 1 against 2 (relative difference 0.5)`."""
     other = ""
     if (place.module_b, place.class_b) != (place.module, place.class_name):
         other = f", in B {module_name(place.module_b)} ({place.class_b})"
@@ -175,7 +174,7 @@ def _plural(count: int, one: str, many: str) -> str:
 
 
 def diff_html(found: Difference) -> str:
-    """The difference as one HTML document, to be written as UTF-8. Raises ImportError without jinja2 and plotly."""
+    """Return one HTML document, to be written as UTF-8. Raise ImportError without jinja2 and plotly."""
     # One batch is no line: then the calls alone are drawn.
     many = len(found.batches) > 1
     data = {"calls": _lines(found.calls), "series": [_lines(one) for one in found.series] if many else []}

@@ -1,7 +1,7 @@
-"""The narrowest format that would hold what a module makes and owns, by the ranges of a whole trace.
+"""Narrowest format that would hold the outputs and the weights of a module, by the ranges of a whole trace.
 
-A range decides whether anything overflows. How many elements become zero it decides only where that is none or all:
-the share is known of batches that were recorded with `counts=True`, which has the exponents of all elements.
+A range decides whether anything overflows. It decides how many elements become zero only where that is none or all. The
+share is known of batches that were recorded with `counts=True`, which has the exponents of all elements.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from ..numerics.exponents import ExponentHistogram
 from ..numerics.fit import check_margin, edges, narrowest, would_fit
 from ..numerics.formats import limits
-from ..report.errors import TraceError
-from ..report.text import without_wrappers
 from ..util import reading
+from ..util.visible import without_wrappers
+from .trace import TraceError
 from .trace_file import Strings, Trace, strings
 
 # The narrowest first; of those of one width the more precise one.
@@ -38,7 +38,7 @@ _Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Share(NamedTuple):
-    """The share of elements, 0.0 to 1.0, that something becomes of: at least and at most."""
+    """Share of elements, 0.0 to 1.0: at least and at most."""
 
     least: float
     most: float
@@ -46,12 +46,12 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a cast to `dtype` would make of the outputs, or of the weights and buffers, of one module over a trace.
+    """Effect of a cast to `dtype` on the outputs, or on the weights and buffers, of one module over a trace.
 
     The verdict is "fits", or why it does not: something "overflows", or would with the margin ("no room"), "becomes
     zero" in too large a share, or is "not finite" as it is. `overflow`, `zero` and `subnormal` are shares of the
     elements that are not zero. `is_counted`: the exponents of all were recorded, so the shares are known to a power of
-    two; otherwise they are bounds by the ranges.
+    two. Otherwise they are bounds by the ranges.
     """
 
     module: str
@@ -67,7 +67,7 @@ class Holding:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing overflows, with the margin, and little enough becomes zero."""
+        """Return whether nothing overflows, with the margin, and little enough becomes zero."""
         return self.verdict == "fits"
 
 
@@ -130,9 +130,9 @@ def fits(
 def holdings(
     trace: Trace | str | os.PathLike[str], dtype: str, margin_bits: float = 1.0, lost: float = LOST
 ) -> tuple[Holding, ...]:
-    """Return what the format `dtype` would make of the outputs and of the weights of each module; see `fits`.
+    """Return the effect of the format `dtype` on the outputs and on the weights of each module; see `fits`.
 
-    Raises ValueError for what is none of FORMATS, too.
+    Raises ValueError for a format that is none of FORMATS, too.
     """
     if dtype not in FORMATS:
         raise ValueError(
@@ -313,7 +313,7 @@ def _numel(shape: str) -> int:
 
 
 def _exponents(counts: str) -> Iterable[tuple[int, int]]:
-    """The counts by exponent as the trace has them."""
+    """Return the counts by exponent as the trace has them."""
     members: dict[str, int] = _parsed(counts, "exponents", reading.mapping_of(reading.count))
     return [(int(exponent), min(count, _MOST)) for exponent, count in members.items()]
 
@@ -326,6 +326,6 @@ def _parsed(value: str, column: str, reader: reading.Reader[Any]) -> Any:
 
 
 def _coded(column: Strings, of: Any) -> _Array:
-    """Something of each row by its value; -1 for a row that has none."""
+    """Return a number for each row by its value; -1 for a row that has none."""
     found: _Array = np.array([int(of(value)) for value in column.values] + [-1], np.int64)[column.codes]
     return found

@@ -1,4 +1,4 @@
-"""The rows of a trace: what a frame's records are on disk, and back.
+"""Rows of a trace: from the records of frames to columns on disk, and back.
 
 One row a record. Strings are plain strings, which Parquet itself keeps as numbers into a list, so that a reader which
 knows nothing of nanwatch can filter and group by them. docs/traces.md is the same table for users.
@@ -14,20 +14,17 @@ from importlib import import_module
 from itertools import chain
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..report.errors import TraceError
+from ..numerics.health import TensorHealth
 from ..report.frame import PHASES, Frame, FrameRows
 from ..report.record import ROLES, Record, Row
 from ..util import reading
 from ..util.imports import needed
 from ..util.progress import Tell, silent
-from ..util.visible import with_utf8
-
-if TYPE_CHECKING:
-    from ..numerics.ranges import TensorHealth
+from ..util.visible import visible, with_utf8
 
 VERSION = 3
 READ_VERSIONS = (1, 2, 3)
@@ -79,24 +76,31 @@ FACTS: dict[str, reading.Reader[Any]] = {
 }
 
 
+class TraceError(ValueError):
+    """No trace of a version that this nanwatch reads. The text names the file and the place in it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(visible(message))  # it may quote a file from a stranger
+
+
 def parts_beside(path: Path) -> Path:
-    """Where the parts are while the one file takes their place."""
+    """Return where the parts are while the one file takes their place."""
     return path.with_name(f"{path.name}.parts")
 
 
 def arrow(name: str, what: str) -> Any:
-    """The part `name` of pyarrow, which `what` needs."""
+    """Import the part `name` of pyarrow, which `what` needs."""
     return needed(name, what, "trace")
 
 
 def errors() -> tuple[type[Exception], ...]:
-    """Return what reading a file that is damaged, or no trace at all, may raise."""
+    """Return the exceptions that reading a damaged or foreign file may raise."""
     kind: type[Exception] = import_module("pyarrow").ArrowException
     return OSError, ValueError, IndexError, MemoryError, kind
 
 
 def schema(facts: dict[str, Any] | None = None) -> Any:
-    """The pyarrow schema of a trace; with `facts` among its metadata."""
+    """Return the pyarrow schema of a trace, with `facts` among its metadata."""
     pa = import_module("pyarrow")
     metadata = None if facts is None else {METADATA_KEY: json.dumps(facts).encode()}
     fields = [pa.field(name, pa.type_for_alias(kind), nullable) for name, kind, nullable in COLUMNS]
@@ -104,7 +108,7 @@ def schema(facts: dict[str, Any] | None = None) -> Any:
 
 
 def facts_of(found: Any, where: str) -> dict[str, Any]:
-    """The facts in the metadata of a schema. TraceError for what is no trace of a version read here."""
+    """Return the facts in the metadata of a schema. Raise TraceError unless it is a trace of a version read here."""
     text = (found.metadata or {}).get(METADATA_KEY)
     if text is None:
         raise TraceError(f"{where} is no trace of nanwatch: its metadata lacks {METADATA_KEY.decode()!r}")
@@ -130,9 +134,9 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
 
 
 class Tabulator:
-    """Makes tables of the frames of one process. Counts the calls of each batch, and the changes of its weights.
+    """Maker of tables from the frames of one process. Counts the calls of each batch, and the changes of its weights.
 
-    `versions` is told of steps by somebody else; without it changes are seen by the ranges alone.
+    Somebody else reports steps to `versions`. Without it the ranges alone show changes.
     """
 
     # Frames of a batch may come late, recomputed in the backward or of a thread that others held up while they ran
@@ -146,14 +150,14 @@ class Tabulator:
         self._shapes: dict[tuple[int, ...], str] = {}
 
     def table(self, frames: Sequence[FrameRows]) -> Any:
-        """One row a record, in the order of the frames; `frames` hold a record at least."""
+        """Return one row a record, in the order of the frames; `frames` hold a record at least."""
         pa = import_module("pyarrow")
         rows = list(chain.from_iterable(frame.rows for frame in frames))
         label, role, shape, dtype, abs_min, abs_max, isfinite, health, note = zip(*rows, strict=True)
         counts = [len(frame.rows) for frame in frames]
 
         def each(values: Iterable[Any], kind: Any) -> Any:
-            """A value a frame, as a value a row."""
+            """Repeat a value of each frame for its rows."""
             of_frames = _strings(values) if kind is None else pa.array(values, kind)
             return of_frames.take(pa.array(np.repeat(np.arange(len(frames)), counts)))
 
@@ -229,7 +233,7 @@ def _strings(values: Iterable[str | None]) -> Any:
 
 
 def frames_of(table: Any, tell: Tell = silent) -> tuple[Frame, ...]:
-    """The frames of a table with the columns of a trace. TraceError for values that are none of a trace."""
+    """Return the frames of a table with the columns of a trace. Raise TraceError for values that no trace has."""
     try:
         return tuple(_frames(table.to_pylist(), tell))
     except (ValueError, RecursionError) as error:
@@ -270,9 +274,6 @@ def _sizes(text: str | None, where: str) -> tuple[int, ...] | None:
 
 
 def _health(row: dict[str, Any]) -> TensorHealth:
-    # Here and not above: ranges brings torch with it, and most traces hold no count.
-    from ..numerics.ranges import TensorHealth
-
     return TensorHealth(
         abs_min=row["abs_min"],
         abs_max=row["abs_max"],
@@ -292,9 +293,9 @@ _MOST_WAITING = 4096
 
 
 class WeightVersions:
-    """Counts changes: the steps that took a weight, and other changes where its row says that it is not what it was.
+    """Counter of changes: of steps that took a weight, and of other changes that the weight's row shows.
 
-    `step` is called by who trains, `column` by who writes, with the frames in the order of their calls.
+    The training calls `step`. The writer calls `column`, with the frames in the order of their calls.
     """
 
     def __init__(self) -> None:
@@ -306,7 +307,7 @@ class WeightVersions:
         self._lock = threading.RLock()
 
     def step(self, batch: int, keys: Collection[Key]) -> None:
-        """A step took these, after batch `batch` had begun and before the next."""
+        """Count a step that took these, after batch `batch` had begun and before the next."""
         with self._lock:
             self._steps.append((batch, keys))
             while len(self._steps) > _MOST_WAITING:

@@ -1,4 +1,4 @@
-"""A trace that was written, to read: which batches it has, their frames, and its columns as arrays."""
+"""Reader of traces: their batches, their frames, and their columns as arrays."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from ..report.errors import TraceError, spell
 from ..report.finding import find
 from ..report.frame import Frame
 from ..report.report import Report
 from ..util import reading
 from ..util.progress import Tell, silent
+from ..util.visible import spell
 from . import trace
-from .trace import SUFFIX, parts_beside
+from .trace import SUFFIX, TraceError, parts_beside
 
 
 @dataclass(frozen=True)
 class Strings:
-    """A column of strings: of each row its place in `values`, -1 where it has none."""
+    """A column of strings: for each row its place in `values`, -1 where it has none."""
 
     codes: np.ndarray[Any, np.dtype[np.int32]]
     values: tuple[str, ...]
@@ -43,9 +43,9 @@ class Trace:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], tell: Tell = silent) -> Trace:
-        """The trace at `path`, which tells `tell` how far a read is.
+        """Open the trace at `path`, which reports the progress of a read to `tell`.
 
-        Raises TraceError for what is none, FileNotFoundError for nothing.
+        Raises TraceError for a file that is no trace, FileNotFoundError for none.
         """
         place = Path(path)
         datasets = trace.arrow("pyarrow.dataset", "reading a trace")
@@ -78,23 +78,23 @@ class Trace:
 
     @property
     def rank(self) -> int:
-        """The rank of the process that wrote it."""
+        """Return the rank of the process that wrote it."""
         rank: int = self._facts["rank"]
         return rank
 
     @property
     def lost_frames(self) -> int:
-        """How many frames are not in it, as they came faster than they could be taken or written."""
+        """Return how many frames are not in it, as they came faster than they could be taken or written."""
         lost: int = self._facts["lost_frames"]
         return lost
 
     @cached_property
     def batches(self) -> tuple[int, ...]:
-        """The numbers of the batches in it, in order."""
+        """Return the numbers of the batches in it, in order."""
         return tuple(np.unique(self.table(["batch"])["batch"].to_numpy()).tolist())
 
     def table(self, columns: Sequence[str] | None = None, batches: Sequence[int] | None = None) -> Any:
-        """A pyarrow.Table of these columns (all without) of these batches (all without), in the order written.
+        """Return a pyarrow.Table of these columns (default: all) and batches (default: all), in the order written.
 
         Columns of strings are dictionary-encoded. One that a file of an older version lacks is null.
         """
@@ -128,7 +128,7 @@ class Trace:
         return pa.Table.from_batches(pieces, scanner.projected_schema)
 
     def frames(self, batch: int) -> tuple[Frame, ...]:
-        """The frames of a batch in the order of their calls. ValueError, naming those there are, without the batch."""
+        """Return the frames of a batch in the order of their calls. Raise ValueError for a batch that is not there."""
         table = self.table(batches=[batch])
         if table.num_rows == 0:
             raise ValueError(f"{self.path} has no batch {batch}; it has {batch_words(self.batches)}")
@@ -136,13 +136,13 @@ class Trace:
         return trace.frames_of(table.sort_by([("rank", "ascending"), ("call", "ascending")]), self.tell)
 
     def report(self, batch: int) -> Report:
-        """The frames of a batch as a report. What it finds knows nothing of what the batch was called with."""
+        """Return the frames of a batch as a report. Its finding knows nothing of the batch's arguments."""
         frames = self.frames(batch)
         return Report(frames, find(frames, rank=self.rank), batch, self.rank)
 
 
 def strings(column: Any) -> Strings:
-    """A column of strings of a table."""
+    """Return a column of strings of a table."""
     pa = trace.arrow("pyarrow", "reading a trace")
     if not pa.types.is_dictionary(column.type):  # one that the file lacks
         column = column.dictionary_encode()
@@ -155,7 +155,7 @@ def strings(column: Any) -> Strings:
 
 
 def batch_words(batches: Sequence[int]) -> str:
-    """`batches 0 to 199 (200 of them)`, for messages."""
+    """Return `batches 0 to 199 (200 of them)`, for messages."""
     if not batches:
         return "no batch at all"
     if len(batches) == 1:
@@ -164,7 +164,7 @@ def batch_words(batches: Sequence[int]) -> str:
 
 
 def _plain(found: Any) -> Any:
-    """The schema with strings for dictionaries of strings."""
+    """Return the schema with strings for dictionaries of strings."""
     pa = trace.arrow("pyarrow", "reading a trace")
     fields = [
         field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field

@@ -1,8 +1,8 @@
-"""The thread that puts a trace on disk, part by part, so that a process may be killed at any moment.
+"""Thread that writes a trace to disk, part by part, so that a process may be killed at any moment.
 
-A Parquet file has its index at its end: one that is not closed cannot be read. So while a run lasts, its trace is a
-folder of whole files: the latest part is written anew, with what has come since, to a file beside the folder, and
-renamed over the part before. A part that has PART_ROWS rows is left as it is, and the next begins. pandas, polars and
+A Parquet file has its index at its end. One that is not closed cannot be read. So while a run lasts, its trace is a
+folder of whole files: the writer writes the latest part anew, with what has come since, to a file beside the folder,
+and renames it over the part before. A part with PART_ROWS rows is final, and the next begins. pandas, polars and
 pyarrow read such a folder as they read one file. At the end it becomes one file, where a file was asked for.
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ..report.errors import spell
 from ..util.user_warning import warn_user
+from ..util.visible import spell
 from . import trace
 from .trace import SUFFIX, parts_beside
 
@@ -42,9 +42,9 @@ _MAX_NUMBERED = 10_000
 
 
 def claim(path: Path) -> Path:
-    """A folder at `path`, made just now; where that is taken, at the first free of `name-1`, `name-2` and so on.
+    """Make a folder at `path`; where that is taken, at the first free of `name-1`, `name-2` and so on.
 
-    An empty folder that is there is taken as it is, unless it is named like a file. Raises OSError.
+    An empty folder that exists is taken as it is, unless it is named like a file. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     stem, suffix = (path.stem, SUFFIX) if path.suffix == SUFFIX else (path.name, "")
@@ -98,11 +98,11 @@ class TraceWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether what is put here still goes to disk."""
+        """Return whether frames that are put here still go to disk."""
         return not self._failed and self._deadline is None and self._process == os.getpid()
 
     def put(self, frames: Sequence[FrameRows]) -> None:
-        """Hand over frames, in the order of their calls. Where the disk is too slow for them they are counted."""
+        """Add frames, in the order of their calls. Where the disk is too slow for them they are counted as lost."""
         frames = [frame for frame in frames if frame.rows]
         if not frames or not self.is_open:
             return
@@ -216,7 +216,7 @@ class TraceWriter:
             self._tables = []
 
     def _become_file(self) -> None:
-        """One file in place of the folder, if there is time for it."""
+        """Make one file in place of the folder, if there is time for it."""
         parquet = trace.arrow("pyarrow.parquet", "trace=")
         parts = sorted(self.path.glob(f"part-*{SUFFIX}"))
         with parquet.ParquetWriter(self._temporary, trace.schema(self._facts), **_HOW) as file:
@@ -239,5 +239,5 @@ _HOW: dict[str, Any] = {"compression": "zstd", "store_schema": True}
 
 
 def write_table(table: Any, path: Path) -> None:
-    """Write one file. What fails to be written is an OSError."""
+    """Write one file. Raise OSError where that fails."""
     trace.arrow("pyarrow.parquet", "trace=").write_table(table, path, **_HOW)

@@ -1,4 +1,4 @@
-"""What takes the frames out of a recorder and hands them to the trace."""
+"""Tracer: takes the frames out of a recorder and passes them to the writer of the trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from .._version import __version__
 from ..instrumentation.global_hooks import Handles, after_steps
 from ..recording.events import Recorder
-from ..recording.job import place
+from ..util.job import rank_and_world_size
 from ..util.modules import each_module
 from ..util.user_warning import warn_user
 from . import trace
@@ -39,12 +39,12 @@ _HURRIED_SECONDS = 0.02
 
 
 def ring_size(model: nn.Module) -> int:
-    """How many frames the recorder should hold while every batch of this model is traced."""
+    """Return how many frames the recorder should hold while every batch of this model is traced."""
     return max(_LEAST_RING, _RING_PER_MODULE * sum(1 for _ in each_module(model)))
 
 
 class Tracer:
-    """From a recorder to a trace file: the step's side, which hands over and does not wait.
+    """The training's side of a trace, which hands frames over and does not wait.
 
     `ring` is how many frames the recorder holds. With 0 the frames are not fetched but given, one by one, to `add`.
     """
@@ -96,7 +96,7 @@ class Tracer:
             self.gather()
 
     def tick(self) -> float:
-        """Take the frames if it is time, and say in how many seconds to ask again. Called by the writing thread."""
+        """Take the frames if it is time. Return in how many seconds to call again. The writing thread calls this."""
         hurries = self._ring > 0 and (self._largest == 0 or 2 * self._largest > self._ring)
         waiting = self._recorder.frames_kept - self._taken if self._ring else len(self._given)
         is_late = monotonic() - self._fetched >= _GATHER_SECONDS
@@ -145,8 +145,8 @@ class Tracer:
 
 
 def start_tracer(path: Path, recorder: Recorder, ring: int, every: int, model: nn.Module) -> Tracer | None:
-    """A Tracer; None, with a warning, where the disk is full. What else keeps a file from being made is raised."""
-    rank, world_size = place()
+    """Make a Tracer; None, with a warning, where the disk is full. Any other obstacle to a file is raised."""
+    rank, world_size = rank_and_world_size()
     if world_size > 1:
         path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
     try:
@@ -169,10 +169,10 @@ def _close(tracer: weakref.ref[Tracer]) -> None:
 
 
 class WeightSteps:
-    """Calls `took` with module and label of every weight that a step took, for each step, until `remove`.
+    """Hook that calls `took` with module and label of every weight that a step took, until `remove`.
 
-    A step takes what has a gradient. With the fused optimizers, which write past the version counter, it is the only
-    sign of a change.
+    A step takes the weights that have a gradient. With the fused optimizers, which write past the version counter, it
+    is the only sign of a change.
     """
 
     def __init__(self, model: nn.Module, took: Callable[[Collection[Key]], None]) -> None:
@@ -192,7 +192,7 @@ class WeightSteps:
         self._hooks = Handles(self, [after_steps.add(after)])
 
     def remove(self) -> None:
-        """Tell of no more steps. A second time does nothing."""
+        """Stop calling. A second time does nothing."""
         self._hooks.remove()
 
     def _after(self, optimizer: Optimizer) -> None:

@@ -52,12 +52,12 @@ class WhenImported:
         self._action = action
 
     def cancel(self) -> None:
-        """Wait no longer. A second time does nothing."""
+        """Stop waiting. A second time does nothing."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        """Called by the import system for every module that is not imported yet."""
+        """Run the action at the import of the module, as the import system asks for each that is new."""
         if name != self._name:
             return None
         self.cancel()

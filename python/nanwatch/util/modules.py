@@ -1,6 +1,7 @@
-"""Modules by identity: a user's class may define equality, hash, length or truth as it likes, and is not asked for it.
+"""Modules and weak dicts by identity.
 
-PyTorch's own `modules()`, `named_modules()` and `parameters()` put each module into a set, which asks for its hash.
+A user's class may define equality, hash, length or truth as it likes, so nothing here asks for them. PyTorch's own
+`modules()`, `named_modules()` and `parameters()` put each module into a set, which asks for its hash.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def each_module(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Each module of the tree once, with its path, in the order of `root.named_modules()`."""
+    """Yield each module of the tree once, with its path, in the order of `root.named_modules()`."""
     seen: set[int] = set()
     left = [("", root)]
     while left:
@@ -29,7 +30,7 @@ def each_module(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def each_parameter(root: nn.Module) -> Iterator[Tensor]:
-    """Each parameter of the tree once, in the order of `root.parameters()`."""
+    """Yield each parameter of the tree once, in the order of `root.parameters()`."""
     seen: set[int] = set()
     for _, module in each_module(root):
         for x in list(module._parameters.values()):
@@ -45,7 +46,7 @@ class WeakIdentityDict(Generic[_T]):
         self._entries: dict[int, tuple[weakref.ref[Any], _T]] = {}
 
     def get(self, key: object) -> _T | None:
-        """The value of the object, or None."""
+        """Return the value of the object, or None."""
         entry = self._entries.get(id(key))
         return None if entry is None or entry[0]() is not key else entry[1]
 
@@ -60,7 +61,7 @@ class WeakIdentityDict(Generic[_T]):
         entries[number] = (weakref.ref(key, forget), value)
 
     def objects(self) -> list[Any]:
-        """The objects, in the order in which they came."""
+        """Return the objects, in the order in which they came."""
         return [key for reference, _ in list(self._entries.values()) if (key := reference()) is not None]
 
     def clear(self) -> None:

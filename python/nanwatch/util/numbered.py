@@ -1,4 +1,4 @@
-"""A folder under the first free name: `runs`, or `runs.2` where that is there already."""
+"""Folders under the first free name: `runs`, or `runs.2` where that exists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MAX_FOLDERS = 10_000
 
 
 def make_numbered(folder: Path, make: Callable[[Path], object]) -> Path:
-    """Call `make` with the first of `folder`, `folder.2`, `folder.3`, ... that does not exist; the one it was.
+    """Call `make` with the first of `folder`, `folder.2`, `folder.3`, ... that does not exist. Return that path.
 
     `make` raises OSError when it finds the place taken after all. Raises what `make` raises for another reason, and
     FileExistsError after 9,999 names.

@@ -22,22 +22,23 @@ _BAR = 20  # columns
 
 
 class Tell(Protocol):
-    """Is told what is being done, such as "reading a.parquet", and how much of it: `done` of `total` such `unit`s.
+    """Callback for progress: what is being done, such as "reading a.parquet", and how much of it.
 
-    It keeps what it is told and no more, so a loop may call it each time. `total` is None where it is not known.
+    `done` of `total` such `unit`s are done. `total` is None where it is not known. A call only stores its arguments, so
+    a loop may make one for each step.
     """
 
     def __call__(self, what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
-        """Keep it."""
+        """Store the progress."""
 
 
 def silent(what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
-    """A Tell that tells nobody."""
+    """Ignore the progress."""
 
 
 @contextlib.contextmanager
 def shown() -> Iterator[Tell]:
-    """Show on stderr what the block tells, where that is a terminal with colours, and not in the background.
+    """Show on stderr the progress of the block, where stderr is a terminal with colours and in the foreground.
 
     rich keeps what the block writes to sys.stderr meanwhile above the line. What is for a stdout that may be the same
     terminal has to wait for the block's end.

@@ -1,4 +1,4 @@
-"""Values out of a JSON document that may be anybody's, each checked.
+"""Readers of JSON documents, which may come from anybody, and `plain` for writing them.
 
 A reader takes a value and the place of it in the document, so that an error names the place. It raises ValueError.
 """
@@ -9,7 +9,8 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
@@ -24,7 +25,7 @@ Reader: TypeAlias = Callable[[Any, str], _T]
 
 
 def refuse_constant(name: str) -> float:
-    """For json.loads(parse_constant=…): NaN and Infinity are no JSON."""
+    """Raise ValueError for NaN and Infinity, which are no JSON: for json.loads(parse_constant=…)."""
     raise ValueError(f'{name} is no JSON number; "{name}" in quotes was expected')
 
 
@@ -47,7 +48,7 @@ def file_text(path: Path, most: int = MAX_FILE, *, follows_links: bool = True) -
 
 
 def document(text: str, read: Callable[[Any], _T], what: str, advice: str) -> _T:
-    """What `read` makes of a JSON text. Raises ValueError: that it is not `what`, why, and the advice."""
+    """Parse a JSON text and return what `read` makes of it. Raise ValueError with the reason and the advice."""
     try:
         return read(json.loads(text, parse_constant=refuse_constant))
     except RecursionError:
@@ -56,29 +57,48 @@ def document(text: str, read: Callable[[Any], _T], what: str, advice: str) -> _T
         raise ValueError(visible(f"not {what}: {error}; {advice}")) from error
 
 
+def plain(value: Any) -> Any:
+    """Return `value` for JSON: dataclasses and named tuples as dicts, tuples as lists, nan and inf as strings."""
+    if isinstance(value, float):
+        return value if isfinite(value) else str(value)
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return [plain(item) for item in value]
+    names = _field_names(type(value))
+    return {name: plain(getattr(value, name)) for name in names} if names else value
+
+
+def _field_names(kind: type) -> tuple[str, ...]:
+    if hasattr(kind, "__dataclass_fields__"):
+        return tuple(field.name for field in fields(kind))
+    return tuple(getattr(kind, "_fields", ()))
+
+
+# Readers.
+
+
 def text(value: Any, where: str) -> str:
-    """A string."""
+    """Read a string."""
     if not isinstance(value, str):
         raise fail(where, "a string", value)
     return value
 
 
 def count(value: Any, where: str) -> int:
-    """A whole number."""
+    """Read a whole number."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise fail(where, "an integer", value)
     return value
 
 
 def flag(value: Any, where: str) -> bool:
-    """True or False."""
+    """Read true or false."""
     if not isinstance(value, bool):
         raise fail(where, "true or false", value)
     return value
 
 
 def number(value: Any, where: str) -> float:
-    """A number; nan and the infinities are spelt as strings."""
+    """Read a number; nan and the infinities are spelt as strings."""
     special = {"nan": nan, "inf": inf, "-inf": -inf}
     if isinstance(value, str) and value in special:
         return special[value]
@@ -93,7 +113,7 @@ def number(value: Any, where: str) -> float:
 
 
 def one_of(choices: tuple[_T, ...]) -> Reader[_T]:
-    """One of the choices."""
+    """Return a reader of one of the choices."""
 
     def read(value: Any, where: str) -> _T:
         if value not in choices:
@@ -104,12 +124,12 @@ def one_of(choices: tuple[_T, ...]) -> Reader[_T]:
 
 
 def optional(read: Reader[_T]) -> Reader[_T | None]:
-    """What `read` reads, or None."""
+    """Return a reader of null, or of what `read` reads."""
     return lambda value, where: None if value is None else read(value, where)
 
 
 def list_of(read: Reader[_T]) -> Reader[list[_T]]:
-    """A list of what `read` reads."""
+    """Return a reader of a list, each item by `read`."""
 
     def read_all(value: Any, where: str) -> list[_T]:
         if not isinstance(value, list):
@@ -120,12 +140,12 @@ def list_of(read: Reader[_T]) -> Reader[list[_T]]:
 
 
 def tuple_of(read: Reader[_T]) -> Reader[tuple[_T, ...]]:
-    """The same as a tuple."""
+    """Return a reader of a list as a tuple, each item by `read`."""
     return lambda value, where: tuple(list_of(read)(value, where))
 
 
 def mapping_of(read: Reader[_T]) -> Reader[dict[str, _T]]:
-    """An object with any members, each of what `read` reads."""
+    """Return a reader of an object with any members, each by `read`."""
 
     def read_all(value: Any, where: str) -> dict[str, _T]:
         if not isinstance(value, dict):
@@ -135,28 +155,47 @@ def mapping_of(read: Reader[_T]) -> Reader[dict[str, _T]]:
     return read_all
 
 
-def members(value: Any, where: str, readers: Mapping[str, Reader[Any]]) -> dict[str, Any]:
-    """An object that has exactly these members, each read by its reader."""
+def members(
+    value: Any, where: str, readers: Mapping[str, Reader[Any]], added: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read an object that has exactly these members, each by its reader.
+
+    `added` has the values of members that documents of earlier versions lack.
+    """
     if not isinstance(value, dict):
         raise fail(where, "an object", value)
+    absent = added or {}
     for name in readers:
-        if name not in value:
+        if name not in value and name not in absent:
             raise ValueError(f"{where} has no {name!r}")
     for name in value:
         if name not in readers:
             raise ValueError(f"{where} has {shorten(name)}, which this version does not know")
-    return {name: read(value[name], f"{where}.{name}") for name, read in readers.items()}
+    found = {name: read(value[name], f"{where}.{name}") for name, read in readers.items() if name in value}
+    return {**absent, **found}
 
 
-def of(kind: Callable[..., _T], **own: Reader[Any]) -> Reader[_T]:
-    """Return a reader of a dataclass or NamedTuple: `own` reads the fields named there, annotations say the others."""
+def of(kind: Callable[..., _T], *, added: Iterable[str] = (), **own: Reader[Any]) -> Reader[_T]:
+    """Return a reader of a dataclass or NamedTuple: `own` reads the fields named there, annotations say the others.
+
+    The fields in `added` keep their defaults where a document of an earlier version lacks them.
+    """
     space = vars(sys.modules[kind.__module__])
     readers = {
         # A NamedTuple wraps its annotations in ForwardRef.
         name: own.get(name) or _of_annotation(eval(str(getattr(words, "__forward_arg__", words)), space))
         for name, words in kind.__annotations__.items()
     }
-    return lambda value, where: kind(**members(value, where, readers))
+    absent = dict.fromkeys(added, _ABSENT)
+
+    def read(value: Any, where: str) -> _T:
+        found = members(value, where, readers, absent)
+        return kind(**{name: one for name, one in found.items() if one is not _ABSENT})
+
+    return read
+
+
+_ABSENT = object()
 
 
 def _of_annotation(kind: Any) -> Reader[Any]:
@@ -174,7 +213,7 @@ def _of_annotation(kind: Any) -> Reader[Any]:
 
 
 def shorten(value: object) -> str:
-    """`repr(value)`, at most 60 characters of it."""
+    """Return `repr(value)`, cut to 60 characters."""
     # Only the beginning is made: a hostile value may be a gigabyte.
     if isinstance(value, str):
         return repr(value) if len(value) <= 58 else f"{value[:54]!r}..."
@@ -185,5 +224,5 @@ def shorten(value: object) -> str:
 
 
 def fail(where: str, expected: str, value: object) -> ValueError:
-    """The error that names a place, what belongs there and what came."""
+    """Return a ValueError that names the place, what is accepted there and what came."""
     return ValueError(f"{where} should be {expected}, got {shorten(value)}")

@@ -1,8 +1,8 @@
-"""Exceptions that go no further because the user's run matters more: counted by reason, and logged.
+"""Exceptions that nanwatch suppresses so that the user's run goes on: counted by reason, and logged.
 
     logging.getLogger("nanwatch").setLevel(logging.DEBUG)
 
-shows each of them with its traceback. `counts` has how many there were in this process.
+shows each with its traceback. `counts` has the number of each in this process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Warnings about the user's run, each of which points at a line of the user's."""
+"""Warnings about the user's run, each at a line of the user's code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def warn_user(message: str, *, may_raise: bool = True) -> None:
 
 
 def _users_frame() -> FrameType:
-    """The innermost frame outside nanwatch and torch; in a thread without one, the main thread's."""
+    """Return the innermost frame outside nanwatch and torch; in a thread without one, the main thread's."""
     here = sys._getframe(1)
     found = _outside(here)
     main = threading.main_thread().ident

@@ -16,7 +16,7 @@ from nanwatch import Report
 from nanwatch import __main__ as doctor
 from nanwatch.distributed.merge import Digest, by_attempt, merge
 from nanwatch.report import headroom
-from nanwatch.report.attempt import Attempt
+from nanwatch.util.job import Attempt
 from support.sightings import finding
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from nanwatch import __main__ as command
 from nanwatch.distributed.merge import Digest, by_attempt
 from nanwatch.distributed.merge_pages import finding_summary, merged_html
-from nanwatch.report.attempt import Attempt
+from nanwatch.util.job import Attempt
 from nanwatch.util.visible import visible
 from support.html_page import HOSTILE, Page
 from support.merges import digests, few, merged_of, report

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from nanwatch import Finding
 from nanwatch.distributed.consensus import OriginConsensus, StoreProtocol
-from nanwatch.report.attempt import store_key
 from nanwatch.report.rank_observation import Origin, RankObservation
+from nanwatch.util.job import store_key
 from support.sightings import connect, finding, serve
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")

@@ -299,7 +299,8 @@ def test_an_output_that_autograd_refuses_to_speak_of() -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["nanwatch.recording.job.place", "nanwatch.session.watch.Watch.on_backward_start"]
+    "place",
+    ["nanwatch.util.job.rank_and_world_size", "nanwatch.session.watch.Watch.on_backward_start"],
 )
 @pytest.mark.usefixtures("each_recorder")
 def test_ctrl_c_in_a_backward_ends_it(place: str) -> None:
@@ -307,7 +308,7 @@ def test_ctrl_c_in_a_backward_ends_it(place: str) -> None:
     model = nn.Linear(2, 2)
     with watch(model, gradients=True, microscope=False) as w:
         starts = w._recorder.subscribe(Event.BACKWARD_START)
-        other = "nanwatch.recording.gradients.place" if place.endswith("place") else place
+        other = place.replace("util.job", "recording.gradients")
         with (
             mock.patch(place, side_effect=KeyboardInterrupt),
             mock.patch(other, side_effect=KeyboardInterrupt),

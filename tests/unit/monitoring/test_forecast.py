@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.monitoring.forecast import Forecast, Forecaster, HeadroomHistory
-from nanwatch.monitoring.growth import Ending
+from nanwatch.monitoring.forecast import Ending, Forecast, Forecaster, HeadroomHistory
 from nanwatch.recording.frame_ring import PeakMagnitudes
 from nanwatch.report.frame import FrameRows
 from nanwatch.report.record import Row

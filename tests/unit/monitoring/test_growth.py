@@ -7,7 +7,7 @@ from math import log2
 import numpy as np
 import pytest
 
-from nanwatch.monitoring.growth import LEAST_POINTS, ending
+from nanwatch.monitoring.forecast import LEAST_POINTS, ending
 
 NOW = 400
 END = 520

@@ -13,9 +13,9 @@ from torch import nn
 
 import nanwatch
 from nanwatch.monitoring import log
-from nanwatch.monitoring.backends import CallableBackend
+from nanwatch.monitoring.backends import CallableBackend, LogEntry
 from nanwatch.monitoring.forecast import Forecast
-from nanwatch.monitoring.log import Log, LogEntry
+from nanwatch.monitoring.log import Log
 from nanwatch.report.frame import FrameRows
 from nanwatch.report.record import Row
 from support.paths import ROOT

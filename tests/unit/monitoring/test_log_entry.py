@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanwatch.monitoring.backends import Histogram
 from nanwatch.monitoring.forecast import Forecast
-from nanwatch.monitoring.log import BatchLog, Histogram, nonfinite_entry
+from nanwatch.monitoring.log import BatchLog, nonfinite_entry
 from nanwatch.numerics.ranges import tensor_health
 from nanwatch.report.finding import find
 from nanwatch.report.frame import FrameRows

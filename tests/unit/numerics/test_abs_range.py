@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 
 from nanwatch.numerics import ranges
+from nanwatch.numerics.readable import unreadable
 from support.implementations import Implementation
 from support.oracle import DTYPES, FLOATS, expected, from_patterns, random_patterns, same, values_of
 from support.strategies import views
@@ -331,7 +332,7 @@ def test_storage_that_was_freed(implementation: Implementation) -> None:
             implementation.abs_range(x)
         with pytest.raises(TypeError, match="storage freed"):
             implementation.tensor_health(x)
-        assert ranges.unreadable(x) == "storage freed"
+        assert unreadable(x) == "storage freed"
 
 
 UNREADABLE_DTYPES = [

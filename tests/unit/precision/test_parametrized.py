@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 import nanwatch
 from nanwatch import Finding, NonFiniteError, watch
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
-from nanwatch.precision import parametrized
+from nanwatch.precision.casting import cached_parametrizations
 
 
 class Times(nn.Module):
@@ -84,12 +84,12 @@ def test_the_users_block_is_as_it_was() -> None:
         for warm in (False, True):
             if warm:
                 net(torch.ones(1, 3))
-            before = parametrized.kept()
+            before = cached_parametrizations()
             assert bool(before) == warm
             with BatchSnapshot.capture(net, (torch.ones(1, 3),), {}).again() as call:
                 call()
-                assert all(x is None or not x.requires_grad for x in parametrized.kept().values())
-            after = parametrized.kept()
+                assert all(x is None or not x.requires_grad for x in cached_parametrizations().values())
+            after = cached_parametrizations()
             assert list(after) == list(before)
             assert all(after[key] is before[key] for key in before)
         (net(torch.ones(1, 3)).sum() + net(torch.ones(1, 3)).sum()).backward()
@@ -121,10 +121,10 @@ def test_gradients_flow_through_a_module_in_float32() -> None:
     net = model(2.0).half()
     with parametrize.cached():
         net(torch.ones(1, 3).half())
-        before = parametrized.kept()
+        before = cached_parametrizations()
         with nanwatch.run_in_fp32(net[0]):
             net(torch.ones(1, 3).half()).sum().backward()
-        assert parametrized.kept() == before
+        assert cached_parametrizations() == before
     assert torch.equal(net[0].parametrizations.weight.original.grad, torch.full((3, 3), 2.0).half())
 
 

@@ -165,8 +165,8 @@ def test_in_a_job_of_several_processes_each_place_is_read(
     recorder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A collective writes into a gradient in place (Megatron's all-reduce does) and past the version counter."""
-    for owner in ("nanwatch.recording.job", "nanwatch.recording.gradients"):
-        monkeypatch.setattr(f"{owner}.place", lambda: (0, 2))
+    for owner in ("nanwatch.util.job", "nanwatch.recording.gradients"):
+        monkeypatch.setattr(f"{owner}.rank_and_world_size", lambda: (0, 2))
     gradient = torch.randn(SIDE, SIDE)
     low, high = range_of(gradient)
     w, gain = fork_backward(recorder, Fork(second=writes_data), gradient)

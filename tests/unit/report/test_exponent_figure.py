@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanwatch import ExponentHistogram, exponent_histogram
-from nanwatch.report.exponent_figure import SHOWN_FORMATS, exponent_figure
+from nanwatch.report.histogram import SHOWN_FORMATS, exponent_figure
 
 HISTOGRAM = ExponentHistogram(
     torch.float16, {-20: 2, -14: 3, 0: 4, 15: 1}, num_zero=7, num_nan=1, num_neginf=2

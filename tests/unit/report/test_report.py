@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanwatch.numerics.ranges import TensorHealth
+from nanwatch.numerics.health import TensorHealth
 from nanwatch.report.errors import BatchLimitError, NonFiniteError
 from nanwatch.report.finding import Cure, Finding, find
 from nanwatch.report.frame import Frame

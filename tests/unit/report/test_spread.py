@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.numerics.exponents import exponent_histogram
+from nanwatch.numerics.exponents import ExponentHistogram, exponent_histogram
+from nanwatch.recording.observe import histogram_of
 from nanwatch.report.finding import Finding
+from nanwatch.report.histogram import StoredHistogram
 from nanwatch.report.report import Report
-from nanwatch.report.stored_histogram import StoredHistogram
 from support.html_page import HOSTILE, Page, growing
 from support.toys import fault_of
 
@@ -26,6 +27,13 @@ SPREAD = StoredHistogram(
 )
 
 
+def restored(one: StoredHistogram) -> ExponentHistogram:
+    """Return the histogram that `one` was made from."""
+    counts = dict(enumerate(one.counts, one.first))
+    beside = (one.num_zero, one.num_nan, one.num_posinf, one.num_neginf)
+    return ExponentHistogram(getattr(torch, one.dtype), counts, *beside)
+
+
 @given(
     st.sampled_from(DTYPES),
     st.lists(st.floats() | st.sampled_from([0.0, -0.0, 6e-8, 65504.0, -3.0]), max_size=12),
@@ -33,9 +41,9 @@ SPREAD = StoredHistogram(
 def test_a_spread_is_the_histogram(dtype: torch.dtype, values: list[float]) -> None:
     """Of any values of any format, and back; it begins and ends with a count that is not 0."""
     x = torch.tensor(values, dtype=torch.float64).to(dtype)
-    found = StoredHistogram.of(x, "x")
+    found = histogram_of(x, "x")
     assert found is not None
-    assert found.restore() == exponent_histogram(x)
+    assert restored(found) == exponent_histogram(x)
     assert not found.counts or (found.counts[0] and found.counts[-1])
     assert sum(found.counts) + found.num_zero + found.num_nan + found.num_posinf + found.num_neginf == len(
         values
@@ -48,7 +56,7 @@ def test_a_spread_is_the_histogram(dtype: torch.dtype, values: list[float]) -> N
 )
 def test_what_has_no_spread_has_none(x: Tensor) -> None:
     """Integers, complex numbers and what has no values are passed over in silence."""
-    assert StoredHistogram.of(x, "x") is None
+    assert histogram_of(x, "x") is None
 
 
 @pytest.mark.parametrize(
@@ -112,8 +120,8 @@ def test_the_closer_look_keeps_operands_and_result() -> None:
         report = fault_of(net, X)
     found = spreads_of(report)
     assert found.keys() == {"operand[0]", "operand[1]", "output"}
-    assert found["operand[0]"].restore() == found["operand[1]"].restore() == exponent_histogram(X)
-    assert found["output"].restore() == exponent_histogram(X * X)
+    assert restored(found["operand[0]"]) == restored(found["operand[1]"]) == exponent_histogram(X)
+    assert restored(found["output"]) == exponent_histogram(X * X)
     assert found["output"].num_posinf == 1
     assert finding_of(Report.from_json(report.to_json())).spreads == finding_of(report).spreads
 
@@ -123,9 +131,9 @@ def test_an_operand_that_was_written_over_has_none() -> None:
     net = nn.Sequential(Writes())
     with nanwatch.watch(net):
         found = spreads_of(fault_of(net, X))
-    assert found["operand[1]"].restore() == exponent_histogram(X)
+    assert restored(found["operand[1]"]) == exponent_histogram(X)
     assert "operand[0]" not in found
-    assert found["output"].restore() == exponent_histogram(X * X)
+    assert restored(found["output"]) == exponent_histogram(X * X)
 
 
 def test_a_weight_and_the_data_have_theirs() -> None:
@@ -135,14 +143,14 @@ def test_a_weight_and_the_data_have_theirs() -> None:
         net[0].weight[0, 1] = float("nan")
     with nanwatch.watch(net):
         found = spreads_of(fault_of(net, X))
-    assert {label: one.restore() for label, one in found.items()} == {
+    assert {label: restored(one) for label, one in found.items()} == {
         "weight": exponent_histogram(net[0].weight)
     }
     squares = Squares()
     bad = torch.tensor([float("inf"), 1.0])
     with nanwatch.watch(squares):
         found = spreads_of(fault_of(squares, bad))
-    assert {label: one.restore() for label, one in found.items()} == {"input[0]": exponent_histogram(bad)}
+    assert {label: restored(one) for label, one in found.items()} == {"input[0]": exponent_histogram(bad)}
 
 
 def test_without_the_closer_look_there_is_no_picture_and_no_error() -> None:

@@ -12,11 +12,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from nanwatch.numerics.ranges import TensorHealth
-from nanwatch.report.errors import TraceError
+from nanwatch.numerics.health import TensorHealth
 from nanwatch.report.frame import Frame, FrameRows
 from nanwatch.report.record import ROLES, Row
 from nanwatch.trace import trace
+from nanwatch.trace.trace import TraceError
 from support.paths import ROOT
 
 pa = pytest.importorskip("pyarrow")

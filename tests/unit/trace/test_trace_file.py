@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.report.errors import TraceError
 from nanwatch.session.api import watch
-from nanwatch.trace.trace import COLUMNS
+from nanwatch.trace.trace import COLUMNS, TraceError
 from nanwatch.trace.trace_file import Trace, batch_words, strings
 from support.toys import Scale, mlp
 

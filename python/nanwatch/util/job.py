@@ -1,22 +1,45 @@
-"""One start of an elastic job: which of several a report, or a key in the job's store, belongs to."""
+"""The distributed job that this process belongs to: rank, number of processes, and which start of the job this is."""
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from ..util import reading
+from . import reading
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return both as torch.distributed has them, before it is initialized as torchrun has them, else (0, 1)."""
+    # Not imported: a report is read without torch.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return 0, 1
+
+
+def rank() -> int:
+    """Return the rank of this process, 0 without a job."""
+    return rank_and_world_size()[0]
+
+
+_BEGUN = time.time()
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One start of a torchrun job, as one of its processes knows it.
 
-    `run_id` is torchrun's rendezvous id and `number` the restarts before it, counted by the launcher of this node:
-    with several, only the one whose process failed counts. `master` is `host:port` of the store where that is new in
-    each attempt, "" where the launcher keeps one. `begun` is in seconds since 1970.
+    `run_id` is torchrun's rendezvous id. `number` is how many restarts came before, counted by the launcher of this
+    node: of several launchers, only the one whose process failed counts. `master` is `host:port` of the store where
+    each attempt has a new one, "" where the launcher keeps one. `begun` is in seconds since 1970.
     """
 
     run_id: str
@@ -26,7 +49,7 @@ class Attempt:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], begun: float) -> Attempt | None:
-        """What torchrun put into the environment; None where it put nothing, or nothing that can be read."""
+        """Read the environment that torchrun has set. Return None where it set nothing, or nothing that can be read."""
         number = environment.get("TORCHELASTIC_RESTART_COUNT", "")
         # isdigit is True for more than int() reads, and int() refuses 5,000 digits.
         if not (number.isascii() and number.isdigit() and len(number) < 10):
@@ -35,7 +58,7 @@ class Attempt:
 
     @property
     def key(self) -> tuple[str, str | int]:
-        """The same for all ranks of an attempt, another for each attempt."""
+        """Return a key that all ranks of an attempt share, and no other attempt has."""
         return self.run_id, self.master or self.number
 
     def __str__(self) -> str:
@@ -43,15 +66,20 @@ class Attempt:
         return f"attempt {self.number} of run {self.run_id}, begun {begun:%Y-%m-%d %H:%M:%S} UTC"
 
 
+def current_attempt() -> Attempt | None:
+    """Return the attempt that this process belongs to, None where torchrun has not started it."""
+    return Attempt.of(os.environ, _BEGUN)
+
+
 def store_key(environment: Mapping[str, str]) -> str:
-    """What tells the keys of one attempt from those of another that meets in the same store."""
+    """Return a suffix for keys, so that attempts that meet in one store do not read each other's."""
     own = Attempt.of(environment, begun=0.0)
     return "/0" if own is None else "/".join(map(str, own.key))
 
 
 def _new_master(environment: Mapping[str, str]) -> str:
-    # Of two launchers on one machine, torch 2.13, the one whose worker had failed said 1 after the restart and the
-    # other 0, so ranks that meet in a new store go by its address.
+    # Launchers of one job disagree (torch 2.13): of two on one machine, the one whose worker had failed said 1 after
+    # the restart and the other 0. So ranks that meet in a new store go by its address.
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "False" or "MASTER_PORT" not in environment:
         return ""
     return f"{environment.get('MASTER_ADDR', '')}:{environment['MASTER_PORT']}"

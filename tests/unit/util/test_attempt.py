@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nanwatch import Report, watch
-from nanwatch.report.attempt import Attempt, store_key
+from nanwatch.util.job import Attempt, store_key
 from support.merges import ATTEMPTS
 
 # As torchrun of torch 2.13 set them, with a store of the launcher's and with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.

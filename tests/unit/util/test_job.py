@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.recording.job import place, rank
 from nanwatch.session.api import watch
+from nanwatch.util.job import rank, rank_and_world_size
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_before_the_job_has_begun(
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert place() == expected
+    assert rank_and_world_size() == expected
     assert rank() == expected[0]
 
 
@@ -39,10 +39,10 @@ def test_the_jobs_own_word_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        assert place() == (0, 1)
+        assert rank_and_world_size() == (0, 1)
     finally:
         torch.distributed.destroy_process_group()
-    assert place() == (3, 4)
+    assert rank_and_world_size() == (3, 4)
 
 
 def test_a_report_has_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-// The place before a module's call, where watches stand.
+// The slot of a module's call, where the wrappers of watches stand.
 //
-// nn.Module.__call__ asks its module for `_compiled_call_impl` before it runs hooks and forward. A Place takes that
-// name in the class nn.Module, as a data descriptor, and answers with the callable it knows for the module's address.
+// nn.Module.__call__ asks its module for `_compiled_call_impl` before it runs hooks and forward. CallSlot takes
+// that name in the class nn.Module, as a data descriptor, and answers with the wrapper it has for the module's address.
 // Nothing is written into the module, so no pickle, copy or `vars(module)` shows a watch. See
 // python/nanwatch/instrumentation/slot.py.
 #include <unordered_map>
@@ -13,9 +13,9 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
-class Place {
+class CallSlots {
  public:
-  // New reference to the callable that stands before the module's call, or null.
+  // Returns a new reference to the wrapper of the module's call, or null.
   PyObject* find(PyObject* module) {
     // nn.Module.__call__ asks twice: for "is not None", and to make the call.
     if (module == latest_ && module != nullptr) return Py_NewRef(latest_call_);
@@ -50,26 +50,26 @@ class Place {
   PyObject *latest_ = nullptr, *latest_call_ = nullptr;  // of the latest find
 };
 
-// For good: modules are called until the interpreter ends.
-Place& place() {
-  static Place* const one = new Place;
+// Never destroyed: modules are called until the interpreter ends.
+CallSlots& call_slots() {
+  static CallSlots* const one = new CallSlots;
   return *one;
 }
 
 PyObject* get(PyObject*, PyObject* module, PyObject*) {
   if (module == nullptr) Py_RETURN_NONE;  // nn.Module._compiled_call_impl
-  if (PyObject* call = place().find(module)) return call;
+  if (PyObject* call = call_slots().find(module)) return call;
   static PyObject* const name = PyUnicode_InternFromString("_compiled_call_impl");
   const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
   if (!attributes) return nullptr;
-  // Of `module.compile()`.
+  // The callable that `module.compile()` has set.
   if (PyObject* own = PyDict_GetItemWithError(attributes.ptr(), name)) return Py_NewRef(own);
   if (PyErr_Occurred() != nullptr) return nullptr;
-  if (place().default_call != nullptr) return PyMethod_New(place().default_call, module);
+  if (call_slots().default_call != nullptr) return PyMethod_New(call_slots().default_call, module);
   Py_RETURN_NONE;
 }
 
-// The module at the address `id(module)`; -1 with an error set is no module's.
+// Returns the module at the address `id(module)`. With an error set, -1 is no module's.
 PyObject* at(PyObject* number) {
   return static_cast<PyObject*>(PyLong_AsVoidPtr(number));
 }
@@ -77,7 +77,7 @@ PyObject* at(PyObject* number) {
 PyObject* find(PyObject*, PyObject* number) {
   PyObject* module = at(number);
   if (PyErr_Occurred() != nullptr) return nullptr;
-  PyObject* call = place().find(module);
+  PyObject* call = call_slots().find(module);
   return call != nullptr ? call : Py_NewRef(Py_None);
 }
 
@@ -86,24 +86,24 @@ PyObject* set(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OO:set", &number, &call)) return nullptr;
   PyObject* module = at(number);
   if (PyErr_Occurred() != nullptr) return nullptr;
-  place().put(module, call);
+  call_slots().put(module, call);
   Py_RETURN_NONE;
 }
 
 PyObject* clear(PyObject*, PyObject* number) {
   PyObject* module = at(number);
   if (PyErr_Occurred() != nullptr) return nullptr;
-  place().take(module);
+  call_slots().take(module);
   Py_RETURN_NONE;
 }
 
 PyObject* default_call(PyObject*, void*) {
-  PyObject* function = place().default_call;
+  PyObject* function = call_slots().default_call;
   return Py_NewRef(function != nullptr ? function : Py_None);
 }
 
 int set_default_call(PyObject*, PyObject* function, void*) {
-  Py_XSETREF(place().default_call, function == nullptr || function == Py_None ? nullptr : Py_NewRef(function));
+  Py_XSETREF(call_slots().default_call, function == nullptr || function == Py_None ? nullptr : Py_NewRef(function));
   return 0;
 }
 
@@ -127,7 +127,7 @@ PyType_Spec spec = {"nanwatch._C.CallSlot", sizeof(PyObject), 0, Py_TPFLAGS_DEFA
 
 }  // namespace
 
-void bind_place(py::module_& m) {
+void bind_call_slot(py::module_& m) {
   m.add_object("CallSlot", py::reinterpret_steal<py::object>(PyType_FromSpec(&spec)));
 }
 

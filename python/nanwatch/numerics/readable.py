@@ -1,0 +1,158 @@
+"""Which tensors can be read, and how to read them past the dispatch of subclasses and modes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import _reference
+
+Read = Callable[[Tensor], Tensor]
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+
+
+def unreadable(x: Tensor) -> str:
+    """Return why `x` has no values that can be read, in a few words; "" when it has.
+
+    Takes about a microsecond and reads no data. A tensor subclass with its own dispatch may still refuse to be read.
+    The functions that read raise TypeError then.
+    """
+    if type(x) in _PLAIN_TYPES:
+        return _unreadable(x)
+    with torch._C.DisableTorchFunction():
+        return _unreadable_subclass(x) or _unreadable(x)
+
+
+def _unreadable(x: Tensor) -> str:
+    if is_functorch_wrapped_tensor(x):
+        return "inside a functorch transform"
+    if torch._is_functional_tensor(x):
+        return "functionalized tensor, being traced"
+    if x.device.type == "meta":
+        return "meta tensor, no data"
+    if x.dtype not in _reference.READABLE_DTYPES and not x.is_quantized:
+        return f"dtype {dtype_name(x.dtype)} has no value per element"
+    if is_plain(x) and not x._is_zerotensor() and not _has_storage_for(x):
+        return "storage freed"
+    return ""
+
+
+_IF_DTYPE = f"Accepted dtypes: {_reference.READABLE_NAMES}. Convert it first, or look at x.view(torch.uint8)."
+_IF_NO_VALUES = (
+    "It reads tensors that hold their values. Call it outside tracing, torch.func transforms and deferred "
+    "initialisation; in traced code use torch.ops.nanwatch.abs_range(x)."
+)
+
+
+def _unreadable_subclass(x: Tensor) -> str:
+    name = type(x).__name__
+    if name in ("FakeTensor", "FunctionalTensor"):
+        return f"{name}, no data"
+    if name == "MaskedTensor":
+        return "MaskedTensor, some elements have no value"
+    if torch.nn.parameter.is_lazy(x):
+        return "uninitialized, no shape yet"
+    if (local := local_shard(x)) is not None:
+        return unreadable(local)
+    return ""
+
+
+def readable(x: Tensor, caller: str) -> Tensor:
+    """Return `x`, or its local shard. Raise TypeError for what is not a tensor or cannot be read."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{caller} takes a torch.Tensor, got {type_name(x)}. "
+            "Convert it first, for example with torch.as_tensor(x)."
+        )
+    if reason := unreadable(x):
+        raise TypeError(
+            f"{caller} cannot read a {type_name(x)} of dtype {dtype_name(x.dtype)} on device {x.device}: {reason}. "
+            + (_IF_DTYPE if x.dtype not in _reference.READABLE_DTYPES else _IF_NO_VALUES)
+        )
+    local = local_shard(x)
+    return x if local is None else local
+
+
+def local_shard(x: Tensor) -> Tensor | None:
+    """Return the part of a DTensor that this process holds; None for any other tensor."""
+    if type(x) is Tensor:
+        return None
+    # DTensor is not imported for this (0.3 s): where nobody imported it, there is none.
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(x, module.DTensor):
+        return None
+    local: Any = x.to_local()
+    return cast(Tensor, local.wait() if hasattr(local, "wait") else local)
+
+
+def _has_storage_for(x: Tensor) -> bool:
+    """Return False when the storage is smaller than the tensor's extent.
+
+    FSDP frees a parameter by resizing its storage to nothing; torch itself then reads through a null pointer.
+    """
+    if x.numel() == 0:
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (x.storage_offset() + last + 1) * x.element_size() <= x.untyped_storage().nbytes()
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return whether the sizes and strides of `x` say where in its storage the elements are."""
+    return (
+        x.layout is torch.strided
+        and not x.is_nested
+        and not x.is_quantized
+        and not _reference.overrides_dispatch(x)
+    )
+
+
+def through_public(operator: Read, public: Read, x: Tensor) -> Tensor:
+    """Read a tensor on which some public torch operations may be missing. A subclass never sees our operators."""
+    try:
+        return public(x) if _reference.overrides_dispatch(x) else operator(x)
+    except Exception as error:
+        raise TypeError(
+            f"nanwatch cannot read a {type_name(x)} of layout {x.layout} and dtype {dtype_name(x.dtype)}: torch "
+            f"refused with {type(error).__name__}: {error}. It reads what detach, reshape, abs, amin, amax and "
+            "isfinite (sparse: coalesce and values) work on. Pass the dense tensor inside it, or convert it."
+        ) from error
+
+
+@contextmanager
+def only_our_dispatch() -> Iterator[None]:
+    """Read the data past `__torch_function__`, active modes and torch.jit.trace.
+
+    Without this a user's FakeTensorMode would answer for a real tensor, a counting mode would count our operations, and
+    a traced graph would hold them.
+    """
+    tracing = torch._C._get_tracing_state()
+    if tracing is not None:
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        with torch._C.DisableTorchFunction():
+            if torch._C._len_torch_dispatch_stack() == 0:
+                yield
+                return
+            with _disable_current_modes():
+                yield
+    finally:
+        if tracing is not None:
+            torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+
+
+def type_name(x: object) -> str:
+    """Return the class of `x` with its module, without that of builtins."""
+    kind = type(x)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float16` for torch.float16."""
+    return str(dtype).removeprefix("torch.")
