@@ -6,42 +6,27 @@ go through the backward of the module and of all that lies before it, down to th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from contextlib import contextmanager
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from math import ceil
-from math import frexp
-from math import inf
-from math import isfinite
-from math import log2
+from math import ceil, frexp, inf, isfinite, log2
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from ..instrumentation.slot import wrap_calls
-from ..instrumentation.wrapped_names import find_module
-from ..instrumentation.wrapped_names import unwrapped
+from ..instrumentation.wrapped_names import find_module, unwrapped
 from ..numerics.formats import limits
 from ..precision.precision import run_in_fp32
 from ..recording.walk import leaves
-from ..report.finding import Cure
-from ..report.finding import working_first
+from ..report.finding import Cure, working_first
 from ..report.headroom import least_bits
 from ..report.record import Record
 from ..util.visible import spell
-from .backward_pass import gradient_record
-from .backward_pass import run_backward
-from .backward_pass import with_leaves
+from .backward_pass import gradient_record, run_backward, with_leaves
 from .batch_snapshot import BatchSnapshot
-from .experiment import in_float32
-from .experiment import module_words
+from .experiment import in_float32, module_words
 
 # The guilty module and the nearest around it: each costs a forward and a backward.
 _MOST_MODULES = 3

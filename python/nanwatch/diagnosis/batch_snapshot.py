@@ -6,28 +6,24 @@ snapshot puts back all that the run left behind: random states, buffers, trainin
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from contextlib import ExitStack
-from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..instrumentation.execution_context import Autocast
-from ..instrumentation.execution_context import RngState
+from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.slot import unwatched
-from ..precision.casting import ParametrizationCache
-from ..precision.casting import cached_parametrizations
-from ..precision.casting import caches_parametrizations
-from ..precision.casting import swap_parametrizations
+from ..precision.casting import (
+    ParametrizationCache,
+    cached_parametrizations,
+    caches_parametrizations,
+    swap_parametrizations,
+)
 from ..recording.walk import call_leaves
 from ..util.modules import each_module
 

@@ -6,42 +6,26 @@ The second run builds no graph and leaves nothing behind: `BatchSnapshot.again` 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import nullcontext
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from ..instrumentation.execution_context import Autocast
-from ..instrumentation.execution_context import RngState
+from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.slot import wrap_calls
-from ..instrumentation.wrapped_names import find_module
-from ..instrumentation.wrapped_names import name_of
-from ..instrumentation.wrapped_names import unwrapped
-from ..recording.observe import histogram_of
-from ..recording.observe import observe
-from ..recording.walk import Leaf
-from ..recording.walk import call_leaves
-from ..recording.walk import leaves
-from ..report.finding import Finding
-from ..report.finding import value_of
+from ..instrumentation.wrapped_names import find_module, name_of, unwrapped
+from ..recording.observe import histogram_of, observe
+from ..recording.walk import Leaf, call_leaves, leaves
+from ..report.finding import Finding, value_of
 from ..report.histogram import StoredHistogram
-from ..report.record import Record
-from ..report.record import to_record
+from ..report.record import Record, to_record
 from ..util.visible import spell
-from .batch_snapshot import BatchSnapshot
-from .batch_snapshot import no_second_run
-from .diagnosis import Call
-from .diagnosis import Diagnosis
-from .extent import bad_rows
-from .extent import describe
+from .batch_snapshot import BatchSnapshot, no_second_run
+from .diagnosis import Call, Diagnosis
+from .extent import bad_rows, describe
 from .left_calls import left_calls
-from .provenance import ProvenanceMode
-from .provenance import Step
+from .provenance import ProvenanceMode, Step
 
 
 def rerun_forward(snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module) -> Diagnosis:

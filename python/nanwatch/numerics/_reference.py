@@ -12,8 +12,7 @@ On a CPU in flush-denormal mode torch itself reads fp32, bf16 and fp64 subnormal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch

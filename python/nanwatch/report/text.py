@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-from typing import Literal
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ..numerics.formats import limits
 from ..util.imports import needed
-from ..util.visible import module_name
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 from .cure_text import cure_lines
-from .finding_text import next_backward
-from .finding_text import next_forward
-from .finding_text import samples_words
-from .finding_text import why_backward
-from .finding_text import why_forward
-from .headroom import has_vanished
-from .headroom import shrinking
-from .record import NONE
-from .record import NOT_A_TENSOR
-from .record import NOT_CHECKED
-from .record import SKIPPED_STEP
-from .record import Record
+from .finding_text import next_backward, next_forward, samples_words, why_backward, why_forward
+from .headroom import has_vanished, shrinking
+from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, SKIPPED_STEP, Record
 
 if TYPE_CHECKING:
     from .finding import Finding
-    from .frame import Frame
-    from .frame import Phase
+    from .frame import Frame, Phase
 
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"

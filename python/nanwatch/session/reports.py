@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
 from ..diagnosis.left_calls import LeftCall
-from ..instrumentation.wrapped_names import is_recorded
-from ..instrumentation.wrapped_names import named_modules
+from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..recording.events import Recorder
-from ..recording.observe import call_values
-from ..recording.observe import observe
+from ..recording.observe import call_values, observe
 from ..recording.shard import parameter_mesh
 from ..recording.walk import call_leaves
-from ..report.finding import Finding
-from ..report.finding import find
-from ..report.frame import Frame
-from ..report.frame import FrameRows
-from ..report.record import Record
-from ..report.record import Row
-from ..report.report import Report
-from ..report.report import report_of
+from ..report.finding import Finding, find
+from ..report.frame import Frame, FrameRows
+from ..report.record import Record, Row
+from ..report.report import Report, report_of
 from ..util.job import rank
 
 if TYPE_CHECKING:

@@ -7,9 +7,7 @@ import re
 import threading
 import time
 import warnings
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,14 +15,10 @@ import torch
 import torch.distributed as dist
 
 from nanwatch import Finding
-from nanwatch.distributed.consensus import OriginConsensus
-from nanwatch.distributed.consensus import StoreProtocol
-from nanwatch.report.rank_observation import Origin
-from nanwatch.report.rank_observation import RankObservation
+from nanwatch.distributed.consensus import OriginConsensus, StoreProtocol
+from nanwatch.report.rank_observation import Origin, RankObservation
 from nanwatch.util.job import store_key
-from support.sightings import connect
-from support.sightings import finding
-from support.sightings import serve
+from support.sightings import connect, finding, serve
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
