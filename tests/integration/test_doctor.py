@@ -129,7 +129,6 @@ def test_a_module_of_another_torch_is_not_loaded(copied):
     assert "pip install" in reason
 
 
-@pytest.mark.slow
 def test_a_missing_module_is_said_to_be_missing(copied):
     """Without the file and without a record of a failed build, the reason is that it is not there."""
     for path in (*copied.glob("nanwatch/_C*.so"), *copied.glob("nanwatch/_build.json")):
