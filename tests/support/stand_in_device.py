@@ -13,22 +13,16 @@ import ctypes
 import functools
 import itertools
 import threading
-from collections.abc import Callable
-from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanwatch.numerics import _extension
-from nanwatch.numerics import _reference
-from nanwatch.numerics.readable import is_plain
-from nanwatch.numerics.readable import only_our_dispatch
-from nanwatch.numerics.readable import unreadable
-from support.cuda_emulation import FORMATS
-from support.cuda_emulation import DescribedTensor
+from nanwatch.numerics import _extension, _reference
+from nanwatch.numerics.readable import is_plain, only_our_dispatch, unreadable
+from support.cuda_emulation import FORMATS, DescribedTensor
 
 DTYPES = {number: dtype for dtype, number in FORMATS.items()}
 NOT_READY = -3
