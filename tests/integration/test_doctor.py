@@ -15,7 +15,8 @@ import torch
 import nanwatch
 from nanwatch.__main__ import main
 from nanwatch.cli import doctor
-from nanwatch.numerics import _extension, _ops
+from nanwatch.numerics import _extension
+from nanwatch.numerics import _ops
 
 PACKAGE = Path(nanwatch.__file__).parent
 
@@ -127,6 +128,26 @@ def test_a_module_of_another_torch_is_not_loaded(copied):
     assert "2.1.0" in reason
     assert torch.__version__ in reason
     assert "pip install" in reason
+
+
+@needs_extension
+def test_a_wheel_loads_the_module_of_this_torch_and_no_other(copied):
+    """Its modules have the minor version in their names; the doctor says which was loaded and which there are."""
+    (module,) = copied.glob("nanwatch/_C*.so")
+    minor = ".".join(torch.__version__.split(".")[:2])
+    module.with_name(module.name.replace("_C", "_C-torch2.1")).write_bytes(b"not a library")
+    module.rename(module.with_name(module.name.replace("_C", f"_C-torch{minor}")))
+    (copied / "nanwatch" / "_build.json").write_text(json.dumps({"torch": f"2.1.2+cu1 {minor}.99"}))
+    done = run("-m", "nanwatch", place=copied)
+    assert "compiled part   loaded" in done.stdout, done.stdout
+    assert f"built with    torch {_extension.C.build_info()['torch']}," in done.stdout
+    assert f"2.1.2+cu1, {minor}.99" in done.stdout
+
+
+def test_a_wheel_without_a_module_for_this_torch_says_which_it_has(copied):
+    """Not even the module of an install from source is taken: it was not built for this torch either."""
+    (copied / "nanwatch" / "_build.json").write_text(json.dumps({"torch": "2.1.2 2.2.0"}))
+    assert f"torch 2.1.2, 2.2.0 and this is torch {torch.__version__}" in reason_in(copied)
 
 
 def test_a_missing_module_is_said_to_be_missing(copied):
