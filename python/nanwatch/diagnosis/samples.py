@@ -7,6 +7,7 @@ finite. Otherwise the batch is halved. Either way, two runs prove the answer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil, log2
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ..precision.casting import replaced
 from ..recording.walk import call_leaves
+from ..util.modules import each_module
 from .batch_snapshot import BatchSnapshot
 from .experiment import Allows, BackwardStart, nothing_allowed, run
 from .extent import BadRows
@@ -118,16 +120,25 @@ class _Search:
         start = self._start
         if start is not None:
             start = start._replace(gradients=replaced(dict(start.gradients), chosen))
-        experiment = run(
-            replace(self._snapshot, args=args, kwargs=kwargs),
-            self._names,
-            allows=self._allows,
-            backward=self._snapshot.grad,
-            start=start,
-        )
+        snapshot = replace(self._snapshot, args=args, kwargs=kwargs)
+        with _attributes_kept(snapshot.module):
+            experiment = run(snapshot, self._names, allows=self._allows, backward=snapshot.grad, start=start)
         if experiment.error is not None:
             return None
         return not any(experiment.nonfinite()) and not experiment.bad_gradients
+
+
+@contextmanager
+def _attributes_kept(root: nn.Module) -> Iterator[None]:
+    """Put back the attributes that a run replaces: a state kept for fewer samples would not fit the next batch."""
+    before = [(module.__dict__, dict(module.__dict__)) for _, module in each_module(root)]
+    try:
+        yield
+    finally:
+        for now, own in before:
+            for name in now.keys() - own.keys():
+                del now[name]
+            now.update((name, value) for name, value in own.items() if now.get(name) is not value)
 
 
 def _candidates(seen: Iterable[BadRows], size: int) -> Iterator[tuple[int, ...]]:

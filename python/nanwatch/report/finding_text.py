@@ -82,6 +82,9 @@ def next_forward(
     """The advice: what to look at."""
     if squared := _squared(finding, frame):
         return squared
+    is_cured = any(cure.works for cure in finding.cures)
+    if finding.origin in ("produced", "received") and not is_cured and (grown := _grown(frames)):
+        return grown
     if finding.origin == "produced":
         ends = None if record is None else limits(record.dtype)
         if "inf" in finding.value and frame is not None and record is not None and ends is not None:
@@ -146,6 +149,30 @@ def _squared(finding: Finding, frame: Frame | None) -> str:
                 f" {ends.largest:.6g}: find where the input grew, or divide it before the norm."
             )
     return ""
+
+
+# A weight that grows a hundredfold within the batches of a report does so by its steps.
+_GROWN = 100.0
+
+
+def _grown(frames: Sequence[Frame]) -> str:
+    """The advice where a weight grew with each batch, so that no change of one call is a cure; else ""."""
+    seen: dict[tuple[str, str], dict[int, float]] = {}
+    for frame in frames:
+        for record in frame.records:
+            if record.role == "weight" and record.isfinite and record.abs_max:
+                seen.setdefault((frame.name, record.label), {})[frame.batch] = record.abs_max
+    factor, found = _GROWN, ""
+    for (name, label), magnitudes in seen.items():
+        largest = list(magnitudes.values())
+        if len(largest) > 1 and largest == sorted(largest) and largest[-1] / largest[0] >= factor:
+            factor = largest[-1] / largest[0]
+            found = (
+                f"`{label}` of {name or 'the root module'} grew from {largest[0]:.2e} in batch {min(magnitudes)} to"
+                f" {largest[-1]:.2e} in batch {max(magnitudes)}, by the steps of the optimizer: lower the learning"
+                " rate, or clip the gradients before each step with torch.nn.utils.clip_grad_norm_."
+            )
+    return found
 
 
 def _largest_finite(frame: Frame, culprit: Record) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 # Seconds for one task. The slowest takes 2 s on an idle machine.
-_PATIENCE = 120
+_PATIENCE = 300
 
 _R = TypeVar("_R")
 
@@ -48,6 +49,7 @@ def each_in_a_process(
 
 
 def _child(pipe: Connection, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
+    faulthandler.dump_traceback_later(_PATIENCE - 10)
     try:
         result = function(*task)
     except BaseException as error:

@@ -113,6 +113,27 @@ def test_the_size_of_a_batch() -> None:
     assert batch_size(BatchSnapshot.capture(nn.Identity(), (x.to_sparse(),), {})) == 0
 
 
+class Stateful(nn.Module):
+    """Divides by what it kept of the last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.ones(SIZE, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x
+        self.calls = len(x)
+        return x / x.sum(-1, keepdim=True)
+
+
+def test_a_state_for_fewer_samples_is_not_left_behind() -> None:
+    model = Stateful()
+    last = model.last
+    assert search(model, batch(4), seen=(Stateful()(batch(4)),)) == (4,)
+    assert model.last is last
+    assert not hasattr(model, "calls")
+
+
 class Model(nn.Module):
     """A layer, and a function of its rows; gives its loss."""
 

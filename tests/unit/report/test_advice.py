@@ -159,3 +159,36 @@ def test_the_verdict_comes_first() -> None:
         "does not help: a",
         "not enough: c, 0.5 bits of room left",
     ]
+
+
+@pytest.mark.parametrize("rate", [1e-3, 3.0])
+def test_a_weight_that_grows_by_its_steps(rate: float) -> None:
+    """The weight and both its magnitudes are named; a weight that stays as it is does not have the blame."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), Op(lambda x: x.square().mean()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    largest: list[float] = []
+
+    def train() -> None:
+        for _ in range(20):
+            largest.append(model[0].weight.abs().max().item())
+            optimizer.zero_grad()
+            model(torch.randn(6, 8)).backward()
+            optimizer.step()
+        with torch.no_grad():
+            model(torch.full((6, 8), 1e30))
+
+    with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
+        train()
+    advice = lines_of(error.value.report)["Next"]
+    finding = error.value.report.finding
+    assert finding is not None
+    if rate < 1:
+        assert "learning rate" not in advice
+        return
+    assert "lower the learning rate, or clip the gradients" in advice
+    first = min(frame.batch for frame in error.value.report.frames if frame.name == "0")
+    assert (
+        f"grew from {largest[first]:.2e} in batch {first} to {largest[-1]:.2e} in batch {finding.batch}"
+        in advice
+    )
