@@ -32,7 +32,7 @@ KEPT_FOR_FORMATS = 3
 # Of the norm of the values that were finite. More would be another model.
 _MOST_CHANGE = 0.01
 # What a zero may become: any change of it is large against itself.
-_MOST_AT_ZERO = 1e-2
+_MOST_AT_ZERO = 0.02
 # Changes of the line itself that come before those of the lines above it.
 _FIRST = 3
 # Larger values are not kept for the comparison.
