@@ -69,7 +69,7 @@ def rerun_backward(
         return Diagnosis(
             remarks=("what made it lies behind the model's outputs, so it was not looked for in the model",)
         )
-    if reason := no_second_run():
+    if reason := no_second_run(snapshot.module):
         return Diagnosis(remarks=(f"the batch was not run a second time: {reason}",))
     probe: _BackwardProbe | None = None
     remarks: tuple[str, ...] = ()

@@ -70,7 +70,7 @@ def try_cures(
         return (), ()
     if finding.transient:
         return (), (_NOT_BACK,)
-    if reason := no_second_run():
+    if reason := no_second_run(snapshot.module):
         return (), (f"no cure was tried: {reason}",)
     cures: list[Cure] = []
     remarks: list[str] = []

@@ -141,7 +141,7 @@ def _sampled(
 ) -> Finding:
     """The finding with the samples that carry the failure, where the forwards that are left show them."""
     made = 0 if snapshot.forwards is None else snapshot.forwards.made
-    if not diagnosis.rows or diagnosis.transient or no_second_run() or snapshot.doubts():
+    if not diagnosis.rows or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
         return finding
     names = {one.module: one.name for one in named_modules(model)}
     samples = _attempt(
