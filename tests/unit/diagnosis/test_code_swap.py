@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from nanwatch.diagnosis.code_swap import Probe, Target, exchanged, find_target
-from nanwatch.diagnosis.source_file import Edit, Span
+from nanwatch.diagnosis.patching.code_swap import Probe, Target, exchanged, find_target
+from nanwatch.diagnosis.patching.source_file import Edit, Span
 
 SOURCE = '''\
 import functools

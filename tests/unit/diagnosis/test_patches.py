@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, watch
-from nanwatch.diagnosis import patches as patches_module
-from nanwatch.diagnosis.patches import effect_of
+from nanwatch.diagnosis.patching import patches as patches_module
+from nanwatch.diagnosis.patching.patches import effect_of
 from nanwatch.report.finding import Cure, Finding
 
 INF, NAN = float("inf"), float("nan")

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instrumentation.wrapped_names import named_modules
-from ..numerics._reference import _to_arithmetic
-from ..recording.walk import leaves
-from ..report.errors import spell
-from ..report.finding import Cure, Finding
-from .batch_snapshot import BatchSnapshot
+from ...instrumentation.wrapped_names import named_modules
+from ...numerics._reference import _to_arithmetic
+from ...recording.walk import leaves
+from ...report.errors import spell
+from ...report.finding import Cure, Finding
+from ..batch_snapshot import BatchSnapshot
+from ..diagnosis import Place
+from ..experiment import NO_CONDITIONS, BackwardStart, Conditions, Experiment, run
 from .code_swap import Probe, exchanged, find_target
-from .diagnosis import Place
-from .experiment import NO_CONDITIONS, BackwardStart, Conditions, Experiment, run
 from .expressions import Change, Site
 from .guards import Facts
 from .rules import changes, operation_name

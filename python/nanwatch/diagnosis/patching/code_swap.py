@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from ..instrumentation.temporary_wrappers import ExclusiveRun
+from ...instrumentation.temporary_wrappers import ExclusiveRun
 from .source_file import SourceFile, Span
 
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 # Stands for the Probe in compiled code, until the Probe itself takes its place among the constants.
-_STAND_IN = "nanwatch.diagnosis.code_swap.Probe"
+_STAND_IN = "nanwatch.diagnosis.patching.code_swap.Probe"
 
 
 class Target(NamedTuple):
