@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nanwatch.diagnosis.code_swap import find_target
-from nanwatch.diagnosis.expressions import Site
-from nanwatch.diagnosis.guards import Facts, guard_division, is_nonnegative
+from nanwatch.diagnosis.patching.code_swap import find_target
+from nanwatch.diagnosis.patching.expressions import Site
+from nanwatch.diagnosis.patching.guards import Facts, guard_division, is_nonnegative
 
 SOURCE = """\
 import torch
