@@ -48,11 +48,15 @@ class Spelt(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A proposed change: the edits, what it does in words, and the expressions whose values show its effect."""
+    """A proposed change: the edits, what it does in words, and the expressions whose values show its effect.
+
+    `is_stable`: it computes the same, with less rounding.
+    """
 
     edits: tuple[Edit, ...]
     words: str
     looks: tuple[Span, ...]
+    is_stable: bool = False
 
 
 class Site:

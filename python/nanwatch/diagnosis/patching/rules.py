@@ -77,7 +77,7 @@ def changes(site: Site, facts: Facts, position: Span | None = None) -> Iterator[
 def _in_order(site: Site, facts: Facts, exact: list[Spelt], spelt: list[Spelt]) -> Iterator[Change]:
     for one in spelt:
         for rewrite in stable_forms(site, one):
-            yield _change(site, one, [rewrite])
+            yield _change(site, one, [rewrite])._replace(is_stable=True)
     for one in exact if facts.operation else spelt:
         for rewrite in guards.guard_branch(site, one, facts):
             yield _change(site, one, [rewrite])
