@@ -97,6 +97,8 @@ class Site:
         else:
             return None
         name = name.removesuffix("_")
+        if name in _OPERATORS.values() and len(args) < 2:
+            return None  # its second operand is given by name
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         return Spelt(node, _ALIASES.get(name, name), args, kwargs) if args else None
