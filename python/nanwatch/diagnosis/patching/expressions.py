@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from .code_swap import Target
-from .source_file import Edit, SourceFile, Span
+from .source_file import Edit
+from .source_file import SourceFile
+from .source_file import Span
 
 _OPERATORS: dict[type[ast.operator], str] = {
     ast.Div: "div",
@@ -101,6 +104,8 @@ class Site:
         else:
             return None
         name = name.removesuffix("_")
+        if name in _OPERATORS.values() and len(args) < 2:
+            return None  # its second operand is given by name
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         return Spelt(node, _ALIASES.get(name, name), args, kwargs) if args else None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from .expressions import Site, Spelt
+from .expressions import Site
+from .expressions import Spelt
 
 
 class Facts(NamedTuple):
@@ -285,7 +287,7 @@ def _with_argument(site: Site, call: ast.Call, argument: str) -> str:
 
 def guard_normalise(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
     """Give F.normalize and its like an eps that the format has."""
-    if isinstance(spelt.node, ast.Call) and spelt.name in ("normalize", "cosine_similarity", "layer_norm"):
+    if isinstance(spelt.node, ast.Call) and spelt.name in ("normalize", "cosine_similarity"):
         words = "give it an eps that the format has"
         if "eps" in spelt.kwargs:
             yield Rewrite(spelt.kwargs["eps"], small(facts), words)
@@ -305,7 +307,7 @@ def guard_mean(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
             if len(x) <= 2 * _LONG:
                 yield Rewrite(call, _bracketed(site, call, f"{x}.sum() / max({x}.numel(), 1)"), words)
         elif "dtype" not in spelt.kwargs:
-            dim = spelt.kwargs.get("dim") or spelt.args[1]
+            dim = spelt.kwargs.get("dim") or (spelt.args[1] if len(spelt.args) > 1 else None)
             x = site.primary(spelt.args[0])
             text = site.text(call).replace("mean(", "sum(", 1) if site.text(call).count("mean(") == 1 else ""
             if text and isinstance(dim, ast.Constant | ast.UnaryOp):
