@@ -10,17 +10,14 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..numerics import _extension
-from ..numerics import _ops
-from ..numerics import _reference
+from ..numerics import _extension, _ops, _reference
 from .commands import command_parser
 
 _EXAMPLES = """\

@@ -8,16 +8,13 @@ A row is a measurement, not a function to differentiate: the autograd keys fall 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _fingerprint
-from . import _extension
-from . import _reference
+from . import _extension, _fingerprint, _reference
 
 _library = torch.library.Library("nanwatch", "DEF")
 
