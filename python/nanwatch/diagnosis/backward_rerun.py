@@ -47,7 +47,7 @@ _LINE = re.compile(r'File "(.+)", line (\d+)')
 
 
 class _Found(Exception):  # noqa: N818 - ends the run, and is no error
-    """What was looked for is found."""
+    """Ends a run: the operation is found."""
 
 
 def rerun_backward(
@@ -102,7 +102,7 @@ def rerun_backward(
 
 
 def _from_outputs(snapshot: BatchSnapshot) -> Diagnosis | None:
-    """What a backward of the whole batch shows, with the mean of its outputs as the loss; None without a bad gradient.
+    """Make a backward of the whole batch, with the mean of its outputs as the loss; None without a bad gradient.
 
     It finds what a backward of the guilty call alone does not: a gradient that is a sum over several calls, and a
     forward that itself asks for gradients.

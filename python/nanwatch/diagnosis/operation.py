@@ -31,7 +31,7 @@ _LOGARITHMS = frozenset({"log", "log_", "log2", "log2_", "log10", "log10_"})
 
 
 class Operation(NamedTuple):
-    """What the schema of an operation says.
+    """The schema of an operation, as far as a re-run needs it.
 
     `values` are the arguments that take part in the arithmetic (an `int` is a dimension or a size), `written` those
     that it writes to, `overwritten` those of them that it does not read before; `fresh` are the positions of the
@@ -96,7 +96,7 @@ def operation_of(func: torch._ops.OpOverload) -> Operation:
 
 
 class Operands(NamedTuple):
-    """What an operation was given: its tensors and a row for each, and its numbers by name."""
+    """The operands of a call: its tensors and a row for each, and its numbers by name."""
 
     tensors: list[Tensor]
     rows: list[Row]

@@ -1,4 +1,4 @@
-"""What is done once a batch has failed: look closer, try cures, write it all down.
+"""The steps after a batch has failed: look closer, try cures, write it all down.
 
 Each step may be missing a package, run out of memory or meet a model that cannot be run twice: then a remark says so,
 and the report is what it was before.

@@ -1,4 +1,4 @@
-"""What went wrong first: the first non-finite record, and whether its module produced or received it."""
+"""The finding: the first non-finite record, and whether its module produced or received it."""
 
 from __future__ import annotations
 
