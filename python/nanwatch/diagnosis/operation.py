@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +18,15 @@ from torch import Tensor
 from ..numerics.formats import limits
 from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain
-from ..recording.observe import histogram_of, observe, read
+from ..recording.observe import histogram_of
+from ..recording.observe import observe
+from ..recording.observe import read
 from ..recording.walk import leaves
 from ..report.headroom import is_normal
 from ..report.histogram import StoredHistogram
-from ..report.record import Record, Row, to_record
+from ..report.record import Record
+from ..report.record import Row
+from ..report.record import to_record
 
 # In-place operations that do not look at what was there before.
 _OVERWRITING = frozenset(
@@ -32,7 +40,7 @@ _LOGARITHMS = frozenset({"log", "log_", "log2", "log2_", "log10", "log10_"})
 
 
 class Operation(NamedTuple):
-    """What the schema of an operation says.
+    """The schema of an operation, as far as a re-run needs it.
 
     `values` are the arguments that take part in the arithmetic (an `int` is a dimension or a size), `written` those
     that it writes to, `overwritten` those of them that it does not read before; `fresh` are the positions of the
@@ -97,7 +105,7 @@ def operation_of(func: torch._ops.OpOverload) -> Operation:
 
 
 class Operands(NamedTuple):
-    """What an operation was given: its tensors and a row for each, and its numbers by name."""
+    """The operands of a call: its tensors and a row for each, and its numbers by name."""
 
     tensors: list[Tensor]
     rows: list[Row]

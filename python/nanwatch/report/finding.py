@@ -1,14 +1,18 @@
-"""What went wrong first: the first non-finite record, and whether its module produced or received it."""
+"""The finding: the first non-finite record, and whether its module produced or received it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isnan, prod
-from typing import Literal, TypeAlias
+from math import isnan
+from math import prod
+from typing import Literal
+from typing import TypeAlias
 
 from ..util import reading
-from .frame import Frame, Phase
+from .frame import Frame
+from .frame import Phase
 from .histogram import StoredHistogram
 from .record import Record
 

@@ -160,9 +160,10 @@ def test_what_does_not_come_back_is_not_cured() -> None:
     assert not run.called
 
 
-def test_no_trial_among_several_ranks() -> None:
-    """With more than one rank nothing is run, and a remark says why."""
-    model = half(nn.Sequential(linear(1), Attention()))
+def test_no_trial_of_a_model_that_several_ranks_share() -> None:
+    """Nothing is run, and a remark says why."""
+    sharded = type("Sharded", (Attention,), {"__module__": "deepspeed.runtime"})
+    model = half(nn.Sequential(linear(1), sharded()))
     start, finding = failed(model, big(2000.0).half())
     with (
         mock.patch.object(torch.distributed, "is_initialized", return_value=True),

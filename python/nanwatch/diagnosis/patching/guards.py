@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from .expressions import Site, Spelt
+from .expressions import Site
+from .expressions import Spelt
 
 
 class Facts(NamedTuple):
@@ -49,7 +51,7 @@ def small(facts: Facts) -> str:
 
 
 def _bounds(site: Site, node: ast.expr) -> tuple[ast.expr, dict[str, ast.expr]] | None:
-    """What the node clamps, and to what; None where it clamps nothing."""
+    """Return what the node clamps and its bounds; None where it clamps nothing."""
     spelt = site.spelt(node)
     if spelt is None or spelt.name not in ("clamp", "clamp_min", "clamp_max") or not spelt.args:
         return None
