@@ -15,42 +15,32 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module
 from ..recording.walk import leaves
-from ..report.finding import Cure
-from ..report.finding import Finding
-from ..report.finding import value_of
-from ..report.finding import working_first
+from ..report.finding import Cure, Finding, value_of, working_first
 from ..report.frame import Frame
 from ..report.record import Record
 from ..util.suppressed import suppressed
 from ..util.visible import spell
-from .backward_cures import BACKWARD_RUNS
-from .backward_cures import try_backward_cures
-from .backward_pass import gradient_record
-from .backward_pass import mean_gradients
-from .backward_pass import run_backward
-from .backward_pass import with_graph
-from .backward_pass import with_leaves
-from .backward_pass import without_hooks
-from .batch_snapshot import BatchSnapshot
-from .batch_snapshot import no_second_run
-from .diagnosis import Diagnosis
-from .diagnosis import Place
-from .diagnosis import enrich
-from .experiment import NO_CONDITIONS
-from .experiment import BackwardStart
-from .experiment import Conditions
+from .backward_cures import BACKWARD_RUNS, try_backward_cures
+from .backward_pass import (
+    gradient_record,
+    mean_gradients,
+    run_backward,
+    with_graph,
+    with_leaves,
+    without_hooks,
+)
+from .batch_snapshot import BatchSnapshot, no_second_run
+from .diagnosis import Diagnosis, Place, enrich
+from .experiment import NO_CONDITIONS, BackwardStart, Conditions
 from .extent import bad_rows
 from .narrow import may_be_narrow
-from .patching.patches import MOST_RUNS
-from .patching.patches import Found
-from .patching.patches import try_patches
+from .patching.patches import MOST_RUNS, Found, try_patches
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')

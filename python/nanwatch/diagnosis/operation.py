@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +14,11 @@ from torch import Tensor
 from ..numerics.formats import limits
 from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain
-from ..recording.observe import histogram_of
-from ..recording.observe import observe
-from ..recording.observe import read
+from ..recording.observe import histogram_of, observe, read
 from ..recording.walk import leaves
 from ..report.headroom import is_normal
 from ..report.histogram import StoredHistogram
-from ..report.record import Record
-from ..report.record import Row
-from ..report.record import to_record
+from ..report.record import Record, Row, to_record
 
 # In-place operations that do not look at what was there before.
 _OVERWRITING = frozenset(

@@ -6,9 +6,7 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -17,32 +15,20 @@ from torch import nn
 
 from ..capsule.capsule import write_capsule
 from ..instrumentation.wrapped_names import named_modules
-from ..report.finding import Finding
-from ..report.finding import working_first
+from ..report.finding import Finding, working_first
 from ..report.frame import Frame
 from ..report.report import Report
 from ..util.numbered import make_numbered
 from ..util.visible import spell
 from .backward_rerun import rerun_backward
-from .batch_snapshot import BatchSnapshot
-from .batch_snapshot import Forwards
-from .batch_snapshot import no_second_run
-from .cures import MAX_RUNS
-from .cures import try_cures
-from .diagnosis import Call
-from .diagnosis import Diagnosis
-from .diagnosis import enrich
-from .experiment import Allows
-from .experiment import Conditions
-from .experiment import nothing_allowed
+from .batch_snapshot import BatchSnapshot, Forwards, no_second_run
+from .cures import MAX_RUNS, try_cures
+from .diagnosis import Call, Diagnosis, enrich
+from .experiment import Allows, Conditions, nothing_allowed
 from .forward_rerun import rerun_forward
 from .narrow import may_be_narrow
-from .patching.patches import KEPT_FOR_FORMATS
-from .patching.patches import MOST_RUNS
-from .patching.patches import Found
-from .patching.patches import try_patches
-from .samples import dataset_indices
-from .samples import find_samples
+from .patching.patches import KEPT_FOR_FORMATS, MOST_RUNS, Found, try_patches
+from .samples import dataset_indices, find_samples
 
 PATCH_FILE = "cure.patch"
 # After a failure, whatever they show: each may be the forward of a large model.

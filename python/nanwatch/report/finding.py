@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import isnan
-from math import prod
-from typing import Literal
-from typing import TypeAlias
+from math import isnan, prod
+from typing import Literal, TypeAlias
 
 from ..util import reading
-from .frame import Frame
-from .frame import Phase
+from .frame import Frame, Phase
 from .histogram import StoredHistogram
 from .record import Record
 
