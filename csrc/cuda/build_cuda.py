@@ -104,16 +104,16 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
-def output_of(command: list[str]) -> str:
-    """stdout and stderr of a short command; BuildError when it cannot run or fails."""
+def output_of(command: list[str], stderr: bool = True) -> str:
+    """stdout, and stderr where asked for, of a short command; BuildError when it cannot run or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"`{shlex.join(command)}` did not run: {error}") from error
-    text = done.stdout + done.stderr
     if done.returncode != 0:
-        raise BuildError(f"`{shlex.join(command)}` failed ({done.returncode}): {text.strip()[-400:]}")
-    return text
+        text = (done.stdout + done.stderr).strip()[-400:]
+        raise BuildError(f"`{shlex.join(command)}` failed ({done.returncode}): {text}")
+    return done.stdout + done.stderr if stderr else done.stdout
 
 
 def read_toolkit(nvcc: str) -> Toolkit:

@@ -90,7 +90,7 @@ PyObject* set(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-PyObject* clear(PyObject*, PyObject* number) {
+PyObject* remove(PyObject*, PyObject* number) {
   PyObject* module = at(number);
   if (PyErr_Occurred() != nullptr) return nullptr;
   place().take(module);
@@ -107,28 +107,29 @@ int set_default_call(PyObject*, PyObject* function, void*) {
   return 0;
 }
 
-PyMethodDef methods[] = {
+PyMethodDef slot_methods[] = {
     {"find", find, METH_O, "The callable before the call of the module at an address, or None."},
     {"set", set, METH_VARARGS, "Puts a callable before the call of the module at an address."},
-    {"clear", clear, METH_O, "Takes away what stands before the call of the module at an address."},
+    {"clear", remove, METH_O, "Takes away what stands before the call of the module at an address."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyGetSetDef properties[] = {{"default_call", default_call, set_default_call,
-                             "Makes the calls of all modules that nothing stands before; or None.", nullptr},
-                            {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyGetSetDef slot_properties[] = {{"default_call", default_call, set_default_call,
+                                  "Makes the calls of all modules that nothing stands before; or None.", nullptr},
+                                 {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_descr_get, reinterpret_cast<void*>(get)},
-                       {Py_tp_methods, reinterpret_cast<void*>(methods)},
-                       {Py_tp_getset, reinterpret_cast<void*>(properties)},
-                       {Py_tp_doc, const_cast<char*>("Descriptor for nn.Module._compiled_call_impl.")},
-                       {0, nullptr}};
+PyType_Slot slot_parts[] = {{Py_tp_descr_get, reinterpret_cast<void*>(get)},
+                            {Py_tp_methods, reinterpret_cast<void*>(slot_methods)},
+                            {Py_tp_getset, reinterpret_cast<void*>(slot_properties)},
+                            {Py_tp_doc, const_cast<char*>("Descriptor for nn.Module._compiled_call_impl.")},
+                            {0, nullptr}};
 
-PyType_Spec spec = {"nanwatch._C.CallSlot", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+PyType_Spec slot_spec = {"nanwatch._C.CallSlot", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+                         slot_parts};
 
 }  // namespace
 
 void bind_place(py::module_& m) {
-  m.add_object("CallSlot", py::reinterpret_steal<py::object>(PyType_FromSpec(&spec)));
+  m.add_object("CallSlot", py::reinterpret_steal<py::object>(PyType_FromSpec(&slot_spec)));
 }
 
 }  // namespace nanwatch

@@ -123,6 +123,26 @@ def test_a_module_of_another_torch_is_not_loaded(copied):
     assert "pip install" in reason
 
 
+@needs_extension
+def test_a_wheel_loads_the_module_of_this_torch_and_no_other(copied):
+    """Its modules have the minor version in their names; the doctor says which was loaded and which there are."""
+    (module,) = copied.glob("nanwatch/_C*.so")
+    minor = ".".join(torch.__version__.split(".")[:2])
+    module.with_name(module.name.replace("_C", "_C-torch2.1")).write_bytes(b"not a library")
+    module.rename(module.with_name(module.name.replace("_C", f"_C-torch{minor}")))
+    (copied / "nanwatch" / "_build.json").write_text(json.dumps({"torch": f"2.1.2+cu1 {minor}.99"}))
+    done = run("-m", "nanwatch", place=copied)
+    assert "compiled part   loaded" in done.stdout, done.stdout
+    assert f"built with    torch {_extension.C.build_info()['torch']}," in done.stdout
+    assert f"2.1.2+cu1, {minor}.99" in done.stdout
+
+
+def test_a_wheel_without_a_module_for_this_torch_says_which_it_has(copied):
+    """Not even the module of an install from source is taken: it was not built for this torch either."""
+    (copied / "nanwatch" / "_build.json").write_text(json.dumps({"torch": "2.1.2 2.2.0"}))
+    assert f"torch 2.1.2, 2.2.0 and this is torch {torch.__version__}" in reason_in(copied)
+
+
 def test_a_missing_module_is_said_to_be_missing(copied):
     """Without the file and without a record of a failed build, the reason is that it is not there."""
     for path in (*copied.glob("nanwatch/_C*.so"), *copied.glob("nanwatch/_build.json")):

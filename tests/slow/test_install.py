@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import shutil
 import stat
 import subprocess
@@ -64,6 +63,7 @@ def environment(**changes: str) -> dict[str, str]:
     switches = (
         "NANWATCH_REQUIRE_EXT",
         "NANWATCH_EXT",
+        "NANWATCH_TORCH",
         "FORCE_CUDA",
         "FORCE_CPU",
         "TORCH_CUDA_ARCH_LIST",
@@ -144,14 +144,14 @@ def with_broken_source(source: Path, folder: Path) -> dict[str, str]:
 def without_torch(source: Path, folder: Path) -> dict[str, str]:
     stub = folder / "stub" / "torch"
     stub.mkdir(parents=True)
-    (stub / "__init__.py").write_text('raise ImportError("torch is hidden")\n')
+    (stub / "__init__.py").touch()
     return {"PYTHONPATH": str(stub.parent)}
 
 
 FAILURES = [
     pytest.param(without_compiler, "no working C++ compiler", id="no compiler"),
-    pytest.param(with_broken_source, "Error compiling objects", id="broken source"),
-    pytest.param(without_torch, "torch is hidden", id="no torch"),
+    pytest.param(with_broken_source, "could not be built", id="broken source"),
+    pytest.param(without_torch, "has no headers", id="no torch"),
 ]
 
 
@@ -267,12 +267,18 @@ def test_a_wrong_number_of_jobs_costs_nothing(tiny, toolkit):
     assert "cuda_archs" in facts(tiny)
 
 
+def fake_torch(package: Path, version: str, cuda: str | None = None) -> None:
+    """Make a torch that has this version and the headers of the installed one."""
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "version.py").write_text(f"__version__ = {version!r}\ncuda = {cuda!r}\n")
+    (package / "include").symlink_to(Path(torch.__file__).parent / "include")
+
+
 def with_cuda_torch(folder: Path) -> Path:
-    """Return a folder for PYTHONPATH where torch says that it has CUDA."""
-    stub = folder / "stub"
-    stub.mkdir()
-    (stub / "sitecustomize.py").write_text('import torch.version\n\ntorch.version.cuda = "12.9"\n')
-    return stub
+    """Return a folder for PYTHONPATH with a torch that says that it has CUDA."""
+    fake_torch(folder / "stub" / "torch", torch.__version__, "12.9")
+    return folder / "stub"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")
@@ -303,7 +309,7 @@ def test_the_gpus_of_the_machine_decide_where_no_list_does(tiny, toolkit, tmp_pa
 def test_each_step_prints_one_line_and_a_failure_names_the_log(tiny):
     """The compilers' output is in the log alone."""
     done = build_in_place(tiny, FORCE_CPU="1")
-    assert "nanwatch: 1 C++ sources took" in done.stdout
+    assert f"nanwatch: the C++ part for torch {torch.__version__} took" in done.stdout
     assert "bindings.cpp" not in done.stdout
     (tiny / "csrc" / "bindings.cpp").write_text("int broken = ;\n")
     done = build_in_place(tiny, FORCE_CPU="1")
@@ -313,32 +319,36 @@ def test_each_step_prints_one_line_and_a_failure_names_the_log(tiny):
     assert "error: expected" in done.stderr
 
 
-LOADED = """
-7f00-7f01 r-xp 00000000 08:01 11                 /usr/lib/libc.so.6
-7f02-7f03 r--p 00000000 00:00 0
-7f04-7f05 r-xp 00000000 08:01 12                 {path}
-7f06-7f07 r-xp 00000000 08:01 13                 /opt/libgomp.so.1.d/other.so
-"""
+def test_a_build_of_several_versions_of_torch_gives_one_wheel_with_a_module_for_each(tiny):
+    """No torch is asked for at build time; each module names the libraries of torch, and no OpenMP of its own."""
+    for minor in ("2.1", "2.2"):
+        fake_torch(tiny / "build" / "torch-headers" / minor / "torch", f"{minor}.3")
+    (tiny / "csrc" / "stable").mkdir(exist_ok=True)
+    (tiny / "csrc" / "stable" / "ops.cpp").write_text("int nothing;\n")
+    hidden = tiny / "hidden" / "torch"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text('raise ImportError("torch is hidden")\n')
+    done = pip_wheel(
+        tiny, NANWATCH_TORCH="2.1 2.2", NANWATCH_REQUIRE_EXT="1", PYTHONPATH=str(hidden.parent), CC="false"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (tiny / "wheels").glob("*.whl")
+    place = tiny / "installed"
+    zipfile.ZipFile(wheel).extractall(place)
+    names = {path.name.partition(".cpython")[0] for path in (place / "nanwatch").glob("*.so")}
+    assert names == {"_C-torch2.1", "_C-torch2.2", "_stable_ops.so"}
+    assert json.loads((place / "nanwatch" / "_build.json").read_text())["torch"] == "2.1.3 2.2.3"
+    for path in (place / "nanwatch").glob("*.so"):
+        dynamic = subprocess.run(["readelf", "-d", str(path)], capture_output=True, text=True).stdout
+        assert "[libtorch_cpu.so]" in dynamic
+        assert "gomp" not in dynamic
 
 
-@pytest.mark.parametrize(
-    ("path", "linked"),
-    [
-        ("/home/a b/torch/lib/libgomp-24e2ab19.so.1.0.0", "/home/a b/torch/lib/libgomp-24e2ab19.so.1.0.0"),
-        ("/usr/lib/libgomp.so.1", "/usr/lib/libgomp.so.1"),
-        ("/usr/lib/libiomp5.so", "-fopenmp"),
-    ],
-)
-def test_the_openmp_of_torch_is_found_wherever_it_lies(monkeypatch, tmp_path, path, linked):
-    """The library that torch has loaded is linked by its whole path, spaces and all; without one, the compiler's."""
-    import setuptools
-
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-    built = runpy.run_path(str(ROOT / "setup.py"), run_name="nanwatch_setup")
-    maps = tmp_path / "maps"
-    maps.write_text(LOADED.format(path=path))
-    monkeypatch.setitem(built["openmp_link"].__globals__, "Path", lambda *_: maps)
-    assert built["openmp_link"]() == [linked]
+def test_a_version_of_torch_that_is_none_is_refused_by_name(tiny):
+    """The error shows what is accepted."""
+    done = build_in_place(tiny, NANWATCH_TORCH="2.13.0", NANWATCH_REQUIRE_EXT="1")
+    assert done.returncode != 0
+    assert "'2.13.0'; accepted are minor versions" in done.stderr
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")

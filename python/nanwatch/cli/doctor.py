@@ -101,6 +101,7 @@ def facts() -> dict[str, Any]:
         "compiled": {
             "loaded": module is not None,
             "reason": _extension.reason,
+            "stable_operators": _extension.stable_operators,
             "cuda": bool(module is not None and module.cuda_compiled()),
             "build": _extension.build,
             "info": dict(module.build_info()) if module is not None else {},
@@ -139,9 +140,13 @@ def _lines(found: dict[str, Any]) -> list[str]:
         ("compiled part", "loaded" if compiled["loaded"] else f"MISSING: {compiled['reason']}"),
     ]
     if compiled["loaded"]:
-        built = compiled["build"].get("torch") or compiled["info"].get("torch", "unknown")
+        # A wheel's build names all the versions that it has a module for; the module knows its own.
+        built = compiled["build"].get("torch", "")
+        built = compiled["info"].get("torch", "unknown") if not built or " " in built else built
         compiler = compiled["build"].get("compiler") or compiled["info"].get("compiler", "compiler unknown")
         rows.append(("  built with", f"torch {built}, {compiler}"))
+        if " " in compiled["build"].get("torch", ""):
+            rows.append(("  also for", f"torch {compiled['build']['torch'].replace(' ', ', ')}"))
         rows.append(("  CUDA kernels", _cuda_part(compiled)))
         rows.append(
             ("  CPU level", f"{cpu['capability']} (this machine can run {', '.join(cpu['capabilities'])})")
@@ -149,6 +154,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
         if cpu["warning"]:
             rows.append(("  WARNING", cpu["warning"]))
     elif not compiled["reason"].startswith("switched off"):
+        if compiled["stable_operators"]:
+            rows.append(("  in its place", "the kernels are compiled (stable ABI); the recorder is not"))
         rows.append(("  without it", "every answer is the same, each takes 10 to 100 times longer"))
         rows.append(("  to get it", f"{_extension.REBUILD}   (in the source tree, after curing the reason)"))
     rows.append(("threads", f"{cpu['threads']}, OpenMP: {', '.join(cpu['openmp']) or 'none found'}"))

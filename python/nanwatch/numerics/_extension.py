@@ -3,14 +3,19 @@
 `C` is the module `nanwatch._C` or None, and `reason` says in words why it is None. Loading it registers the kernels
 with PyTorch's dispatcher and nothing more: no CUDA call is made. A library that was built without a compiler
 works all the same, so the loss is explained where it is felt, by `explain_once()` at the first use of the fallback.
+
+An install from source has one module, for the PyTorch it was built against. A wheel has one for each of several
+minor versions of PyTorch, and the operators alone for every other version from 2.10 on.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.machinery
+import importlib.util
 import json
 import os
+import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -23,16 +28,36 @@ _T = TypeVar("_T")
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps -v ."
 
 
+_PACKAGE = Path(__file__).parents[1]
+
+
 def _read_build() -> dict[str, str]:
     try:
-        facts = json.loads(Path(__file__).parents[1].joinpath("_build.json").read_text(encoding="utf-8"))
+        facts = json.loads(_PACKAGE.joinpath("_build.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return {str(key): str(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
 
 
-def _minor(version: str) -> tuple[str, ...]:
-    return tuple(version.split("+")[0].split(".")[:2])
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _file_for(version: str, folder: Path = _PACKAGE) -> Path | None:
+    """Return the module that fits this version of PyTorch: the wheel's for its minor version, or the only one."""
+    names = (f"_C-torch{_minor(version)}", "_C")
+    paths = [folder / (name + suffix) for name in names for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    return next((path for path in paths if path.exists()), None)
+
+
+def _import_from(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("nanwatch._C", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["nanwatch._C"] = module
+    return module
 
 
 def _switched_off() -> bool:
@@ -47,29 +72,46 @@ def _switched_off() -> bool:
 def _load() -> tuple[ModuleType | None, str]:
     if _switched_off():
         return None, "switched off by NANWATCH_EXT=0"
-    built, running = build.get("torch", ""), str(torch.__version__)
-    mismatch = f"it was built against torch {built} and this is torch {running}; rebuild it: {REBUILD}"
+    if "failure" in build:
+        return None, f"it was not built: {build['failure']}"
+    built, running = build.get("torch", "").split(), str(torch.__version__)
+    mismatch = (
+        f"it was built against torch {', '.join(built)} and this is torch {running}; "
+        f"in the source tree this builds it: {REBUILD}"
+    )
     # torch keeps no binary interface between minor versions: a module that loads all the same may read garbage.
-    if "failure" not in build and built and _minor(built) != _minor(running):
+    if built and _minor(running) not in map(_minor, built):
         return None, mismatch
-    try:
-        return importlib.import_module("nanwatch._C"), ""
-    except ModuleNotFoundError as error:
-        if error.name != "nanwatch._C":
-            return None, f"it could not be loaded: {error}"
-        if "failure" in build:
-            return None, f"it was not built: {build['failure']}"
+    path = _file_for(running)
+    if path is None:
         return None, f"it is not installed for this Python; build it: {REBUILD}"
+    try:
+        return _import_from(path), ""
     except ImportError as error:
-        if built and built != running:
+        if built and running not in built:
             return None, f"it could not be loaded ({error}): {mismatch}"
         return None, f"it could not be loaded: {error}; rebuild it: {REBUILD}"
+
+
+def _load_operators() -> bool:
+    """Load a wheel's operators over PyTorch's stable ABI in place of `C`, and return whether that worked."""
+    path = _PACKAGE / "_stable_ops.so"
+    if C is not None or _switched_off() or not path.exists():
+        return False
+    try:
+        torch.ops.load_library(path)
+    except OSError:  # a PyTorch before 2.10
+        return False
+    return True
 
 
 build: dict[str, str] = _read_build()
 """What the build wrote down: python, torch, compiler, cuda, cuda_archs, cuda_reason, failure (each only if known)."""
 
 C, reason = _load()
+
+stable_operators = _load_operators()
+"""Whether `torch.ops.nanwatch` reads tensors on the CPU with compiled kernels although there is no `C`."""
 
 if C is not None and (_warning := str(C.cpu_capability_warning())):
     warnings.warn(_warning, RuntimeWarning, stacklevel=2)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _reference
+from . import _extension, _reference
 
 _library = torch.library.Library("nanwatch", "DEF")
 
@@ -28,6 +28,11 @@ def define(schema: str, fallback: Callable[..., Any], fake: Callable[..., Any]) 
     for key in ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA"):
         _library.impl(name, fallback, key)
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    if (
+        _extension.stable_operators
+    ):  # whose kernels cannot go past themselves to the fallback of the same operator
+        _library.define(f"reference_{schema}")
+        _library.impl(f"reference_{name}", fallback, "CompositeExplicitAutograd")
     overload: Callable[..., Any] = getattr(torch.ops.nanwatch, name).default
     return overload
 

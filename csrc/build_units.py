@@ -1,0 +1,175 @@
+"""Compiles and links the C++ sources of this folder with ninja, for one PyTorch or for several. setup.py calls it.
+
+PyTorch's headers take a compiler ten seconds, each of these sources two. The sources that include them are therefore
+compiled together, a few files in one translation unit: a third of the time, and calls between them are inlined. The
+kernels in cpu/ do not include PyTorch. They are compiled once for all versions of it, each file alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from build_cuda import CSRC, LOG, ROOT, BuildError, step
+from torch_headers import Torch
+
+# The folders whose sources make up a unit, "" for csrc/ itself. The call of a watched module stays within the first.
+UNITS = {"recorder": ("", "device", "recorder"), "operators": ("gradients", "ops")}
+KERNELS = "cpu"
+STABLE = "stable"
+STABLE_SINCE = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10: newer functions are then not declared
+# In a unit of their own, and only where they are used: sources that begin with this line.
+CUDA_ONLY = re.compile(r"\A(?://.*\n|\s*\n)*#ifdef NANWATCH_CUDA$", re.MULTILINE)
+
+FLAGS = ["-std=c++20", "-O3", "-g0", "-DNDEBUG", "-fPIC", "-fwrapv", "-fopenmp", "-fvisibility=hidden"]
+FLAGS += ["-Wall", "-Wextra", "-Wsign-compare", f"-I{CSRC}"]
+# The libraries that `import torch` has loaded before the module is. They also bring the one OpenMP that is used: to
+# link one more would start a second pool of threads.
+TORCH_LIBRARIES = ("c10", "torch_cpu", "torch_python")
+
+
+def words(variable: str) -> list[str]:
+    """Return the arguments in an environment variable such as CXXFLAGS."""
+    return shlex.split(os.environ.get(variable, ""))
+
+
+def compiler() -> list[str]:
+    """Return the command of the C++ compiler."""
+    return words("CXX") or ["c++"]
+
+
+def sources() -> dict[str, list[Path]]:
+    """Return the C++ sources of each unit: of UNITS, and "cuda". BuildError where a folder belongs to none."""
+    units: dict[str, list[Path]] = {name: [] for name in (*UNITS, "cuda")}
+    for path in sorted(CSRC.rglob("*.cpp")):
+        folder = str(path.parent.relative_to(CSRC)).removeprefix(".")
+        if folder in (KERNELS, STABLE):
+            continue
+        name = next((name for name, folders in UNITS.items() if folder in folders), None)
+        if name is None:
+            raise BuildError(f"{path.relative_to(ROOT)} belongs to no unit of csrc/build_units.py")
+        units["cuda" if CUDA_ONLY.match(path.read_text(encoding="utf-8")) else name].append(path)
+    return {name: paths for name, paths in units.items() if paths}
+
+
+@dataclass
+class Ninja:
+    """A file of rules for ninja, written in `folder`, and the ways to run it."""
+
+    folder: Path
+    jobs: int
+    lines: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        cache = [] if any("ccache" in word for word in compiler()) else [shutil.which("ccache") or ""]
+        command = shlex.join([*filter(None, cache), *compiler()])
+        self.lines = [
+            f"builddir = {escaped(self.folder)}",
+            "rule compile",
+            f"  command = {command} -MMD -MF $out.d $flags -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "rule link",
+            f"  command = {shlex.join(compiler())} {shared()} $in -o $out $flags",
+        ]
+
+    def edge(
+        self, rule: str, inputs: list[Path], output: Path, flags: list[str], needs: list[Path] | None = None
+    ) -> Path:
+        """Add one step and return its output. `needs` must be there before, and is not passed to the command."""
+        names = " ".join(map(escaped, inputs)) + " ".join(["", "|", *map(escaped, needs)] if needs else [])
+        self.lines += [f"build {escaped(output)}: {rule} {names}", f"  flags = {shlex.join(flags)}"]
+        return output
+
+    def run(self, name: str, outputs: list[Path]) -> None:
+        """Bring the outputs up to date as one step of this name; BuildError where that fails."""
+        file = self.folder / "build.ninja"
+        file.write_text("\n".join([*self.lines, ""]), encoding="utf-8")
+        ninja = [found] if (found := shutil.which("ninja")) else [sys.executable, "-m", "ninja"]
+        command = [*ninja, "-v", "-f", str(file), "-j", str(self.jobs), *map(str, outputs)]
+        with step(name):
+            if subprocess.run(command, cwd=ROOT).returncode != 0:
+                raise BuildError(f"{name} could not be built; the compiler's own message is in {LOG}")
+
+
+def escaped(path: Path) -> str:
+    """Return a path as a file of ninja's spells it."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
+def shared() -> str:
+    """Return the flags with which this Python links extension modules, without its compiler."""
+    command = shlex.split(sysconfig.get_config_var("LDCXXSHARED") or "c++ -shared")
+    return shlex.join(
+        [word for word in command[1:] if word.startswith(("-shared", "-bundle", "-undefined", "dynamic"))]
+    )
+
+
+def written(path: Path, text: str) -> Path:
+    """Write a file unless it says that already, and return it."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return path
+
+
+def settings(*flags: str) -> list[str]:
+    """Return the flags of every compilation, the user's behind ours."""
+    return [*FLAGS, *flags, *words("CPPFLAGS"), *words("CFLAGS"), *words("CXXFLAGS")]
+
+
+class Compiled:
+    """The steps that make the kernels, and from them and from PyTorch's headers one module for each PyTorch."""
+
+    def __init__(self, folder: Path, jobs: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.ninja = Ninja(folder, jobs)
+        self.kernels = [
+            self.ninja.edge("compile", [path], folder / KERNELS / f"{path.stem}.o", settings())
+            for path in sorted((CSRC / KERNELS).glob("*.cpp"))
+        ]
+        # Stand-ins with the names of PyTorch's, which are not at hand for every version.
+        empty = written(folder / "empty.cpp", "")
+        self.libraries = [
+            self.ninja.edge("link", [empty], path, ["-nostdlib", f"-Wl,-soname,{path.name}"])
+            for path in (folder / "libraries" / f"lib{name}.so" for name in TORCH_LIBRARIES)
+            if sys.platform.startswith("linux")
+        ]
+
+    def module(self, torch: Torch, cuda: list[str] | None, link: list[str]) -> Path:
+        """Add the steps of `nanwatch._C` for one PyTorch, with the CUDA part's objects or None; return its file."""
+        folder = self.ninja.folder / f"torch-{torch.version}"
+        flags = [f"-isystem{path}" for path in torch.folders]
+        flags += [f"-I{sysconfig.get_path('include')}", "-DTORCH_EXTENSION_NAME=_C"]
+        flags += ["-DNANWATCH_CUDA=1"] if cuda is not None else []
+        objects = []
+        for name, paths in sources().items():
+            if name != "cuda" or cuda is not None:
+                text = "".join(f'#include "{path.relative_to(CSRC)}"\n' for path in paths)
+                unit = written(self.ninja.folder / "units" / f"{name}.cpp", text)
+                objects.append(self.ninja.edge("compile", [unit], folder / f"{name}.o", settings(*flags)))
+        return self._linked(folder / "_C.so", [*objects, *self.kernels], [*(cuda or []), *link])
+
+    def stable_operators(self, torch: Torch, link: list[str]) -> Path:
+        """Add the steps of the operators over the stable ABI, with the newest PyTorch's headers; return their file."""
+        folder = self.ninja.folder / STABLE
+        flags = settings(STABLE_SINCE, *(f"-isystem{path}" for path in torch.folders))
+        objects = [
+            self.ninja.edge("compile", [path], folder / f"{path.stem}.o", flags)
+            for path in sorted((CSRC / STABLE).glob("*.cpp"))
+        ]
+        return self._linked(folder / "_stable_ops.so", [*objects, *self.kernels], link)
+
+    def _linked(self, output: Path, objects: list[Path], flags: list[str]) -> Path:
+        """Add a link. The module names torch's libraries as needed: its symbols are looked up in them alone."""
+        names = [f"-l{name}" for name in TORCH_LIBRARIES]
+        needed = [f"-L{self.ninja.folder / 'libraries'}", "-Wl,--no-as-needed", *names, "-Wl,--as-needed"]
+        extra = [*flags, *words("LDFLAGS"), *(needed if self.libraries else [])]
+        return self.ninja.edge("link", objects, output, extra, self.libraries)

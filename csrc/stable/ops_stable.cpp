@@ -1,0 +1,147 @@
+// The operators' CPU kernels over PyTorch's stable ABI: one binary for every PyTorch from 2.10 on. A wheel loads it
+// where none of its modules fits. ops/ops_cpu.cpp is what fits one PyTorch, and is cheaper to call.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "cpu/exponents_cpu.h"
+#include "cpu/parallel.h"
+
+namespace nanwatch {
+
+void parallel_for(int64_t count, int64_t grain, ParallelWork work, const void* context) {
+  torch::stable::parallel_for(0, count, grain,
+                              [work, context](int64_t begin, int64_t end) { work(context, begin, end); });
+}
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+namespace stable = torch::stable::detail;
+
+// The stable ABI has no number for float8_e8m0fnu: the reference serves it.
+std::optional<Format> format_of(int32_t dtype) {
+  static const std::vector<std::pair<int32_t, Format>> formats = {
+      {aoti_torch_dtype_float64(), Format::f64},
+      {aoti_torch_dtype_float32(), Format::f32},
+      {aoti_torch_dtype_float16(), Format::f16},
+      {aoti_torch_dtype_bfloat16(), Format::bf16},
+      {aoti_torch_dtype_float8_e4m3fn(), Format::f8_e4m3fn},
+      {aoti_torch_dtype_float8_e5m2(), Format::f8_e5m2},
+      {aoti_torch_dtype_float8_e4m3fnuz(), Format::f8_e4m3fnuz},
+      {aoti_torch_dtype_float8_e5m2fnuz(), Format::f8_e5m2fnuz},
+      {aoti_torch_dtype_bool(), Format::boolean},
+      {aoti_torch_dtype_uint8(), Format::u8},
+      {aoti_torch_dtype_int8(), Format::i8},
+      {aoti_torch_dtype_uint16(), Format::u16},
+      {aoti_torch_dtype_int16(), Format::i16},
+      {aoti_torch_dtype_uint32(), Format::u32},
+      {aoti_torch_dtype_int32(), Format::i32},
+      {aoti_torch_dtype_uint64(), Format::u64},
+      {aoti_torch_dtype_int64(), Format::i64}};
+  for (const auto& [number, format] : formats)
+    if (number == dtype) return format;
+  return std::nullopt;
+}
+
+// The tensor's memory as the kernels read it; nothing where the reference serves it. The view refers to the tensor.
+// The dispatcher has already resolved the conjugate and negative bits: no kernel is registered behind them.
+std::optional<View> view_of(const Tensor& x, const char* op) {
+  int32_t dtype;
+  int64_t bytes, *sizes, *strides;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &bytes));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(x.get(), &sizes));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(x.get(), &strides));
+  const int64_t numel = x.numel(), dims = x.dim();
+  int64_t last = x.storage_offset();
+  for (int64_t d = 0; d < dims; ++d) last += (sizes[d] - 1) * strides[d];
+  STD_TORCH_CHECK(numel == 0 || (last + 1) * int64_t(x.element_size()) <= bytes, "nanwatch.", op,
+                  ": the tensor's storage holds ", bytes,
+                  " bytes, fewer than its shape and strides need; it was freed or resized.");
+  const std::optional<Format> format = format_of(dtype);
+  if (!format.has_value()) return std::nullopt;
+  return View{x.const_data_ptr(), *format, numel, dims, sizes, strides};
+}
+
+Tensor filled(std::vector<int64_t> shape, ScalarType type) {
+  return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(shape.data(), shape.size()), type);
+}
+
+template <typename Number>
+Number* numbers(const Tensor& x) {
+  return static_cast<Number*>(x.mutable_data_ptr());
+}
+
+// Calls the operator that python/nanwatch/numerics/_ops.py defines over the reference for this.
+template <typename... Arguments>
+Tensor reference(const char* op, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(Arguments)> stack{stable::from(arguments)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
+  return stable::to<Tensor>(stack[0]);
+}
+
+Tensor abs_range(const Tensor& x) {
+  const std::optional<View> view = view_of(x, "abs_range");
+  if (!view.has_value()) return reference("nanwatch::reference_abs_range", x);
+  Tensor row = filled({kRangeColumns}, ScalarType::Double);
+  range_cpu(*view, numbers<double>(row));
+  return row;
+}
+
+Tensor abs_ranges(const std::vector<Tensor>& xs) {
+  if (!std::all_of(xs.begin(), xs.end(), [](const Tensor& x) { return x.is_cpu(); }))
+    return reference("nanwatch::reference_abs_ranges", xs);
+  Tensor rows = filled({int64_t(xs.size()), kRangeColumns}, ScalarType::Double);
+  double* row = numbers<double>(rows);
+  for (const Tensor& x : xs) {
+    std::copy_n(numbers<double>(abs_range(x)), kRangeColumns, row);
+    row += kRangeColumns;
+  }
+  return rows;
+}
+
+Tensor health(const Tensor& x) {
+  const std::optional<View> view = view_of(x, "tensor_health");
+  if (!view.has_value()) return reference("nanwatch::reference_health", x);
+  Tensor row = filled({kHealthColumns}, ScalarType::Double);
+  health_cpu(*view, numbers<double>(row));
+  return row;
+}
+
+Tensor exponent_histogram(const Tensor& x) {
+  const std::optional<View> view = view_of(x, "exponent_histogram");
+  if (!view.has_value()) return reference("nanwatch::reference_exponent_histogram", x);
+  Tensor counts = filled({exponent_columns(view->format)}, ScalarType::Long);
+  exponents_cpu(*view, numbers<int64_t>(counts));
+  return counts;
+}
+
+Tensor count_from(const Tensor& x, const std::vector<int64_t>& codes) {
+  const std::optional<View> view = view_of(x, "count_from");
+  if (!view.has_value() || codes.size() > size_t(kMaxEdges))
+    return reference("nanwatch::reference_count_from", x, codes);
+  Tensor counts = filled({int64_t(codes.size())}, ScalarType::Long);
+  const std::vector<uint64_t> unsigned_codes(codes.begin(), codes.end());
+  edges_cpu(*view, unsigned_codes.data(), int64_t(codes.size()), numbers<int64_t>(counts));
+  return counts;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
+  m.impl("abs_range", TORCH_BOX(&abs_range));
+  m.impl("abs_ranges", TORCH_BOX(&abs_ranges));
+  m.impl("health", TORCH_BOX(&health));
+  m.impl("exponent_histogram", TORCH_BOX(&exponent_histogram));
+  m.impl("count_from", TORCH_BOX(&count_from));
+}
+
+}  // namespace nanwatch
