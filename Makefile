@@ -1,8 +1,11 @@
 # From a fresh machine with Python >= 3.10, a C++ compiler and make: `make demo`, `make test`. See CONTRIBUTING.md.
 #
+#   make test           lint, and the quick tests of every room
+#   make test-all       lint, and every test that needs no GPU; CI runs it
+#   make test-gpu       the tests that need a GPU
+#
 #   PYTHON=python3.12   the interpreter the environment is made from (or, with OFFLINE=1, used as it is)
 #   VENV=.venv          where the environment lies
-#   SLOW=1              `make test` runs the slow tests too (exhaustive patterns, builds); .ci/run sets it
 #   OFFLINE=1           no environment, no pip: PYTHON brings torch, setuptools, pytest and so on by itself
 #   JOBS=2              how many processes run the tests; by default one more than cores, as some tests wait for
 #                       processes of their own; four at most
@@ -13,7 +16,6 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-SLOW ?= 0
 OFFLINE ?= 0
 ARGS ?=
 WHEEL_TORCH ?= all
@@ -22,7 +24,6 @@ JOBS ?= $(if $(filter 1,$(CORES)),2,$(if $(filter 2,$(CORES)),3,4))
 
 CXX_SOURCES := $(wildcard $(foreach suffix,cpp h cu,csrc/*.$(suffix) csrc/*/*.$(suffix)))
 FORMATTED := $(CXX_SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*.cu tests/native/*/*.cpp tests/native/*/*.h tests/native/*/*.cu)
-MARKS := not cuda$(if $(filter 1,$(SLOW)),, and not slow)
 
 ifeq ($(OFFLINE),1)
   PYTHON_ENVIRONMENT := PYTHONPATH=$(CURDIR)/python
@@ -51,7 +52,7 @@ else
 endif
 PY := $(PYTHON_ENVIRONMENT) $(PY_ONLY)
 
-.PHONY: all wheel demo test test-gpu sanitize lint format docs bench bench-gpu selfcheck clean distclean
+.PHONY: all wheel demo test test-all test-gpu sanitize lint format docs bench bench-gpu selfcheck clean distclean
 all: $(READY)
 
 # dist/ then holds a wheel that needs no compiler, and the sources. auditwheel finds the oldest glibc that will do.
@@ -67,8 +68,10 @@ demo: $(READY)
 	$(PY) examples/mt5_fp16_overflow.py $(ARGS)
 
 # Threads that wait must not spin: there are as many in each process as there are cores for all (138 s of CPU became 79).
-test: lint
-	OMP_WAIT_POLICY=passive $(PY) -m pytest -m "$(MARKS)" $(PARALLEL) $(ARGS)
+test: MARKS = not cuda and not slow
+test-all: MARKS = not cuda
+test test-all: lint
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -m "$(MARKS)" $(PARALLEL) --durations=10 $(ARGS)
 
 # Lint is left to the machine without a GPU: this one may have no tool but pytest.
 test-gpu: $(READY)

@@ -127,7 +127,7 @@ def _ranges(w: Watch) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "t5" else name for name in MODELS]
+    "name", ["nested", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2", "t5"))]
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.usefixtures("_recorder")
@@ -353,7 +353,7 @@ def test_after_an_error_in_the_graph_the_next_batch_is_whole() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["nested", "gpt2"])
+@pytest.mark.parametrize("name", ["nested", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_training_is_bit_for_bit_that_of_an_unwatched_model(backend: str, name: str) -> None:
     """Three compiled steps give the losses and gradients of the same backend without a watch."""
 

@@ -325,6 +325,7 @@ assert not any(getattr(finder, "_name", "") == "torch._dynamo" for finder in sys
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled_first", [False, True])
 def test_dynamo_may_come_before_or_after_the_first_watch(compiled_first: bool) -> None:
     """A watch does not import Dynamo, changes it when it comes, and has all that was compiled before compiled anew."""

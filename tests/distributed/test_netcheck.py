@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was 
 # Healthy.
 
 
+@pytest.mark.slow
 def test_four_healthy_ranks_under_torchrun():
     """Each says OK in a line of its own, rank 0 says versions and devices once, and the status is 0."""
     torchrun = (
@@ -74,6 +75,7 @@ def test_json_is_one_document_on_the_stdout_of_rank_0(ranks):
     assert found["first_failure"] is None
 
 
+@pytest.mark.slow
 def test_a_world_of_one_rank_is_well(ranks):
     """There is nobody to talk to, and that is no failure."""
     ranks.start(0, 1, "--timeout", "60")
@@ -85,6 +87,7 @@ def test_a_world_of_one_rank_is_well(ranks):
 # Failures.
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named(ranks):
     """1 of 2 is started: it says which is missing, and ends."""
     ranks.start(0, 2, "--timeout", "5", "--json")
@@ -106,6 +109,7 @@ def test_a_wrong_port_is_named(ranks):
     assert why(out) == f"nothing listens at 127.0.0.1 port {ranks.port}"
 
 
+@pytest.mark.slow
 def test_a_master_without_an_address_is_named(ranks):
     """The name is in the line, and the name server is given its time."""
     ranks.start(1, 2, "--timeout", "2", MASTER_ADDR="no-such-host.invalid")
@@ -114,6 +118,7 @@ def test_a_master_without_an_address_is_named(ranks):
     assert "no-such-host.invalid" in why(out)
 
 
+@pytest.mark.slow
 def test_a_port_where_something_else_answers_ends_in_time(ranks):
     """A server that accepts and is silent holds up a native call for good: the clock ends it."""
     with socket.create_server(("127.0.0.1", ranks.port)):
@@ -175,6 +180,7 @@ def test_sigterm_in_the_middle_is_told_with_the_step(ranks):
         assert why(out).endswith("stopped by SIGTERM")
 
 
+@pytest.mark.slow
 def test_a_backend_that_is_not_there_breaks_every_rank(ranks):
     """--backend nccl without a GPU: named on each rank, with what would work."""
     for rank in range(2):
@@ -204,6 +210,7 @@ def guarded(library: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_native_call_that_hangs_is_ended_with_its_step():
     """The clock is a thread of its own."""
     done = guarded("CDLL")
@@ -212,6 +219,7 @@ def test_a_native_call_that_hangs_is_ended_with_its_step():
     assert "no answer within 1 s" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_native_call_that_hangs_with_the_interpreter_lock_is_ended_too():
     """No Python thread runs then: the stack is on stderr, and the process does not stay."""
     done = guarded("PyDLL")
@@ -229,6 +237,7 @@ with clock.step("links"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "follows"), [("LinkError", False), ("StepError", True)])
 def test_a_link_that_is_broken_is_no_consequence_of_earlier_news(error, follows):
     """Of two ranks that cannot reach each other both are broken, whichever was first to tell."""

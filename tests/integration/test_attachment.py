@@ -246,6 +246,7 @@ def test_compile_and_its_end_behind_a_watch() -> None:
     assert model._compiled_call_impl is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_extension.C is None, reason="it is this process that has no compiled part")
 def test_all_of_it_without_the_compiled_part(request: pytest.FixtureRequest) -> None:
     """The same tests in a process that has none: the descriptor itself is another there."""

@@ -58,7 +58,10 @@ def script(folder: Path, body: str, name: str = "script.py") -> str:
 
 UNMODIFIED = [
     pytest.param("plain_loop.py", ["--lr", "3"], ["--lr", "0.01"], "Net", id="plain-fp32"),
-    pytest.param("plain_loop.py", ["--lr", "3", "--dtype", "bfloat16"], ["--lr", "0.01"], "Net", id="plain-bf16"),
+    pytest.param(
+        "plain_loop.py", ["--lr", "3", "--dtype", "bfloat16"], ["--lr", "0.01"], "Net", id="plain-bf16",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         "trainer_script.py", [*HF, "--learning_rate", "1000"], [*HF, "--learning_rate", "1e-3"], "GPT2LMHeadModel",
         id="trainer", marks=pytest.mark.slow,
@@ -144,8 +147,15 @@ def test_the_script_sees_what_it_would_see(tmp_path):
 @pytest.mark.parametrize(
     "body",
     [
-        "net(x); sys.exit(7)", "sys.exit('words')", "sys.exit()", "net(x); raise RuntimeError('its own')", "1 +",
-        "import os, signal; os.kill(os.getpid(), signal.SIGINT)", "raise KeyboardInterrupt",
+        "net(x); sys.exit(7)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+        *(
+            pytest.param(body, marks=pytest.mark.slow)
+            for body in (
+                "sys.exit('words')", "sys.exit()", "net(x); raise RuntimeError('its own')", "1 +",
+                "raise KeyboardInterrupt",
+            )
+        ),
     ],
 )  # fmt: skip
 def test_the_exit_is_the_scripts_own(body, tmp_path):
@@ -168,65 +178,74 @@ def test_an_exception_hook_of_the_script_is_called(tmp_path):
     assert "inf first seen in `output` of 0 (Linear)" in done.stderr
 
 
-def test_warnings_and_records_leave_the_status_alone(tmp_path):
+def in_process(tmp_path, body, *options):
+    """The exit status of a script that is run in this process."""
+    return command.main(["run", *options, str(tmp_path / script(tmp_path, body))])
+
+
+def test_warnings_and_records_leave_the_status_alone(tmp_path, capsys):
     """With --on-nonfinite warn or record, or an error that the script catches, its own status counts."""
     body = "net[0].weight.data.fill_(3e38)\nnet(x)\nprint('end')\n"
     caught = "net[0].weight.data.fill_(3e38)\ntry: net(x)\nexcept ValueError: sys.exit(5)\n"
-    for options, text, status in (
-        (["--on-nonfinite", "warn"], body, 0),
-        (["--on-nonfinite", "record"], body, 0),
-        ([], caught, 5),
-    ):
-        done = run(*options, script(tmp_path, text), cwd=tmp_path)
-        assert done.returncode == status
-        assert "What:  inf first seen in `output` of 0 (Linear)" in done.stderr
-        assert done.stdout == ("end\n" if text is body else "")
+    with pytest.warns(RuntimeWarning, match="inf first seen"):
+        assert in_process(tmp_path, body, "--on-nonfinite", "warn") == 0
+    warned = capsys.readouterr()
+    assert in_process(tmp_path, body, "--on-nonfinite", "record") == 0
+    recorded = capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        in_process(tmp_path, caught)
+    assert left.value.code == 5
+    for (out, err), printed in ((warned, "end\n"), (recorded, "end\n"), (capsys.readouterr(), "")):
+        assert "What:  inf first seen in `output` of 0 (Linear)" in err
+        assert out == printed
 
 
-def test_nothing_to_watch_is_said(tmp_path):
+def test_nothing_to_watch_is_said(tmp_path, capsys, monkeypatch):
     """An evaluation trains nothing: stderr says so and how to name the model; named, it is watched."""
-    name = script(
-        tmp_path, "net.eval()\nfor p in net.parameters(): p.requires_grad_(False)\nnet(x)\nnet(x)\n"
-    )
-    done = run("--json", "report.json", name, cwd=tmp_path)
-    assert done.returncode == 0
-    assert "nothing was watched" in done.stderr
-    assert "Sequential" in done.stderr
-    assert "--model" in done.stderr
-    assert nanwatch.Report.from_json((tmp_path / "report.json").read_text()).frames == ()
-    done = run("--model", "Seq*", name, cwd=tmp_path)
-    assert "2 batches of Sequential: all that was read is finite" in done.stderr
-    assert "NANWATCH=0" in run("--model", "Seq*", name, cwd=tmp_path, NANWATCH="0").stderr
+    body = "net.eval()\nfor p in net.parameters(): p.requires_grad_(False)\nnet(x)\nnet(x)\n"
+    report_file = tmp_path / "report.json"
+    assert in_process(tmp_path, body, "--json", str(report_file)) == 0
+    err = capsys.readouterr().err
+    assert "nothing was watched" in err
+    assert "Sequential" in err
+    assert "--model" in err
+    assert nanwatch.Report.from_json(report_file.read_text()).frames == ()
+    assert in_process(tmp_path, body, "--model", "Seq*") == 0
+    assert "2 batches of Sequential: all that was read is finite" in capsys.readouterr().err
+    monkeypatch.setenv("NANWATCH", "0")
+    assert in_process(tmp_path, body, "--model", "Seq*") == 0
+    assert "NANWATCH=0" in capsys.readouterr().err
 
 
-def test_options_reach_the_watch(tmp_path):
+def test_options_reach_the_watch(tmp_path, capsys):
     """Options of `watch` do under `run` what they do there."""
-    name = script(tmp_path, "for _ in range(5): net(x)\nprint('end')\n")
-    done = run("--abort-after-batch", "2", name, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "")
-    assert "stopped after batch 2" in done.stderr
-    done = run("--trace-batches", "1,3", name, cwd=tmp_path)
-    assert done.stdout.count("*** Starting batch number=") == 2
-    done = run(
-        "--json", "report.json", "--max-frames", "3", "--no-weights", "--include", "0", name, cwd=tmp_path
-    )
-    frames = nanwatch.Report.from_json((tmp_path / "report.json").read_text()).frames
+    body = "for _ in range(5): net(x)\nprint('end')\n"
+    assert in_process(tmp_path, body, "--abort-after-batch", "2") == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "stopped after batch 2" in err
+    assert in_process(tmp_path, body, "--trace-batches", "1,3") == 0
+    assert capsys.readouterr().out.count("*** Starting batch number=") == 2
+    report_file, trace = tmp_path / "report.json", tmp_path / "run.parquet"
+    options = ["--json", str(report_file), "--max-frames", "3", "--no-weights", "--include", "0"]
+    assert in_process(tmp_path, body, *options) == 0
+    frames = nanwatch.Report.from_json(report_file.read_text()).frames
     assert [(frame.name, [record.role for record in frame.records]) for frame in frames] == [
         ("0", ["input", "output"])
     ] * 3
-    done = run("--trace", "run.parquet", name, cwd=tmp_path)
-    assert nanwatch.Trace.open(tmp_path / "run.parquet").batches == tuple(range(5)), done.stderr
+    assert in_process(tmp_path, body, "--trace", str(trace)) == 0
+    assert nanwatch.Trace.open(trace).batches == tuple(range(5))
 
 
-def test_two_models_are_two_watches(tmp_path):
+def test_two_models_are_two_watches(tmp_path, capsys):
     """Each of two models is watched by itself, and the report is of the one that failed."""
     body = "other = nn.Sequential(nn.Identity(), nn.Linear(2, 2))\nother[1].weight.data.fill_(3e38)\nnet(x)\nother(x)\n"
-    done = run("--json", "report.json", script(tmp_path, body), cwd=tmp_path)
-    assert done.returncode == 3
-    finding = nanwatch.Report.from_json((tmp_path / "report.json").read_text()).finding
+    report_file = tmp_path / "report.json"
+    assert in_process(tmp_path, body, "--json", str(report_file)) == 3
+    finding = nanwatch.Report.from_json(report_file.read_text()).finding
     assert finding is not None
     assert finding.module == "1"
-    assert "1 batch of Sequential: all that was read is finite" in done.stderr
+    assert "1 batch of Sequential: all that was read is finite" in capsys.readouterr().err
 
 
 def test_bad_use(tmp_path, capsys):
@@ -250,11 +269,6 @@ def test_bad_use(tmp_path, capsys):
         command.main(["run", "--help"])
     assert stopped.value.code == 0
     assert "examples:" in capsys.readouterr().out
-
-
-def in_process(tmp_path, body, *options):
-    """The exit status of a script that is run in this process."""
-    return command.main(["run", *options, str(tmp_path / script(tmp_path, body))])
 
 
 def test_a_model_is_watched_in_its_evaluation_before_its_training(tmp_path, capsys):

@@ -53,20 +53,25 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("argument", "buffered", "expected"),
     # What argparse itself cannot print without a buffer it passes over, and ends well.
-    [("--json", True, CUT), ("--json", False, CUT), ("--help", True, CUT), ("--help", False, 0)],
+    [
+        ("--json", True, CUT),
+        pytest.param("--json", False, CUT, marks=pytest.mark.slow),
+        pytest.param("--help", True, CUT, marks=pytest.mark.slow),
+        pytest.param("--help", False, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_the_doctor_ends_quietly(argument: str, buffered: bool, expected: int) -> None:
     """Status 141 and not a word, whether the pipe breaks while it prints or when all is flushed."""
     assert unread(argument, buffered=buffered) == (expected, "")
 
 
-@pytest.mark.parametrize("argument", ["--json", "--help"])
+@pytest.mark.parametrize("argument", ["--json", pytest.param("--help", marks=pytest.mark.slow)])
 def test_a_command_ends_quietly(argument: str, saved: Path) -> None:
     """The same for a sub-command."""
     assert unread("show", str(saved), argument) == (CUT, "")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("utf-8", marks=pytest.mark.slow)])
 def test_what_the_terminal_cannot_show_is_an_escape(encoding: str, saved: Path) -> None:
     """An arrow, which reports of skipped steps have, in an encoding without it."""
     report = json.loads(saved.read_text())
@@ -90,6 +95,7 @@ def test_head_cuts_a_long_output(saved: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_without_any_stdout_a_command_ends_well(saved: Path) -> None:
     """Closed from the start, as by `>&-`: there is nobody to print for, and no error."""
     script = f'"{sys.executable}" -m nanwatch show "{saved}" >&-'
@@ -108,6 +114,7 @@ def test_what_is_no_cut_is_not_hidden() -> None:
         until_cut(lambda: sys.exit(2))
 
 
+@pytest.mark.slow
 def test_a_pipe_that_breaks_in_the_users_script_is_the_scripts(tmp_path: Path) -> None:
     """`run` ends as the script would without it: with its traceback, for all that it had still to do."""
     script = tmp_path / "script.py"

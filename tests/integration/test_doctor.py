@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import nanwatch
+from nanwatch.__main__ import main
 from nanwatch.cli import doctor
-from nanwatch.numerics import _extension, _ops
+from nanwatch.numerics import _extension
+from nanwatch.numerics import _ops
 
 PACKAGE = Path(nanwatch.__file__).parent
 
@@ -43,6 +45,7 @@ def reason_in(place: Path) -> str:
     return compiled["reason"]
 
 
+@pytest.mark.slow
 @needs_extension
 def test_a_level_that_there_is_not_is_told_when_the_library_is_loaded():
     """A misspelt NANWATCH_CPU warns at import, with what is accepted; a right one, or none, does not."""
@@ -64,24 +67,26 @@ def test_json_is_one_document_and_nothing_else():
 
 
 @pytest.mark.parametrize("name", [["doctor"], []])
-def test_the_text_names_versions_devices_and_threads(name):
+def test_the_text_names_versions_devices_and_threads(name, capsys):
     """Without --json it is lines for a person, one fact each; the command's name may be left out."""
-    done = run("-m", "nanwatch", *name)
-    assert done.returncode == 0, done.stderr
-    labels = [line.split("  ")[0].strip() for line in done.stdout.splitlines()]
+    assert main(name) == 0
+    out = capsys.readouterr().out
+    labels = [line.split("  ")[0].strip() for line in out.splitlines()]
     for label in ("nanwatch", "python", "torch", "compiled part", "threads", "cpu"):
         assert label in labels
-    assert torch.__version__ in done.stdout
+    assert torch.__version__ in out
 
 
 @pytest.mark.parametrize("name", [["doctor"], []])
-def test_help_shows_examples(name):
+def test_help_shows_examples(name, capsys):
     """--help is enough to use it."""
-    done = run("-m", "nanwatch", *name, "--help")
-    assert "exit status" in done.stdout
-    assert done.returncode == 0
-    assert "--selfcheck" in done.stdout
-    assert "examples:" in done.stdout
+    with pytest.raises(SystemExit) as left:
+        main([*name, "--help"])
+    assert left.value.code == 0
+    out = capsys.readouterr().out
+    assert "exit status" in out
+    assert "--selfcheck" in out
+    assert "examples:" in out
 
 
 def test_switched_off_is_reported_as_the_users_wish():
@@ -105,6 +110,7 @@ def test_an_unknown_value_of_the_switch_is_refused():
     assert "use 0" in done.stderr
 
 
+@pytest.mark.slow
 @needs_extension
 @pytest.mark.parametrize("level", ["baseline"] if _extension.C is None else _extension.C.cpu_capabilities())
 def test_the_cpu_level_asked_for_is_the_one_in_force(level):
@@ -114,6 +120,7 @@ def test_the_cpu_level_asked_for_is_the_one_in_force(level):
     assert found["devices"][0]["implementation"] == f"native ({level})"
 
 
+@pytest.mark.slow
 def test_a_module_of_another_torch_is_not_loaded(copied):
     """Its binary interface may differ where nothing would notice: both versions and the cure are named."""
     (copied / "nanwatch" / "_build.json").write_text(json.dumps({"torch": "2.1.0"}))
@@ -150,6 +157,7 @@ def test_a_missing_module_is_said_to_be_missing(copied):
     assert "not installed for this Python" in reason_in(copied)
 
 
+@pytest.mark.slow
 @needs_extension
 def test_a_damaged_module_costs_speed_and_not_the_import(copied):
     """A file that the loader refuses is reported with the loader's own words."""
@@ -158,7 +166,9 @@ def test_a_damaged_module_costs_speed_and_not_the_import(copied):
     assert "could not be loaded" in reason_in(copied)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "\x00"])
+@pytest.mark.parametrize(
+    "text", ["{", *(pytest.param(text, marks=pytest.mark.slow) for text in ("", "[1, 2]", "\x00"))]
+)
 def test_a_damaged_build_record_is_ignored(copied, text):
     """The record is a help, never a reason to fail."""
     (copied / "nanwatch" / "_build.json").write_text(text)
@@ -167,6 +177,7 @@ def test_a_damaged_build_record_is_ignored(copied, text):
     assert json.loads(done.stdout)["compiled"]["build"] == {}
 
 
+@pytest.mark.slow
 @needs_extension
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_one_openmp_runtime_serves_torch_and_nanwatch():
@@ -179,27 +190,12 @@ def test_one_openmp_runtime_serves_torch_and_nanwatch():
     assert done.stdout.strip() == "1", done.stderr
 
 
-def test_importing_initialises_no_cuda_and_no_optional_package():
-    """`import nanwatch` is light, 0.13 s here: nothing that takes long, or that only a part needs, comes with it."""
-    script = (
-        "import torch, sys; before = set(sys.modules); import nanwatch;"
-        "new = {name.split('.')[0] for name in set(sys.modules) - before};"
-        "extras = {'transformers', 'rich', 'pytest', 'hypothesis', 'pybind11', 'pyarrow', 'pandas', 'polars', 'plotly',"
-        " 'jinja2', 'safetensors', 'lightning', 'pytorch_lightning', 'accelerate', 'tensorboard', 'wandb'};"
-        "slow = {name for name in set(sys.modules) - before if name.startswith(('torch._dynamo', 'torch._inductor',"
-        " 'torch.distributed.tensor', 'torch.distributed.fsdp', 'torch.utils.tensorboard'))};"
-        "print(torch.cuda.is_initialized(), sorted(new & extras), sorted(slow))"
-    )
-    assert run("-c", script).stdout.strip() == "False [] []"
-
-
-def test_selfcheck_passes_here():
+def test_selfcheck_passes_here(capsys):
     """Every implementation of this machine equals the reference; one outcome for each dtype of each."""
-    done = run("-m", "nanwatch", "--selfcheck", "--json")
-    found = json.loads(done.stdout)["selfcheck"]
+    assert main(["--selfcheck", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["selfcheck"]
     assert [outcome for outcome in found["outcomes"] if outcome["error"]] == []
     assert found["passed"]
-    assert done.returncode == 0
     assert len(found["outcomes"]) == len(doctor.implementations()) * len(
         nanwatch.numerics._reference.READABLE_DTYPES
     )

@@ -6,15 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.html_page import growing
 from support.merges import report
-from support.processes import environment
-
-
-def test_importing_nanwatch_does_not_import_safetensors():
-    """The extra is needed by those who use it."""
-    code = "import sys, nanwatch; sys.exit('safetensors' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
 
 
 def test_text_and_json_need_neither() -> None:
@@ -31,6 +26,7 @@ def test_text_and_json_need_neither() -> None:
     assert (done.returncode, done.stdout) == (0, report.to_text()), done.stderr
 
 
+@pytest.mark.slow
 def test_without_jinja2_the_extra_is_named(tmp_path: Path) -> None:
     """And the text needs nothing."""
     (tmp_path / "report.json").write_text(report(0).to_json())

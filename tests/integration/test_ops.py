@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,12 +53,15 @@ torch.save(samples, sys.argv[1])
 """
 
 
-@pytest.fixture(scope="module")
-def torch_samples(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+@pytest.fixture(scope="session")
+def torch_samples(folder_of_all: Path) -> list[torch.Tensor]:
     """Inputs that torch's own test suite tries the same operations on."""
     pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
-    path: Path = tmp_path_factory.mktemp("samples") / "samples.pt"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", _WRITE_TORCH_SAMPLES, str(path)], check=True)
+    path = folder_of_all / "samples.pt"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            command = [sys.executable, "-W", "ignore", "-c", _WRITE_TORCH_SAMPLES, str(path)]
+            subprocess.run(command, check=True)
     samples: list[torch.Tensor] = torch.load(path)
     assert len(samples) > 20
     return samples

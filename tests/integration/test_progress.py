@@ -136,7 +136,10 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("arguments", COMMANDS)
+@pytest.mark.parametrize(
+    "arguments",
+    ["merge run", *(pytest.param(one, marks=pytest.mark.slow) for one in COMMANDS if one != "merge run")],
+)
 def test_a_command_shows_its_steps_and_leaves_nothing(
     place: Path, capfdbinary: pytest.CaptureFixture[bytes], arguments: str
 ) -> None:
@@ -156,6 +159,7 @@ def test_a_command_shows_its_steps_and_leaves_nothing(
     assert err in (b"", b"from the user's own code\n")
 
 
+@pytest.mark.slow
 def test_stderr_that_is_no_terminal_gets_nothing(place: Path) -> None:
     """Not even where rich was told to take everything for a terminal."""
     done = subprocess.run(
@@ -168,7 +172,7 @@ def test_stderr_that_is_no_terminal_gets_nothing(place: Path) -> None:
     assert b"3 ranks" in done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_command_that_is_ended_leaves_a_terminal_to_type_at(place: Path, number: signal.Signals) -> None:
     """Ctrl-C: dead by SIGINT, which a shell calls 130, the line gone and not a word. SIGKILL: the cursor is there."""
     sent = threading.Event()
@@ -190,16 +194,16 @@ def test_a_command_that_is_ended_leaves_a_terminal_to_type_at(place: Path, numbe
         assert screen.text == ""
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_users_model_shows_where(place: Path) -> None:
     """A traceback of `replay`, below the line that is gone: it may be the user's code that hangs."""
-    (place / "zoo_of_progress.py").write_text("import time\ntime.sleep(100)")
+    body = "import pathlib, time\npathlib.Path('imported').touch()\ntime.sleep(100)"
+    (place / "zoo_of_progress.py").write_text(body)
     sent = threading.Event()
 
     def end_it(written: bytes, process: subprocess.Popen[bytes]) -> None:
-        if b"importing" in written and not sent.is_set():
+        if (place / "imported").exists() and b"importing" in written and not sent.is_set():
             sent.set()
-            # Not before the import is under way.
-            time.sleep(1.0)
             process.send_signal(signal.SIGINT)
 
     arguments = slowly("replay", "capsule", "--model", "zoo_of_progress:model")

@@ -64,7 +64,7 @@ def placed(kind: str, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["pipe", "zero"])
+@pytest.mark.parametrize("kind", ["pipe", pytest.param("zero", marks=pytest.mark.slow)])
 def test_no_command_waits_for_a_pipe_or_reads_a_device(kind: str, tmp_path: Path) -> None:
     """Named by the user, or where a capsule, a job or a trace has its files."""
     commands = []
@@ -81,7 +81,7 @@ def saved(path: Path, rank: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["pipe", "zero"])
+@pytest.mark.parametrize("kind", ["pipe", pytest.param("zero", marks=pytest.mark.slow)])
 def test_merge_leaves_out_what_is_no_file(kind: str, tmp_path: Path) -> None:
     """The ranks that have a report are merged, and a link to one is followed."""
     saved(tmp_path / "0" / "report.json", 0)
@@ -94,6 +94,7 @@ def test_merge_leaves_out_what_is_no_file(kind: str, tmp_path: Path) -> None:
     assert merged.left_out == (f"{bad}: is no regular file",)
 
 
+@pytest.mark.slow
 def test_what_is_read_is_bounded(tmp_path: Path) -> None:
     """To the byte; nothing beyond it is taken into memory."""
     path = tmp_path / "x"

@@ -55,6 +55,7 @@ def test_a_killed_process_leaves_what_was_written(tmp_path: Path) -> None:
     assert [one.name for one in frames] == ["0", "1", ""]
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_without_stop_writes_all(tmp_path: Path) -> None:
     """At the interpreter's exit the last frames are fetched and the file is made."""
     path = tmp_path / "run.parquet"

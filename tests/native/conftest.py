@@ -10,7 +10,7 @@ from support import cuda_emulation
 from support.cuda_emulation import Host
 
 
-@pytest.fixture(params=cuda_emulation.ARCHITECTURES, ids=lambda architecture: f"sm_{architecture // 10}")
+@pytest.fixture(scope="module", params=cuda_emulation.ARCHITECTURES)
 def host(request: pytest.FixtureRequest) -> Iterator[Host]:
     """Both paths through the source."""
     found = cuda_emulation.host(request.param)

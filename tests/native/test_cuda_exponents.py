@@ -9,7 +9,7 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,14 +29,6 @@ INVALID_VALUE = 1
 TOO_MANY_CHUNKS = -2
 
 dtypes = pytest.mark.parametrize("dtype", FORMATS, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-@pytest.fixture(scope="module", params=cuda_emulation.ARCHITECTURES, ids=lambda arch: f"sm_{arch // 10}")
-def host(request: pytest.FixtureRequest) -> Iterator[Host]:
-    """Both paths through the source."""
-    found = cuda_emulation.host(request.param)
-    yield found
-    found.shuffle_blocks(0)
 
 
 def call_exponents(host: Host, tensor: DescribedTensor, counts: torch.Tensor) -> int:
@@ -151,6 +143,7 @@ def test_blocks_take_several_chunks_in_any_order(host: Host) -> None:
     assert torch.equal(exponents(host, x), want)
     assert BLOCKS // 2 < host.blocks() <= BLOCKS
     assert edges(host, x, [0x3F000000]).tolist() == [len(x) - rare]
+    host.shuffle_blocks(0)
 
 
 def test_counts_are_added_to_what_is_there(host: Host) -> None:

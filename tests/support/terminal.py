@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import termios
@@ -149,6 +150,8 @@ def on_terminal(
 
     def make_it_its_own() -> None:
         os.setsid()
+        # A shell script's `make test &` ignores Ctrl-C, and its children inherit that.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         fcntl.ioctl(2, termios.TIOCSCTTY, 0)
 
     plain = {name: value for name, value in os.environ.items() if name not in VARIABLES}

@@ -177,6 +177,12 @@ WAYS = {
 }
 
 
+# The three trainers as they are, and in the slow tests with each option.
+EACH_WAY = [
+    pytest.param(way, marks=pytest.mark.slow) if options else way for way, (_, options) in WAYS.items()
+]
+
+
 @pytest.fixture(autouse=True)
 def _another_scaler() -> Iterator[None]:
     """One that is in use in the same process, so that the trainer's cannot be guessed."""
@@ -195,7 +201,7 @@ def run(way: str, folder: Path, init_scale: float, **watched: Any) -> Run:
     return Run(scaler.scales, model.state_dict(), watch)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 def test_a_step_that_the_scaler_skips_is_counted_and_no_failure(way: str, tmp_path: Path) -> None:
     """With the scale before and after, as often as the scaler's falls; the training is that without a watch."""
     # To accumulate halves the loss in Lightning and Accelerate.
@@ -217,7 +223,7 @@ def test_a_step_that_the_scaler_skips_is_counted_and_no_failure(way: str, tmp_pa
 
 
 @pytest.mark.parametrize(("most", "given"), [(3, {"max_skipped_steps": 3}), (20, {})])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 def test_too_many_skipped_steps_in_a_row_are_raised(
     way: str, most: int, given: dict[str, int], tmp_path: Path
 ) -> None:

@@ -173,7 +173,7 @@ def test_accumulation_and_evaluation_count_as_batches(gradients, tmp_path):
     assert all(module._compiled_call_impl is None for module in watched.model.modules())
 
 
-@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("gradients", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_resumed_training_is_watched(gradients, tmp_path):
     """`resume_from_checkpoint`: the rest of the training is watched and ends as the whole one did."""
     whole = trainer_of(

@@ -129,7 +129,9 @@ def play(server: Any, played: Scenario) -> list[Origin | None]:
     return named
 
 
-@pytest.mark.parametrize("number", range(21))
+@pytest.mark.parametrize(
+    "number", [*range(7), *(pytest.param(number, marks=pytest.mark.slow) for number in range(7, 21))]
+)
 def test_the_origin_is_right_whoever_told_first(server, number):
     """Every rank that lives names the same one, the true one, in each kind of job and order of events."""
     played = scenario(number)
@@ -151,7 +153,7 @@ def test_nobody_waits_longer_than_peer_timeout_for_a_rank_that_never_answers(ser
     origin = verdict.settle(finding())
     waited = time.monotonic() - start
     verdict.stop()
-    assert waited < 1.5 + 5  # a busy machine; without an end it would be for good
+    assert waited < 60  # on a busy machine; without an end it would be for good
     assert origin.rank == 0
     assert not origin.is_complete
     assert str(origin).endswith("1 of 2 ranks did not answer in time")
@@ -203,7 +205,7 @@ def test_a_store_that_has_gone_leaves_a_rank_with_its_own_finding(is_connected):
     start = time.monotonic()
     assert verdict.publish(finding(rank=1), 3) is False
     origin = verdict.settle(finding(rank=1))
-    assert time.monotonic() - start < 3.0 + 5  # a busy machine; without an end it would be for good
+    assert time.monotonic() - start < 60  # on a busy machine; without an end it would be for good
     assert (origin.rank, origin.num_reported) == (1, 1)
     assert re.match("the store (cannot be asked|does not answer)", verdict.trouble)
     verdict.stop()

@@ -35,6 +35,7 @@ def one(dtype: torch.dtype) -> int:
     return form.bias << form.fraction_bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", SMALL)
 def test_each_pattern_alone(implementation: Implementation, dtype: torch.dtype) -> None:
     """A tensor of one element has the range of that pattern, for every pattern there is."""
@@ -96,6 +97,7 @@ def test_each_8_bit_pattern_at_each_place(implementation: Implementation, dtype:
         assert_rows(got, want, f"{dtype} at {place}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 1, 5])
 @pytest.mark.parametrize("dtype", FLOATS_16)
 def test_each_16_bit_pattern_in_rolled_blocks(
@@ -115,6 +117,7 @@ def test_each_16_bit_pattern_in_rolled_blocks(
     assert_rows(got, ranges_with_ones(decode(dtype, patterns)), f"{dtype} from {start}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", SMALL)
 def test_pairs_of_patterns(implementation: Implementation, dtype: torch.dtype) -> None:
     """Each pattern beside another one (for 8 bits: beside each other one) gives the range of the two."""

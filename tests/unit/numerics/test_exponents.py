@@ -116,6 +116,7 @@ def test_subnormals_of_wide_formats(
     check(implementation, from_patterns(np.array(drawn, f"u{dtype.itemsize}"), dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_blocks_and_threads(implementation: Implementation, dtype: torch.dtype) -> None:
     """Enough elements for several blocks and for more than one thread."""

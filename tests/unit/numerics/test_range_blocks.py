@@ -43,7 +43,10 @@ def ordinary(dtype: torch.dtype, count: int, shift: int) -> np.ndarray:
     return ((form.bias << form.fraction_bits) + fraction + sign).astype(unsigned)
 
 
-@pytest.mark.parametrize(("num_bytes", "places"), [(BYTES, PLACES), (STREAMS_BYTES, STREAM_PLACES)])
+@pytest.mark.parametrize(
+    ("num_bytes", "places"),
+    [(BYTES, PLACES), pytest.param(STREAMS_BYTES, STREAM_PLACES, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.bool])
 @given(data=st.data())
 @settings(max_examples=25)
