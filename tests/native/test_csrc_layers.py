@@ -10,7 +10,17 @@ import pytest
 
 CSRC = next(folder for folder in Path(__file__).resolve().parents if (folder / "csrc").is_dir()) / "csrc"
 # From the bottom to the top. A folder includes itself and those of lower rank.
-RANKS = {"numerics": 0, "cpu": 1, "cuda": 1, "ops": 2, "stable": 2, "device": 3, "recorder": 4, "gradients": 5, "": 6}
+RANKS = {
+    "numerics": 0,
+    "cpu": 1,
+    "cuda": 1,
+    "ops": 2,
+    "stable": 2,
+    "device": 3,
+    "recorder": 4,
+    "gradients": 5,
+    "": 6,
+}
 TORCH_FREE = ("numerics", "cpu", "cuda")
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 FILES = sorted(
