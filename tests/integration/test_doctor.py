@@ -15,8 +15,7 @@ import torch
 import nanwatch
 from nanwatch.__main__ import main
 from nanwatch.cli import doctor
-from nanwatch.numerics import _extension
-from nanwatch.numerics import _ops
+from nanwatch.numerics import _extension, _ops
 
 PACKAGE = Path(nanwatch.__file__).parent
 
