@@ -77,6 +77,8 @@ def test_a_translation_shows_what_the_original_shows(place: Path) -> None:
         ("loss 1.50 [...]", "loss 1.49 and more", True),
         ("loss 1.50", "loss 2.50", False),
         ("step 5: nan", "step 6: nan", False),
+        ("near batch 1,190 (± 143)", "near batch 1,200 (± 150)", True),
+        ("of 400 elements", "of 800 elements", False),
         ("[...]b\n", "a\nc\n", False),
         ("x     1.00e+00", "x 9.90e-01", True),
         ("2.13.0", "2.14.0", False),
