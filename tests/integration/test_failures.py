@@ -207,7 +207,10 @@ def test_operations_and_lines() -> None:
     for case in CASES:
         finding = the_finding(case)
         if not case.operations:
-            right = finding.operation is None
+            # Of bad data the operation is told that hands it on.
+            right = finding.operation is None or (
+                finding.origin == "data" and case.file.name in (finding.source or "")
+            )
         else:
             right = (
                 finding.operation is not None
@@ -235,6 +238,8 @@ def test_a_format_cause_has_a_cure_that_works(case: Case) -> None:
     setup = case.build()
     if setup.loop is None:
         for cure in working:
+            if cure.patch:
+                continue  # a change of the source: see test_cures_applied
             torch.manual_seed(0)
             assert is_finite(setup.model, setup.args, setup.kwargs, setup.autocast, cure.what), cure.what
 

@@ -36,11 +36,11 @@ from .backward_pass import (
     without_hooks,
 )
 from .batch_snapshot import BatchSnapshot, no_second_run
-from .cures import may_be_narrow
 from .diagnosis import Diagnosis, Place, enrich
 from .experiment import NO_CONDITIONS, BackwardStart, Conditions
 from .extent import bad_rows
-from .patches import MOST_RUNS, Found, try_patches
+from .narrow import may_be_narrow
+from .patching.patches import MOST_RUNS, Found, try_patches
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
@@ -69,7 +69,7 @@ def rerun_backward(
         return Diagnosis(
             remarks=("what made it lies behind the model's outputs, so it was not looked for in the model",)
         )
-    if reason := no_second_run():
+    if reason := no_second_run(snapshot.module):
         return Diagnosis(remarks=(f"the batch was not run a second time: {reason}",))
     probe: _BackwardProbe | None = None
     remarks: tuple[str, ...] = ()

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.temporary_wrappers import unwatched
+from ..instrumentation.wrapped_names import unwrapped
 from ..precision import parametrized
 from ..recording.walk import call_leaves
 from ..util.modules import each_module
@@ -37,6 +39,11 @@ _PLAIN = (
     type(...),
     type,
 )
+
+
+# Libraries whose modules talk to other ranks.
+_SHARDING = frozenset({"deepspeed", "fairscale", "megatron", "colossalai", "horovod", "transformer_engine"})
+_OWN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 @dataclass(slots=True)
@@ -117,8 +124,13 @@ class BatchSnapshot:
                     # Without a graph nn.TransformerEncoderLayer takes a path on which its parts are not called.
                     modes.callback(torch.backends.mha.set_fastpath_enabled, True)
                     torch.backends.mha.set_fastpath_enabled(False)
+                module = self.module
+                if num_processes() > 1:
+                    modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
+                    # DistributedDataParallel would tell the other ranks that a batch has begun.
+                    module = unwrapped(module)
                 self.rng.restore()
-                yield lambda: self.module(*self.args, **self.kwargs)
+                yield lambda: module(*self.args, **self.kwargs)
 
     def doubts(self) -> list[str]:
         """In sentences, why a second call may not be the same as the first; empty when nothing speaks against it."""
@@ -138,11 +150,20 @@ class BatchSnapshot:
         return found
 
 
-def no_second_run() -> str:
-    """Why no batch can be run a second time here and now, in words; else ""."""
+def num_processes() -> int:
+    """The number of processes of the job."""
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return f"in a job of {distributed.get_world_size()} processes it would wait for the others"
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def no_second_run(root: nn.Module | None = None) -> str:
+    """Why no batch can be run a second time here and now, in words; else "".
+
+    In a job of several processes one can where `root` computes alone, as a replica of DistributedDataParallel does.
+    """
+    number = num_processes()
+    if number > 1 and (root is None or not _computes_alone(root)):
+        return f"in a job of {number} processes it would wait for the others"
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace is recording"
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -150,6 +171,30 @@ def no_second_run() -> str:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return ""
+
+
+def _computes_alone(root: nn.Module) -> bool:
+    """Whether no module in the tree belongs to a library that shards models, and no weight is spread over ranks.
+
+    A collective that the model's own code calls is refused when it comes; see `_NoCollectives`.
+    """
+    modules = list(unwrapped(root).modules())
+    made_by = {kind.__module__.partition(".")[0] for module in modules for kind in type(module).__mro__}
+    is_sharded = any(
+        kind.__module__.startswith("torch.distributed") for module in modules for kind in type(module).__mro__
+    )
+    state = [*root.parameters(), *root.buffers()]
+    return not is_sharded and not made_by & _SHARDING and all(type(x) in _OWN_TENSORS for x in state)
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Mode that refuses what would wait for other ranks: all collectives of torch.distributed are operators."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run any other operation."""
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "c10d_functional"):
+            raise RuntimeError(f"{func} would wait for the other ranks, which do not run this batch again")
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from .experiment import (
     module_words,
     run,
 )
+from .narrow import is_narrow, may_be_narrow
 
 MAX_RUNS = 5
 # Two are a choice; more would only cost forwards.
@@ -70,7 +71,7 @@ def try_cures(
         return (), ()
     if finding.transient:
         return (), (_NOT_BACK,)
-    if reason := no_second_run():
+    if reason := no_second_run(snapshot.module):
         return (), (f"no cure was tried: {reason}",)
     cures: list[Cure] = []
     remarks: list[str] = []
@@ -81,18 +82,6 @@ def try_cures(
     except Exception as error:
         remarks.append(f"the search for cures ended early: {spell(error)}")
     return working_first(cures), tuple(remarks)
-
-
-def may_be_narrow(snapshot: BatchSnapshot, finding: Finding) -> bool:
-    """Whether a format narrower than float32 may take part, as far as can be told before any run."""
-    root = snapshot.module
-    tensors = [*root.parameters(), *root.buffers()]
-    tensors += [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
-    return (
-        any(one.enabled and one.dtype in NARROW for one in snapshot.autocast)
-        or any(_is_narrow(str(x.dtype)) for x in tensors)
-        or any(_is_narrow(record.dtype) for record in finding.operands)
-    )
 
 
 class _Done(Exception):  # noqa: N818
@@ -231,7 +220,7 @@ class _Search:
         """A limit on what the guilty module is given, where that is near the end of the format."""
         rows = [row for call in self.seen.calls if call.name == self.guilty for row in call.rows]
         end = min(
-            (ends.largest for row in rows if _is_narrow(row.dtype) and (ends := limits(row.dtype))),
+            (ends.largest for row in rows if is_narrow(row.dtype) and (ends := limits(row.dtype))),
             default=0.0,
         )
         given = next((row for row in rows if row.role == "input" and "float" in row.dtype), None)
@@ -371,9 +360,9 @@ class _Search:
         weights = self.modules[self.guilty].parameters() if self.guilty in self.modules else ()
         return (
             any(call.autocast is not None for call in guilty)
-            or any(_is_narrow(row.dtype) for call in guilty for row in call.rows)
-            or any(_is_narrow(str(x.dtype)) for x in weights)
-            or any(_is_narrow(record.dtype) for record in self.finding.operands)
+            or any(is_narrow(row.dtype) for call in guilty for row in call.rows)
+            or any(is_narrow(str(x.dtype)) for x in weights)
+            or any(is_narrow(record.dtype) for record in self.finding.operands)
         )
 
     def _ancestors(self) -> Iterator[str]:
@@ -399,11 +388,6 @@ class _Search:
 
     def _in_float32(self, name: str, *, cast_output: bool = True) -> str:
         return in_float32(self.model, name, cast_output=cast_output)
-
-
-def _is_narrow(dtype: str) -> bool:
-    name = dtype.removeprefix("torch.")
-    return name in ("float16", "bfloat16") or name.startswith("float8")
 
 
 def _scaled(x: Any, scale: float, smaller: float) -> Any:

@@ -40,7 +40,7 @@ def rerun_forward(snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module
             return _of_state(finding, model)
         if finding.origin == "data":
             return _of_data(snapshot, finding, model)
-        if reason := no_second_run():
+        if reason := no_second_run(snapshot.module):
             return Diagnosis(remarks=(f"the batch was not run a second time: {reason}",))
         return _of_rerun(snapshot, finding, model)
     except Exception as error:
@@ -101,7 +101,7 @@ def _spread(snapshot: BatchSnapshot) -> Step | None:
 
     Else the first product, which should have masked it, else the first operation that passed it on.
     """
-    if no_second_run():
+    if no_second_run(snapshot.module):
         return None
     mode = ProvenanceMode(_spread.__code__, keeps_steps=True)
     with suppress(Exception), snapshot.again() as call, mode:

@@ -150,7 +150,7 @@ class Operands(NamedTuple):
         return frozenset(
             i
             for i, x in enumerate(self.tensors)
-            if not (_is_plain(x) and x.untyped_storage()._cdata in gone) and _is_count(x)
+            if _is_plain(x) and x.untyped_storage()._cdata not in gone and _is_count(x)
         )
 
     def spreads(self, *, written: Sequence[Tensor] = ()) -> tuple[StoredHistogram, ...]:

@@ -22,11 +22,12 @@ from ..report.report import Report
 from ..util.numbered import make_numbered
 from .backward_rerun import rerun_backward
 from .batch_snapshot import BatchSnapshot, Forwards, no_second_run
-from .cures import MAX_RUNS, may_be_narrow, try_cures
+from .cures import MAX_RUNS, try_cures
 from .diagnosis import Call, Diagnosis, enrich
 from .experiment import Allows, Conditions, nothing_allowed
 from .forward_rerun import rerun_forward
-from .patches import KEPT_FOR_FORMATS, MOST_RUNS, Found, try_patches
+from .narrow import may_be_narrow
+from .patching.patches import KEPT_FOR_FORMATS, MOST_RUNS, Found, try_patches
 from .samples import dataset_indices, find_samples
 
 PATCH_FILE = "cure.patch"
@@ -141,7 +142,7 @@ def _sampled(
 ) -> Finding:
     """The finding with the samples that carry the failure, where the forwards that are left show them."""
     made = 0 if snapshot.forwards is None else snapshot.forwards.made
-    if not diagnosis.rows or diagnosis.transient or no_second_run() or snapshot.doubts():
+    if not diagnosis.rows or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
         return finding
     names = {one.module: one.name for one in named_modules(model)}
     samples = _attempt(

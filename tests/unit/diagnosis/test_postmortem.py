@@ -136,13 +136,17 @@ def test_what_could_not_be_written_is_not_named(tmp_path: Path, monkeypatch: pyt
 
 
 def test_everything_is_written_and_named_in_the_error(tmp_path: Path) -> None:
-    """The folder holds text, JSON, page and capsule, and the JSON is the error's report."""
+    """The folder holds text, JSON, page, capsule and the first patch, and the JSON is the error's report."""
     pytest.importorskip("plotly")
     pytest.importorskip("safetensors")
     with watch(model := Log(), output_dir=tmp_path), pytest.raises(NonFiniteError) as error:
         model(torch.zeros(2))
     folder = tmp_path / "batch-0"
-    assert {path.name for path in folder.iterdir()} == {"capsule", "report.html", "report.json", "report.txt"}
+    names = {"capsule", "cure.patch", "report.html", "report.json", "report.txt"}
+    assert {path.name for path in folder.iterdir()} == names
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (folder / "cure.patch").read_text() == finding.cures[0].patch
     assert Report.from_json((folder / "report.json").read_text()) == error.value.report
     for path in folder.iterdir():
         assert str(path) in str(error.value)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from .code_swap import Target
-from .source_file import Edit, SourceFile, Span
+from .source_file import Edit
+from .source_file import SourceFile
+from .source_file import Span
 
 _OPERATORS: dict[type[ast.operator], str] = {
     ast.Div: "div",
@@ -48,11 +51,15 @@ class Spelt(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A proposed change: the edits, what it does in words, and the expressions whose values show its effect."""
+    """A proposed change: the edits, what it does in words, and the expressions whose values show its effect.
+
+    `is_stable`: it computes the same, with less rounding.
+    """
 
     edits: tuple[Edit, ...]
     words: str
     looks: tuple[Span, ...]
+    is_stable: bool = False
 
 
 class Site:
@@ -97,6 +104,8 @@ class Site:
         else:
             return None
         name = name.removesuffix("_")
+        if name in _OPERATORS.values() and len(args) < 2:
+            return None  # its second operand is given by name
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         return Spelt(node, _ALIASES.get(name, name), args, kwargs) if args else None

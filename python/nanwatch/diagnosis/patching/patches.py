@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instrumentation.wrapped_names import named_modules
-from ..numerics._reference import _to_arithmetic
-from ..recording.walk import leaves
-from ..report.errors import spell
-from ..report.finding import Cure, Finding
-from .batch_snapshot import BatchSnapshot
+from ...instrumentation.wrapped_names import named_modules
+from ...numerics._reference import _to_arithmetic
+from ...recording.walk import leaves
+from ...report.errors import spell
+from ...report.finding import Cure, Finding
+from ..batch_snapshot import BatchSnapshot
+from ..diagnosis import Place
+from ..experiment import NO_CONDITIONS, BackwardStart, Conditions, Experiment, run
 from .code_swap import Probe, exchanged, find_target
-from .diagnosis import Place
-from .experiment import NO_CONDITIONS, BackwardStart, Conditions, Experiment, run
 from .expressions import Change, Site
 from .guards import Facts
 from .rules import changes, operation_name
@@ -31,8 +31,10 @@ MOST_RUNS = 7
 KEPT_FOR_FORMATS = 3
 # Of the norm of the values that were finite. More would be another model.
 _MOST_CHANGE = 0.01
+# Where what is replaced has lost its digits to rounding, as 1 - tanh(x)**2 near 1.
+_MOST_CHANGE_OF_ROUNDED = 0.1
 # What a zero may become: any change of it is large against itself.
-_MOST_AT_ZERO = 1e-2
+_MOST_AT_ZERO = 0.02
 # Changes of the line itself that come before those of the lines above it.
 _FIRST = 3
 # Larger values are not kept for the comparison.
@@ -181,7 +183,7 @@ class _Search:
             for old_values, new_values in zip(self._before[span], probe.values.get(i, []), strict=False)
             for old, new in zip(old_values, new_values, strict=False)
         ]
-        return effect_of(pairs)
+        return effect_of(pairs, _MOST_CHANGE_OF_ROUNDED if change.is_stable else _MOST_CHANGE)
 
     def _cure(self, change: Change, after: SourceFile, effect: str) -> Cure:
         file = self._site.file
@@ -218,7 +220,7 @@ def _kept(value: Any) -> list[Tensor]:
     return [x.detach().clone() for x in found if isinstance(x, Tensor) and x.numel() <= _MOST_ELEMENTS]
 
 
-def effect_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[str, bool]:
+def effect_of(pairs: Sequence[tuple[Tensor, Tensor]], most_change: float = _MOST_CHANGE) -> tuple[str, bool]:
     """Say in words what has changed between old and new values, and whether finite ones are about the same."""
     total = changed = healthy = 0
     largest = most = at_zero = difference = norm = 0.0
@@ -240,7 +242,7 @@ def effect_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[str, bool]:
             at_zero = max(at_zero, float(moved[is_zero].max()) if is_zero.any() else 0.0)
             difference += float(moved[~is_zero].square().sum())
             norm += float(a.abs().square().sum())
-    is_small = difference <= _MOST_CHANGE**2 * norm and at_zero <= _MOST_AT_ZERO
+    is_small = difference <= most_change**2 * norm and at_zero <= _MOST_AT_ZERO
     if not total:
         return "", True
     if not changed:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from .expressions import Site, Spelt
+from .expressions import Site
+from .expressions import Spelt
 
 
 class Facts(NamedTuple):
@@ -99,6 +101,51 @@ def divisors(spelt: Spelt) -> list[tuple[int, ast.expr]]:
     return []
 
 
+# Operations whose results have no sign, and those that keep the sign of what they are given.
+# fmt: off
+_UNSIGNED = frozenset({
+    "norm", "vector_norm", "std", "var", "square", "abs", "exp", "exp2", "softplus", "sigmoid", "softmax",
+    "relu", "sqrt", "cosh", "eq", "ne", "gt", "lt", "ge", "le", "isfinite", "numel", "count_nonzero",
+    "bincount", "len", "cdist", "pairwise_distance",
+})
+_SIGNED_AS_GIVEN = frozenset({
+    "sum", "mean", "amax", "amin", "max", "min", "cumsum", "cumprod", "prod", "float", "double", "half",
+    "squeeze", "unsqueeze", "view", "reshape", "flatten", "expand", "detach", "clone", "to", "clamp_max",
+    "transpose", "permute", "gather", "index_select", "contiguous", "repeat",
+})
+# fmt: on
+# In the name of a value whose definition is elsewhere.
+_SIZES = ("mask", "count", "num", "std", "sigma", "var", "norm", "degree", "length")
+
+
+def is_nonnegative(site: Site, node: ast.expr, depth: int = 4) -> bool:
+    """Whether the source says that the value is never negative: a norm, a sum of squares, a sum of a mask."""
+    value = site.constant(node)
+    if isinstance(value, int | float):
+        return value >= 0
+    node = site.definition(node) or node
+    if isinstance(node, ast.Compare):
+        return True
+    if isinstance(node, ast.Subscript):
+        return is_nonnegative(site, node.value, depth)
+    spelt = site.spelt(node) if depth else None
+    if spelt is None:
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        return any(word in name.lower() for word in _SIZES)
+    if spelt.name in ("clamp", "clamp_min"):
+        bounds = _bounds(site, node)
+        least = None if bounds is None else bounds[1].get("min")
+        return least is not None and is_nonnegative(site, least, depth - 1)
+    if spelt.name == "pow":
+        return len(spelt.args) > 1 and site.constant(spelt.args[1]) == 2
+    if spelt.name == "mul" and ast.dump(spelt.args[0]) == ast.dump(spelt.args[1]):
+        return True
+    if spelt.name in ("add", "mul", "div", "where"):
+        return all(is_nonnegative(site, one, depth - 1) for one in spelt.args[spelt.name == "where" :])
+    is_kept = spelt.name in _SIGNED_AS_GIVEN and is_nonnegative(site, spelt.args[0], depth - 1)
+    return spelt.name in _UNSIGNED or is_kept
+
+
 def guard_division(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
     """Keep the divisor away from zero."""
     words = "keep the divisor away from 0"
@@ -108,6 +155,16 @@ def guard_division(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
         counted = {position, 0} if facts.operation == "reciprocal" else {position}
         if facts.counts & counted:
             yield Rewrite(divisor, clamped(site, divisor, least="1"), "divide by at least 1")
+        has_epsilon = _epsilon(site, divisor) is not None
+        if (
+            not (has_epsilon or is_nonnegative(site, divisor))
+            and len(site.text(divisor)) <= _LONG
+            and site.torch
+        ):
+            text, eps = site.text(divisor), small(facts)
+            yield Rewrite(
+                divisor, f"{site.torch}.where({site.primary(divisor)}.abs() < {eps}, {eps}, {text})", words
+            )
         for node, text in at_least(site, divisor, small(facts)):
             yield Rewrite(node, text, words)
         if len(site.text(divisor)) <= _LONG:
@@ -162,9 +219,11 @@ def guard_exponential(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrit
 def guard_arc(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
     """Keep the operand of acos, asin or atanh inside (-1, 1)."""
     node = spelt.args[0]
+    words = f"keep the operand of {spelt.name} inside -1 to 1"
+    if not facts.backward and spelt.name != "atanh":
+        yield Rewrite(node, clamped(site, node, "-1", "1"), words)
     for gap in (_NEAR_ONE.get(facts.dtype, "1e-6"), "1e-4"):
-        text = clamped(site, node, f"-1 + {gap}", f"1 - {gap}")
-        yield Rewrite(node, text, f"keep the operand of {spelt.name} inside -1 to 1")
+        yield Rewrite(node, clamped(site, node, f"-1 + {gap}", f"1 - {gap}"), words)
 
 
 def guard_angle(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
@@ -228,7 +287,7 @@ def _with_argument(site: Site, call: ast.Call, argument: str) -> str:
 
 def guard_normalise(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
     """Give F.normalize and its like an eps that the format has."""
-    if isinstance(spelt.node, ast.Call) and spelt.name in ("normalize", "cosine_similarity", "layer_norm"):
+    if isinstance(spelt.node, ast.Call) and spelt.name in ("normalize", "cosine_similarity"):
         words = "give it an eps that the format has"
         if "eps" in spelt.kwargs:
             yield Rewrite(spelt.kwargs["eps"], small(facts), words)
@@ -248,7 +307,7 @@ def guard_mean(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
             if len(x) <= 2 * _LONG:
                 yield Rewrite(call, _bracketed(site, call, f"{x}.sum() / max({x}.numel(), 1)"), words)
         elif "dtype" not in spelt.kwargs:
-            dim = spelt.kwargs.get("dim") or spelt.args[1]
+            dim = spelt.kwargs.get("dim") or (spelt.args[1] if len(spelt.args) > 1 else None)
             x = site.primary(spelt.args[0])
             text = site.text(call).replace("mean(", "sum(", 1) if site.text(call).count("mean(") == 1 else ""
             if text and isinstance(dim, ast.Constant | ast.UnaryOp):

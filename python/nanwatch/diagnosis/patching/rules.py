@@ -15,7 +15,7 @@ from .stable_forms import stable_forms
 
 _ROOT = ("sqrt", "rsqrt", "pow")
 _EXP = ("exp", "exp2", "expm1", "sinh", "cosh")
-_LOG = ("log", "log2", "log10")
+_LOG = ("log", "log2", "log10", "lgamma", "digamma")
 _ARC = ("acos", "asin", "atanh")
 _LOSSES = ("nll_loss", "nll_loss_forward", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy")
 
@@ -77,7 +77,7 @@ def changes(site: Site, facts: Facts, position: Span | None = None) -> Iterator[
 def _in_order(site: Site, facts: Facts, exact: list[Spelt], spelt: list[Spelt]) -> Iterator[Change]:
     for one in spelt:
         for rewrite in stable_forms(site, one):
-            yield _change(site, one, [rewrite])
+            yield _change(site, one, [rewrite])._replace(is_stable=True)
     for one in exact if facts.operation else spelt:
         for rewrite in guards.guard_branch(site, one, facts):
             yield _change(site, one, [rewrite])
@@ -114,10 +114,11 @@ def _infinities(site: Site, facts: Facts) -> Iterator[Change]:
             above = site.parent(node)
             if isinstance(above, ast.UnaryOp) and site.constant(above) is not None:
                 continue
+            # A softmax masks by large negative scores. Elsewhere inf may be meant, as where a minimum is taken.
+            if value == float("inf") and "softmax" in facts.operation:
+                yield _change(site, None, [Rewrite(node, lowest, "mask with a large negative number")])
             text = lowest if value == -float("inf") else lowest.removeprefix("-")
             yield _change(site, None, [Rewrite(node, text, "write a finite number for the infinity")])
-            if value == float("inf"):
-                yield _change(site, None, [Rewrite(node, lowest, "mask with a large negative number")])
 
 
 def _overlap(site: Site, rewrites: Iterable[Rewrite]) -> bool:

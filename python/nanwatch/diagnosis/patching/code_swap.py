@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from ..instrumentation.temporary_wrappers import ExclusiveRun
+from ...instrumentation.temporary_wrappers import ExclusiveRun
 from .source_file import SourceFile, Span
 
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 # Stands for the Probe in compiled code, until the Probe itself takes its place among the constants.
-_STAND_IN = "nanwatch.diagnosis.code_swap.Probe"
+_STAND_IN = "nanwatch.diagnosis.patching.code_swap.Probe"
 
 
 class Target(NamedTuple):
@@ -81,7 +81,7 @@ def find_target(filename: str, line: int) -> Target | str:
     compiled = _compiled(file.tree, file.name, code)
     node = _node(file.tree, code)
     if compiled is None or node is None or not _is_same(compiled, code):
-        return f"{filename} has changed since it was imported"
+        return f"{filename} is not what runs: it was edited since it was imported, or rewritten on import"
     return Target(tuple(one for one in functions if one.__code__ is code), file, node)
 
 

@@ -1,0 +1,200 @@
+"""exchanged: an edited function runs for this thread and for a time; every other call runs what it ran before."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nanwatch.diagnosis.patching.code_swap import Probe, Target, exchanged, find_target
+from nanwatch.diagnosis.patching.source_file import Edit, Span
+
+SOURCE = '''\
+import functools
+total = 0
+
+def decorate(f):
+    @functools.wraps(f)
+    def inner(*args):
+        return f(*args)
+    return inner
+
+class Base:
+    def value(self, x):
+        return x
+
+class Kind(Base):
+    __secret = 5
+
+    @decorate
+    def value(self, x):
+        """A docstring."""
+        global total
+        total += 1
+        return super().value(x) + self.__secret  # method
+
+def maker(step):
+    count = 0
+    def counter(x):
+        nonlocal count
+        count += step
+        return x + count  # closure
+    return counter
+
+def numbers(x):
+    for i in range(2):
+        yield x + i  # generator
+
+double = lambda x: x + x  # lambda
+
+def outer(x):
+    def local(y):
+        return y + 1  # local
+    return local(x)
+
+async def later(x):
+    return x + 7  # coroutine
+'''
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[ModuleType]:
+    path = tmp_path / "program.py"
+    path.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("program_under_test", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.modules.pop("program_under_test", None)
+
+
+def target_of(program: ModuleType, mark: str) -> tuple[Target, Edit]:
+    """The function at the marked line, and the edit that doubles what its line computes."""
+    line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if text.endswith(f"# {mark}"))
+    target = find_target(str(program.__file__), line)
+    assert isinstance(target, Target), target
+    text = SOURCE.splitlines()[line - 1]
+    start = text.index("super") if "super" in text else text.index(" + ") - 1
+    end = text.index("  #")
+    base = sum(len(one) + 1 for one in SOURCE.splitlines()[: line - 1])
+    return target, Edit(Span(base + start, base + end), f"100 * ({text[start:end]})")
+
+
+def later_value(program: ModuleType, x: int) -> int:
+    coroutine = program.later(x)
+    with pytest.raises(StopIteration) as stopped:
+        coroutine.send(None)
+    value: int = stopped.value.value
+    return value
+
+
+CALLS: dict[str, Callable[[ModuleType], object]] = {
+    "method": lambda p: p.Kind().value(2),
+    "closure": lambda p: p.existing(2),
+    "generator": lambda p: list(p.numbers(2)),
+    "lambda": lambda p: p.double(2),
+    "local": lambda p: p.outer(2),
+    "coroutine": lambda p: later_value(p, 2),
+}
+EXPECTED = {
+    "method": (7, 700),
+    "closure": (3, 400),
+    "generator": ([2, 3], [200, 300]),
+    "lambda": (4, 400),
+    "local": (3, 300),
+    "coroutine": (9, 900),
+}
+
+
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_each_kind_of_function_is_exchanged_and_put_back(program: ModuleType, kind: str) -> None:
+    """Globals, free variables, super() and private names stay what they are in the edited body."""
+    program.existing = program.maker(1)  # type: ignore[attr-defined]
+    before, inside = EXPECTED[kind]
+    assert CALLS[kind](program) == before
+    target, edit = target_of(program, kind)
+    codes = [one.__code__ for one in target.functions]
+    with exchanged(target, target.file.edited([edit]), (), Probe()):
+        assert CALLS[kind](program) == inside
+    assert [one.__code__ for one in target.functions] == codes
+    if kind == "closure":
+        assert program.existing(0) == 3  # its count went on in both
+    if kind == "method":
+        assert program.total == 2
+
+
+def test_other_threads_run_what_they_ran_before(program: ModuleType) -> None:
+    """A thread that calls the function meanwhile is no part of the trial, also in the midst of a call."""
+    target, edit = target_of(program, "method")
+    seen: list[object] = []
+    with exchanged(target, target.file.edited([edit]), (), probe := Probe()):
+        thread = threading.Thread(target=lambda: seen.append(program.Kind().value(2)))
+        thread.start()
+        thread.join()
+        assert not probe.was_run
+        assert program.Kind().value(2) == 700
+        assert probe.was_run
+    assert seen == [7]
+
+
+def test_it_is_put_back_when_the_trial_raises(program: ModuleType) -> None:
+    target, edit = target_of(program, "lambda")
+    before = program.double.__code__
+    with pytest.raises(ZeroDivisionError), exchanged(target, target.file.edited([edit]), (), Probe()):
+        1 / 0  # noqa: B018
+    assert program.double.__code__ is before
+
+
+def test_code_that_the_user_exchanged_meanwhile_stays(program: ModuleType) -> None:
+    target, edit = target_of(program, "lambda")
+    other = (lambda x: -x).__code__
+    with exchanged(target, target.file.edited([edit]), (), Probe()):
+        program.double.__code__ = other
+    assert program.double.__code__ is other
+
+
+def test_the_probe_sees_the_edited_expression(program: ModuleType) -> None:
+    """Its values are those of the outermost expression in the span, each time it is evaluated."""
+    target, edit = target_of(program, "generator")
+    file = target.file.edited([edit])
+    probe = Probe()
+    with exchanged(target, file, [target.file.moved(edit.span, [edit])], probe):
+        list(program.numbers(1))
+    assert probe.values == {0: [100, 200]}
+
+
+def test_nothing_keeps_the_probe_alive(program: ModuleType) -> None:
+    """The exchanged code holds it, and goes with the trial."""
+    target, edit = target_of(program, "lambda")
+    with exchanged(target, target.file.edited([edit]), (), Probe()):
+        program.double(1)
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is Probe]
+
+
+@pytest.mark.parametrize("change", ["+ x + 0", "+ 7"])
+def test_a_file_that_has_changed_is_left_alone(program: ModuleType, change: str) -> None:
+    """A patch of what is no longer there would be wrong; also where only a number differs."""
+    path = Path(str(program.__file__))
+    path.write_text(SOURCE.replace("x + x", f"x {change}").replace("y + 1", "y + 2"))
+    for mark in ("lambda", "local"):
+        line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if text.endswith(f"# {mark}"))
+        found = find_target(str(path), line)
+        assert isinstance(found, str)
+        assert "edited since" in found
+
+
+def test_code_without_a_source_has_no_target() -> None:
+    assert "not at hand" in str(find_target("<string>", 1))
+
+
+def test_a_line_outside_functions_has_no_target(program: ModuleType) -> None:
+    assert "no function" in str(find_target(str(program.__file__), 2))

@@ -1,0 +1,260 @@
+"""Changes of the source: what is told works in the file, changes nothing of the model, and hides nothing."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import NonFiniteError, watch
+from nanwatch.diagnosis.patching import patches as patches_module
+from nanwatch.diagnosis.patching.patches import effect_of
+from nanwatch.report.finding import Cure, Finding
+
+INF, NAN = float("inf"), float("nan")
+
+
+class Ratio(nn.Module):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        x = nn.functional.dropout(x, 0.5) * 0 + x
+        return self.scale * x / x.sum(-1, keepdim=True)
+
+
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sqrt(x.square().sum(-1))
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (x * mask).sum(-1)
+
+
+class Infinite(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + INF
+
+
+class Beside(nn.Module):
+    """A ratio that fails, after a module whose infinities are meant and lead nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.infinite, self.ratio = Infinite(), Ratio()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.infinite(x)
+        result: Tensor = self.ratio(x)
+        self.infinite(x)
+        return result
+
+
+def failed(model: nn.Module, *args: Tensor, **options: Any) -> Finding:
+    with pytest.raises(NonFiniteError) as error, watch(model, **options):
+        model(*args)
+    finding = error.value.report.finding
+    assert finding is not None
+    return finding
+
+
+def works(finding: Finding) -> Cure:
+    assert finding.cures, finding.remarks
+    assert finding.cures[0].works
+    return finding.cures[0]
+
+
+def new_line(cure: Cure) -> str:
+    (line,) = (one for one in cure.patch.splitlines() if one.startswith("+ "))
+    return line[1:].strip()
+
+
+HEALTHY_AND_ZERO = torch.tensor([[1.5, 2.0, 3.0], [0.0, 0.0, 0.0]])
+
+
+def test_the_cure_is_the_line_and_its_effect_is_counted() -> None:
+    """Of the six values three are 0/0, and the others stay bit for bit."""
+    cure = works(failed(Ratio(), HEALTHY_AND_ZERO))
+    divisor = "x.sum(-1, keepdim=True)"
+    guarded = f"torch.where({divisor}.abs() < 1e-8, 1e-8, {divisor})"
+    assert new_line(cure) == f"return self.scale * x / {guarded}"
+    assert cure.effect == "changes 3 of 6 elements, the others bit-equal"
+    assert "test_patches.py" in cure.patch
+    assert cure.code == ""
+
+
+def test_healthy_negative_values_forbid_a_clamp() -> None:
+    """A lower limit would change them, so the divisor is replaced where it is small."""
+    cure = works(failed(Ratio(), torch.cat([HEALTHY_AND_ZERO, -HEALTHY_AND_ZERO])))
+    assert "clamp" not in new_line(cure)
+    assert ".abs() < 1e-8, 1e-8" in new_line(cure)
+    assert cure.effect == "changes 6 of 12 elements, the others bit-equal"
+
+
+def state() -> list[Any]:
+    return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+
+
+def test_the_model_and_the_random_states_are_left_as_they_were() -> None:
+    """Weights, buffers, gradients, code and random states, and at most eight forwards more."""
+    model = Ratio()
+    model.scale.grad = torch.full((1,), 3.0)
+    code = Ratio.forward.__code__
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(0))
+    before: list[Any] = []
+
+    def keep(*_: Any) -> None:
+        before[:] = [copy.deepcopy(model.state_dict()), *state()]
+
+    # Before the failing forward draws: the re-runs begin from there, and end where it ended.
+    torch.manual_seed(0)
+    nn.functional.dropout(HEALTHY_AND_ZERO, 0.5)
+    keep()
+    torch.manual_seed(0)
+    finding = failed(model, HEALTHY_AND_ZERO)
+    assert works(finding)
+    assert state() == before[1:]
+    assert model.seen.item() == 1
+    assert model.scale.grad is not None
+    assert model.scale.grad.item() == 3
+    assert model.scale.item() == 1
+    assert Ratio.forward.__code__ is code
+    assert 1 < len(calls) <= 9
+
+
+def test_infinities_that_are_meant_lose_no_cure() -> None:
+    """`allow_inf` says so for the watch, and so for the trials."""
+    cure = works(failed(Beside(), HEALTHY_AND_ZERO, allow_inf="infinite"))
+    assert ".abs() < 1e-8, 1e-8" in new_line(cure)
+
+
+def test_bad_data_behind_a_mask_names_the_product() -> None:
+    """What turns an infinity that the batch was given into nan is named, and masked."""
+    x, mask = torch.tensor([[1.0, INF], [2.0, 3.0]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    finding = failed(Masked(), x, mask)
+    assert (finding.origin, finding.operation) == ("data", "aten.mul.Tensor")
+    assert new_line(works(finding)) == "return (torch.where(mask == 0, 0.0, x) * mask).sum(-1)"
+
+
+def backward_of(model: nn.Module, x: Tensor) -> Finding:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, gradients=True):
+        model(x).sum().backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    return finding
+
+
+def test_a_gradient_is_cured_in_its_forward_line() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Root())
+    cure = works(backward_of(model, HEALTHY_AND_ZERO))
+    assert new_line(cure) == "return torch.sqrt(x.square().sum(-1).clamp(min=1e-12))"
+    assert cure.effect.startswith("changes 1 of 2 elements, finite ones by at most 1.0e-06")
+
+
+def test_a_gradient_that_only_the_whole_backward_has_is_found() -> None:
+    """Two branches that share their input: the gradient there is a sum, made by no call alone."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.other = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
+            self.root = Root()
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            return self.other(hidden).sum(-1) + self.root(hidden)
+
+    finding = backward_of(Twice(), HEALTHY_AND_ZERO)
+    assert finding.operation == "SqrtBackward0"
+    assert "clamp(min=1e-12)" in new_line(works(finding))
+
+
+def test_a_change_is_no_cure_while_its_gradient_fails() -> None:
+    """xlogy is finite at 0, and its gradient there is not, so the clamp is told."""
+
+    class Entropy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            p = self.scale * x
+            return -(p * torch.log(p)).sum()
+
+    assert "clamp" in new_line(works(failed(Entropy(), HEALTHY_AND_ZERO)))
+    with torch.no_grad():
+        assert "xlogy" in new_line(works(failed(Entropy(), HEALTHY_AND_ZERO)))
+
+
+def test_other_threads_compute_what_they_did() -> None:
+    """Another model of the same class runs its old body while the change is tried."""
+    other = Ratio()
+    expected = other(HEALTHY_AND_ZERO).isnan().tolist()
+    results: list[Any] = []
+
+    def runs(*args: Any, **kwargs: Any) -> Any:
+        thread = threading.Thread(target=lambda: results.append(other(HEALTHY_AND_ZERO).isnan().tolist()))
+        thread.start()
+        thread.join()
+        return run(*args, **kwargs)
+
+    run = patches_module.run
+    with mock.patch.object(patches_module, "run", runs):
+        assert works(failed(Ratio(), HEALTHY_AND_ZERO))
+    assert results
+    assert all(one == expected for one in results)
+
+
+def test_code_without_source_has_no_change_and_says_why() -> None:
+    """A function that was made by exec has no line; the finding is whole without it."""
+    space: dict[str, Callable[..., Any]] = {}
+    exec(compile("def forward(self, x):\n    return x / x.sum()\n", "<made>", "exec"), space)
+    model = type("Made", (nn.Module,), {"forward": space["forward"]})()
+    finding = failed(model, torch.zeros(3))
+    assert finding.operation == "aten.div.Tensor"
+    assert finding.cures == ()
+    assert any("not at hand" in one for one in finding.remarks)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words", "small"),
+    [
+        ([1.0, NAN], [1.0, 5.0], "changes 1 of 2 elements, the others bit-equal", True),
+        ([NAN, INF], [0.0, 5.0], "changes 2 of 2 elements", True),
+        ([1.0, 2.0], [1.0, 2.0], "leaves all 2 elements bit-equal", True),
+        (
+            [4.0, NAN],
+            [4.001, 0.0],
+            "changes 2 of 2 elements, finite ones by at most 1.0e-03, of values",
+            True,
+        ),
+        ([4.0, NAN], [5.0, 0.0], "changes 2 of 2 elements, finite ones by at most 1.0e+00, of values", False),
+        ([0.0, 4.0], [1e-6, 4.0], "changes 1 of 2 elements, finite ones by at most 1.0e-06, of values", True),
+        ([0.0, 4e3], [1.0, 4e3], "changes 1 of 2 elements, finite ones by at most 1.0e+00, of values", False),
+    ],
+)
+def test_effects_in_words(old: list[float], new: list[float], words: str, small: bool) -> None:
+    pair = (torch.tensor(old, dtype=torch.float64), torch.tensor(new, dtype=torch.float64))
+    told, is_small = effect_of([pair])
+    assert told.startswith(words)
+    assert told == words or "of values up to 4.0e" in told
+    assert is_small is small

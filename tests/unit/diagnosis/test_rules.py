@@ -1,0 +1,200 @@
+"""changes: the first change of an expression is finite where that was not, and equals it where it was healthy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nanwatch.diagnosis.patching.code_swap import Target, find_target
+from nanwatch.diagnosis.patching.expressions import Change, Site
+from nanwatch.diagnosis.patching.guards import Facts
+from nanwatch.diagnosis.patching.rules import changes, operation_name
+
+INF = float("inf")
+
+# The operation, an expression of x, a value of x with which it or its gradient is not finite, and a healthy one.
+CASES: list[tuple[str, str, Any, Any]] = [
+    ("div", "1 - y / x", 0.0, 2.0),
+    ("div", "torch.div(y, x)", 0.0, 2.0),
+    ("div", "y.div(x)", 0.0, 2.0),
+    ("div", "y.true_divide(x * x)", 0.0, 2.0),
+    ("div", "y / (x + 1e-46)", 0.0, 2.0),
+    ("reciprocal", "1 / x", 0.0, 2.0),
+    ("reciprocal", "x.reciprocal()", 0.0, 2.0),
+    ("sqrt", "torch.sqrt(x)", 0.0, 2.0),
+    ("sqrt", "x.square().sqrt()", 0.0, 2.0),
+    ("sqrt", "torch.sqrt(x.clamp(0, 3))", 0.0, 2.0),
+    ("rsqrt", "torch.rsqrt(x)", 0.0, 2.0),
+    ("pow", "x ** 0.5", 0.0, 2.0),
+    ("pow", "x.pow(0.25)", 0.0, 2.0),
+    ("pow", "torch.pow(x, -0.5)", 0.0, 2.0),
+    ("log", "torch.log(x)", 0.0, 2.0),
+    ("log", "x.log().sum()", 0.0, 2.0),
+    ("log2", "torch.log2(input=x)", 0.0, 2.0),
+    ("log1p", "torch.log1p(-x)", 1.0, 0.5),
+    ("exp", "torch.exp(x)", 100.0, 2.0),
+    ("exp", "(x * 2).exp()", 100.0, 2.0),
+    ("acos", "torch.acos(x)", 1.5, 0.5),
+    ("asin", "x.clamp(-1, 1).asin()", 1.0, 0.5),
+    ("atanh", "torch.arctanh(x)", 1.0, 0.5),
+    ("_softmax", "torch.softmax(x.expand(1, 2), dim=-1)[:, :1]", -INF, 2.0),
+    ("mul", "z * x", INF, 2.0),
+    ("sub", "(x - x.amax()).exp()", -INF, 2.0),
+    # Stable forms.
+    ("exp", "torch.log(1 + torch.exp(x))", 100.0, 2.0),
+    ("exp", "torch.log1p(x.exp())", 100.0, 2.0),
+    ("log", "torch.log(torch.sigmoid(x))", -200.0, 2.0),
+    ("log", "(1 - torch.sigmoid(x)).log()", 200.0, 2.0),
+    ("log", "torch.softmax(torch.cat([x, x - 300]), dim=0).log()[1:]", 2.0, None),
+    ("log", "torch.exp(x.expand(2, 1)).sum(0).log()", -200.0, 2.0),
+    ("log", "torch.log(1 - torch.tanh(x).pow(2))", 20.0, 2.0),
+    ("log", "torch.log(x / (1 - x))", 1.0, 0.5),
+    ("exp", "x.exp().cumsum(0).log()", 200.0, 2.0),
+]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(body: str, **names: Any) -> Site:
+        path = tmp_path / "rules_program.py"
+        path.write_text(f"def f(x, y, z):\n{body}\n")
+        space = {"torch": torch, "F": F, "nn": nn, "math": math, **names}
+        exec(compile(path.read_text(), str(path), "exec"), space)
+        line = body.count("\n") + 2
+        target = find_target(str(path), line)
+        assert isinstance(target, Target), target
+        # The functions of a target are found among all objects: this one must live on.
+        write.kept = space  # type: ignore[attr-defined]
+        return Site(target, line)
+
+    return write
+
+
+def run(text: str, value: float) -> tuple[Tensor, Tensor]:
+    """The result of the function of this source, and the gradient of its sum."""
+    space: dict[str, Any] = {"torch": torch, "F": F, "nn": nn, "math": math}
+    exec(text, space)
+    x = torch.full((1,), value, requires_grad=True)
+    y, z = torch.ones(1), torch.zeros(1)
+    with torch.enable_grad():
+        result: Tensor = space["f"](x * 1.0, y, z)
+        (gradient,) = torch.autograd.grad(result.sum(), [x])
+    return result.detach(), gradient
+
+
+def is_finite(text: str, value: float) -> bool:
+    return all(bool(one.isfinite().all()) for one in run(text, value))
+
+
+def edited(site: Site, change: Change) -> str:
+    return site.file.edited(change.edits).text
+
+
+@pytest.mark.parametrize(("operation", "expression", "bad", "healthy"), CASES, ids=[one[1] for one in CASES])
+def test_a_change_ends_the_failure_and_leaves_healthy_values(
+    write: Any, operation: str, expression: str, bad: float, healthy: float | None
+) -> None:
+    site = write(f"    return {expression}")
+    assert not is_finite(site.file.text, bad)
+    proposed = list(changes(site, Facts(operation, "float32", backward=True)))
+    works = [one for one in proposed[:4] if is_finite(edited(site, one), bad)]
+    assert works, [edited(site, one) for one in proposed]
+    if healthy is not None:
+        (before, _), (after, _) = run(site.file.text, healthy), run(edited(site, works[0]), healthy)
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+    assert edited(site, works[0]).count("\n") == site.file.text.count("\n")
+
+
+def texts(site: Site, facts: Facts) -> Iterator[str]:
+    return (edited(site, one).splitlines()[site.line - 1].strip() for one in changes(site, facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "line", "first"),
+    [
+        (
+            Facts("div", "float32", False, frozenset({1})),
+            "return y / x.sum()",
+            "return y / x.sum().clamp(min=1)",
+        ),
+        (Facts("div", "float16", False), "return y / (x + 1e-8)", "return y / (x + 1e-4)"),
+        (Facts("div", "float16", False), "return y / x.clamp_min(1e-8)", "return y / x.clamp(min=1e-4)"),
+        (Facts("div", "float32", False), "return y / (x - 1)", "return y / (x - 1).clamp(min=1e-8)"),
+        (Facts("div", "float32", False), "x /= y", "x /= y.clamp(min=1e-8)"),
+        (Facts("std", "float32", False), "return x.std()", "return x.std(unbiased=False)"),
+        (Facts("var", "float32", False), "return x.var(0, correction=1)", "return x.var(0, correction=0)"),
+        (Facts("mean", "float32", False), "return -x.mean()", "return -(x.sum() / max(x.numel(), 1))"),
+        (
+            Facts("linalg_vector_norm", "float16", False),
+            "return F.normalize(x)",
+            "return F.normalize(x, eps=1e-4)",
+        ),
+        (
+            Facts("sqrt", "float32", True),
+            "return torch.where(x > 1, torch.sqrt(x), y)",
+            "return torch.where(x > 1, torch.sqrt(torch.where(x > 1, x, 1.0)), y)",
+        ),
+        (
+            Facts("log", "float32", True),
+            "return torch.where(x > 1, y, x.log())",
+            "return torch.where(x > 1, y, torch.where(x > 1, 1.0, x).log())",
+        ),
+        (
+            Facts("log", "float32", False),
+            "return -(x * torch.log(x)).sum()",
+            "return -torch.xlogy(x, x).sum()",
+        ),
+        (
+            Facts("_softmax", "float32", False),
+            'return x.masked_fill(y > 0, float("-inf")).softmax(-1)',
+            'return x.masked_fill(y > 0, float("-inf")).clamp(min=-1e30).softmax(-1)',
+        ),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_the_first_change(write: Any, facts: Facts, line: str, first: str) -> None:
+    assert next(texts(write(f"    {line}"), facts)) == first
+
+
+def test_both_operations_of_a_line_are_changed_together(write: Any) -> None:
+    """Where two of a kind stand on the line, the change of both follows those of each."""
+    site = write("    return torch.atan(y / x) - torch.atan(y / z)")
+    found = list(texts(site, Facts("div", "float32", False)))
+    assert found[2] == ("return torch.atan(y / x.clamp(min=1e-8)) - torch.atan(y / z.clamp(min=1e-8))")
+
+
+def test_the_expression_that_failed_comes_first(write: Any) -> None:
+    site = write("    return torch.atan(y / x) - torch.atan(y / z)")
+    start = site.file.text.index("y / z")
+    position = site.file.between(2, start - 16, 2, start - 16 + 5)
+    first = next(iter(changes(site, Facts("div", "float32", False), position)))
+    assert [one.text for one in first.edits] == ["z.clamp(min=1e-8)"]
+
+
+def test_the_lines_that_define_the_names_are_known(write: Any) -> None:
+    """A name that is assigned twice is defined where it was assigned last."""
+    site = write("    w = x + 1\n    w = torch.sqrt(x)\n    a, b = x, y\n    return y / (w + a)")
+    assert site.definitions() == [3]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("aten.div.Tensor", "div"),
+        ("aten.log_.default", "log"),
+        ("aten._softmax.default", "_softmax"),
+        ("DivBackward0", "div"),
+        ("LogSoftmaxBackward0", "log_softmax"),
+        ("Log2Backward0", "log2"),
+        ("torch::autograd::CopyBackwards", "copy_backwards"),
+    ],
+)
+def test_names_of_operations(name: str, expected: str) -> None:
+    assert operation_name(name) == expected
