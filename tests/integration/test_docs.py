@@ -16,6 +16,7 @@ from support.snippets import Commands, Page, difference, snippets
 DOCS = ROOT / "docs"
 TRANSLATIONS = sorted(DOCS.glob("getting-started.*.md"))
 PAGES = [ROOT / "README.md", *sorted(set(DOCS.rglob("*.md")) - set(TRANSLATIONS))]
+SLOW = {"t5-overflow.md", "two-runs.md", "four-ranks.md"}
 SOURCES = {".py", ".h", ".cpp", ".cu", ".md", ".pyi"}
 NEEDS = {
     "t5-overflow.md": ("transformers", "safetensors"),
@@ -42,7 +43,11 @@ def commands() -> Iterator[Commands]:
 
 
 @pytest.mark.filterwarnings("ignore")  # a page may warn, as its reader's run does
-@pytest.mark.parametrize("place", PAGES, ids=lambda place: place.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, marks=pytest.mark.slow) if place.name in SLOW else place for place in PAGES],
+    ids=[place.relative_to(ROOT).as_posix() for place in PAGES],
+)
 def test_what_a_page_shows_happens(place: Path, folder: Path, commands: Commands) -> None:
     """Python blocks run and commands print what is shown; a block that does not run says why."""
     if missing := [name for name in NEEDS.get(place.name, ()) if importlib.util.find_spec(name) is None]:
@@ -72,6 +77,8 @@ def test_a_translation_shows_what_the_original_shows(place: Path) -> None:
         ("loss 1.50 [...]", "loss 1.49 and more", True),
         ("loss 1.50", "loss 2.50", False),
         ("step 5: nan", "step 6: nan", False),
+        ("near batch 1,190 (± 143)", "near batch 1,200 (± 150)", True),
+        ("of 400 elements", "of 800 elements", False),
         ("[...]b\n", "a\nc\n", False),
         ("x     1.00e+00", "x 9.90e-01", True),
         ("2.13.0", "2.14.0", False),

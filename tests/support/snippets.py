@@ -3,8 +3,8 @@
 A fence ```python runs in the namespace of its page, which begins with `nanwatch`, `torch`, `nn` and a small `model`.
 With a title it is written to a file of that name. A fence ```text behind it is what it prints. A fence ```console has
 commands after `$ `, each followed by what it shows on stdout and stderr; `make` and `pip install` are left to CI and
-tests/slow/test_install.py. `[...]` stands for any text. Decimal numbers agree when they are within a fifth of each
-other, as kernels differ between CPUs. A comment before a fence
+tests/slow/test_install.py. `[...]` stands for any text. Decimal numbers and those from 100 up agree when they are
+within a fifth of each other, as kernels differ between CPUs. A comment before a fence
 changes what is done with it:
 
     <!-- test: skip, REASON -->    nothing runs; code is compiled
@@ -41,7 +41,9 @@ _PIECE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _PARTS = re.compile(r"(\n\[\.\.\.\](?=\n|$)|\[\.\.\.\])")  # a line of its own may stand for no line
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.]*\d)")
+_NUMBER = re.compile(
+    r"(?<![\w.,])[-+]?(?:\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+|\d{1,3}(?:,\d{3})+|\d{3,})(?![\w.,]*\d|\w)"
+)
 _SECONDS = 240
 _ENVIRONMENT = {"COLUMNS": "80", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 _SHELL = f"""nanwatch() {{ {sys.executable} -m nanwatch "$@"; }}
@@ -198,16 +200,20 @@ def difference(shown: str, printed: str) -> str:
     apart = [
         f"{want} shown, {got} printed"
         for want, got in zip(wanted, match.groups(), strict=True)
-        if not math.isclose(float(want), float(got), rel_tol=0.2)
+        if not math.isclose(_value(want), _value(got), rel_tol=0.2)
     ]
     return "; ".join(apart)
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
 
 
 def _pattern(part: str) -> str:
     if part in ("[...]", "\n[...]"):
         return r"(?:\n.*?)?" if part.startswith("\n") else r".*?"
     words = _NUMBER.split(part)
-    return r"([-+]?[\d.]+(?:e[-+]?\d+)?)".join(map(_spaced, words))
+    return r"([-+]?\d[\d.,]*(?:e[-+]?\d+)?)".join(map(_spaced, words))
 
 
 def _spaced(words: str) -> str:

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from ...instrumentation.wrapped_names import named_modules
 from ...numerics._reference import _to_arithmetic
 from ...recording.walk import leaves
-from ...report.errors import spell
 from ...report.finding import Cure, Finding
+from ...util.visible import spell
 from ..batch_snapshot import BatchSnapshot
 from ..diagnosis import Place
 from ..experiment import NO_CONDITIONS, BackwardStart, Conditions, Experiment, run
-from ..util.visible import spell
 from .code_swap import Probe, exchanged, find_target
 from .expressions import Change, Site
 from .guards import Facts
