@@ -5,7 +5,7 @@
 
 A recording holds the largest magnitude of each weight, buffer and output in each batch, and the batch and the module of
 the overflow. Trainings that are recorded already are left alone. The checksum of a training's name says whether it is
-tuned on or held out: the constants of `nanwatch/growth.py` and `forecast.py` were chosen on the first half. `--seed`
+tuned on or held out: the constants of `nanwatch/monitoring/forecast.py` were chosen on the first half. `--seed`
 is added to the seeds of all trainings: fresh ones that nobody has seen.
 """
 

@@ -28,7 +28,7 @@ from ..util.visible import visible
 from .tree import DTYPES, Json, LeftOut, device, dtype, sizes
 from .tree import read as read_tree
 
-# Those that every safetensors of the last years reads and writes; the rest goes as bytes.
+# Dtypes that every safetensors of the last years reads and writes. Others go as bytes.
 _NATIVE = {
     "float64": "F64",
     "float32": "F32",

@@ -35,7 +35,7 @@ Json: TypeAlias = Any
 Kind: TypeAlias = Literal["dataclass", "named tuple"]
 KINDS: tuple[Kind, ...] = ("dataclass", "named tuple")
 
-# As deep as a watch looks. A reader allows twice that, for writers with another limit.
+# The depth that a watch walks. A reader allows twice that, for writers with another limit.
 MAX_DEPTH = 32
 # A thousand sentences of token numbers in Python lists; beyond that a value is data, and its JSON tens of megabytes.
 MAX_VALUES = 1_000_000

@@ -24,12 +24,14 @@ from ..instrumentation.global_hooks import after_steps
 from ..report.errors import NonFiniteError
 from ..report.finding import Finding
 from ..report.rank_observation import Origin
-from ..report.report import Report, report_of
-from ..util.job import rank, rank_and_world_size
+from ..report.report import Report
+from ..report.report import report_of
+from ..util.job import rank_and_world_size
 from ..util.modules import each_module
 from ..util.user_warning import warn_user
 from ..util.visible import spell
-from .consensus import OriginConsensus, PeerNonFiniteError
+from .consensus import OriginConsensus
+from .consensus import PeerNonFiniteError
 
 # Seconds until this rank knows of a failure elsewhere: it looks at the store about once a second.
 _NEWS = 2.0
@@ -219,14 +221,14 @@ class _Job:
         """Write the last frames of every watch, once, because later frames are a consequence."""
         for one in list(self._coordinators):
             if one not in self._reports:
-                self._reports[one] = one.last_frames(f"peer-rank-{rank()}")
+                self._reports[one] = one.last_frames(f"peer-rank-{rank_and_world_size()[0]}")
         return dict(self._reports)
 
     def _stuck(self, origin: Origin) -> None:
         """Write the last frames in the consensus's thread, while this rank waits in a collective for a failed one."""
         self._write_last_frames()
         warn_user(
-            f"nanwatch: rank {rank()} waits for a rank that has failed: {origin}",
+            f"nanwatch: rank {rank_and_world_size()[0]} waits for a rank that has failed: {origin}",
             may_raise=False,
         )
 

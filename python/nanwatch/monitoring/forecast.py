@@ -33,10 +33,10 @@ _FOLLOWED = 3.0
 _MOST_FITS = 4
 # An interval is so many deviations to either side.
 _DEVIATIONS = 1.15
-# Nothing is said of what is further ahead than 0.6 of the span, or sooner than 2 batches.
+# A forecast is neither further ahead than 0.6 of the span, nor sooner than 2 batches.
 _REACH = 0.6
 _LEAST_LEFT = 2
-# Nor of what has more than a third of its headroom left: growth that will stop looks like growth that will not.
+# No forecast while more than a third of the headroom is left: growth that will stop looks like growth that will not.
 _MOST_ROOM = 1 / 3
 # Lines in so many batches.
 _MOST_LINES = 3

@@ -238,7 +238,7 @@ def _health_row(chunk: Tensor, positions: Tensor, device: torch.device) -> Tenso
     values = _to_arithmetic(chunk)
     magnitude = values.abs()
     wide = row_dtype(device)
-    # Of a complex number the parts decide: a modulus beyond the dtype's range is inf, and its number is finite.
+    # The parts of a complex number decide: a modulus beyond the dtype's range is inf, and its number is finite.
     finite = torch.isfinite(values)
     nan = torch.isnan(magnitude)
     infinite = ~finite & ~nan
@@ -288,7 +288,7 @@ _SIGN_64 = -(1 << 63)
 
 
 def exponents_of(dtype: torch.dtype) -> range:
-    """Return each e with numbers of 2^e <= |x| < 2^(e+1) in `dtype`. Raise TypeError for a complex or unreadable one."""
+    """Return each e with numbers of 2^e <= |x| < 2^(e+1) in `dtype`. Raise TypeError if it is complex or unreadable."""
     name = str(dtype).removeprefix("torch.")
     if dtype.is_complex:
         raise TypeError(

@@ -15,7 +15,7 @@ from ..recording.walk import MAX_DEPTH
 from ..util.suppressed import suppressed
 
 NARROW = (torch.float16, torch.bfloat16)
-# Of the kinds of device that autocast knows, those that need no package of their own to be asked about.
+# The kinds of device that autocast knows and that need no package of their own to be asked about.
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla")
 _SCALARS = (int, float, str, bytes, type(None))
 
@@ -69,7 +69,7 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
 
 
 def _replaced(value: Any, change: Callable[[Tensor], Tensor | None], depth: int) -> tuple[Any, bool]:
-    # Whether anything changed is said in words: torch.compile does not follow `is` between containers.
+    # The second value says whether anything changed: torch.compile does not follow `is` between containers.
     if isinstance(value, Tensor):
         changed_tensor = change(value)
         return (value, False) if changed_tensor is None else (changed_tensor, True)

@@ -101,7 +101,7 @@ class _Backward:
 
     arrivals: list[tuple[_Call, Part, int, Row]] = field(default_factory=list)
     times: int = 0
-    # Where the latest came, and its row: its users come one directly after the other.
+    # Place, state and row of the latest gradient: the users of a place come one directly after the other.
     latest: tuple[tuple[Any, ...], _GradientState, Row] | None = None
     recent: _RecentGradients = field(default_factory=_RecentGradients)
     is_nonfinite: bool = False
@@ -166,7 +166,7 @@ class PythonGradients:
         if not (has_graph or in_compiled_code) or torch._C._get_tracing_state() is not None:
             return None
         batch, name, class_name, caller, recomputed = call
-        # Where nothing but weights is followed, no graph tells when their gradients can come no more.
+        # Where nothing but weights is followed, no graph shows when their gradients can come no more.
         held = held if has_graph else None
         with self._lock:
             made = _Call(batch, self._calls, name, class_name, caller, recomputed, held)
@@ -175,7 +175,7 @@ class PythonGradients:
         for part, label, x in tensors:
             if not has_graph and (part != "weight" or not x.is_leaf):
                 continue
-            # What a module writes into is its output afterwards.
+            # A tensor that the module writes into is its output afterwards.
             if part == "input" and not x.is_leaf and any(_same(x, one) for one in outputs):
                 continue
             if part == "output" and x.is_leaf:
@@ -210,7 +210,7 @@ class PythonGradients:
                 if part == "output":
                     call.backward = task
                 backward.arrivals.append((call, part, time, row._replace(label=label)))
-            # What came to a leaf comes to no other place but by chance.
+            # A leaf's gradient comes to another place only by chance.
             if known is None and row.isfinite and state.is_lasting and place[0] != "leaf":
                 backward.recent.keep(gradient, state, row)
         return row.abs_max if row.abs_max is not None and isfinite(row.abs_max) else 0.0
@@ -298,10 +298,10 @@ class _TensorHook:
 
     @past_torch_function()
     def __call__(self, gradient: Tensor | None) -> None:
-        # Of one operation's results those that nobody used get None, as each part of unbind but the one that was.
+        # Results of an operation that nobody used get None, as all parts of unbind but the used one.
         if gradient is None or is_compiling():
             return  # compiled autograd follows hooks, and this leads nowhere that it could
-        # What a call was given may get its gradient from elsewhere, too: the call itself has no part in this backward.
+        # An argument of a call may get its gradient from elsewhere, too: the call itself has no part in this backward.
         has_part = self.part != "input" or self.call.backward == torch._C._current_graph_task_id()
         if has_part and (gradients := self.gradients()) is not None:
             gradients.arrived(gradient, self.place, [(self.call, self.part, self.label)])
@@ -325,7 +325,8 @@ class _LeafHook:
         users: dict[object, tuple[_Call, Part, str]] = {}
         for user in alive:
             if user[1] == "output" or user[0].backward == task:
-                # Of a weight's calls by one module the first: it is the last to be done, and this is the sum over all.
+                # Of a weight's calls by one module, the first is taken: it is the last to be done, and this is the sum
+                # over all.
                 users.setdefault((user[0].name, user[2]) if user[1] == "weight" else id(user), user)
         # A weight that is used past its module's call, or in compiled code: its latest call there was.
         found = list(users.values()) or [user for user in alive if user[1] == "weight"][-1:]

@@ -64,7 +64,7 @@ class MaskedScores:
     def _dim(self, ndim: int) -> int:
         module = self._module()
         dim = None if module is None else module.dim
-        # What torch.nn.functional takes where none is said.
+        # The default of torch.nn.functional.
         return (0 if ndim in (0, 1, 3) else 1) if dim is None else dim
 
 

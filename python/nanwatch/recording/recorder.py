@@ -29,8 +29,8 @@ from .masked_scores import MaskedScores
 from .observe import call_values, completed_row, observe
 from .walk import Unwalked, is_container, leaves, spell_key
 
-# A call may be watched from inside torch.compile, which follows every Python frame, so also those of the recorder. With
-# None it follows nothing; what it was comes back.
+# A call may be watched from inside torch.compile, which follows every Python frame, also those of the recorder. With
+# None it follows nothing. The function returns the compiler that was set before.
 _set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
@@ -44,7 +44,7 @@ class _Thread(threading.local):
         self.recording = False  # a callback may call other modules: they are not recorded
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
         self.held: object = None  # the answer of `on_batch_start` for the batch under way
-        # Of an outermost call in compiled code, whose end an exception leaves out: what it was given.
+        # The arguments of an outermost call in compiled code. An exception there leaves out the operator at its end.
         self.compiled: list[weakref.ref[Tensor]] | None = None
 
     @contextmanager
@@ -212,7 +212,7 @@ class PythonRecorder(RecordsBackwards):
                         rows, tensors = self._rows(node, module, args, kwargs, output)
                         self._follow(call, tensors, thread.held)
                     except RecursionError:
-                        # The call itself was made: it needed less of the stack than a look at it.
+                        # The call itself was made: it needed less of the stack than its observation.
                         rows = [_NO_STACK]
                     self._keep(thread, node.name, type(module).__name__, rows, caller)
             completed = True

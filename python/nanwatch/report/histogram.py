@@ -139,7 +139,7 @@ def _bars(dtype: str, first: int, counts: Sequence[int]) -> dict[str, Any]:
         "x": list(exponents),
         "y": [count / total for count in counts],
         "customdata": list(counts),
-        # From 2^e to 2^(e+1), where the formats' ends are on the same axis.
+        # A bar goes from 2^e to 2^(e+1), as the formats' ends are on the same axis.
         "width": 1,
         "offset": 0,
         "marker": {"color": [_NORMAL if exponent >= normal else _SUBNORMAL for exponent in exponents]},

@@ -11,7 +11,7 @@ from ..util.visible import module_name, visible
 from .finding import Finding, Value
 from .finding import Origin as Kind
 
-# A name of a module is rarely longer; what a store holds of a rank stays below a kilobyte.
+# Names of modules are rarely longer. With this limit, a store holds less than a kilobyte for each rank.
 _MOST_CHARACTERS = 120
 
 

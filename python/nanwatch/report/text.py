@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 
-Style: TypeAlias = Literal["plain", "head", "module", "quiet", "fault"]
+Style: TypeAlias = Literal["plain", "head", "module", "quiet", "nonfinite"]
 _RICH_STYLES: dict[Style, str] = {
     "plain": "",
     "head": "bold",
     "module": "cyan",
     "quiet": "dim",
-    "fault": "bold red",
+    "nonfinite": "bold red",
 }
 
 
@@ -230,7 +230,7 @@ def _styled_lines(
         yield "module", frame_line(frame.name, frame.class_name) + _attributes(frame)
         for record in frame.records:
             if finding is not None and record is culprit:
-                yield "fault", f"{record_line(record)}  <-- {finding.value}, first"
+                yield "nonfinite", f"{record_line(record)}  <-- {finding.value}, first"
             else:
                 yield ("quiet" if record.abs_max is None else "plain"), record_line(record)
     if finding is not None:

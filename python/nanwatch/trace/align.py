@@ -142,7 +142,7 @@ def align_calls(a: Sequence[Call], b: Sequence[Call]) -> Pairs:
             pairs += found
             smaller += _between(found, (from_a, to_a, from_b, to_b))
         gaps = smaller
-    # What was moved, so that no order brings it together.
+    # Modules that were moved, so that no order brings them together.
     left_a = set(range(len(a))) - {i for i, _ in pairs}
     waiting = defaultdict(list)
     for j in sorted(set(range(len(b))) - {j for _, j in pairs}, reverse=True):

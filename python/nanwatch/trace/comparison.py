@@ -277,7 +277,7 @@ class _Comparison:
             bits = np.log2(high_b) - np.log2(high_a)
         bits[~np.isfinite(bits) | (role == given)] = -inf
         places = np.flatnonzero(bits > log2(1 + self.rtol))
-        # Of what grew alike the first comes first.
+        # Among records that grew alike, the first comes first.
         places = places[np.argsort(-bits[places].round(2), kind="stable")]
         module, _ = self.pair("module")
         record = self.records[0][self.in_a]
@@ -304,7 +304,7 @@ class _Comparison:
         texts = self.names["module"]
         return tuple((texts.text(int(numbers[i])), int(counts[i])) for i in order)
 
-    # For the charts.
+    # Data for the charts.
 
     def calls(self, batch: int) -> Series:
         """Return the outputs of one batch in the order of their calls."""

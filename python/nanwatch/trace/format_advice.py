@@ -24,14 +24,14 @@ from ..util.visible import without_wrappers
 from .trace import TraceError
 from .trace_file import Strings, Trace, strings
 
-# The narrowest first; of those of one width the more precise one.
+# The narrowest first, and among formats of one width the more precise one.
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
 LOST = 0.01
 Part: TypeAlias = Literal["outputs", "weights"]
 Verdict: TypeAlias = Literal["fits", "overflows", "no room", "becomes zero", "not finite"]
 _PARTS: dict[str, Part] = {"output": "outputs", "weight": "weights", "buffer": "weights"}
-# Where the share is not known: what becomes zero is less than this part of the largest element of its tensor, as much
-# as float16 itself rounds off.
+# Where the share is not known, an element that becomes zero has to be less than this part of the largest element of its
+# tensor. float16 itself rounds off as much.
 NEGLIGIBLE = 2.0**-12
 _MOST = 2**62  # elements; more is a damaged file
 _Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -180,7 +180,8 @@ class _Seen:
 
         self._low = table["abs_min"].to_numpy()[counts]
         self._high = table["abs_max"].to_numpy()[counts]
-        # What no element above zero is smaller than: of a tensor with a zero in it, its format's smallest number.
+        # A bound from below for all elements above zero. For a tensor that holds a zero, it is its format's smallest
+        # number.
         least = np.array([_smallest(value) for value in dtype.values] + [inf])[dtype.codes[counts]]
         self._least = np.where(self._low > 0, self._low, least)
         self._numel = _coded(shape, _numel).astype(np.float64)[counts]
@@ -239,7 +240,7 @@ class _Seen:
         low, least, high = self._low, self._least, self._high
         with np.errstate(invalid="ignore", over="ignore"):
             numel = np.where(self._is_counted | ~(high > 0), 0.0, self._numel)
-            # Of each record, by its range: the least and the most elements.
+            # The least and the most elements of each record, by its range.
             overflow = _between(numel, low >= ends.overflows_from, high >= ends.overflows_from)
             zero = _between(numel, high <= ends.zero_up_to, least <= ends.zero_up_to)
             is_one_zero = (low > 0) & (low <= ends.zero_up_to)
@@ -251,7 +252,7 @@ class _Seen:
             )
             overflows = self._any(high >= ends.overflows_from)
             lacks_room = self._any(high * self._room >= ends.overflows_from)
-            # Where the share is open it is the size of what becomes zero that decides.
+            # Where the share is open, the size of the elements that become zero decides.
             matters = self._any((zero[1] > zero[0]) & (high * NEGLIGIBLE < ends.zero_up_to * self._room))
         total = self._sum(numel)
         shares = [(self._sum(least), self._sum(most)) for least, most in (overflow, zero, subnormal)]

@@ -29,7 +29,7 @@ from ..util.visible import visible, with_utf8
 VERSION = 3
 READ_VERSIONS = (1, 2, 3)
 SUFFIX = ".parquet"
-# Of the schema of every part: a JSON object with the members of FACTS.
+# Key in the metadata of every part's schema: a JSON object with the members of FACTS.
 METADATA_KEY = b"nanwatch.trace"
 
 # Name, type as pyarrow spells it, and whether it may be null.
@@ -287,8 +287,8 @@ def _health(row: dict[str, Any]) -> TensorHealth:
 
 Key: TypeAlias = tuple[str, str]  # module and label
 
-# Steps that wait for the frames of a later batch. Of a run that is paused, or seldom looked at, the oldest are counted
-# at once: nothing older is still to come.
+# Steps that wait for the frames of a later batch. In a run that is paused, or seldom recorded, the oldest are counted
+# at once: no older frame is still to come.
 _MOST_WAITING = 4096
 
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 # Written anew with every flush: 32 Ki rows took 0.04 s.
 PART_ROWS = 32_768
-# What is not yet on disk after a kill: so many seconds. Where all cores compute, a step waits for whatever runs beside
-# it: writing takes at most a 200th of the time of a core.
+# A kill loses at most this many seconds. Where all cores compute, a step waits for whatever runs beside it: writing
+# takes at most a 200th of the time of a core.
 FLUSH_SECONDS = 10.0
 _LEAST_SECONDS = 1.0
 _SHARE = 200
@@ -142,7 +142,7 @@ class TraceWriter:
                     may_raise=False,
                 )
 
-    # What follows runs in the thread.
+    # The thread runs the methods below.
 
     def _run(self) -> None:
         try:

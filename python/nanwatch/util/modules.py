@@ -24,7 +24,7 @@ def each_module(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if id(module) not in seen:
             seen.add(id(module))
             yield path, module
-            # As they are now: the caller, or another thread, may register more meanwhile.
+            # A copy: the caller, or another thread, may register more children meanwhile.
             children = [(key, child) for key, child in list(module._modules.items()) if child is not None]
             left += [(f"{path}.{key}" if path else key, child) for key, child in reversed(children)]
 

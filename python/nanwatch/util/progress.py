@@ -104,7 +104,7 @@ class _Line:
         row.add_column()
         for _ in range(2):
             row.add_column(no_wrap=True, overflow="ellipsis")
-        # rich's own bar is red, as faults are.
+        # rich's own bar is red, as non-finite records are.
         bar = ProgressBar(total, done, width=_BAR, complete_style="bar.finished", pulse_style="bar.finished")
         row.add_row(bar, Text(visible(what)), Text(amount))
         return row

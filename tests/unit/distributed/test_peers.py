@@ -14,12 +14,16 @@ import torch.distributed as dist
 from torch import nn
 
 import nanwatch
-from nanwatch.distributed import consensus, coordinator
-from nanwatch.distributed.consensus import PeerNonFiniteError, StoreProtocol
+from nanwatch.distributed import consensus
+from nanwatch.distributed import coordinator
+from nanwatch.distributed.consensus import PeerNonFiniteError
+from nanwatch.distributed.consensus import StoreProtocol
 from nanwatch.distributed.coordinator import RankCoordinator
 from nanwatch.report.rank_observation import RankObservation
 from nanwatch.util.job import store_key
-from support.sightings import connect, finding, serve
+from support.sightings import connect
+from support.sightings import finding
+from support.sightings import serve
 
 _before: set[threading.Thread] = set()
 
@@ -52,7 +56,7 @@ class Job:
         self.server = server
         self.group = type("Group", (), {})()
         monkeypatch.setattr(coordinator, "_group", lambda: self.group)
-        monkeypatch.setattr(coordinator, "place", lambda: (0, 2))
+        monkeypatch.setattr(coordinator, "rank_and_world_size", lambda: (0, 2))
         monkeypatch.setattr(consensus, "_default_store", lambda: connect(server))
 
     def board(self) -> StoreProtocol:

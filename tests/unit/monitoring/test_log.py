@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.monitoring import log
+from nanwatch.monitoring import backends, monitor
 from nanwatch.monitoring.backends import CallableBackend, LogEntry
 from nanwatch.monitoring.forecast import Forecast
-from nanwatch.monitoring.log import Log
+from nanwatch.monitoring.monitor import Log
 from nanwatch.report.frame import FrameRows
 from nanwatch.report.record import Row
 from support.paths import ROOT
@@ -35,7 +35,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The limits of time are tested by a clock that stands still: a loaded machine changes nothing."""
     made = Clock()
-    monkeypatch.setattr(log, "monotonic", made)
+    monkeypatch.setattr(monitor, "monotonic", made)
     return made
 
 
@@ -333,7 +333,7 @@ def test_the_docs_have_every_tag() -> None:
     """docs/trackers.md names what is logged."""
 
     text = (ROOT / "docs" / "trackers.md").read_text()
-    for tag in (log.IS_FINITE, log.LEAST, log.PLACE, log.TOLD, log.FINDING):
+    for tag in (backends.IS_FINITE, backends.LEAST, backends.PLACE, backends.TOLD, backends.FINDING):
         assert f"`{tag}`" in text
-    for group in log.GROUPS[1:]:
+    for group in backends.GROUPS[1:]:
         assert f"`{group}/" in text

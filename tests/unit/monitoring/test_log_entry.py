@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nanwatch.monitoring.backends import Histogram
 from nanwatch.monitoring.forecast import Forecast
-from nanwatch.monitoring.log import BatchLog, nonfinite_entry
+from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
 from nanwatch.numerics.ranges import tensor_health
 from nanwatch.report.finding import find
 from nanwatch.report.frame import FrameRows
