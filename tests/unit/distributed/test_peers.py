@@ -14,16 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 import nanwatch
-from nanwatch.distributed import consensus
-from nanwatch.distributed import coordinator
-from nanwatch.distributed.consensus import PeerNonFiniteError
-from nanwatch.distributed.consensus import StoreProtocol
+from nanwatch.distributed import consensus, coordinator
+from nanwatch.distributed.consensus import PeerNonFiniteError, StoreProtocol
 from nanwatch.distributed.coordinator import RankCoordinator
 from nanwatch.report.rank_observation import RankObservation
 from nanwatch.util.job import store_key
-from support.sightings import connect
-from support.sightings import finding
-from support.sightings import serve
+from support.sightings import connect, finding, serve
 
 _before: set[threading.Thread] = set()
 
