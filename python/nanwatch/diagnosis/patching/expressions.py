@@ -5,15 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .code_swap import Target
-from .source_file import Edit
-from .source_file import SourceFile
-from .source_file import Span
+from .source_file import Edit, SourceFile, Span
 
 _OPERATORS: dict[type[ast.operator], str] = {
     ast.Div: "div",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from .expressions import Site
-from .expressions import Spelt
+from .expressions import Site, Spelt
 
 
 class Facts(NamedTuple):
