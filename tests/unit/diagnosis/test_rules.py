@@ -126,8 +126,12 @@ def texts(site: Site, facts: Facts) -> Iterator[str]:
         ),
         (Facts("div", "float16", False), "return y / (x + 1e-8)", "return y / (x + 1e-4)"),
         (Facts("div", "float16", False), "return y / x.clamp_min(1e-8)", "return y / x.clamp(min=1e-4)"),
-        (Facts("div", "float32", False), "return y / (x - 1)", "return y / (x - 1).clamp(min=1e-8)"),
-        (Facts("div", "float32", False), "x /= y", "x /= y.clamp(min=1e-8)"),
+        (
+            Facts("div", "float32", False),
+            "return y / (x - 1)",
+            "return y / torch.where((x - 1).abs() < 1e-8, 1e-8, x - 1)",
+        ),
+        (Facts("div", "float32", False), "x /= y.square()", "x /= y.square().clamp(min=1e-8)"),
         (Facts("std", "float32", False), "return x.std()", "return x.std(unbiased=False)"),
         (Facts("var", "float32", False), "return x.var(0, correction=1)", "return x.var(0, correction=0)"),
         (Facts("mean", "float32", False), "return -x.mean()", "return -(x.sum() / max(x.numel(), 1))"),
@@ -165,17 +169,19 @@ def test_the_first_change(write: Any, facts: Facts, line: str, first: str) -> No
 
 def test_both_operations_of_a_line_are_changed_together(write: Any) -> None:
     """Where two of a kind stand on the line, the change of both follows those of each."""
-    site = write("    return torch.atan(y / x) - torch.atan(y / z)")
+    site = write("    return torch.atan(y / x.abs()) - torch.atan(y / z.abs())")
     found = list(texts(site, Facts("div", "float32", False)))
-    assert found[2] == ("return torch.atan(y / x.clamp(min=1e-8)) - torch.atan(y / z.clamp(min=1e-8))")
+    assert found[2] == (
+        "return torch.atan(y / x.abs().clamp(min=1e-8)) - torch.atan(y / z.abs().clamp(min=1e-8))"
+    )
 
 
 def test_the_expression_that_failed_comes_first(write: Any) -> None:
-    site = write("    return torch.atan(y / x) - torch.atan(y / z)")
-    start = site.file.text.index("y / z")
-    position = site.file.between(2, start - 16, 2, start - 16 + 5)
+    site = write("    return torch.atan(y / x.abs()) - torch.atan(y / z.abs())")
+    start = site.file.text.index("y / z.abs()")
+    position = site.file.between(2, start - 16, 2, start - 16 + 11)
     first = next(iter(changes(site, Facts("div", "float32", False), position)))
-    assert [one.text for one in first.edits] == ["z.clamp(min=1e-8)"]
+    assert [one.text for one in first.edits] == ["z.abs().clamp(min=1e-8)"]
 
 
 def test_the_lines_that_define_the_names_are_known(write: Any) -> None:
