@@ -155,7 +155,7 @@ class Compiled:
                 text = "".join(f'#include "{path.relative_to(CSRC)}"\n' for path in paths)
                 unit = written(self.ninja.folder / "units" / f"{name}.cpp", text)
                 objects.append(self.ninja.edge("compile", [unit], folder / f"{name}.o", settings(*flags)))
-        return self._linked(folder / "_C.so", [*objects, *self.kernels], [*(cuda or []), *link])
+        return self._linked(folder / "_C.so", [*objects, *self.kernels, *map(Path, cuda or [])], link)
 
     def stable_operators(self, torch: Torch, link: list[str]) -> Path:
         """Add the steps of the operators over the stable ABI, with the newest PyTorch's headers; return their file."""
