@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from ...instrumentation.temporary_wrappers import ExclusiveRun
+from ...instrumentation.slot import ExclusiveRun
 from .source_file import SourceFile, Span
 
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
