@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import copy
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from ...instrumentation.slot import ExclusiveRun
@@ -70,11 +71,11 @@ def find_target(filename: str, line: int) -> Target | str:
     file = SourceFile.load(filename)
     if file is None:
         return f"the source of {filename} is not at hand"
-    functions: list[FunctionType] = []
-    for one in gc.get_objects():
-        # type() and not isinstance(), which asks an object for its __class__.
-        if type(one) is FunctionType and one.__code__.co_filename == filename and _runs(one.__code__, line):
-            functions.append(one)
+    functions = [
+        one
+        for one in {id(one): one for one in _functions(filename)}.values()
+        if one.__code__.co_filename == filename and _runs(one.__code__, line)
+    ]
     if not functions:
         return "the line belongs to no function that could be exchanged"
     code = max((one.__code__ for one in functions), key=lambda code: code.co_firstlineno)
@@ -114,6 +115,32 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
         for one in target.functions:
             if one.__code__ is code:
                 one.__code__ = before
+
+
+def _functions(filename: str) -> Iterator[FunctionType]:
+    """Yield the functions of the process; after `gc.freeze()`, which hides what was there, also those of this file."""
+    # type() and not isinstance(), which asks an object for its __class__.
+    yield from (one for one in gc.get_objects() if type(one) is FunctionType)
+    if not gc.get_freeze_count():
+        return
+    modules = (one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == filename)
+    left = [one for module in modules for one in vars(module).values()]
+    known: set[int] = set()
+    while left:
+        one = left.pop()
+        if id(one) in known:
+            continue
+        known.add(id(one))
+        if type(one) is FunctionType:
+            yield one
+            # A decorator's function holds the one it wraps in a cell.
+            left += [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
+        elif isinstance(one, type):
+            left += vars(one).values()
+        elif isinstance(one, staticmethod | classmethod):
+            left.append(one.__func__)
+        elif isinstance(one, property):
+            left += [one.fget, one.fset]
 
 
 def _runs(code: CodeType, line: int) -> bool:
