@@ -91,7 +91,12 @@ def version(compiler: str) -> str:
 def sources() -> list[str]:
     """All that may be included."""
     folders = ROOT / "csrc", CUDA_HOST
-    return [path.read_text() for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [
+        path.read_text()
+        for folder in folders
+        for path in sorted(folder.rglob("*.*"))
+        if path.suffix != ".pyc"
+    ]
 
 
 class DescribedTensor(ctypes.Structure):

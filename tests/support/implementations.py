@@ -66,7 +66,7 @@ def active(name: str) -> Iterator[Implementation]:
                 exponent_histogram=_reference.exponent_histogram,
                 count_from=_reference.count_from,
                 fingerprint=_fingerprint.fingerprint,
-                range_and_fingerprint=_fingerprint.range_and_fingerprint,
+                range_and_fingerprint=lambda x: (_reference.abs_range(x), _fingerprint.fingerprint(x)),
             ),
             mock.patch.object(_extension, "C", None),
         ):

@@ -19,12 +19,13 @@ from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module, unwrapped
 from ..numerics.formats import limits
 from ..precision.precision import run_in_fp32
+from ..recording.observe import observe
 from ..recording.walk import leaves
 from ..report.finding import Cure, working_first
 from ..report.headroom import least_bits
-from ..report.record import Record
+from ..report.record import Record, to_record
 from ..util.visible import spell
-from .backward_pass import gradient_record, run_backward, with_leaves
+from .backward_pass import run_backward, with_leaves
 from .batch_snapshot import BatchSnapshot
 from .experiment import in_float32, module_words
 
@@ -36,6 +37,11 @@ _NARROW = ("float16", "bfloat16")
 
 # The gradients that a backward makes from the present ones times a factor.
 Backward = Callable[[float], list[Record]]
+
+
+def gradient_record(x: Tensor, label: str) -> Record:
+    """Return the record of a gradient."""
+    return to_record(observe(x, label, "gradient"))
 
 
 def try_backward_cures(

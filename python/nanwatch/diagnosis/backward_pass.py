@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..recording.observe import observe
 from ..recording.walk import leaves
-from ..report.record import Record, to_record
 from .batch_snapshot import BatchSnapshot
+
+
+class BackwardStart(NamedTuple):
+    """The gradients, by label, that the outputs of call `number` of module `name` had in the failed backward."""
+
+    name: str
+    number: int
+    gradients: Mapping[str, Tensor]
 
 
 def with_leaves(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, list[Tensor]]:
@@ -71,11 +77,6 @@ def _nodes(roots: Any) -> list[Any]:
             found.append(node)
             left += [following for following, _ in node.next_functions]
     return found
-
-
-def gradient_record(x: Tensor, label: str) -> Record:
-    """The record of a gradient."""
-    return to_record(observe(x, label, "gradient"))
 
 
 def with_graph(output: Any) -> Iterator[tuple[str, Tensor]]:

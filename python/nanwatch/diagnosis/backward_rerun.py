@@ -26,9 +26,9 @@ from ..report.frame import Frame
 from ..report.record import Record
 from ..util.suppressed import suppressed
 from ..util.visible import spell
-from .backward_cures import BACKWARD_RUNS, try_backward_cures
+from .backward_cures import BACKWARD_RUNS, gradient_record, try_backward_cures
 from .backward_pass import (
-    gradient_record,
+    BackwardStart,
     mean_gradients,
     run_backward,
     with_graph,
@@ -37,7 +37,7 @@ from .backward_pass import (
 )
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .diagnosis import Diagnosis, Place, enrich
-from .experiment import NO_CONDITIONS, BackwardStart, Conditions
+from .experiment import NO_CONDITIONS, Conditions
 from .extent import bad_rows
 from .narrow import may_be_narrow
 from .patching.patches import MOST_RUNS, Found, try_patches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,8 +12,10 @@ from ..instrumentation.execution_context import Autocast, RngState
 from ..report.finding import Cure, Finding, Value, working_first
 from ..report.histogram import StoredHistogram
 from ..report.record import Record
-from .experiment import BackwardStart
 from .extent import BadRows
+
+if TYPE_CHECKING:
+    from .backward_pass import BackwardStart
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ..recording.masked_scores import MaskedScores, masked_scores
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..report.record import Row, is_fault
-from .backward_pass import mean_gradients, run_backward, with_graph, with_leaves
+from .backward_pass import BackwardStart, mean_gradients, run_backward, with_graph, with_leaves
 from .batch_snapshot import BatchSnapshot
 
 # `allows(name, module)` is True where infinities in this module are meant, or the scores of a softmax that are.
@@ -53,14 +53,6 @@ class Call:
     rows: tuple[Row, ...]
     given: torch.dtype | None
     autocast: torch.dtype | None
-
-
-class BackwardStart(NamedTuple):
-    """The gradients, by label, that the outputs of call `number` of module `name` had in the failed backward."""
-
-    name: str
-    number: int
-    gradients: Mapping[str, Tensor]
 
 
 @dataclass(slots=True)

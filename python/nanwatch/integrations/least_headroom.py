@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..report.headroom import headroom_bits
 from ..report.record import is_fault, to_record
-from ..session.watch import Watch
 from ..util.visible import module_name
+
+if TYPE_CHECKING:
+    from ..session.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)

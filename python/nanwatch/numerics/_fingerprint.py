@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._reference import abs_range
-
 _BLOCK = 1024  # bytes
 _LANES = 8
 _WORDS = _BLOCK // 8
@@ -89,8 +87,3 @@ def fingerprint(x: Tensor) -> Tensor:
         for size in x.shape:
             state = _split_mix(state + size & _ONES)
         return _mixed(total ^ _signed(state))
-
-
-def range_and_fingerprint(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the range and the fingerprint of `x`, in two reads."""
-    return abs_range(x), fingerprint(x)

@@ -94,7 +94,7 @@ def _fake_range_and_fingerprint(x: Tensor) -> tuple[Tensor, Tensor]:
 
 _range_and_fingerprint = define(
     "range_and_fingerprint(Tensor x) -> (Tensor, Tensor)",
-    _fingerprint.range_and_fingerprint,
+    lambda x: (_reference.abs_range(x), _fingerprint.fingerprint(x)),  # in two reads
     _fake_range_and_fingerprint,
 )
 

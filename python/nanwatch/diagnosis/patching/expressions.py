@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .code_swap import Target
 from .source_file import Edit, SourceFile, Span
+
+if TYPE_CHECKING:
+    from .code_swap import Target
 
 _OPERATORS: dict[type[ast.operator], str] = {
     ast.Div: "div",
@@ -45,6 +47,14 @@ class Spelt(NamedTuple):
     name: str
     args: tuple[ast.expr, ...]
     kwargs: dict[str, ast.expr]
+
+
+class Rewrite(NamedTuple):
+    """A node, the text that takes its place, and what that does in words."""
+
+    node: ast.AST
+    text: str
+    words: str
 
 
 class Change(NamedTuple):

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from .expressions import Site, Spelt
+from .expressions import Rewrite, Site, Spelt
 
 
 class Facts(NamedTuple):
@@ -19,14 +19,6 @@ class Facts(NamedTuple):
     dtype: str
     backward: bool
     counts: frozenset[int] = frozenset()
-
-
-class Rewrite(NamedTuple):
-    """A node, the text that takes its place, and what that does in words."""
-
-    node: ast.AST
-    text: str
-    words: str
 
 
 Guard = Callable[[Site, Spelt, Facts], Iterator[Rewrite]]

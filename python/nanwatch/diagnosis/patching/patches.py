@@ -16,9 +16,10 @@ from ...numerics._reference import _to_arithmetic
 from ...recording.walk import leaves
 from ...report.finding import Cure, Finding
 from ...util.visible import spell
+from ..backward_pass import BackwardStart
 from ..batch_snapshot import BatchSnapshot
 from ..diagnosis import Place
-from ..experiment import NO_CONDITIONS, BackwardStart, Conditions, Experiment, run
+from ..experiment import NO_CONDITIONS, Conditions, Experiment, run
 from .code_swap import Probe, exchanged, find_target
 from .expressions import Change, Site
 from .guards import Facts

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from . import guards
-from .expressions import Change, Site, Spelt
-from .guards import Facts, Guard, Rewrite
+from .expressions import Change, Rewrite, Site, Spelt
+from .guards import Facts, Guard
 from .source_file import Edit, Span
 from .stable_forms import stable_forms
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from .expressions import Site, Spelt
-from .guards import Rewrite
+from .expressions import Rewrite, Site, Spelt
 
 
 def stable_forms(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
