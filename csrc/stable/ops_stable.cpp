@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpu/exponents_cpu.h"
+#include "cpu/fingerprint_cpu.h"
 #include "cpu/parallel.h"
 
 namespace nanwatch {
@@ -134,6 +135,17 @@ Tensor count_from(const Tensor& x, const std::vector<int64_t>& codes) {
   return counts;
 }
 
+// Complex numbers have no Format: the reference serves them.
+Tensor fingerprint(const Tensor& x) {
+  const std::optional<View> view = view_of(x, "fingerprint");
+  if (!view.has_value()) return reference("nanwatch::reference_fingerprint", x);
+  const uint64_t sum = fingerprint_cpu(
+      {view->data, int64_t(word_size(view->format)), view->numel, view->dims, view->sizes, view->strides});
+  Tensor number = filled({}, ScalarType::Long);
+  *numbers<int64_t>(number) = int64_t(sealed_fingerprint(sum, int64_t(view->format), view->dims, view->sizes));
+  return number;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
@@ -142,6 +154,7 @@ STABLE_TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("health", TORCH_BOX(&health));
   m.impl("exponent_histogram", TORCH_BOX(&exponent_histogram));
   m.impl("count_from", TORCH_BOX(&count_from));
+  m.impl("fingerprint", TORCH_BOX(&fingerprint));
 }
 
 }  // namespace nanwatch

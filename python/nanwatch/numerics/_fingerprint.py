@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,9 @@ def _split_mix(i: int) -> int:
     return _mix((i + 1) * 0x9E3779B97F4A7C15 & _ONES)
 
 
-_KEYS = [_signed(_split_mix(i)) for i in range(_WORDS + _LANES)]
+@cache
+def _keys() -> list[int]:
+    return [_signed(_split_mix(i)) for i in range(_WORDS + _LANES)]
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
@@ -51,7 +55,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 def _sum_of_blocks(data: Tensor, first: int) -> Tensor:
     """Return the sum over the blocks of these bytes, the first of which has number `first`."""
-    keys = torch.tensor(_KEYS, dtype=torch.int64, device=data.device)
+    keys = torch.tensor(_keys(), dtype=torch.int64, device=data.device)
     data = torch.nn.functional.pad(data, (0, -len(data) % _BLOCK))
     words = data.view(torch.int64).reshape(-1, _WORDS)
     keyed = words ^ keys[:_WORDS]
