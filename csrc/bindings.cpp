@@ -50,8 +50,8 @@ PyObject* range_tuple() {
 #endif
 }
 
-// What a tensor that is not plain memory of the CPU gives: 1 with the row, 0 where the dispatcher has to be asked, -1
-// with an exception set.
+// Reads a tensor that is not plain memory of the CPU. Returns 1 with the row, 0 where the dispatcher has to be asked,
+// -1 with an exception set.
 int range_elsewhere(PyObject* object, RangeRow* row) {
   HANDLE_TH_ERRORS
   return range_sync(object, row) ? 1 : 0;

@@ -155,7 +155,7 @@ struct HealthLoop {
   }
 
   static void run(HealthBits* out, const char* p, int64_t columns) {
-    // As in RangeLoop, loads should not cross a cache line: the first block ends at one.
+    // Loads should not cross a cache line: the first block ends at one.
     constexpr int64_t whole = kBlockVectors * L::count, streams = kChunkBytes / L::width;
     const uintptr_t misaligned = reinterpret_cast<uintptr_t>(p) % S::bytes;
     int64_t n = misaligned % L::width == 0 && misaligned != 0 ? int64_t(S::bytes - misaligned) / L::width : whole;

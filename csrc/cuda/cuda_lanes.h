@@ -32,7 +32,7 @@ constexpr bool kPairs = true;
 constexpr bool kPairs = false;
 #endif
 
-// What one load brings.
+// The 16 bytes of one load.
 struct alignas(16) Vector {
   uint32_t word[4];
 };

@@ -13,7 +13,8 @@ namespace nanwatch {
 
 constexpr int kThreads = 512, kWarpThreads = 32, kWarps = kThreads / kWarpThreads;
 constexpr int kInFlight = 4;  // independent loads of a thread
-// What a warp reads in one step, neighbours in memory: its loads differ by constants, and DRAM pages are met whole.
+// Vectors that a warp reads in one step, neighbours in memory: its loads differ by constants, and DRAM pages are met
+// whole.
 constexpr int kWarpVectors = kWarpThreads * kInFlight;
 constexpr int64_t kWarpBytes = kWarpVectors * int64_t(sizeof(Vector));
 

@@ -85,7 +85,7 @@ __device__ __forceinline__ void update(Singly<Lanes>& lanes, typename Lanes::Wor
 
 // ---- what a block does ----------------------------------------------------------------------------------------------
 
-// What the kernels read. `plain`: one element at a time, for what the fast ways cannot follow.
+// Input of the kernels. `plain`: one element at a time, for what the fast ways cannot follow.
 struct Input {
   Tensor tensor;
   int64_t repeats;  // elements of the tensor that each one read stands for

@@ -36,7 +36,7 @@ using Many = Batch<96, 8, kWalkDims>;
 #endif
 // A launch copies all its parameters: 31 KiB are too many for one linear layer's four tensors.
 using Few = Batch<16, 4, kWalkDims>;
-// What only the plain kernel reads.
+// Batch for tensors that only the plain kernel reads.
 using Any = Batch<1, 1, kNanwatchMaxWalkDims>;
 static_assert(sizeof(Many) <= kMaxParameters, "the parameters of a launch are bounded");
 

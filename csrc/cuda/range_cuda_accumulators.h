@@ -1,5 +1,5 @@
-// What CUDA threads, blocks and launches merge: the bits of a range or a health, and the cell in device memory where
-// the blocks of a tensor meet. For range_cuda.cu alone: device code.
+// Values that CUDA threads, blocks and launches merge: the bits of a range or a health, and the cell in device memory
+// where the blocks of a tensor meet. For range_cuda.cu alone: device code.
 //
 // Minima are kept as the maximum of the complement, so zero is the identity of every field: zeroed memory is an empty
 // cell, and the block that comes last leaves it so.
@@ -18,7 +18,7 @@ __device__ __forceinline__ Bits larger(Bits a, Bits b) {
   return a < b ? b : a;
 }
 
-// What one block found in finite elements. Counts fit: a chunk has at most 2^18 elements.
+// Findings of one block in finite elements. Counts fit: a chunk has at most 2^18 elements.
 struct BlockBits {
   Bits hi, not_lo;
   uint32_t zeros, smalls;
@@ -69,7 +69,7 @@ struct DeviceHealth {
             Bits(health.num_subnormal * repeats), any ? ~Bits(health.first_nonfinite) : 0};
   }
 
-  // Of a block whose elements are all finite.
+  // The health of a block whose elements are all finite.
   template <Format F>
   static __device__ DeviceHealth from(const BlockBits& block, int64_t repeats) {
     const DeviceRange ends = {block.hi, block.not_lo};

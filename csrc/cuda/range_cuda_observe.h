@@ -1,5 +1,5 @@
-// What the recorder asks of a tensor, in the launch that reads it: the range, and where a range does not say what a
-// report needs, the health and whether this is an additive mask. Device code, for range_cuda.cu alone.
+// Rows for the recorder, made in the launch that reads a tensor: the range, and where a report needs more than that,
+// the health and whether this is an additive mask. Device code, for range_cuda.cu alone.
 //
 // Which tensors those are nobody knows before they are read, and the blocks of a launch do not wait for each other. So
 // each block decides by its own share, which it reads again while it is in the L2 cache: if it is not finite, or may be
@@ -16,7 +16,7 @@
 namespace nanwatch {
 namespace {
 
-// What is left of a sliced, permuted and expanded attention mask is four; two more for good measure.
+// A sliced, permuted and expanded attention mask keeps four dimensions; two more for good measure.
 constexpr int kObserveDims = 6;
 
 // A mask made with a dtype's minimum in place of -inf. Not of 8 bits, where finite tensors are full of the largest
@@ -143,7 +143,7 @@ __device__ void read_plainly(const AnyBatch& batch, const Share& share, Sighting
   total->merge_atomically(glance.times(batch.repeats_of(share.tensor)));
 }
 
-// What the ends of a share say of it beyond themselves. True if it has to be read again.
+// Notes what the ends of a share imply, such as a mask. True if the share has to be read again.
 template <Format F, class AnyBatch>
 __device__ bool is_loud(const AnyBatch& batch, const Share& share, const BlockBits& block, Sighting* total) {
   using Word = typename Codes<F>::Word;

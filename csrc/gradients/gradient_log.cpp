@@ -171,8 +171,8 @@ std::vector<GradientUser> GradientLog::users_now(const std::vector<std::weak_ptr
   }
   std::vector<GradientUser> users;
   for (GradientUser& user : alive) {
-    // Of a weight's calls by one module, the first is taken: it is the last to be done in a backward, and this gradient
-    // is the sum over all.
+    // A module may use a weight in several calls. The gradient is the sum over them, and belongs to the first call,
+    // which the backward reaches last.
     const bool known = std::any_of(users.begin(), users.end(), [&](const GradientUser& other) {
       return user.part == Part::weight && other.call->node == user.call->node && other.label == user.label;
     });

@@ -41,7 +41,7 @@ struct FingerprintKeys {
   }
 };
 
-// What block number `index` adds to the sum.
+// The share of block number `index` in the sum.
 NANWATCH_HD uint64_t block_fingerprint(const uint64_t* lanes, const uint64_t* lane_keys, uint64_t index) {
   uint64_t digest = 0;
   for (int j = 0; j < kFingerprintLanes; ++j) digest += mix64(lanes[j] ^ lane_keys[j]);

@@ -207,7 +207,7 @@ def test_operations_and_lines() -> None:
     for case in CASES:
         finding = the_finding(case)
         if not case.operations:
-            # Of bad data the operation is told that hands it on.
+            # For bad data the finding names the operation that hands it on.
             right = finding.operation is None or (
                 finding.origin == "data" and case.file.name in (finding.source or "")
             )

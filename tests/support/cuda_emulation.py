@@ -65,7 +65,7 @@ def build(source: str, *options: str) -> ctypes.CDLL:
     BUILT.mkdir(parents=True, exist_ok=True)
     name = f"{Path(source).stem}-{digest(*options)}"
     library = BUILT / f"{name}-{digest(*command, version(compiler), *sources())}.so"
-    # Of the processes of a test run one compiles, and the others wait for it.
+    # One process of a test run compiles, and the others wait for it.
     with (BUILT / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instrumentation.wrapped_names import named_modules, unwrapped
+from ..instrumentation.wrapped_names import module_names, named_modules, unwrapped
 from ..numerics.formats import limits
 from ..precision.casting import NARROW, cast
 from ..precision.precision import run_in_fp32
@@ -111,7 +111,7 @@ class _Search:
         self.runs = 0
         named = list(named_modules(model, remove_duplicate=False))
         self.modules = {one.name: one.module for one in named}
-        self.names = {one.module: one.name for one in named_modules(model)}
+        self.names = module_names(model)
         self.root = self.names.get(unwrapped(snapshot.module), "")
         # For a value that was handed in: the module in whose forward it was made.
         made_by = finding.module if finding.origin == "produced" else finding.source_module
@@ -352,7 +352,7 @@ class _Search:
     def _records(self, experiment: Experiment) -> list[Row]:
         return experiment.rows(self.finding.module, self.finding.label)
 
-    # What is known without a run
+    # Facts that need no run
 
     def _is_narrow(self) -> bool:
         """Whether a narrow format takes part in the guilty call, or in the record that was not finite."""

@@ -41,7 +41,7 @@ class Conditions(NamedTuple):
 
 NO_CONDITIONS = Conditions()
 
-# Of the norm. bfloat16 rounds to 0.4 %, which may grow to a few percent through a deep model.
+# Share of the norm. bfloat16 rounds to 0.4 %, which may grow to a few percent through a deep model.
 _MOST_CHANGE = 0.25
 
 
@@ -216,17 +216,22 @@ def has_finite(x: Tensor) -> bool:
     return bool(torch.isfinite(_to_arithmetic(x)).any())
 
 
+def in_float64(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in float64, or complex128 where one is complex, so that their difference is exact enough."""
+    x, y = _to_arithmetic(x), _to_arithmetic(y)
+    kind = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float64)
+    return x.to(kind), y.to(kind)
+
+
 def is_close(values: list[Tensor], healthy: list[Tensor]) -> bool:
     """Whether the finite ones among `healthy` are about the same in `values`, by the norm of the difference."""
     if [x.shape for x in values] != [x.shape for x in healthy]:
         return True
     difference = total = 0.0
-    for new, old in zip(map(_to_arithmetic, values), map(_to_arithmetic, healthy), strict=True):
-        finite = torch.isfinite(old)
-        kind = torch.promote_types(old.dtype, torch.float64)
-        before, after = old[finite].to(kind), new[finite].to(kind)
-        difference += float((after - before).abs().square().sum())
-        total += float(before.abs().square().sum())
+    for after, before in map(in_float64, values, healthy):
+        finite = torch.isfinite(before)
+        difference += float((after - before)[finite].abs().square().sum())
+        total += float(before[finite].abs().square().sum())
     return difference <= _MOST_CHANGE**2 * total
 
 

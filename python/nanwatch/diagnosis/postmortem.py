@@ -14,7 +14,7 @@ from typing import TypeVar
 from torch import nn
 
 from ..capsule.capsule import write_capsule
-from ..instrumentation.wrapped_names import named_modules
+from ..instrumentation.wrapped_names import module_names
 from ..report.finding import Finding, working_first
 from ..report.frame import Frame
 from ..report.report import Report
@@ -27,12 +27,10 @@ from .diagnosis import Call, Diagnosis, enrich
 from .experiment import Allows, Conditions, nothing_allowed
 from .forward_rerun import rerun_forward
 from .narrow import may_be_narrow
-from .patching.patches import KEPT_FOR_FORMATS, MOST_RUNS, Found, try_patches
+from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, Found, try_patches
 from .samples import dataset_indices, find_samples
 
 PATCH_FILE = "cure.patch"
-# After a failure, whatever they show: each may be the forward of a large model.
-MOST_FORWARDS = 8
 
 _T = TypeVar("_T")
 _FORMS: dict[str, Callable[[Report], str]] = {
@@ -144,11 +142,15 @@ def _sampled(
     made = 0 if snapshot.forwards is None else snapshot.forwards.made
     if not diagnosis.rows or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
         return finding
-    names = {one.module: one.name for one in named_modules(model)}
     samples = _attempt(
         "the search for samples",
         lambda: find_samples(
-            snapshot, names, diagnosis.rows, MOST_FORWARDS - made, allows=allows, start=diagnosis.start
+            snapshot,
+            module_names(model),
+            diagnosis.rows,
+            MOST_FORWARDS - made,
+            allows=allows,
+            start=diagnosis.start,
         ),
         remarks,
     )

@@ -106,7 +106,7 @@ class ProvenanceMode(TorchDispatchMode):
         operation = operation_of(func)
         if not operation.written and not operation.fresh:
             return func(*args, **kwargs)
-        # What is written in place is gone afterwards.
+        # An operation in place overwrites its operand, so the operands are read before it runs.
         before = self._safely(self._given, operation, args, kwargs) if operation.written else None
         result = func(*args, **kwargs)
         self._safely(self._look, operation, args, kwargs, before, result)
@@ -263,7 +263,7 @@ def _nonfinite(x: Tensor) -> Tensor:
 
 def _is_elementwise(operation: Operation, given: Operands, nonfinite: Sequence[Tensor]) -> bool:
     """Whether result and operands can be compared, element by element."""
-    # What was written in place is no longer there.
+    # An operation in place has overwritten an operand.
     is_one = operation.pointwise and not operation.written and len(nonfinite) == 1
     return is_one and all(map(is_plain, (*nonfinite, *given.tensors)))
 

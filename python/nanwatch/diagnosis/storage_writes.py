@@ -32,7 +32,7 @@ class _Region:
 
     @classmethod
     def of(cls, x: Tensor) -> _Region:
-        # Of a dimension without a stride one index stands for all.
+        # One index stands for all of a dimension without a stride.
         shape = tuple(
             1 if stride == 0 and size else size for size, stride in zip(x.shape, x.stride(), strict=True)
         )

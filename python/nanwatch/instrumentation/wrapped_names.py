@@ -98,6 +98,11 @@ def child_name(parent: nn.Module, name: str, key: str) -> str:
     return name if key == held else _joined(name, key)
 
 
+def module_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the first name of each module."""
+    return {one.module: one.name for one in named_modules(model)}
+
+
 def find_module(model: nn.Module, name: str) -> Named | None:
     """Return the module of this name or path, or None. A module in several places has several names."""
     current = model

@@ -36,7 +36,7 @@ _MAX_MARGIN = 1000.0  # bits; 2^±1000 is still a normal float64
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What becomes of a tensor's elements in `dtype`, each multiplied by `scale` before.
+    """Effect of a format on a tensor: its elements multiplied by `scale` and converted to `dtype`.
 
     The counts, and the shares made of them, are of the elements that are finite and not zero. Of a tensor they are
     exact; of a histogram alone they are the most that can be, and the `certain_` counts the least.

@@ -45,7 +45,7 @@ def find_in_backward(
     remarks = _remarks(calls, arrivals, now, first)
     frames = [call.frame for call in calls[: first.call + 1]]
     if around is not None:
-        # Of the frame of the module around, only the gradients before this one led here.
+        # The frame of the module around keeps the gradients that came before this one: only they led here.
         early = [one.row for one in arrivals if one.call == around and one.time < first.time]
         frame_around = calls[around].frame
         frames.insert(-1, frame_around._replace(rows=[frame_around.rows[row] for row in early]))

@@ -325,8 +325,8 @@ class _LeafHook:
         users: dict[object, tuple[_Call, Part, str]] = {}
         for user in alive:
             if user[1] == "output" or user[0].backward == task:
-                # Of a weight's calls by one module, the first is taken: it is the last to be done, and this is the sum
-                # over all.
+                # A module may use a weight in several calls. The gradient is the sum over them, and belongs to the
+                # first call, which the backward reaches last.
                 users.setdefault((user[0].name, user[2]) if user[1] == "weight" else id(user), user)
         # A weight that is used past its module's call, or in compiled code: its latest call there was.
         found = list(users.values()) or [user for user in alive if user[1] == "weight"][-1:]

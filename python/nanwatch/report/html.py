@@ -188,7 +188,7 @@ def _operands(finding: Finding | None) -> list[list[str]]:
 
 
 def _pictures(finding: Finding | None) -> list[tuple[str, str, dict[str, Any]]]:
-    """Of each spread its label, its numbers in words, and the figure of it against the formats."""
+    """Return for each histogram its label, its numbers in words, and its figure against the formats."""
     spreads: Sequence[StoredHistogram] = getattr(finding, "spreads", ())
     if not spreads:
         return []
@@ -205,7 +205,7 @@ def _pictures(finding: Finding | None) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def _data(frames: Sequence[Frame], finding: Finding | None, tell: Tell) -> dict[str, Any]:
-    """What the page's script draws from; see `records` in report.js for the columns."""
+    """Return the data that the page's script draws; see `records` in report.js for the columns."""
     named = None if finding is None else (finding.module, finding.batch, finding.label)
     rows: list[list[Any]] = []
     culprit = None

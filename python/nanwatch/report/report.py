@@ -20,7 +20,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a watch saw: `frames` (oldest first), the `finding` (None when all is finite), `batch` (the latest
+    """Frames and finding of a watch: `frames` (oldest first), `finding` (None when all is finite), `batch` (the latest
     number, None before the first batch) and the `rank` of the process. `parameter_mesh` is where this rank is in the
     device meshes that the model's parameters are sharded over, as `mesh` has it, also while they are gathered.
     `attempt` is the start of a torchrun job that it belongs to, None without torchrun."""

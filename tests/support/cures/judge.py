@@ -43,7 +43,7 @@ class Trial:
     # Empty where the cure works as told.
     fault: str = ""
     is_patched: bool = False
-    # Of the loss, against the cure that the thread chose. None where either is not finite.
+    # Relative difference of the loss from that with the thread's own cure. None where either is non-finite.
     difference: float | None = None
 
 

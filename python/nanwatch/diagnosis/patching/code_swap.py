@@ -119,7 +119,7 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
 
 def _functions(filename: str) -> Iterator[FunctionType]:
     """Yield the functions of the process; after `gc.freeze()`, which hides what was there, also those of this file."""
-    # type() and not isinstance(), which asks an object for its __class__.
+    # type() and not isinstance(), which asks an object for its __class__: a proxy would run code of its own.
     yield from (one for one in gc.get_objects() if type(one) is FunctionType)
     if not gc.get_freeze_count():
         return
@@ -135,11 +135,11 @@ def _functions(filename: str) -> Iterator[FunctionType]:
             yield one
             # A decorator's function holds the one it wraps in a cell.
             left += [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
-        elif isinstance(one, type):
+        elif issubclass(type(one), type):
             left += vars(one).values()
-        elif isinstance(one, staticmethod | classmethod):
+        elif type(one) in (staticmethod, classmethod):
             left.append(one.__func__)
-        elif isinstance(one, property):
+        elif type(one) is property:
             left += [one.fget, one.fset]
 
 

@@ -34,7 +34,6 @@ _ALIASES = {
     "float_power": "pow",
     "vector_norm": "norm",
 }
-_SPECIAL = "torch.nn.functional"
 
 
 class Spelt(NamedTuple):
@@ -82,13 +81,12 @@ class Site:
             child: parent for parent in ast.walk(target.node) for child in ast.iter_child_nodes(parent)
         }
 
-    def expressions(self, line: int = 0) -> Iterator[Spelt]:
-        """The operations of the statement that begin at or before the line and end at or after it, outer first."""
-        line = line or self.line
+    def expressions(self) -> Iterator[Spelt]:
+        """Yield the operations of the statement that cover the line, outer first."""
         for node in ast.walk(self.statement):
             if not isinstance(node, ast.AugAssign | ast.expr):
                 continue
-            is_there = node.lineno <= line <= (node.end_lineno or node.lineno)
+            is_there = node.lineno <= self.line <= (node.end_lineno or node.lineno)
             if is_there and (spelt := self.spelt(node)) is not None:
                 yield spelt
 
@@ -215,4 +213,4 @@ class Site:
     def functional(self) -> str:
         """The name of torch.nn.functional in this file."""
         nn = next((name for name, value in self.target.names.items() if value is torch.nn), "")
-        return self.module(torch.nn.functional, f"{nn}.functional" if nn else _SPECIAL)
+        return self.module(torch.nn.functional, f"{nn}.functional" if nn else "torch.nn.functional")

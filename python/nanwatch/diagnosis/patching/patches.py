@@ -11,30 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...instrumentation.wrapped_names import named_modules
-from ...numerics._reference import _to_arithmetic
+from ...instrumentation.wrapped_names import module_names
 from ...recording.walk import leaves
 from ...report.finding import Cure, Finding
 from ...util.visible import spell
 from ..backward_pass import BackwardStart
 from ..batch_snapshot import BatchSnapshot
 from ..diagnosis import Place
-from ..experiment import NO_CONDITIONS, Conditions, Experiment, run
+from ..experiment import NO_CONDITIONS, Conditions, Experiment, in_float64, run
 from .code_swap import Probe, exchanged, find_target
 from .expressions import Change, Site
 from .guards import Facts
 from .rules import changes, operation_name
 from .source_file import SourceFile, Span
 
-# Forwards after a failure: eight, one of which finds the operation.
-MOST_RUNS = 7
-# Of them, where a narrow format takes part: for runs in wider ones.
+# Forwards after a failure, each perhaps of a large model. One finds the operation, and the others are for trials.
+MOST_FORWARDS = 8
+MOST_RUNS = MOST_FORWARDS - 1
+# Trials that are kept for wider formats where a narrow one takes part.
 KEPT_FOR_FORMATS = 3
-# Of the norm of the values that were finite. More would be another model.
+# A working change moves the finite values by at most 1 % of their norm. More would make another model.
 _MOST_CHANGE = 0.01
-# Where what is replaced has lost its digits to rounding, as 1 - tanh(x)**2 near 1.
+# A stable form may move them by 10 %: rounding has spoilt the digits that it replaces, as in 1 - tanh(x)**2 near 1.
 _MOST_CHANGE_OF_ROUNDED = 0.1
-# What a zero may become: any change of it is large against itself.
+# A zero may move by 0.02. It needs a limit of its own, because its norm allows no change at all.
 _MOST_AT_ZERO = 0.02
 # Changes of the line itself that come before those of the lines above it.
 _FIRST = 3
@@ -123,7 +123,7 @@ class _Search:
         self._most_runs = most_runs
         self._found = found
         self._is_given = is_given
-        self._names = {one.module: one.name for one in named_modules(model)}
+        self._names = module_names(model)
         self._before: dict[Span, list[list[Tensor]]] = {}
 
     def go(self, facts: Facts, position: Span | None) -> None:
@@ -175,7 +175,7 @@ class _Search:
         if not self._before:
             spans = list(dict.fromkeys(span for one in proposed for span in one.looks))
             unchanged = Probe(_kept)
-            # What is nan ends nothing here; an exception may, of the model's own check.
+            # This run computes nan again. The model's own check may end it by an exception.
             self._run(exchanged(self._site.target, self._site.file, spans, unchanged))
             self._before = {span: unchanged.values.get(i, []) for i, span in enumerate(spans)}
         pairs = [
@@ -228,9 +228,7 @@ def effect_of(pairs: Sequence[tuple[Tensor, Tensor]], most_change: float = _MOST
     for old, new in pairs:
         if old.shape != new.shape:
             return f"gives a tensor of shape {list(new.shape)} for {list(old.shape)}", False
-        old, new = _to_arithmetic(old), _to_arithmetic(new)
-        kind = torch.promote_types(torch.promote_types(old.dtype, new.dtype), torch.float64)
-        old, new = old.to(kind), new.to(kind)
+        old, new = in_float64(old, new)
         finite = torch.isfinite(old)
         total += old.numel()
         changed += int((old != new).sum())

@@ -39,11 +39,9 @@ def _logarithm(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
         if rest is not None and rest.name == "sigmoid":
             yield form(f"{f}.logsigmoid(-{site.operand(rest.args[0])})")
         if (x := _squared_tanh(site, rest)) is not None:
-            x_text = site.text(x)
-            a, b = site.operand(x), site.operand(x)
-            yield (
-                form(f"(2.0 * (0.6931471805599453 - {a} - {f}.softplus(-2.0 * {b})))") if x_text else form("")
-            )
+            a = site.operand(x)
+            # log(1 - tanh(x)**2), with log(2) as a number.
+            yield form(f"(2.0 * (0.6931471805599453 - {a} - {f}.softplus(-2.0 * {a})))")
     if inner.name == "add" and f:
         for one, other in (inner.args[:2], inner.args[1::-1]):
             rest = site.meaning(other)
