@@ -19,7 +19,7 @@ from torch._inductor import config
 
 from nanwatch.instrumentation.compile import dynamo
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import Watch, watch
 from support.paths import ROOT, SCRIPTS
 from support.processes import environment

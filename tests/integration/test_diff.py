@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.report.frame import FrameRows
-from nanwatch.report.record import Row
+from nanwatch.report.record import FrameRows, Row
 from nanwatch.session.api import watch
 from nanwatch.trace import trace
 from nanwatch.trace.comparison import diff

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.finding import Finding
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
 from support.failures import CASES, Case, Setup, table
 from support.overflows import is_finite

@@ -16,8 +16,7 @@ from nanwatch.numerics.formats import limits
 from nanwatch.recording import frame_ring
 from nanwatch.recording.events import PeakName
 from nanwatch.recording.frame_ring import PeakMagnitudes
-from nanwatch.report.frame import Frame, FrameRows
-from nanwatch.report.record import MASK, Row
+from nanwatch.report.record import MASK, Frame, FrameRows, Row
 from nanwatch.session.api import watch
 from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
 from support.architectures import built, inputs_of
 from support.toys import Scale, fault_of, in_threads, mlp, names

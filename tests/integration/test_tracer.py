@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import BatchLimitError, NonFiniteError
-from nanwatch.report.frame import Frame
+from nanwatch.report.record import Frame
+from nanwatch.report.report import BatchLimitError, NonFiniteError
 from nanwatch.session.api import watch
 from nanwatch.session.options import Check
 from nanwatch.trace import tracer

@@ -28,12 +28,10 @@ from nanwatch.integrations import debug
 from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
 from nanwatch.netcheck.command import say
 from nanwatch.report import text
-from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.finding import Cure
-from nanwatch.report.frame import Frame, FrameRows
 from nanwatch.report.rank_observation import Origin, RankObservation
-from nanwatch.report.record import Record, Row
-from nanwatch.report.report import Report
+from nanwatch.report.record import Frame, FrameRows, Record, Row
+from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.trace.trace import TraceError
 from nanwatch.util.visible import close_names, spell, visible
 from support.html_page import Page

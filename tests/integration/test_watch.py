@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.report.errors import BatchLimitError, NonFiniteError
-from nanwatch.report.frame import Frame
-from nanwatch.report.record import Record
-from nanwatch.report.report import Report
+from nanwatch.report.record import Frame, Record
+from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
 from nanwatch.session.api import Watch, watch
 from support.architectures import ARCHITECTURES, built, inputs_of
 from support.toys import Scale

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from nanwatch.report.finding import find
-from nanwatch.report.frame import Frame
 from nanwatch.report.histogram import StoredHistogram
-from nanwatch.report.record import Record
+from nanwatch.report.record import Frame, Record
 from nanwatch.report.report import Report
 from support import chromium
 from support.chromium import Browser, Tab, overlaps

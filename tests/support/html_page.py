@@ -10,10 +10,9 @@ from html.parser import HTMLParser
 from math import inf, isnan, nan
 from typing import Any
 
-from nanwatch.numerics.health import TensorHealth
+from nanwatch.numerics.formats import TensorHealth
 from nanwatch.report.finding import find
-from nanwatch.report.frame import Frame
-from nanwatch.report.record import Record
+from nanwatch.report.record import Frame, Record
 from nanwatch.report.report import Report
 
 VOID = {"meta", "link", "input", "br"}

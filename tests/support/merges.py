@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from nanwatch.distributed.merge import Digest, Merged, Place
 from nanwatch.distributed.merge_pages import document
-from nanwatch.report.frame import Frame
-from nanwatch.report.record import Record
+from nanwatch.report.record import Frame, Record
 from nanwatch.report.report import Report
 from nanwatch.util.job import Attempt
 from support.sightings import finding

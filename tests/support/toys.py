@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.record import Record
-from nanwatch.report.report import Report
+from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import Watch, watch
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import NonFiniteError
 
 
 def loss_of(output: Any) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.diagnosis.backward_cures import try_smaller
-from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.finding import Cure
 from nanwatch.report.record import Record
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
 from support.gradient_models import Length, dead, failing_backward
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from nanwatch.instrumentation.global_hooks import GlobalHooks, after_steps, before_steps, children
-from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
 from support.gradient_models import Sick
 from support.toys import in_threads, mlp

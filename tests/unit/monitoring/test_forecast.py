@@ -22,8 +22,7 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch.monitoring.forecast import Ending, Forecast, Forecaster, HeadroomHistory
 from nanwatch.recording.frame_ring import PeakMagnitudes
-from nanwatch.report.frame import FrameRows
-from nanwatch.report.record import Row
+from nanwatch.report.record import FrameRows, Row
 
 END = 65504.0
 

@@ -16,8 +16,7 @@ from nanwatch.monitoring import backends, monitor
 from nanwatch.monitoring.backends import CallableBackend, LogEntry
 from nanwatch.monitoring.forecast import Forecast
 from nanwatch.monitoring.monitor import Log
-from nanwatch.report.frame import FrameRows
-from nanwatch.report.record import Row
+from nanwatch.report.record import FrameRows, Row
 from support.paths import ROOT
 from support.toys import Scale, mlp
 

@@ -15,9 +15,8 @@ from nanwatch.monitoring.forecast import Forecast
 from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
 from nanwatch.numerics.ranges import tensor_health
 from nanwatch.report.finding import find
-from nanwatch.report.frame import FrameRows
 from nanwatch.report.headroom import by_module
-from nanwatch.report.record import Row
+from nanwatch.report.record import FrameRows, Row
 from nanwatch.report.text import summary
 
 magnitudes = st.floats(min_value=0, max_value=60000.0, allow_subnormal=False)

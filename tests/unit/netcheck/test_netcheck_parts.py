@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch.netcheck import command, steps
-from nanwatch.netcheck.guard import StepError, Trouble
-from nanwatch.netcheck.meeting import Arrival, Meeting, Outcome, Place, PlaceError
+from nanwatch.netcheck.meeting import Arrival, Meeting, Outcome, Place, PlaceError, StepError, Trouble
 from support.netcheck_ranks import free_port
 
 HOST = socket.gethostname()

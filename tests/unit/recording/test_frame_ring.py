@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import nanwatch
 from nanwatch import Finding
 from nanwatch.recording.frame_ring import FrameRing
-from nanwatch.report.frame import FrameRows
+from nanwatch.report.record import FrameRows
 from nanwatch.report.report import Report
 from nanwatch.session.watch import Watch
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import NonFiniteError
 from support.forks import SIDE, Fork, Hook, batch, doubles, fork_backward, gained, range_of, ranges
 from support.recorders import RECORDERS, WITH_DEVICE, watched
 from support.toys import Scale

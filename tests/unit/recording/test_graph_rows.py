@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import Watch, watch
 from support.stand_in_device import StandIn, stand_in
 from support.toys import names

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import NonFiniteError
-from nanwatch.report.report import Report
+from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import Watch, watch
 from support.forks import SIDE, Fork, fork_backward, range_of, ranges
 from support.gradient_models import Narrow, Net, Sick, Spoil, Spoiling, backward_frames, loss_of

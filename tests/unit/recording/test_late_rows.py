@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import BatchLimitError, NonFiniteError
+from nanwatch.report.report import BatchLimitError, NonFiniteError
 from nanwatch.session.api import Watch, watch
 from support.random_trees import run, tree
 from support.stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in

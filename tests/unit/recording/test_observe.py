@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanwatch.numerics import _extension
 from nanwatch.recording.observe import observe
-from nanwatch.report.errors import NonFiniteError
-from nanwatch.report.report import Report
+from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 
 INF = float("inf")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, call_leaves, leaves
-from nanwatch.report.frame import Frame
+from nanwatch.report.record import Frame
 from support.oracle import values_of
 from support.random_trees import Plain, run, tree
 from support.recorders import RECORDERS, needs_native, watched

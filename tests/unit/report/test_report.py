@@ -15,12 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanwatch.numerics.health import TensorHealth
-from nanwatch.report.errors import BatchLimitError, NonFiniteError
+from nanwatch.numerics.formats import TensorHealth
 from nanwatch.report.finding import Cure, Finding, find
-from nanwatch.report.frame import Frame
-from nanwatch.report.record import MASK, Record, Role
-from nanwatch.report.report import Report
+from nanwatch.report.record import MASK, Frame, Record, Role
+from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
 
 
 def record(label: str, role: Role, abs_max: float = 1.0, **changes: Any) -> Record:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch import watch
-from nanwatch.util.user_warning import warn_user
+from nanwatch.util.visible import warn_user
 from support.toys import Root, Scale, in_threads
 
 INF = float("inf")

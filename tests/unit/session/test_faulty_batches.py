@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, Report, watch
-from nanwatch.session.nonfinite_batches import NonFiniteBatches
+from nanwatch.session.reports import NonFiniteBatches
 from support.toys import Scale
 
 INF = float("inf")

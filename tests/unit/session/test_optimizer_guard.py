@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.instrumentation.global_hooks import after_steps, before_steps
-from nanwatch.report.errors import NonFiniteError
-from nanwatch.report.report import Report
+from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import Watch, watch
 from nanwatch.session.optimizer_guard import SkippedStep
 from support.gradient_models import Narrow, Sick

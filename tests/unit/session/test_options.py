@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.cli.run import run_parser
-from nanwatch.report.errors import NonFiniteError
-from nanwatch.report.report import Report
+from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import DeferredWatch, watch
 from nanwatch.session.options import Options
 from support.toys import Scale, fault_of, latest, mlp, names

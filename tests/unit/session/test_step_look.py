@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanwatch.instrumentation.global_hooks import after_steps, before_steps
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import Watch, watch
 from support.stand_in_device import ReadsFoundInf, StandIn, stand_in
 from support.toys import Plant, Scale, chain, in_threads, mlp

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from nanwatch.report.frame import FrameRows
-from nanwatch.report.record import Row
+from nanwatch.report.record import FrameRows, Row
 from nanwatch.trace import trace_writer
 from nanwatch.trace.trace_file import Trace
 from nanwatch.trace.trace_writer import TraceWriter, claim
