@@ -93,7 +93,7 @@ class Plain:
 
 
 class _Operations(TorchDispatchMode):
-    """Keeps the first operation of a faulty call that made nan of what had none, or inf of what was finite."""
+    """Keeps the first operation of a non-finite call that made nan of what had none, or inf of what was finite."""
 
     def __init__(self, plain: Plain) -> None:
         super().__init__()

@@ -166,7 +166,7 @@ def test_a_recomputed_forward_is_in_the_trace(tmp_path: Path, recorder: str, cho
 
 
 def test_the_batch_that_failed_is_in_the_trace_with_its_counts(tmp_path: Path, recorder: str) -> None:
-    """A NonFiniteError ends the run: the frames up to the faulty one are there, and the health of that one."""
+    """A NonFiniteError ends the run: the frames up to the non-finite one are there, and the health of that one."""
     model = nn.Sequential(nn.Linear(3, 3), Scale(1e38), Scale(1e38))
     w = watch(model, trace=tmp_path / "run.parquet")
     with pytest.raises(NonFiniteError) as error:

@@ -190,7 +190,7 @@ def test_additive_masks_are_no_fault() -> None:
 
 
 def test_raise_names_the_culprit() -> None:
-    """The error comes from the faulty call, with the frames up to it, the element, and the cause."""
+    """The error comes from the non-finite call, with the frames up to it, the element, and the cause."""
     model = nn.Sequential(Scale(1e20), Scale(1e20), Scale(1.0))
     x = torch.tensor([[1.0, 0.5], [1e-9, 1.0]])
     with watch(model) as w, pytest.raises(NonFiniteError) as error:

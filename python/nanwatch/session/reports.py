@@ -199,7 +199,7 @@ class _Count:
     def __str__(self) -> str:
         place = str(self.first) if self.batches == 1 else f"from {self.first} to {self.last}"
         plural = "" if self.batches == 1 else "es"
-        return f"{self.batches:,} faulty batch{plural} ({place}), first in {_ranked(self.firsts)}"
+        return f"{self.batches:,} non-finite batch{plural} ({place}), first in {_ranked(self.firsts)}"
 
 
 class NonFiniteWarnings:
@@ -280,7 +280,7 @@ class NonFiniteWarnings:
             total, self._all = self._all, _Count()
             self._run = None
         if total.batches:
-            calls = f"; faulty calls: {_ranked(total.calls)}" if total.calls else ""
+            calls = f"; non-finite calls: {_ranked(total.calls)}" if total.calls else ""
             watched = f"{batches:,} batch{'' if batches == 1 else 'es'}"
             warn_user(f"of {watched} watched, {total}{calls}", may_raise=may_raise)
 

@@ -81,7 +81,7 @@ def test_the_place_in_a_batch_counts_what_the_rings_have_dropped(tmp_path):
 
 
 def test_where_a_report_has_no_place_its_frames_are_counted(tmp_path):
-    """As reports of before: the frames of the batch that it holds before the faulty one."""
+    """As reports of before: the frames of the batch that it holds before the non-finite one."""
     reports = [ran(0, 2, "weight", 1), ran(1, 2, "data", 1)]
     without = [replace(one, finding=replace(one.finding, sequence=None)) for one in reports]
     merged = merge(written(tmp_path, *without))

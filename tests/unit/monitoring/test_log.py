@@ -152,7 +152,7 @@ def test_a_forecast_is_logged_when_it_is_told() -> None:
 @pytest.mark.parametrize("action", ["raise", "record", "warn"])
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
 def test_a_fault_is_logged_at_once(action: Any) -> None:
-    """Its flag is 0 and its words are the finding's; no number of the faulty batch is logged beside it."""
+    """Its flag is 0 and its words are the finding's; no number of the non-finite batch is logged beside it."""
     kept, model = Kept(), nn.Sequential(Scale())
     with nanwatch.watch(model, log_to=kept, log_every=100, on_nonfinite=action):
         run(model, 3)

@@ -1,4 +1,4 @@
-"""The place of a faulty frame in its batch: counted by both recorders, also where the ring dropped what came before."""
+"""The place of a non-finite frame in its batch, counted by both recorders, also where the ring dropped frames."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_reports_are_those_of_the_host(seed: int, poison: float) -> None:
 @pytest.mark.parametrize("check", ["auto", "module", "batch", "async"])
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 def test_what_is_raised_is_what_the_host_raises(check: Any, value: float) -> None:
-    """The same finding with the counts and the index, and a report that ends at the first faulty frame."""
+    """The same finding with the counts and the index, and a report that ends at the first non-finite frame."""
     reports = []
     for on_device in (False, True):
         model = chain(Plant(b1=value), nn.ReLU(), nn.Tanh())
@@ -139,7 +139,7 @@ def test_module_waits_for_each_call() -> None:
         with pytest.raises(NonFiniteError):
             model(torch.ones(1, 3))
         assert after.calls == 0
-        assert device.waits == 3  # the faulty call is looked at twice
+        assert device.waits == 3  # the non-finite call is looked at twice
 
 
 def test_async_never_waits() -> None:
@@ -452,7 +452,7 @@ def test_a_report_shows_a_fault_and_leaves_the_raising_to_the_next_call() -> Non
 
 
 def test_every_batch_of_a_late_run_is_one_run() -> None:
-    """Of faulty batches in a row the report is that of the first, as when each is told at its end."""
+    """Of non-finite batches in a row the report is that of the first, as when each is told at its end."""
     found = []
     for check in ("batch", "async"):
         model = chain(Plant(b1=INF, b2=NAN, b3=NAN, b5=INF))

@@ -36,7 +36,7 @@ class Takes(nn.Module):
 
 
 def test_pause_leaves_batches_out_and_resume_goes_on() -> None:
-    """Calls made while paused are neither counted nor looked at, faulty ones too; after stop() nothing resumes."""
+    """Calls made while paused are neither counted nor looked at, non-finite ones too; after stop() nothing resumes."""
     model = nn.Sequential(Scale())
     with watch(model) as w:
         model(torch.ones(1))
