@@ -30,6 +30,9 @@ CUDA_ONLY = re.compile(r"\A(?://.*\n|\s*\n)*#ifdef NANWATCH_CUDA$", re.MULTILINE
 
 FLAGS = ["-std=c++20", "-O3", "-g0", "-DNDEBUG", "-fPIC", "-fwrapv", "-fopenmp", "-fvisibility=hidden"]
 FLAGS += ["-Wall", "-Wextra", "-Wsign-compare", f"-I{CSRC}"]
+# GCC inlines less in a large unit, which several sources together are: a watched call then takes 4,792 instructions of
+# this module in place of 4,329. Clang has no such limit and ignores the number.
+FLAGS += ["--param=large-unit-insns=400000"]
 # The libraries that `import torch` has loaded before the module is. They also bring the one OpenMP that is used: to
 # link one more would start a second pool of threads.
 TORCH_LIBRARIES = ("c10", "torch_cpu", "torch_python")
