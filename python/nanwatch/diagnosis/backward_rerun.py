@@ -27,19 +27,18 @@ from ..report.record import Record
 from ..util.suppressed import suppressed
 from ..util.visible import spell
 from .backward_cures import BACKWARD_RUNS, gradient_record, try_backward_cures
-from .backward_pass import (
+from .batch_snapshot import BatchSnapshot, may_be_narrow, no_second_run
+from .diagnosis import Diagnosis, Place, bad_rows, enrich
+from .experiment import (
+    NO_CONDITIONS,
     BackwardStart,
+    Conditions,
     mean_gradients,
     run_backward,
     with_graph,
     with_leaves,
     without_hooks,
 )
-from .batch_snapshot import BatchSnapshot, no_second_run
-from .diagnosis import Diagnosis, Place, enrich
-from .experiment import NO_CONDITIONS, Conditions
-from .extent import bad_rows
-from .narrow import may_be_narrow
 from .patching.patches import MOST_RUNS, Found, try_patches
 from .provenance import SKIPPED_FILES
 

@@ -1,4 +1,4 @@
-"""Snapshot of the start of a batch, from which its outermost call can be made again.
+"""Snapshot of the start of a batch, from which its outermost call can be made again, and the calls an exception left.
 
 It holds references and random states, no copies: a batch that ends well costs a few microseconds. After a re-run the
 snapshot puts back all that the run left behind: random states, buffers, training flags.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.slot import unwatched
 from ..instrumentation.wrapped_names import unwrapped
 from ..precision.casting import (
+    NARROW,
     ParametrizationCache,
     cached_parametrizations,
     caches_parametrizations,
@@ -28,6 +29,9 @@ from ..precision.casting import (
 )
 from ..recording.walk import call_leaves
 from ..util.modules import each_module
+
+if TYPE_CHECKING:
+    from ..report.finding import Finding
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PLAIN = (
@@ -240,3 +244,68 @@ def _overlaps_itself(x: Tensor) -> bool:
 def _set_training(flags: list[tuple[nn.Module, bool]]) -> None:
     for module, flag in flags:
         module.training = flag
+
+
+def is_narrow(dtype: str) -> bool:
+    """Whether the format has fewer bits than float32."""
+    name = dtype.removeprefix("torch.")
+    return name in ("float16", "bfloat16") or name.startswith("float8")
+
+
+def may_be_narrow(snapshot: BatchSnapshot, finding: Finding) -> bool:
+    """Whether a format narrower than float32 may take part, as far as can be told before any run."""
+    root = snapshot.module
+    tensors = [*root.parameters(), *root.buffers()]
+    tensors += [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
+    return (
+        any(one.enabled and one.dtype in NARROW for one in snapshot.autocast)
+        or any(is_narrow(str(x.dtype)) for x in tensors)
+        or any(is_narrow(record.dtype) for record in finding.operands)
+    )
+
+
+# The method of PyTorch's that runs a module's hooks and its forward.
+_CALL = nn.Module._call_impl.__code__
+
+
+class LeftCall(NamedTuple):
+    """A call that an exception left. `output` is () where the forward had not returned.
+
+    A call that raises has no frame, as the recorder sees a call when it returns. Its module, its arguments and, where a
+    hook raised after the forward, its output are still in the frames of the traceback.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+
+def left_calls(error: BaseException) -> list[LeftCall]:
+    """Return the module calls that the exception left, the innermost first."""
+    found = []
+    place = error.__traceback__
+    outer: FrameType | None = None
+    while place is not None:
+        if place.tb_frame.f_code is _CALL:
+            if outer is not None and not _is_inside(place.tb_frame, outer):
+                break  # of an exception that is raised once more: these calls are of the time before
+            outer = place.tb_frame
+            values = place.tb_frame.f_locals
+            output = values.get("result")
+            found.append(
+                LeftCall(values["self"], values["args"], values["kwargs"], () if output is None else output)
+            )
+            # Python keeps this copy of the locals with the frame, past `traceback.clear_frames()`. Since 3.13 there is
+            # none.
+            if type(values) is dict:
+                values.clear()
+        place = place.tb_next
+    return found[::-1]
+
+
+def _is_inside(frame: FrameType, outer: FrameType) -> bool:
+    above: FrameType | None = frame
+    while above is not None and above is not outer:
+        above = above.f_back
+    return above is not None

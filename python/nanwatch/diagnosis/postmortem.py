@@ -21,12 +21,11 @@ from ..report.report import Report
 from ..util.numbered import make_numbered
 from ..util.visible import spell
 from .backward_rerun import rerun_backward
-from .batch_snapshot import BatchSnapshot, Forwards, no_second_run
+from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run
 from .cures import MAX_RUNS, try_cures
 from .diagnosis import Call, Diagnosis, enrich
 from .experiment import Allows, Conditions, nothing_allowed
 from .forward_rerun import rerun_forward
-from .narrow import may_be_narrow
 from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, Found, try_patches
 from .samples import dataset_indices, find_samples
 

@@ -28,10 +28,8 @@ from ..recording.observe import read
 from ..report.histogram import StoredHistogram
 from ..report.record import MASK, Record
 from ..util.visible import spell
-from .diagnosis import Place
-from .extent import BadRows, bad_rows
-from .operation import Operands, Operation, operation_of
-from .storage_writes import StorageWriteLog
+from .diagnosis import BadRows, Place, bad_rows
+from .operation import Operands, Operation, StorageWriteLog, operation_of
 
 SKIPPED_FILES = (
     str(Path(torch.__file__).parent),

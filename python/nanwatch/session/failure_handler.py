@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..diagnosis.left_calls import left_calls
+from ..diagnosis.batch_snapshot import left_calls
 from ..distributed.coordinator import RankCoordinator
 from ..recording.events import Event, Recorder
 from ..recording.observe import observe

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
-from ..diagnosis.left_calls import LeftCall
+from ..diagnosis.batch_snapshot import LeftCall
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..recording.events import Recorder
 from ..recording.observe import call_values, observe

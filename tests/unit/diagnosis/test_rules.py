@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanwatch.diagnosis.patching.code_swap import Target, find_target
-from nanwatch.diagnosis.patching.expressions import Change, Site
+from nanwatch.diagnosis.patching.code_swap import find_target
 from nanwatch.diagnosis.patching.guards import Facts
 from nanwatch.diagnosis.patching.rules import changes, operation_name
+from nanwatch.diagnosis.patching.source import Change, Site, Target
 
 INF = float("inf")
 

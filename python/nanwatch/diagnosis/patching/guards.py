@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from .expressions import Rewrite, Site, Spelt
+from .source import Rewrite, Site, Spelt
 
 
 class Facts(NamedTuple):

@@ -15,15 +15,13 @@ from ...instrumentation.wrapped_names import module_names
 from ...recording.walk import leaves
 from ...report.finding import Cure, Finding
 from ...util.visible import spell
-from ..backward_pass import BackwardStart
 from ..batch_snapshot import BatchSnapshot
 from ..diagnosis import Place
-from ..experiment import NO_CONDITIONS, Conditions, Experiment, in_float64, run
+from ..experiment import NO_CONDITIONS, BackwardStart, Conditions, Experiment, in_float64, run
 from .code_swap import Probe, exchanged, find_target
-from .expressions import Change, Site
 from .guards import Facts
 from .rules import changes, operation_name
-from .source_file import SourceFile, Span
+from .source import Change, Site, SourceFile, Span
 
 # Forwards after a failure, each perhaps of a large model. One finds the operation, and the others are for trials.
 MOST_FORWARDS = 8
