@@ -44,13 +44,15 @@ class Call:
 class Place:
     """The source of an operation: file, line, and the expression, as `code.co_positions()` has it, where it is known.
 
-    `counts` are the positions of the operands that hold whole numbers only, not all of them zero.
+    `counts` are the positions of the operands that hold whole numbers only, not all of them zero, and `numbers` those
+    that are Python numbers, with their values.
     """
 
     filename: str
     line: int
     positions: tuple[int | None, int | None, int | None, int | None] | None = None
     counts: frozenset[int] = frozenset()
+    numbers: tuple[tuple[int, float], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.filename}:{self.line}"

@@ -78,6 +78,7 @@ def try_patches(
             _narrowest(finding),
             finding.phase == "backward",
             place.counts,
+            place.numbers,
         )
         is_given = finding.origin == "data"
         _Search(snapshot, model, site, conditions, start, most_runs, is_given, found).go(

@@ -251,7 +251,9 @@ class Site:
         args = tuple(node.args)
         if isinstance(node.func, ast.Attribute):
             name = node.func.attr
-            if not isinstance(self.constant(node.func.value), ModuleType):
+            # `self.softmax(x)` calls a module.
+            is_own = isinstance(node.func.value, ast.Name) and node.func.value.id == "self"
+            if not is_own and not isinstance(self.constant(node.func.value), ModuleType):
                 args = (node.func.value, *args)
         elif isinstance(node.func, ast.Name):
             name = node.func.id
