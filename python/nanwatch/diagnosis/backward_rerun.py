@@ -39,7 +39,7 @@ from .experiment import (
     with_leaves,
     without_hooks,
 )
-from .patching.patches import MOST_RUNS, Found, try_patches
+from .patching.patches import MOST_RUNS, try_patches
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
@@ -125,20 +125,17 @@ def _with_cures(
     start: BackwardStart | None,
     conditions: Conditions,
 ) -> Diagnosis:
-    tried = Found()
-    if found.place is not None:
-        # Without a start the operation took two runs to find, and nothing but a change of the source is tried.
-        kept = 1 if start is None else BACKWARD_RUNS if may_be_narrow(snapshot, finding) else 0
-        most = MOST_RUNS - kept
-        tried = try_patches(
-            snapshot,
-            enrich(finding, found),
-            model,
-            found.place,
-            most_runs=most,
-            conditions=conditions,
-            start=start,
-        )
+    # Without a start the operation took two runs to find, and nothing but a change of the source is tried.
+    kept = 1 if start is None else BACKWARD_RUNS if may_be_narrow(snapshot, finding) else 0
+    tried = try_patches(
+        snapshot,
+        enrich(finding, found),
+        model,
+        found.place,
+        most_runs=MOST_RUNS - kept,
+        conditions=conditions,
+        start=start,
+    )
     cures: tuple[Cure, ...] = ()
     remarks: tuple[str, ...] = ()
     if start is not None:

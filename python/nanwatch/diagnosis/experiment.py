@@ -322,10 +322,10 @@ def module_words(name: str) -> str:
 def in_float32(model: nn.Module, name: str, *, cast_output: bool = True) -> str:
     """The cure of running this module of `model` in float32."""
     option = "" if cast_output else ", cast_output=False"
-    return f"run {module_words(name)} in float32, nanwatch.run_in_fp32({_code(model, name)}{option})"
+    return f"run {module_words(name)} in float32, nanwatch.run_in_fp32({code_of(model, name)}{option})"
 
 
-def _code(model: nn.Module, name: str) -> str:
+def code_of(model: nn.Module, name: str) -> str:
     """The expression that reaches the module in Python: `model.decoder.block[0]`."""
     path = next((one.path for one in named_modules(model, remove_duplicate=False) if one.name == name), name)
     code, module = "model", model

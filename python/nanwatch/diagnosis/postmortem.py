@@ -26,7 +26,7 @@ from .cures import MAX_RUNS, try_cures
 from .diagnosis import Call, Diagnosis, enrich
 from .experiment import Allows, Conditions, nothing_allowed
 from .forward_rerun import rerun_forward
-from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, Found, try_patches
+from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_patches
 from .samples import dataset_indices, find_samples
 
 PATCH_FILE = "cure.patch"
@@ -112,10 +112,8 @@ def _cured(
 ) -> Finding:
     """The finding with the cures that were tried: changes of the source first, as they are the smallest."""
     is_narrow = may_be_narrow(snapshot, finding)
-    found = Found()
-    if diagnosis.place is not None:
-        most = MOST_RUNS - (KEPT_FOR_FORMATS if is_narrow else 1)
-        found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, conditions=conditions)
+    most = MOST_RUNS - (KEPT_FOR_FORMATS if is_narrow else 1)
+    found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, conditions=conditions)
     cures, more = found.cures, found.remarks
     if is_narrow or not cures:
         most = min(MAX_RUNS, MOST_RUNS - found.runs)

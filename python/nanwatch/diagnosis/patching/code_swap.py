@@ -61,7 +61,7 @@ def find_target(filename: str, line: int) -> Target | str:
         return "the line belongs to no function that could be exchanged"
     code = max((one.__code__ for one in functions), key=lambda code: code.co_firstlineno)
     compiled = _compiled(file.tree, file.name, code)
-    node = _node(file.tree, code)
+    node = node_of(file.tree, code)
     if compiled is None or node is None or not _is_same(compiled, code):
         return f"{filename} is not what runs: it was edited since it was imported, or rewritten on import"
     return Target(tuple(one for one in functions if one.__code__ is code), file, node)
@@ -75,11 +75,11 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
     ValueError where the edited function cannot take the other's place.
     """
     before = target.code
-    node = _node(file.tree, before)
+    node = node_of(file.tree, before)
     if node is None:
         raise ValueError("the edit moved the function")
     tree = copy.deepcopy(file.tree)
-    place = _node(tree, before)
+    place = node_of(tree, before)
     assert place is not None
     for number, span in enumerate(looks):
         _Looks(file, span, number).visit(place)
@@ -135,8 +135,8 @@ def _first_line(node: FunctionNode) -> int:
     return min([node.lineno, *(one.lineno for one in decorators)])
 
 
-def _node(tree: ast.Module, code: CodeType) -> FunctionNode | None:
-    """The only node that a code of this name and first line is compiled from."""
+def node_of(tree: ast.Module, code: CodeType) -> FunctionNode | None:
+    """Return the only node that a code of this name and first line is compiled from."""
     found = [
         node
         for node in ast.walk(tree)

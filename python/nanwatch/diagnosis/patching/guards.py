@@ -272,15 +272,13 @@ def guard_spread(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
         if name in spelt.kwargs:
             yield Rewrite(spelt.kwargs[name], text, words)
             return
-    yield Rewrite(call, with_argument(site, call, "unbiased=False"), words)
+    yield Rewrite(call, with_argument(site.text(call), "unbiased=False"), words)
 
 
-def with_argument(site: Site, call: ast.Call, argument: str) -> str:
+def with_argument(call: str, argument: str) -> str:
     """Return the text of a call with one more argument."""
-    text = site.text(call)
-    has_some = bool(call.args or call.keywords)
-    body = text[:-1].rstrip().removesuffix(",")
-    return f"{body}{', ' if has_some else ''}{argument})"
+    body = call[:-1].rstrip().removesuffix(",")
+    return f"{body}{'' if body.endswith('(') else ', '}{argument})"
 
 
 def guard_epsilon(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
@@ -299,7 +297,7 @@ def _with_option(site: Site, spelt: Spelt, name: str, value: str, words: str) ->
     if name in spelt.kwargs:
         yield Rewrite(spelt.kwargs[name], value, words)
     elif isinstance(spelt.node, ast.Call):
-        yield Rewrite(spelt.node, with_argument(site, spelt.node, f"{name}={value}"), words)
+        yield Rewrite(spelt.node, with_argument(site.text(spelt.node), f"{name}={value}"), words)
 
 
 def guard_rate(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
