@@ -6,6 +6,7 @@ snapshot puts back all that the run left behind: random states, buffers, trainin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.slot import unwatched
 from ..instrumentation.wrapped_names import unwrapped
+from ..numerics.readable import unreadable
 from ..precision.casting import (
     NARROW,
     ParametrizationCache,
@@ -193,7 +195,9 @@ def _computes_alone(root: nn.Module) -> bool:
         kind.__module__.startswith("torch.distributed") for module in modules for kind in type(module).__mro__
     )
     state = [*root.parameters(), *root.buffers()]
-    return not is_sharded and not made_by & _SHARDING and all(type(x) in _OWN_TENSORS for x in state)
+    # FSDP leaves weights whose memory is gone until the next forward.
+    is_there = all(type(x) in _OWN_TENSORS and not unreadable(x) for x in state)
+    return not is_sharded and not made_by & _SHARDING and is_there
 
 
 class _NoCollectives(TorchDispatchMode):
@@ -264,7 +268,8 @@ def may_be_narrow(snapshot: BatchSnapshot, finding: Finding) -> bool:
     )
 
 
-# The method of PyTorch's that runs a module's hooks and its forward.
+# The methods of PyTorch's that run a watched module's wrapper, and its hooks and forward.
+_WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
 _CALL = nn.Module._call_impl.__code__
 
 
@@ -281,6 +286,24 @@ class LeftCall(NamedTuple):
     output: Any
 
 
+def call_under_way() -> LeftCall | None:
+    """Return the innermost module call of this thread, read from its stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _WRAPPED_CALL:
+        frame = frame.f_back
+    return None if frame is None else _left_call(frame)
+
+
+def _left_call(frame: FrameType) -> LeftCall:
+    values = frame.f_locals
+    output = values.get("result")
+    found = LeftCall(values["self"], values["args"], values["kwargs"], () if output is None else output)
+    # Python keeps this copy of the locals with the frame, past `traceback.clear_frames()`. Since 3.13 there is none.
+    if type(values) is dict:
+        values.clear()
+    return found
+
+
 def left_calls(error: BaseException) -> list[LeftCall]:
     """Return the module calls that the exception left, the innermost first."""
     found = []
@@ -291,15 +314,7 @@ def left_calls(error: BaseException) -> list[LeftCall]:
             if outer is not None and not _is_inside(place.tb_frame, outer):
                 break  # of an exception that is raised once more: these calls are of the time before
             outer = place.tb_frame
-            values = place.tb_frame.f_locals
-            output = values.get("result")
-            found.append(
-                LeftCall(values["self"], values["args"], values["kwargs"], () if output is None else output)
-            )
-            # Python keeps this copy of the locals with the frame, past `traceback.clear_frames()`. Since 3.13 there is
-            # none.
-            if type(values) is dict:
-                values.clear()
+            found.append(_left_call(place.tb_frame))
         place = place.tb_next
     return found[::-1]
 

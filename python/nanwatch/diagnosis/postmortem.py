@@ -24,7 +24,7 @@ from .backward_rerun import rerun_backward
 from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run
 from .cures import MAX_RUNS, try_cures
 from .diagnosis import Call, Diagnosis, enrich
-from .experiment import Allows, Conditions, nothing_allowed
+from .experiment import Allows, Conditions, module_words, nothing_allowed
 from .forward_rerun import rerun_forward
 from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_patches
 from .samples import dataset_indices, find_samples
@@ -50,12 +50,13 @@ def post_mortem(
     loss_scale: float | None = None,
     allows: Allows = nothing_allowed,
     gradients: bool = False,
+    call: BatchSnapshot | None = None,
 ) -> Report:
     """The report with what a second run of the batch shows, if it `examines`, and written to `output_dir` if any.
 
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
     that of the batch, where it is known, `allows` says which infinities are meant, and `gradients` whether
-    gradients are watched.
+    gradients are watched. `call` is the failed module call itself, to run where the batch shows nothing.
     """
     finding = report.finding
     if finding is None:
@@ -69,9 +70,15 @@ def post_mortem(
         remarks.append(f"the batch was not run a second time: {why}")
     elif examines and snapshot is not None and finding.phase != "step":
         snapshot = replace(snapshot, forwards=Forwards())
-        finding, diagnosis = _look(
-            finding, report.frames, snapshot, model, Conditions(loss_scale, allows, gradients), remarks
-        )
+        conditions = Conditions(loss_scale, allows, gradients)
+        finding, diagnosis = _look(finding, report.frames, snapshot, model, conditions, remarks)
+        if call is not None and finding.origin == "produced" and not (diagnosis and diagnosis.operation):
+            remarks.append(
+                f"{module_words(finding.module)} was run alone, with what the failed call was given"
+            )
+            finding, diagnosis = _look(finding, report.frames, call, model, conditions, remarks)
+        elif diagnosis is not None:
+            finding = _sampled(finding, diagnosis, snapshot, model, allows, remarks)
     finding = replace(finding, remarks=(*finding.remarks, *remarks))
     if output_dir is None:
         return replace(report, finding=finding)
@@ -89,7 +96,7 @@ def _look(
     """The finding with what a second run of the batch shows, and with the cures where it failed again."""
     if finding.phase == "backward":
         seen = rerun_backward(snapshot, finding, frames, model=model, conditions=conditions)
-        return _sampled(enrich(finding, seen), seen, snapshot, model, conditions.allows, remarks), seen
+        return enrich(finding, seen), seen
     diagnosis = _attempt("the closer look", lambda: rerun_forward(snapshot, finding, model=model), remarks)
     if diagnosis is None:
         return finding, None
@@ -99,7 +106,7 @@ def _look(
             remarks.append(f"no cure was tried, as {doubts[0]}")
         else:
             closer = _cured(closer, diagnosis, snapshot, model, conditions, remarks)
-    return _sampled(closer, diagnosis, snapshot, model, conditions.allows, remarks), diagnosis
+    return closer, diagnosis
 
 
 def _cured(

@@ -130,6 +130,8 @@ class FailureHandler:
             # A recomputation has the number of the latest batch, which may be another thread's.
             number = ~number
         is_new = number not in self.batches
+        if not frame.recomputed:
+            self.rerun.call_failed(frame.name)
 
         def report() -> Report:
             given = [observe(x, label, "input") for label, x in call_leaves(args, kwargs or {})]
