@@ -67,16 +67,19 @@ def test_a_quick_run_has_rows_and_finite_ratios(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_quick_postmortem_has_the_whole_report(tmp_path: Path) -> None:
-    """A quick run of the other benchmark: the failing call is explained in every way, with a cure, and all is timed."""
+    """A quick run of the other benchmark: each failure is explained in every way, with a cure, and all is timed."""
     for package in ("transformers", "safetensors", "plotly", "jinja2"):
         pytest.importorskip(package)
     path = tmp_path / "postmortem.json"
     result = _run("--quick", "--json", str(path), benchmark="bench_postmortem")
     assert result.returncode == 0, result.stderr
     document = json.loads(path.read_text())
-    assert set(document["times_s"]) == {"first report only", "second run and cures", "and everything written"}
-    assert document["cures"]
-    assert document["bound_s"] == pytest.approx(3 * document["forward_s"] + 2)
+    # A capsule and three forms of the report, and the patch.
+    assert {name: case["files"] for name, case in document["cases"].items()} == {"overflow": 4, "no_token": 5}
+    for case in document["cases"].values():
+        assert set(case["times_s"]) == {"first report only", "second run and cures", "and everything written"}
+        assert case["cures"]
+        assert case["bound_s"] == pytest.approx(8 * case["forward_s"] + 2)
 
 
 @pytest.mark.slow

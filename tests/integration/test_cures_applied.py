@@ -18,6 +18,9 @@ FAMILIES = {
     "loss by hand": "distil_kl",
     "half eps": "half_saturation",
     "zero norm": "clip_by_norm_zero",
+    "Python number": "label_token_count",
+    "indexed loss": "mse_missing_targets",
+    "option of a module": "ctc_short_input",
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanwatch.diagnosis.patching.source_file import Edit, SourceFile, Span
+from nanwatch.diagnosis.patching.source import Edit, SourceFile, Span
 
 LINES = [f"line{i} = {i}" for i in range(12)]
 

@@ -25,9 +25,8 @@ from ..report.finding import Cure, working_first
 from ..report.headroom import least_bits
 from ..report.record import Record, to_record
 from ..util.visible import spell
-from .backward_pass import run_backward, with_leaves
 from .batch_snapshot import BatchSnapshot
-from .experiment import in_float32, module_words
+from .experiment import in_float32, module_words, run_backward, with_leaves
 
 # The guilty module and the nearest around it: each costs a forward and a backward.
 _MOST_MODULES = 3

@@ -15,31 +15,41 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module
 from ..recording.walk import leaves
-from ..report.finding import Cure, Finding, value_of, working_first
-from ..report.record import Frame, Record
+from ..report.finding import Cure
+from ..report.finding import Finding
+from ..report.finding import value_of
+from ..report.finding import working_first
+from ..report.record import Frame
+from ..report.record import Record
 from ..util.suppressed import suppressed
 from ..util.visible import spell
-from .backward_cures import BACKWARD_RUNS, gradient_record, try_backward_cures
-from .backward_pass import (
-    BackwardStart,
-    mean_gradients,
-    run_backward,
-    with_graph,
-    with_leaves,
-    without_hooks,
-)
-from .batch_snapshot import BatchSnapshot, no_second_run
-from .diagnosis import Diagnosis, Place, enrich
-from .experiment import NO_CONDITIONS, Conditions
-from .extent import bad_rows
-from .narrow import may_be_narrow
-from .patching.patches import MOST_RUNS, Found, try_patches
+from .backward_cures import BACKWARD_RUNS
+from .backward_cures import gradient_record
+from .backward_cures import try_backward_cures
+from .batch_snapshot import BatchSnapshot
+from .batch_snapshot import may_be_narrow
+from .batch_snapshot import no_second_run
+from .diagnosis import Diagnosis
+from .diagnosis import Place
+from .diagnosis import bad_rows
+from .diagnosis import enrich
+from .experiment import NO_CONDITIONS
+from .experiment import BackwardStart
+from .experiment import Conditions
+from .experiment import mean_gradients
+from .experiment import run_backward
+from .experiment import with_graph
+from .experiment import with_leaves
+from .experiment import without_hooks
+from .patching.patches import MOST_RUNS
+from .patching.patches import try_patches
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
@@ -125,20 +135,17 @@ def _with_cures(
     start: BackwardStart | None,
     conditions: Conditions,
 ) -> Diagnosis:
-    tried = Found()
-    if found.place is not None:
-        # Without a start the operation took two runs to find, and nothing but a change of the source is tried.
-        kept = 1 if start is None else BACKWARD_RUNS if may_be_narrow(snapshot, finding) else 0
-        most = MOST_RUNS - kept
-        tried = try_patches(
-            snapshot,
-            enrich(finding, found),
-            model,
-            found.place,
-            most_runs=most,
-            conditions=conditions,
-            start=start,
-        )
+    # Without a start the operation took two runs to find, and nothing but a change of the source is tried.
+    kept = 1 if start is None else BACKWARD_RUNS if may_be_narrow(snapshot, finding) else 0
+    tried = try_patches(
+        snapshot,
+        enrich(finding, found),
+        model,
+        found.place,
+        most_runs=MOST_RUNS - kept,
+        conditions=conditions,
+        start=start,
+    )
     cures: tuple[Cure, ...] = ()
     remarks: tuple[str, ...] = ()
     if start is not None:

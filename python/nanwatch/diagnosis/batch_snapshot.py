@@ -1,4 +1,4 @@
-"""Snapshot of the start of a batch, from which its outermost call can be made again.
+"""Snapshot of the start of a batch, from which its outermost call can be made again, and the calls an exception left.
 
 It holds references and random states, no copies: a batch that ends well costs a few microseconds. After a re-run the
 snapshot puts back all that the run left behind: random states, buffers, training flags.
@@ -6,11 +6,12 @@ snapshot puts back all that the run left behind: random states, buffers, trainin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.slot import unwatched
 from ..instrumentation.wrapped_names import unwrapped
+from ..numerics.readable import unreadable
 from ..precision.casting import (
+    NARROW,
     ParametrizationCache,
     cached_parametrizations,
     caches_parametrizations,
@@ -28,6 +31,9 @@ from ..precision.casting import (
 )
 from ..recording.walk import call_leaves
 from ..util.modules import each_module
+
+if TYPE_CHECKING:
+    from ..report.finding import Finding
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PLAIN = (
@@ -189,7 +195,9 @@ def _computes_alone(root: nn.Module) -> bool:
         kind.__module__.startswith("torch.distributed") for module in modules for kind in type(module).__mro__
     )
     state = [*root.parameters(), *root.buffers()]
-    return not is_sharded and not made_by & _SHARDING and all(type(x) in _OWN_TENSORS for x in state)
+    # FSDP leaves weights whose memory is gone until the next forward.
+    is_there = all(type(x) in _OWN_TENSORS and not unreadable(x) for x in state)
+    return not is_sharded and not made_by & _SHARDING and is_there
 
 
 class _NoCollectives(TorchDispatchMode):
@@ -240,3 +248,79 @@ def _overlaps_itself(x: Tensor) -> bool:
 def _set_training(flags: list[tuple[nn.Module, bool]]) -> None:
     for module, flag in flags:
         module.training = flag
+
+
+def is_narrow(dtype: str) -> bool:
+    """Whether the format has fewer bits than float32."""
+    name = dtype.removeprefix("torch.")
+    return name in ("float16", "bfloat16") or name.startswith("float8")
+
+
+def may_be_narrow(snapshot: BatchSnapshot, finding: Finding) -> bool:
+    """Whether a format narrower than float32 may take part, as far as can be told before any run."""
+    root = snapshot.module
+    tensors = [*root.parameters(), *root.buffers()]
+    tensors += [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
+    return (
+        any(one.enabled and one.dtype in NARROW for one in snapshot.autocast)
+        or any(is_narrow(str(x.dtype)) for x in tensors)
+        or any(is_narrow(record.dtype) for record in finding.operands)
+    )
+
+
+# The methods of PyTorch's that run a watched module's wrapper, and its hooks and forward.
+_WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
+_CALL = nn.Module._call_impl.__code__
+
+
+class LeftCall(NamedTuple):
+    """A call that an exception left. `output` is () where the forward had not returned.
+
+    A call that raises has no frame, as the recorder sees a call when it returns. Its module, its arguments and, where a
+    hook raised after the forward, its output are still in the frames of the traceback.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+
+def call_under_way() -> LeftCall | None:
+    """Return the innermost module call of this thread, read from its stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _WRAPPED_CALL:
+        frame = frame.f_back
+    return None if frame is None else _left_call(frame)
+
+
+def _left_call(frame: FrameType) -> LeftCall:
+    values = frame.f_locals
+    output = values.get("result")
+    found = LeftCall(values["self"], values["args"], values["kwargs"], () if output is None else output)
+    # Python keeps this copy of the locals with the frame, past `traceback.clear_frames()`. Since 3.13 there is none.
+    if type(values) is dict:
+        values.clear()
+    return found
+
+
+def left_calls(error: BaseException) -> list[LeftCall]:
+    """Return the module calls that the exception left, the innermost first."""
+    found = []
+    place = error.__traceback__
+    outer: FrameType | None = None
+    while place is not None:
+        if place.tb_frame.f_code is _CALL:
+            if outer is not None and not _is_inside(place.tb_frame, outer):
+                break  # of an exception that is raised once more: these calls are of the time before
+            outer = place.tb_frame
+            found.append(_left_call(place.tb_frame))
+        place = place.tb_next
+    return found[::-1]
+
+
+def _is_inside(frame: FrameType, outer: FrameType) -> bool:
+    above: FrameType | None = frame
+    while above is not None and above is not outer:
+        above = above.f_back
+    return above is not None

@@ -20,7 +20,7 @@ from ..report.finding import Cure, Finding, working_first
 from ..report.headroom import NEAR_FACTOR, is_near_end, least_bits
 from ..report.record import Row, is_fault, to_record
 from ..util.visible import spell
-from .batch_snapshot import BatchSnapshot, no_second_run
+from .batch_snapshot import BatchSnapshot, is_narrow, may_be_narrow, no_second_run
 from .experiment import (
     NO_CONDITIONS,
     Change,
@@ -33,7 +33,6 @@ from .experiment import (
     module_words,
     run,
 )
-from .narrow import is_narrow, may_be_narrow
 
 MAX_RUNS = 5
 # Two are a choice; more would only cost forwards.

@@ -1,14 +1,18 @@
-"""An experiment: the batch run once more under some change, and what every module call of it saw."""
+"""An experiment: the batch run once more under some change, and what every module call of it saw.
+
+A backward of a re-run goes through torch.autograd.grad, so that no `.grad` is touched and no hook of the user's runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import named_modules
@@ -18,7 +22,6 @@ from ..recording.masked_scores import MaskedScores, masked_scores
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..report.record import Row, is_fault
-from .backward_pass import BackwardStart, mean_gradients, run_backward, with_graph, with_leaves
 from .batch_snapshot import BatchSnapshot
 
 # `allows(name, module)` is True where infinities in this module are meant, or the scores of a softmax that are.
@@ -85,6 +88,14 @@ class Experiment:
         return look
 
 
+class BackwardStart(NamedTuple):
+    """The gradients, by label, that the outputs of call `number` of module `name` had in the failed backward."""
+
+    name: str
+    number: int
+    gradients: Mapping[str, Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """The change that an experiment makes at the module calls themselves.
@@ -147,6 +158,74 @@ def run(
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)
     return experiment
+
+
+def with_leaves(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, list[Tensor]]:
+    """The snapshot with tensors of its own for those that require a gradient, and what a backward gives gradients to.
+
+    The graph behind what the batch was called with is the user's.
+    """
+    wanted: list[Tensor] = [x for x in snapshot.module.parameters() if x.requires_grad]
+
+    def fresh(x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            return x
+        wanted.append(x.detach().requires_grad_())
+        return wanted[-1].clone()  # a leaf could not be written to
+
+    with torch.enable_grad():
+        args, kwargs = tree_map_only(Tensor, fresh, (snapshot.args, dict(snapshot.kwargs)))
+    return replace(snapshot, args=args, kwargs=kwargs), wanted
+
+
+def run_backward(
+    roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor], hook: Callable[[Any], Any]
+) -> None:
+    """A backward from these gradients of the roots to what is wanted, with what `hook(node)` gives at each node."""
+    handles = [node.register_hook(hook(node)) for node in _nodes(x.grad_fn for x in roots) if node]
+    try:
+        with without_hooks(wanted):
+            torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def without_hooks(tensors: list[Tensor]) -> Iterator[None]:
+    """The user's hooks on these may add up what they are given. Emptied and filled again: the engine holds the dict."""
+    own = [(hooks, dict(hooks)) for x in tensors if (hooks := x._backward_hooks)]
+    try:
+        for hooks, _ in own:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in own:
+            hooks.update(before)
+
+
+def _nodes(roots: Any) -> list[Any]:
+    """All nodes of the graph from these roots on, each once."""
+    left, known, found = list(roots), set(), []
+    while left:
+        node = left.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            found.append(node)
+            left += [following for following, _ in node.next_functions]
+    return found
+
+
+def with_graph(output: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module's output that have a graph, with their labels."""
+    yield from (
+        (label, x) for label, x in leaves(output, "output") if isinstance(x, Tensor) and x.requires_grad
+    )
+
+
+def mean_gradients(outputs: list[Tensor]) -> list[Tensor]:
+    """For each tensor the gradient that the mean of its elements gives it, as a loss would."""
+    return [torch.full_like(x, 1 / max(x.numel(), 1)) for x in outputs]
 
 
 @contextmanager
@@ -243,10 +322,10 @@ def module_words(name: str) -> str:
 def in_float32(model: nn.Module, name: str, *, cast_output: bool = True) -> str:
     """The cure of running this module of `model` in float32."""
     option = "" if cast_output else ", cast_output=False"
-    return f"run {module_words(name)} in float32, nanwatch.run_in_fp32({_code(model, name)}{option})"
+    return f"run {module_words(name)} in float32, nanwatch.run_in_fp32({code_of(model, name)}{option})"
 
 
-def _code(model: nn.Module, name: str) -> str:
+def code_of(model: nn.Module, name: str) -> str:
     """The expression that reaches the module in Python: `model.decoder.block[0]`."""
     path = next((one.path for one in named_modules(model, remove_duplicate=False) if one.name == name), name)
     code, module = "model", model

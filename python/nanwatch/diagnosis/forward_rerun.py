@@ -21,10 +21,8 @@ from ..report.finding import Finding, value_of
 from ..report.histogram import StoredHistogram
 from ..report.record import Record, to_record
 from ..util.visible import spell
-from .batch_snapshot import BatchSnapshot, no_second_run
-from .diagnosis import Call, Diagnosis
-from .extent import bad_rows, describe
-from .left_calls import left_calls
+from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
+from .diagnosis import Call, Diagnosis, bad_rows, describe
 from .provenance import ProvenanceMode, Step
 
 

@@ -6,28 +6,44 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
 
-from ..capsule.capsule import make_numbered, write_capsule
+from ..capsule.capsule import make_numbered
+from ..capsule.capsule import write_capsule
 from ..instrumentation.wrapped_names import module_names
-from ..report.finding import Finding, working_first
+from ..report.finding import Finding
+from ..report.finding import working_first
 from ..report.record import Frame
 from ..report.report import Report
 from ..util.visible import spell
 from .backward_rerun import rerun_backward
-from .batch_snapshot import BatchSnapshot, Forwards, no_second_run
-from .cures import MAX_RUNS, try_cures
-from .diagnosis import Call, Diagnosis, enrich
-from .experiment import Allows, Conditions, nothing_allowed
+from .batch_snapshot import BatchSnapshot
+from .batch_snapshot import Forwards
+from .batch_snapshot import may_be_narrow
+from .batch_snapshot import no_second_run
+from .cures import MAX_RUNS
+from .cures import try_cures
+from .diagnosis import Call
+from .diagnosis import Diagnosis
+from .diagnosis import enrich
+from .experiment import Allows
+from .experiment import Conditions
+from .experiment import module_words
+from .experiment import nothing_allowed
 from .forward_rerun import rerun_forward
-from .narrow import may_be_narrow
-from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, Found, try_patches
-from .samples import dataset_indices, find_samples
+from .patching.patches import KEPT_FOR_FORMATS
+from .patching.patches import MOST_FORWARDS
+from .patching.patches import MOST_RUNS
+from .patching.patches import try_patches
+from .samples import dataset_indices
+from .samples import find_samples
 
 PATCH_FILE = "cure.patch"
 
@@ -50,12 +66,13 @@ def post_mortem(
     loss_scale: float | None = None,
     allows: Allows = nothing_allowed,
     gradients: bool = False,
+    call: BatchSnapshot | None = None,
 ) -> Report:
     """The report with what a second run of the batch shows, if it `examines`, and written to `output_dir` if any.
 
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
     that of the batch, where it is known, `allows` says which infinities are meant, and `gradients` whether
-    gradients are watched.
+    gradients are watched. `call` is the failed module call itself, to run where the batch shows nothing.
     """
     finding = report.finding
     if finding is None:
@@ -69,9 +86,15 @@ def post_mortem(
         remarks.append(f"the batch was not run a second time: {why}")
     elif examines and snapshot is not None and finding.phase != "step":
         snapshot = replace(snapshot, forwards=Forwards())
-        finding, diagnosis = _look(
-            finding, report.frames, snapshot, model, Conditions(loss_scale, allows, gradients), remarks
-        )
+        conditions = Conditions(loss_scale, allows, gradients)
+        finding, diagnosis = _look(finding, report.frames, snapshot, model, conditions, remarks)
+        if call is not None and finding.origin == "produced" and not (diagnosis and diagnosis.operation):
+            remarks.append(
+                f"{module_words(finding.module)} was run alone, with what the failed call was given"
+            )
+            finding, diagnosis = _look(finding, report.frames, call, model, conditions, remarks)
+        elif diagnosis is not None:
+            finding = _sampled(finding, diagnosis, snapshot, model, allows, remarks)
     finding = replace(finding, remarks=(*finding.remarks, *remarks))
     if output_dir is None:
         return replace(report, finding=finding)
@@ -89,7 +112,7 @@ def _look(
     """The finding with what a second run of the batch shows, and with the cures where it failed again."""
     if finding.phase == "backward":
         seen = rerun_backward(snapshot, finding, frames, model=model, conditions=conditions)
-        return _sampled(enrich(finding, seen), seen, snapshot, model, conditions.allows, remarks), seen
+        return enrich(finding, seen), seen
     diagnosis = _attempt("the closer look", lambda: rerun_forward(snapshot, finding, model=model), remarks)
     if diagnosis is None:
         return finding, None
@@ -99,7 +122,7 @@ def _look(
             remarks.append(f"no cure was tried, as {doubts[0]}")
         else:
             closer = _cured(closer, diagnosis, snapshot, model, conditions, remarks)
-    return _sampled(closer, diagnosis, snapshot, model, conditions.allows, remarks), diagnosis
+    return closer, diagnosis
 
 
 def _cured(
@@ -112,10 +135,8 @@ def _cured(
 ) -> Finding:
     """The finding with the cures that were tried: changes of the source first, as they are the smallest."""
     is_narrow = may_be_narrow(snapshot, finding)
-    found = Found()
-    if diagnosis.place is not None:
-        most = MOST_RUNS - (KEPT_FOR_FORMATS if is_narrow else 1)
-        found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, conditions=conditions)
+    most = MOST_RUNS - (KEPT_FOR_FORMATS if is_narrow else 1)
+    found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, conditions=conditions)
     cures, more = found.cures, found.remarks
     if is_narrow or not cures:
         most = min(MAX_RUNS, MOST_RUNS - found.runs)

@@ -28,10 +28,8 @@ from ..recording.observe import read
 from ..report.histogram import StoredHistogram
 from ..report.record import MASK, Record
 from ..util.visible import spell
-from .diagnosis import Place
-from .extent import BadRows, bad_rows
-from .operation import Operands, Operation, operation_of
-from .storage_writes import StorageWriteLog
+from .diagnosis import BadRows, Place, bad_rows
+from .operation import Operands, Operation, StorageWriteLog, operation_of
 
 SKIPPED_FILES = (
     str(Path(torch.__file__).parent),
@@ -183,7 +181,8 @@ class ProvenanceMode(TorchDispatchMode):
             step.origin = _origin(sources, step.nan)
             return False
         written = nonfinite if operation.written else ()
-        step.place = self._place(given.counts(written=written))
+        numbers = tuple((operation.arguments.index(name), value) for name, value in given.numbers)
+        step.place = self._place(given.counts(written=written), numbers)
         step.operands = given.records(written=written)
         step.spreads = given.spreads(written=written)
         step.rows = () if step.meant else bad_rows(nonfinite[0])
@@ -197,7 +196,9 @@ class ProvenanceMode(TorchDispatchMode):
         )
         return True
 
-    def _place(self, counts: frozenset[int] = frozenset()) -> Place | None:
+    def _place(
+        self, counts: frozenset[int] = frozenset(), numbers: tuple[tuple[int, float], ...] = ()
+    ) -> Place | None:
         """Return the innermost line of the program: neither PyTorch's nor ours, nor that of a mode on the way."""
         found: FrameType | None = None
         frame: FrameType | None = sys._getframe(1)
@@ -210,7 +211,7 @@ class ProvenanceMode(TorchDispatchMode):
             frame = frame.f_back
         if found is None:
             return None
-        return Place(found.f_code.co_filename, found.f_lineno, _positions(found), counts)
+        return Place(found.f_code.co_filename, found.f_lineno, _positions(found), counts, numbers)
 
 
 def _positions(frame: FrameType) -> tuple[int | None, int | None, int | None, int | None] | None:

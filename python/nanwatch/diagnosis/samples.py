@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from ..precision.casting import replaced
 from ..recording.walk import call_leaves
 from ..util.modules import each_module
-from .backward_pass import BackwardStart
 from .batch_snapshot import BatchSnapshot
-from .experiment import Allows, nothing_allowed, run
-from .extent import BadRows
+from .diagnosis import BadRows
+from .experiment import Allows, BackwardStart, nothing_allowed, run
 
 # Runs that prove the answer: one without the samples and one with them alone.
 _PROOF = 2

@@ -7,16 +7,22 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
+from typing import Any
+from typing import NamedTuple
 
 from torch import nn
 
 from ..diagnosis import postmortem
 from ..diagnosis.batch_snapshot import BatchSnapshot
+from ..diagnosis.batch_snapshot import call_under_way
+from ..diagnosis.batch_snapshot import num_processes
 from ..instrumentation.slot import ExclusiveRun
+from ..instrumentation.wrapped_names import find_module
 from ..report.report import Report
 from ..util.suppressed import suppressed
-from ..util.visible import spell, warn_user
+from ..util.visible import spell
+from ..util.visible import warn_user
 
 if TYPE_CHECKING:
     from .options import Options
@@ -71,6 +77,8 @@ class RerunPolicy:
         # By thread, from the start of its batch to its end. None where no re-run is possible. The snapshots refer to
         # the batch's tensors.
         self._starts: dict[int, tuple[BatchSnapshot | None, weakref.ref[_Graph]]] = {}
+        # By thread, the first failed call of its batch, in a job of several processes.
+        self._calls: dict[int, BatchSnapshot] = {}
         # Held while a thread enters or leaves the model; notified when one has left.
         self._door = threading.Condition()
         self._turn: ExclusiveRun | None = None
@@ -107,8 +115,24 @@ class RerunPolicy:
                     return graph
             turn.wait()
 
+    def call_failed(self, name: str) -> None:
+        """Keep the call under way until the end of its batch, where the batch may need other processes to run again.
+
+        It is a call of the module of this name, and has failed.
+        """
+        model, here = self._model(), threading.get_ident()
+        if model is None or not self.keeps_start or here in self._calls or num_processes() == 1:
+            return
+        try:
+            found, call = find_module(model, name), call_under_way()
+            if found is not None and call is not None and call.module is found.module:
+                self._calls[here] = BatchSnapshot.capture(*call[:3])
+        except Exception:
+            suppressed("a failed call could not be kept, so it is not run alone")
+
     def batch_ended(self, batch: int) -> None:
         """Let go of the start of this thread's batch, or keep it for the batch's backward."""
+        self._calls.pop(threading.get_ident(), None)
         with self._door:
             start, graph = self._starts.pop(threading.get_ident(), (None, None))
             self._door.notify_all()
@@ -158,6 +182,7 @@ class RerunPolicy:
                 loss_scale=self._loss_scale(),
                 allows=self._allows,
                 gradients=self._keeps_ended,
+                call=self._calls.get(threading.get_ident()),
             )
         except Exception as error:  # a failed re-run must not lose the first report
             warn_user(f"nanwatch could not look closer at a failure: {spell(error)}", may_raise=False)

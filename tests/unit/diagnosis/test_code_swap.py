@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from nanwatch.diagnosis.patching.code_swap import Probe, Target, exchanged, find_target
-from nanwatch.diagnosis.patching.source_file import Edit, Span
+from nanwatch.diagnosis.patching.code_swap import Probe, exchanged, find_target
+from nanwatch.diagnosis.patching.source import Edit, Span, Target
 
 SOURCE = '''\
 import functools

@@ -1,4 +1,4 @@
-"""extent.describe: what its words say is what is there, element for element."""
+"""diagnosis.describe: what its words say is what is there, element for element."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from nanwatch.diagnosis import extent
-from nanwatch.diagnosis.extent import describe
+from nanwatch.diagnosis import diagnosis
+from nanwatch.diagnosis.diagnosis import describe
 from support.oracle import values_of
 from support.strategies import views
 
@@ -199,7 +199,7 @@ def test_the_mask_is_made_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.rand(6, 7, 5).log2().floor().masked_fill_(torch.rand(6, 1, 5) < 0.1, NAN) for _ in range(20)
     ]
     at_once = [describe(x.transpose(0, 2)) for x in tensors]
-    monkeypatch.setattr(extent, "_CHUNK", 4)
+    monkeypatch.setattr(diagnosis, "_CHUNK", 4)
     assert [describe(x.transpose(0, 2)) for x in tensors] == at_once
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nanwatch.diagnosis.patching.code_swap import find_target
-from nanwatch.diagnosis.patching.expressions import Site
 from nanwatch.diagnosis.patching.guards import Facts, guard_division, is_nonnegative
+from nanwatch.diagnosis.patching.source import Site
 
 SOURCE = """\
 import torch

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, Report, watch
-from nanwatch.diagnosis.left_calls import left_calls
+from nanwatch.diagnosis.batch_snapshot import left_calls
 from support.toys import Scale
 
 pytestmark = pytest.mark.usefixtures("each_recorder")

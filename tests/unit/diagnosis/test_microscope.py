@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.diagnosis import enrich
 from nanwatch.diagnosis.forward_rerun import rerun_forward
-from nanwatch.report.finding import Finding
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch
 from support.examined import Does, culprit, exponential, look
@@ -278,62 +277,6 @@ def test_a_weight_a_buffer_and_data() -> None:
     assert (finding.origin, seen.extent) == ("data", "column 1")
     assert seen.remarks == ("input[0] of the batch is not finite: column 1",)
     assert len(calls) == 1
-
-
-class Gathers(nn.Module):
-    """A module whose forward adds up over the ranks, or says that it does not."""
-
-    def __init__(self, gathers: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.gathers = gathers
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The logarithm."""
-        x = x * self.weight
-        if self.gathers:
-            torch.distributed.all_reduce(x)
-        return torch.log(x)
-
-
-@pytest.fixture
-def four_ranks() -> Iterator[None]:
-    """This process is rank 0 of 4; its collectives wait for nobody."""
-    import torch.testing._internal.distributed.fake_pg
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=4)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def failed_once(model: nn.Module, x: Tensor) -> tuple[BatchSnapshot, Finding]:
-    start = BatchSnapshot.capture(model, (x,), {})
-    with watch(model, on_nonfinite="record", peer_timeout=0) as w:
-        model(x)
-    finding = w.report().finding
-    assert finding is not None
-    return start, finding
-
-
-def test_a_replica_runs_again_alone(four_ranks: None) -> None:
-    """Among several processes too, where the forward waits for none: with DistributedDataParallel it does not."""
-    model = nn.parallel.DistributedDataParallel(Gathers(False))
-    start, finding = failed_once(model, torch.zeros(2))
-    seen = rerun_forward(start, finding, model=model)
-    assert (seen.operation, seen.transient) == ("aten.log.default", False)
-
-
-def test_a_collective_is_not_waited_for(four_ranks: None) -> None:
-    """Neither one that the model's own code calls, nor those of a library that shards."""
-    start, finding = failed_once(Gathers(True), torch.zeros(2))
-    seen = rerun_forward(start, finding, model=start.module)
-    assert seen.operation is None
-    assert any("would wait for the other ranks" in one for one in seen.remarks)
-    sharded = type("Sharded", (Gathers,), {"__module__": "deepspeed.runtime"})(False)
-    start, finding = failed_once(sharded, torch.zeros(2))
-    seen = rerun_forward(start, finding, model=sharded)
-    assert len(seen.remarks) == 1
-    assert "4 processes" in seen.remarks[0]
 
 
 def test_a_module_that_is_gone() -> None:

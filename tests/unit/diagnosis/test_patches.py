@@ -98,6 +98,35 @@ def test_the_cure_is_the_line_and_its_effect_is_counted() -> None:
     assert cure.code == ""
 
 
+class Norms(nn.Module):
+    """Two norms that one line makes, with a positional epsilon."""
+
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width, 0.0), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_an_option_is_changed_where_the_module_is_made() -> None:
+    """Only with both norms changed is the result finite, and afterwards they are as they were."""
+    model = Norms()
+    cure = works(failed(model, torch.tensor([[1.0, 1.0], [1.0, 2.0]])))
+    made = "nn.Sequential(nn.LayerNorm(width, 1e-05), nn.Tanh())"
+    assert new_line(cure) == f"self.blocks = nn.ModuleList({made} for _ in range(2))"
+    assert {block[0].eps for block in model.blocks} == {0.0}
+
+
+def test_an_option_is_set_where_nobody_knows_what_made_the_module() -> None:
+    model = nn.Sequential(nn.LayerNorm(2, eps=0.0))
+    cure = works(failed(model, torch.ones(1, 2)))
+    assert "`model[0].eps = 1e-05`" in cure.what
+    assert not cure.patch
+
+
 def test_healthy_negative_values_forbid_a_clamp() -> None:
     """A lower limit would change them, so the divisor is replaced where it is small."""
     cure = works(failed(Ratio(), torch.cat([HEALTHY_AND_ZERO, -HEALTHY_AND_ZERO])))

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanwatch.diagnosis.patching.code_swap import Target, find_target
-from nanwatch.diagnosis.patching.expressions import Change, Site
+from nanwatch.diagnosis.patching.code_swap import find_target
 from nanwatch.diagnosis.patching.guards import Facts
 from nanwatch.diagnosis.patching.rules import changes, operation_name
+from nanwatch.diagnosis.patching.source import Change, Site, Target
 
 INF = float("inf")
 
@@ -44,6 +44,8 @@ CASES: list[tuple[str, str, Any, Any]] = [
     ("acos", "torch.acos(x)", 1.5, 0.5),
     ("asin", "x.clamp(-1, 1).asin()", 1.0, 0.5),
     ("atanh", "torch.arctanh(x)", 1.0, 0.5),
+    ("erfinv", "torch.erfinv(x)", 1.0, 0.5),
+    ("logit", "x.logit()", 0.0, 0.5),
     ("_softmax", "torch.softmax(x.expand(1, 2), dim=-1)[:, :1]", -INF, 2.0),
     ("mul", "z * x", INF, 2.0),
     ("sub", "(x - x.amax()).exp()", -INF, 2.0),
@@ -56,6 +58,7 @@ CASES: list[tuple[str, str, Any, Any]] = [
     ("log", "torch.exp(x.expand(2, 1)).sum(0).log()", -200.0, 2.0),
     ("log", "torch.log(1 - torch.tanh(x).pow(2))", 20.0, 2.0),
     ("log", "torch.log(x / (1 - x))", 1.0, 0.5),
+    ("cosh", "torch.log(x.cosh())", -200.0, 2.0),
     ("exp", "x.exp().cumsum(0).log()", 200.0, 2.0),
 ]
 

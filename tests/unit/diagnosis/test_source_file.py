@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanwatch.diagnosis.patching.source_file import Edit, SourceFile, Span
+from nanwatch.diagnosis.patching.source import Edit, SourceFile, Span
 
 
 def edit_of(file: SourceFile, old: str, new: str) -> Edit:

@@ -1,4 +1,4 @@
-"""storage_writes.StorageWriteLog against an array that holds, for every element, who wrote it last."""
+"""operation.StorageWriteLog against an array that holds, for every element, who wrote it last."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nanwatch.diagnosis import storage_writes
-from nanwatch.diagnosis.storage_writes import StorageWriteLog
+from nanwatch.diagnosis import operation
+from nanwatch.diagnosis.operation import StorageWriteLog
 
 NAN = math.nan
 ROWS, COLUMNS = 4, 5
@@ -96,7 +96,7 @@ def test_tensors_without_addresses() -> None:
 
 def test_the_table_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of storages that are gone are thrown out."""
-    monkeypatch.setattr(storage_writes, "_MANY", 10)
+    monkeypatch.setattr(operation, "_MANY", 10)
     table: StorageWriteLog[int] = StorageWriteLog()
     kept = torch.full((2,), NAN)
     table.put(kept, 0)

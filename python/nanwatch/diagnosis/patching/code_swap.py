@@ -14,32 +14,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CellType, CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...instrumentation.slot import ExclusiveRun
-from .source_file import SourceFile, Span
+from .source import FunctionNode, SourceFile, Span, Target
 
-_FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 # Stands for the Probe in compiled code, until the Probe itself takes its place among the constants.
 _STAND_IN = "nanwatch.diagnosis.patching.code_swap.Probe"
-
-
-class Target(NamedTuple):
-    """The functions that run a line, which share one code, and the file that they were compiled from."""
-
-    functions: tuple[FunctionType, ...]
-    file: SourceFile
-    node: _FunctionNode
-
-    @property
-    def code(self) -> CodeType:
-        """The code as it is now."""
-        return self.functions[0].__code__
-
-    @property
-    def names(self) -> dict[str, Any]:
-        """The globals of the functions."""
-        return self.functions[0].__globals__
 
 
 class Probe:
@@ -80,7 +61,7 @@ def find_target(filename: str, line: int) -> Target | str:
         return "the line belongs to no function that could be exchanged"
     code = max((one.__code__ for one in functions), key=lambda code: code.co_firstlineno)
     compiled = _compiled(file.tree, file.name, code)
-    node = _node(file.tree, code)
+    node = node_of(file.tree, code)
     if compiled is None or node is None or not _is_same(compiled, code):
         return f"{filename} is not what runs: it was edited since it was imported, or rewritten on import"
     return Target(tuple(one for one in functions if one.__code__ is code), file, node)
@@ -94,11 +75,11 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
     ValueError where the edited function cannot take the other's place.
     """
     before = target.code
-    node = _node(file.tree, before)
+    node = node_of(file.tree, before)
     if node is None:
         raise ValueError("the edit moved the function")
     tree = copy.deepcopy(file.tree)
-    place = _node(tree, before)
+    place = node_of(tree, before)
     assert place is not None
     for number, span in enumerate(looks):
         _Looks(file, span, number).visit(place)
@@ -149,17 +130,17 @@ def _runs(code: CodeType, line: int) -> bool:
     return any(isinstance(one, CodeType) and _runs(one, line) for one in code.co_consts)
 
 
-def _first_line(node: _FunctionNode) -> int:
+def _first_line(node: FunctionNode) -> int:
     decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
     return min([node.lineno, *(one.lineno for one in decorators)])
 
 
-def _node(tree: ast.Module, code: CodeType) -> _FunctionNode | None:
-    """The only node that a code of this name and first line is compiled from."""
+def node_of(tree: ast.Module, code: CodeType) -> FunctionNode | None:
+    """Return the only node that a code of this name and first line is compiled from."""
     found = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, _FunctionNode)
+        if isinstance(node, FunctionNode)
         and _first_line(node) == code.co_firstlineno
         and getattr(node, "name", "<lambda>") == code.co_name
     ]
@@ -227,7 +208,7 @@ class _Looks(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _join(edited: _FunctionNode, old: _FunctionNode) -> None:
+def _join(edited: FunctionNode, old: FunctionNode) -> None:
     """Make of the edited function one that runs the old body in calls that are no part of the trial."""
     if isinstance(edited, ast.Lambda):
         assert isinstance(old, ast.Lambda)
@@ -252,4 +233,4 @@ class _Undeclared(ast.NodeTransformer):
         if isinstance(node, ast.Global | ast.Nonlocal):
             self._declared[type(node)] |= set(node.names)
             return ast.copy_location(ast.Pass(), node)
-        return node if isinstance(node, _FunctionNode | ast.ClassDef) else self.generic_visit(node)
+        return node if isinstance(node, FunctionNode | ast.ClassDef) else self.generic_visit(node)

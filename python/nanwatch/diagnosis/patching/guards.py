@@ -6,19 +6,21 @@ import ast
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from .expressions import Rewrite, Site, Spelt
+from .source import Rewrite, Site, Spelt
 
 
 class Facts(NamedTuple):
     """The failing operation: its name in torch.ops.aten, its narrowest float format, and whether its gradient fails.
 
-    `counts`: the operands, by position, that hold whole numbers only, not all of them zero.
+    `counts`: the operands, by position, that hold whole numbers only, not all of them zero. `numbers`: those that are
+    Python numbers, with their values.
     """
 
     operation: str
     dtype: str
     backward: bool
     counts: frozenset[int] = frozenset()
+    numbers: tuple[tuple[int, float], ...] = ()
 
 
 Guard = Callable[[Site, Spelt, Facts], Iterator[Rewrite]]
@@ -142,6 +144,11 @@ def guard_division(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
     for position, divisor in divisors(spelt):
         if site.constant(divisor) is not None:
             continue
+        number = dict(facts.numbers).get(position)
+        if number is not None:
+            for least in ("1",) if isinstance(number, int) else (small(facts), "1"):
+                yield Rewrite(divisor, f"max({site.text(divisor)}, {least})", f"divide by at least {least}")
+            continue
         counted = {position, 0} if facts.operation == "reciprocal" else {position}
         if facts.counts & counted:
             yield Rewrite(divisor, clamped(site, divisor, least="1"), "divide by at least 1")
@@ -207,10 +214,10 @@ def guard_exponential(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrit
 
 
 def guard_arc(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Keep the operand of acos, asin or atanh inside (-1, 1)."""
+    """Keep the operand of acos, asin, atanh or erfinv inside (-1, 1)."""
     node = spelt.args[0]
     words = f"keep the operand of {spelt.name} inside -1 to 1"
-    if not facts.backward and spelt.name != "atanh":
+    if not facts.backward and spelt.name in ("acos", "asin"):
         yield Rewrite(node, clamped(site, node, "-1", "1"), words)
     for gap in (_NEAR_ONE.get(facts.dtype, "1e-6"), "1e-4"):
         yield Rewrite(node, clamped(site, node, f"-1 + {gap}", f"1 - {gap}"), words)
@@ -265,24 +272,50 @@ def guard_spread(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
         if name in spelt.kwargs:
             yield Rewrite(spelt.kwargs[name], text, words)
             return
-    yield Rewrite(call, _with_argument(site, call, "unbiased=False"), words)
+    yield Rewrite(call, with_argument(site.text(call), "unbiased=False"), words)
 
 
-def _with_argument(site: Site, call: ast.Call, argument: str) -> str:
-    text = site.text(call)
-    has_some = bool(call.args or call.keywords)
-    body = text[:-1].rstrip().removesuffix(",")
-    return f"{body}{', ' if has_some else ''}{argument})"
+def with_argument(call: str, argument: str) -> str:
+    """Return the text of a call with one more argument."""
+    body = call[:-1].rstrip().removesuffix(",")
+    return f"{body}{'' if body.endswith('(') else ', '}{argument})"
 
 
-def guard_normalise(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Give F.normalize and its like an eps that the format has."""
-    if isinstance(spelt.node, ast.Call) and spelt.name in ("normalize", "cosine_similarity"):
-        words = "give it an eps that the format has"
-        if "eps" in spelt.kwargs:
-            yield Rewrite(spelt.kwargs["eps"], small(facts), words)
-        else:
-            yield Rewrite(spelt.node, _with_argument(site, spelt.node, f"eps={small(facts)}"), words)
+def guard_epsilon(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Give F.normalize, torch.logit and their like an eps that the format has."""
+    eps = _NEAR_ONE.get(facts.dtype, "1e-6") if spelt.name == "logit" else small(facts)
+    yield from _with_option(site, spelt, "eps", eps, "give it an eps that the format has")
+
+
+def guard_alignment(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Let a CTC loss leave out samples that are shorter than their labels."""
+    words = "leave out samples that are shorter than their labels, whose loss is infinite"
+    yield from _with_option(site, spelt, "zero_infinity", "True", words)
+
+
+def _with_option(site: Site, spelt: Spelt, name: str, value: str, words: str) -> Iterator[Rewrite]:
+    if name in spelt.kwargs:
+        yield Rewrite(spelt.kwargs[name], value, words)
+    elif isinstance(spelt.node, ast.Call):
+        yield Rewrite(spelt.node, with_argument(site.text(spelt.node), f"{name}={value}"), words)
+
+
+def guard_rate(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Keep the rate of a Poisson loss positive, or its logarithm from overflowing."""
+    is_plain = "log_input" in spelt.kwargs and site.constant(spelt.kwargs["log_input"]) == 0
+    if is_plain:
+        text = clamped(site, spelt.args[0], least=small(facts))
+        yield Rewrite(spelt.args[0], text, "keep the rate from being negative")
+    else:
+        yield from guard_exponential(site, spelt, facts)
+
+
+def guard_mask(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Let a row that is masked everywhere see everything: softmax has nothing to choose from otherwise."""
+    for name in ("key_padding_mask", "src_key_padding_mask", "attn_mask", "mask", "src_mask"):
+        if (mask := spelt.kwargs.get(name)) is not None and len(site.text(mask)) <= _LONG:
+            text = f"{site.operand(mask)} & ~{site.primary(mask)}.all(-1, keepdim=True)"
+            yield Rewrite(mask, text, "mask no row everywhere")
 
 
 def guard_mean(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
@@ -304,11 +337,20 @@ def guard_mean(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
                 text = f"{text} / max({x}.shape[{site.text(dim)}], 1)"
                 yield Rewrite(call, _bracketed(site, call, text), words)
         return
+    whole = site.text(call)
     for given in spelt.args[:3]:
         text = site.primary(given)
-        if text != "self" and len(text) <= _LONG:
-            whole = site.text(call)
+        if len(text) <= _LONG:
             yield Rewrite(call, f"({whole} if {text}.numel() else {text}.sum() * 0.0)", words)
+    if facts.operation.startswith("nll_loss") and len(spelt.args) > 1:
+        x, labels = site.primary(spelt.args[0]), site.operand(spelt.args[1])
+        ignored = spelt.kwargs.get("ignore_index")
+        indices = (
+            [site.text(ignored)] if ignored is not None else ["-100", f"{site.text(call.func)}.ignore_index"]
+        )
+        for index in indices:
+            text = f"({whole} if ({labels} != {index}).any() else {x}.sum() * 0.0)"
+            yield Rewrite(call, text, "take 0 where all labels are ignored")
 
 
 def _bracketed(site: Site, node: ast.AST, text: str) -> str:
@@ -330,29 +372,3 @@ def guard_decomposition(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewr
             f"{a} + {site.torch}.eye(*{primary}.shape[-2:], device={primary}.device) * {shift}",
             words,
         )
-
-
-def guard_branch(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Give the branch that `where` does not take an operand that is safe: its gradient is 0 times what comes of it."""
-    inner: ast.AST = spelt.node
-    for above in site.ancestors(spelt.node):
-        where = site.spelt(above)
-        if where is not None and where.name == "where" and len(where.args) == 3 and site.torch:
-            condition, yes, no = where.args
-            place = next((one for one in (yes, no) if one is inner), None)
-            if place is not None and (node := _variable(spelt)) is not None:
-                text = site.text(condition)
-                a, b = (site.text(node), "1.0") if place is yes else ("1.0", site.text(node))
-                yield Rewrite(
-                    node,
-                    f"{site.torch}.where({text}, {a}, {b})",
-                    "give the branch that `where` does not take a safe operand",
-                )
-            return
-        inner = above
-
-
-def _variable(spelt: Spelt) -> ast.expr | None:
-    """The only operand that has names in it."""
-    found = [x for x in spelt.args if any(isinstance(y, ast.Name) for y in ast.walk(x))]
-    return found[0] if len(found) == 1 else None

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from . import guards
-from .expressions import Change, Rewrite, Site, Spelt
 from .guards import Facts, Guard
-from .source_file import Edit, Span
-from .stable_forms import stable_forms
+from .source import Change, Edit, Rewrite, Site, Span, Spelt
 
 _ROOT = ("sqrt", "rsqrt", "pow")
 _EXP = ("exp", "exp2", "expm1", "sinh", "cosh")
 _LOG = ("log", "log2", "log10", "lgamma", "digamma")
-_ARC = ("acos", "asin", "atanh")
+_ARC = ("acos", "asin", "atanh", "erfinv")
+_EPS = ("normalize", "cosine_similarity", "logit", "layer_norm", "batch_norm", "group_norm", "instance_norm")
+_DECOMPOSITIONS = ("svd", "eigh")
 _LOSSES = ("nll_loss", "nll_loss_forward", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy")
 
 # By the name of an operation in the source: the guards of its operands.
@@ -29,12 +29,14 @@ _GUARDS: dict[str, tuple[Guard, ...]] = {
     **dict.fromkeys(("softmax", "log_softmax", "logsumexp"), (guards.guard_softmax,)),
     **dict.fromkeys(("add", "sub"), (guards.guard_infinity,)),
     **dict.fromkeys(("std", "var"), (guards.guard_spread,)),
-    **dict.fromkeys(("normalize", "cosine_similarity"), (guards.guard_normalise,)),
-    **dict.fromkeys(("svd", "eigh"), (guards.guard_decomposition,)),
+    **dict.fromkeys(_EPS, (guards.guard_epsilon,)),
+    **dict.fromkeys(_DECOMPOSITIONS, (guards.guard_decomposition,)),
     "log1p": (guards.guard_log1p,),
     "angle": (guards.guard_angle,),
     "mul": (guards.guard_product,),
     "mean": (guards.guard_mean,),
+    "poisson_nll_loss": (guards.guard_rate,),
+    "ctc_loss": (guards.guard_alignment,),
 }
 # By the name of an operation in the dispatcher or in the graph: the names in the source that run it, where they differ.
 _SPELLINGS = {
@@ -46,7 +48,10 @@ _SPELLINGS = {
     "linalg_eigh": ("eigh",),
     "_linalg_eigh": ("eigh",),
     "rsub": ("sub",),
-    "expm1": ("expm1",),
+    "native_layer_norm": ("layer_norm",),
+    "native_batch_norm": ("batch_norm", "instance_norm"),
+    "native_group_norm": ("group_norm",),
+    "_ctc_loss": ("ctc_loss",),
     "linalg_vector_norm": ("norm", "normalize"),
 }
 
@@ -65,8 +70,9 @@ def changes(site: Site, facts: Facts, position: Span | None = None) -> Iterator[
     spelt = list(site.expressions())
     exact = [one for one in spelt if one.name in wanted]
     if position is not None:
-        at = [one for one in exact if site.file.span(one.node) == position]
-        exact = at + [one for one in exact if one not in at]
+        at = [one for one in spelt if site.file.span(one.node) == position]
+        # A module that runs the operation has a name of its own.
+        exact = [one for one in at if one in exact or not exact] + [one for one in exact if one not in at]
     seen: set[tuple[Edit, ...]] = set()
     for change in _in_order(site, facts, exact, spelt):
         if change.edits not in seen:
@@ -79,7 +85,7 @@ def _in_order(site: Site, facts: Facts, exact: list[Spelt], spelt: list[Spelt]) 
         for rewrite in stable_forms(site, one):
             yield _change(site, one, [rewrite])._replace(is_stable=True)
     for one in exact if facts.operation else spelt:
-        for rewrite in guards.guard_branch(site, one, facts):
+        for rewrite in _untaken(site, one):
             yield _change(site, one, [rewrite])
     choices = [list(_guarded(site, one, facts)) for one in exact]
     for number in range(max(map(len, choices), default=0)):
@@ -91,14 +97,59 @@ def _in_order(site: Site, facts: Facts, exact: list[Spelt], spelt: list[Spelt]) 
             if len(together) > 1 and not _overlap(site, together):
                 yield _change(site, exact[0], together)
     yield from _infinities(site, facts)
+    if "softmax" in facts.operation:
+        for one in spelt:
+            for rewrite in guards.guard_mask(site, one, facts):
+                yield _change(site, one, [rewrite])
     others = [one for one in spelt if one not in exact and one.name in _GUARDS]
+    failing = {one.node for one in exact}
     for one in others:
         for rewrite in _guarded(site, one, facts):
-            yield _change(site, one, [rewrite])
+            # A change of the result of the failing operation would only hide its value.
+            if failing.isdisjoint(ast.walk(rewrite.node)) or rewrite.node is one.node:
+                yield _change(site, one, [rewrite])
     if facts.operation in _LOSSES or facts.operation == "mean":
         for one in spelt:
             for rewrite in guards.guard_mean(site, one, facts):
                 yield _change(site, one, [rewrite])
+
+
+def _untaken(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
+    """Yield changes that give the elements that are not taken no operand, or a safe one.
+
+    The gradient of an element that `where` or an index does not take is 0 times what comes of it.
+    """
+    inner: ast.AST = spelt.node
+    for above in site.ancestors(spelt.node):
+        if isinstance(above, ast.Subscript) and above.value is inner and isinstance(above.slice, ast.Name):
+            names = [one for one in spelt.args if isinstance(one, ast.Name)]
+            if names and isinstance(spelt.node, ast.Call):
+                index = site.text(above.slice)
+                text = site.text(spelt.node)
+                start = site.file.span(spelt.node).start
+                for one in sorted(names, key=lambda one: -one.col_offset):
+                    end = site.file.span(one).end - start
+                    data = text.encode()
+                    text = (data[:end] + f"[{index}]".encode() + data[end:]).decode()
+                yield Rewrite(above, text, f"compute the elements that `{index}` takes, and no others")
+            return
+        where = site.spelt(above)
+        if where is not None and where.name == "where" and len(where.args) == 3 and site.torch:
+            condition, yes, no = where.args
+            place = next((one for one in (yes, no) if one is inner), None)
+            if place is not None and (node := _variable(spelt)) is not None:
+                text = site.text(condition)
+                a, b = (site.text(node), "1.0") if place is yes else ("1.0", site.text(node))
+                words = "give the branch that `where` does not take a safe operand"
+                yield Rewrite(node, f"{site.torch}.where({text}, {a}, {b})", words)
+            return
+        inner = above
+
+
+def _variable(spelt: Spelt) -> ast.expr | None:
+    """The only operand that has names in it."""
+    found = [x for x in spelt.args if any(isinstance(y, ast.Name) for y in ast.walk(x))]
+    return found[0] if len(found) == 1 else None
 
 
 def _guarded(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
@@ -129,10 +180,10 @@ def _overlap(site: Site, rewrites: Iterable[Rewrite]) -> bool:
 def _change(site: Site, spelt: Spelt | None, rewrites: list[Rewrite]) -> Change:
     edits = tuple(Edit(site.span(one.node), one.text) for one in rewrites)
     looks: list[Span] = []
+    # Vectors of equal singular values are any of many: of a decomposition the matrix is compared.
+    node = None if spelt is None or spelt.name in _DECOMPOSITIONS else spelt.node
     for edit in edits:
-        around = (
-            None if spelt is None or not isinstance(spelt.node, ast.expr) else _outermost(site, spelt.node)
-        )
+        around = _outermost(site, node) if isinstance(node, ast.expr) else None
         looks.append(around if around is not None and around.covers(edit.span) else edit.span)
     return Change(edits, rewrites[0].words, tuple(dict.fromkeys(looks)))
 
@@ -141,3 +192,88 @@ def _outermost(site: Site, node: ast.expr) -> Span:
     """The span of the expression whose value matters: of the `where` around it, as not all values are taken."""
     above = (site.spelt(one) for one in site.ancestors(node))
     return site.span(next((one.node for one in above if one is not None and one.name == "where"), node))
+
+
+def stable_forms(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
+    """Yield what torch has for an expression by hand, and that neither overflows nor underflows."""
+    if spelt.name in ("log", "log1p"):
+        yield from _logarithm(site, spelt)
+    elif spelt.name == "mul" and len(spelt.args) == 2:
+        yield from _entropy(site, spelt)
+
+
+def _logarithm(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
+    node = spelt.args[0]
+    inner = site.meaning(node)
+    if inner is None:
+        return
+    torch, f = site.torch, site.functional
+
+    def form(text: str) -> Rewrite:
+        return Rewrite(spelt.node, text, "use the stable form that torch has")
+
+    if spelt.name == "log1p":
+        if inner.name == "exp" and f:
+            yield form(f"{f}.softplus({site.text(inner.args[0])})")
+        return
+    if inner.name == "softmax" and isinstance(inner.node, ast.Call):
+        yield form(site.text(inner.node).replace("softmax(", "log_softmax(", 1))
+    if inner.name == "sigmoid" and f:
+        yield form(f"{f}.logsigmoid({site.text(inner.args[0])})")
+    if inner.name == "sub" and site.constant(inner.args[0]) == 1 and f:
+        rest = site.meaning(inner.args[1])
+        if rest is not None and rest.name == "sigmoid":
+            yield form(f"{f}.logsigmoid(-{site.operand(rest.args[0])})")
+        if (x := _squared_tanh(site, rest)) is not None:
+            a = site.operand(x)
+            # log(1 - tanh(x)**2), with log(2) as a number.
+            yield form(f"(2.0 * (0.6931471805599453 - {a} - {f}.softplus(-2.0 * {a})))")
+    if inner.name == "add" and f:
+        for one, other in (inner.args[:2], inner.args[1::-1]):
+            rest = site.meaning(other)
+            if site.constant(one) == 1 and rest is not None and rest.name == "exp":
+                yield form(f"{f}.softplus({site.text(rest.args[0])})")
+    if inner.name in ("sum", "cumsum") and isinstance(inner.node, ast.Call):
+        rest = site.meaning(inner.args[0])
+        if rest is not None and rest.name == "exp":
+            name = "logsumexp" if inner.name == "sum" else "logcumsumexp"
+            others = [site.text(x) for x in inner.args[1:]]
+            others += [f"{key}={site.text(x)}" for key, x in inner.kwargs.items()]
+            if others and torch:
+                yield form(f"{torch}.{name}({', '.join((site.text(rest.args[0]), *others))})")
+    if inner.name == "cosh" and f:
+        a = f"{site.primary(inner.args[0])}.abs()"
+        # log(cosh(x)), with log(2) as a number.
+        yield form(f"({a} + {f}.softplus(-2.0 * {a}) - 0.6931471805599453)")
+    if inner.name == "det" and torch:
+        yield form(f"{torch}.logdet({site.text(inner.args[0])})")
+    if inner.name == "div" and torch:
+        x, rest = inner.args[0], site.meaning(inner.args[1])
+        is_rest = rest is not None and rest.name == "sub" and site.constant(rest.args[0]) == 1
+        if rest is not None and is_rest and site.text(rest.args[1]) == site.text(x):
+            yield form(f"{torch}.logit({site.text(x)}, eps=1e-6)")
+
+
+def _squared_tanh(site: Site, spelt: Spelt | None) -> ast.expr | None:
+    """The operand of a tanh that is squared."""
+    if spelt is None or not (
+        spelt.name == "square"
+        or (spelt.name == "pow" and len(spelt.args) > 1 and site.constant(spelt.args[1]) == 2)
+    ):
+        return None
+    inner = site.meaning(spelt.args[0])
+    return inner.args[0] if inner is not None and inner.name == "tanh" else None
+
+
+def _entropy(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
+    """p * log(p), which is 0 at 0."""
+    for factor, other in (spelt.args, spelt.args[::-1]):
+        log = site.meaning(other)
+        if (
+            log is not None
+            and log.name == "log"
+            and site.text(log.args[0]) == site.text(factor)
+            and site.torch
+        ):
+            p = site.text(factor)
+            yield Rewrite(spelt.node, f"{site.torch}.xlogy({p}, {p})", "take 0 for 0 times its logarithm")

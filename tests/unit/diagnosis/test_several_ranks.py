@@ -1,0 +1,105 @@
+"""A failure in a job of several ranks: what can run alone is run again, and nothing waits for another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import NonFiniteError
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.diagnosis.forward_rerun import rerun_forward
+from nanwatch.report.finding import Finding
+from nanwatch.session.api import watch
+
+
+class Gathers(nn.Module):
+    """A module whose forward adds up over the ranks, or says that it does not."""
+
+    def __init__(self, gathers: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.gathers = gathers
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logarithm."""
+        x = x * self.weight
+        if self.gathers:
+            torch.distributed.all_reduce(x)
+        return torch.log(x)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """This process is rank 0 of 4; its collectives wait for nobody."""
+    import torch.testing._internal.distributed.fake_pg
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=4)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def failed_once(model: nn.Module, x: Tensor) -> tuple[BatchSnapshot, Finding]:
+    start = BatchSnapshot.capture(model, (x,), {})
+    with watch(model, on_nonfinite="record", peer_timeout=0) as w:
+        model(x)
+    finding = w.report().finding
+    assert finding is not None
+    return start, finding
+
+
+def test_a_replica_runs_again_alone(four_ranks: None) -> None:
+    """Among several processes too, where the forward waits for none: with DistributedDataParallel it does not."""
+    model = nn.parallel.DistributedDataParallel(Gathers(False))
+    start, finding = failed_once(model, torch.zeros(2))
+    seen = rerun_forward(start, finding, model=model)
+    assert (seen.operation, seen.transient) == ("aten.log.default", False)
+
+
+def test_a_collective_is_not_waited_for(four_ranks: None) -> None:
+    """Neither one that the model's own code calls, nor those of a library that shards."""
+    start, finding = failed_once(Gathers(True), torch.zeros(2))
+    seen = rerun_forward(start, finding, model=start.module)
+    assert seen.operation is None
+    assert any("would wait for the other ranks" in one for one in seen.remarks)
+    sharded = type("Sharded", (Gathers,), {"__module__": "deepspeed.runtime"})(False)
+    start, finding = failed_once(sharded, torch.zeros(2))
+    seen = rerun_forward(start, finding, model=sharded)
+    assert len(seen.remarks) == 1
+    assert "4 processes" in seen.remarks[0]
+
+
+class Normalised(nn.Module):
+    """Divides by a sum, after a module that adds up over the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gather = nn.Sequential(Gathers(True), nn.Tanh())
+        self.ratio = Ratio()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ratio(self.gather(x) * 0)
+
+
+class Ratio(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.sum()
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["collective", "sharded"])
+def test_a_failed_call_is_run_alone_where_the_batch_cannot(four_ranks: None, is_sharded: bool) -> None:
+    """Its module computes alone: nobody waits, and its line gets a cure."""
+    kind = (
+        type("Normalised", (Normalised,), {"__module__": "deepspeed.runtime"}) if is_sharded else Normalised
+    )
+    model = kind()
+    with pytest.raises(NonFiniteError) as error, watch(model, peer_timeout=0):
+        model(torch.ones(2))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.operation) == ("ratio", "aten.div.Tensor")
+    assert [cure.works for cure in finding.cures] == [True]
+    assert "x.sum()" in finding.cures[0].patch
+    assert any("`ratio` was run alone" in one for one in finding.remarks)
