@@ -41,7 +41,7 @@ class Times(nn.Module):
 
 
 class Trees:
-    """What Inductor's CUDA graph trees do with a graph: run it, then capture it and replay that, then replay it.
+    """Stand-in for Inductor's CUDA graph trees, which run a graph, then capture it and replay that, then replay it.
 
     Operators on the host are run by themselves each time. The device reads memory, so every value of the capture keeps
     its place, and a replay computes into it.
@@ -75,7 +75,7 @@ class Trees:
 
     @staticmethod
     def is_ours(node: Any) -> bool:
-        """Whether the node is an operator of nanwatch."""
+        """Return whether the node is an operator of nanwatch."""
         return str(node.target).startswith("nanwatch.")
 
     @staticmethod
@@ -91,7 +91,7 @@ class Trees:
         return self.filled(self.graph.output_node(), values)[0]
 
     def replay(self) -> Any:
-        """What the captured kernels compute, where they computed it."""
+        """Compute again, in the same memory, the results of the captured kernels."""
         for node in self.graph.nodes:
             if node.op == "call_function" and not self.is_ours(node):
                 self.memory[node].copy_(node.target(*self.filled(node, self.memory)))
@@ -99,7 +99,7 @@ class Trees:
 
 
 def is_static(x: Tensor) -> bool:
-    """Whether Dynamo says that it stays where it is."""
+    """Return whether Dynamo marks it as static."""
     return getattr(x, "_dynamo_static_input_type", None) is not None
 
 
@@ -130,7 +130,7 @@ class Compiled:
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a GPU, with mode="reduce-overhead"."""
+    """Patch torch so that graphs are captured as on a GPU with mode="reduce-overhead"."""
     torch._dynamo.reset()
     monkeypatch.setattr(dynamo, "DEVICE_TYPE", "cpu")
     monkeypatch.setattr(dynamo, "_setting", lambda *_: True)  # which is Inductor's
@@ -168,7 +168,7 @@ def test_each_replay_has_its_frames(check: Any) -> None:
 
 @pytest.mark.usefixtures("captures")
 def test_in_the_capture_nothing_waits_and_no_row_is_the_hosts_choice() -> None:
-    """What is captured are the reads of the calls and two counts; the stand-in refuses anything else."""
+    """The capture holds the reads of the calls and two counts; the stand-in refuses anything else."""
     with stand_in() as device:
         compiled = Compiled(device, check="async")
         compiled.call(1.0)
@@ -271,7 +271,7 @@ def test_what_torch_compile_was_told_decides(
     monkeypatch.setattr("nanwatch.instrumentation.compile.dynamo._captured_on", captured_on)
     torch._dynamo.reset()
     model = nn.Sequential(Times(2.0))
-    # What is set for all is none of the business of another backend.
+    # Settings that are made for all backends must not reach another backend.
     everywhere = {"triton.cudagraphs": "backend" in told}
     with watch(model) as w, torch.no_grad(), config.patch(everywhere):
         torch.compile(model, **told)(torch.ones(4))

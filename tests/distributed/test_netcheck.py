@@ -240,7 +240,7 @@ with clock.step("links"):
 @pytest.mark.slow
 @pytest.mark.parametrize(("error", "follows"), [("LinkError", False), ("StepError", True)])
 def test_a_link_that_is_broken_is_no_consequence_of_earlier_news(error, follows):
-    """Of two ranks that cannot reach each other both are broken, whichever was first to tell."""
+    """If two ranks cannot reach each other, both are broken, whichever reported it first."""
     script = _NEWS.format(error=error)
     done = subprocess.run(
         [sys.executable, "-c", script], env=rank_environment(), capture_output=True, text=True, timeout=50

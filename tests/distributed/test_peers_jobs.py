@@ -88,7 +88,7 @@ def launch(
 def run(
     scenarios: list[dict[str, Any]], world_size: int, folder: Path, *options: str
 ) -> list[dict[str, Any]]:
-    """What the ranks print, under torchrun."""
+    """Run the ranks under torchrun and return the text they print."""
     done = launch(scenarios, world_size, folder, *(options or ("--master_port", str(free_port()))))
     told = told_by(done)
     assert told, done.stderr[-3000:]

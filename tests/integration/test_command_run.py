@@ -295,7 +295,7 @@ def test_what_matches_nothing_ends_the_run_at_the_first_call(tmp_path, capsys, o
     out, err = capsys.readouterr()
     assert out == "begins\n"
     assert expected in err
-    # Of --model the classes of all living models, here those of other tests too, of which eight are shown.
+    # --model lists the classes of all living models, of other tests too, and shows eight of them.
     assert ("the models are" if "--model" in options else "Sequential") in err
     assert "finite" not in err
     assert err.count("nanwatch run:") == 1

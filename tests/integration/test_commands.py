@@ -52,7 +52,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("argument", "buffered", "expected"),
-    # What argparse itself cannot print without a buffer it passes over, and ends well.
+    # argparse ignores text that it cannot print because there is no buffer, and ends well.
     [
         ("--json", True, CUT),
         pytest.param("--json", False, CUT, marks=pytest.mark.slow),

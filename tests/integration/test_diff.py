@@ -259,7 +259,7 @@ def test_two_batches_of_one_trace(tmp_path: Path) -> None:
     assert found.a.endswith("run.parquet batch 1")
 
 
-# What is apart
+# Records that differ
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_calls_of_threads_that_stand_in_turns_are_sorted(tmp_path: Path) -> None
     assert (found.first.batch, found.first.module) == (1, "y")
 
 
-# What cannot be compared
+# Traces that cannot be compared
 
 
 def test_bad_use_is_named(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ FORMAT = [case for case in CASES if case.format_cause]
 needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
 
 
-# What plain torch sees
+# Seen by plain torch
 
 
 def tensors_of(value: Any, label: str) -> Iterator[tuple[str, Tensor]]:
@@ -129,7 +129,7 @@ class _Operations(TorchDispatchMode):
 
 @cache
 def plain(name: str) -> Plain:
-    """What plain torch sees of the case."""
+    """Return the facts about the case that plain torch shows."""
     return Plain(NAMES[name].build(), NAMES[name])
 
 
@@ -162,7 +162,7 @@ def test_float32_cures_what_has_a_format_for_its_cause(case: Case) -> None:
     assert (Plain(case.build().in_float32(), case).seen is None) == case.format_cause
 
 
-# What nanwatch says
+# Reported by nanwatch
 
 
 def test_there_are_cases_enough() -> None:
@@ -202,7 +202,7 @@ def the_finding(case: Case) -> Finding:
 
 
 def test_operations_and_lines() -> None:
-    """Of 30 findings at least 28 name the operation and the line, or none where the call made nothing bad."""
+    """At least 28 of 30 findings name the operation and the line, or none where the call made nothing bad."""
     wrong = []
     for case in CASES:
         finding = the_finding(case)
@@ -244,7 +244,7 @@ def test_a_format_cause_has_a_cure_that_works(case: Case) -> None:
             assert is_finite(setup.model, setup.args, setup.kwargs, setup.autocast, cure.what), cure.what
 
 
-# What docs/failures.md says of failures that stay silent or look otherwise
+# Failures that docs/failures.md calls silent, or that look otherwise
 
 
 class SquareNorm(nn.Module):

@@ -299,7 +299,7 @@ def test_find_unused_parameters_of_distributed_data_parallel(recorder: str, case
 
 
 def weights(backwards: list[list[Seen]]) -> list[list[tuple[Any, ...]]]:
-    """Of each backward the rows of weights, sorted by module."""
+    """Return for each backward the rows of weights, sorted by module."""
     return [
         sorted(
             (name, *row)

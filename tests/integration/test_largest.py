@@ -52,7 +52,7 @@ def of_frames(frames: tuple[Frame, ...], batch: int) -> dict[PeakName, float]:
     found: dict[PeakName, float] = {}
     for frame in frames:
         for r in frame.records:
-            # Of what has a format, was made or is held here, and is neither a fault nor a mask.
+            # Counts tensors that have a format, were made or are held here, and are neither a failure nor a mask.
             if frame.batch != batch or frame.recomputed or limits(r.dtype) is None or r.role == "input":
                 continue
             if r.isfinite and r.abs_max and r.note != MASK:
@@ -63,7 +63,7 @@ def of_frames(frames: tuple[Frame, ...], batch: int) -> dict[PeakName, float]:
 
 @pytest.mark.parametrize("name", ["gpt2", "mt5", "resnet", "vit"])
 def test_they_are_those_of_the_frames(name: str) -> None:
-    """Of real architectures, batch after batch, in training and not."""
+    """The largest magnitudes equal those of the frames, in real architectures, batch after batch, training or not."""
     model = built(name).eval()
     with watched(model) as w, torch.no_grad():
         taker = Taker(w)

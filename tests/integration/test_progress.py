@@ -150,7 +150,7 @@ def test_a_command_shows_its_steps_and_leaves_nothing(
     for step in COMMANDS[arguments]:
         assert step in shown
     assert screen.is_whole
-    # What the user's module printed while it was imported is the user's, and stays.
+    # Output that the user's module printed while it was imported is the user's, and stays.
     assert screen.text == ("from the user's own code" if "replay" in arguments else "")
     capfdbinary.readouterr()
     assert command.main(arguments.split()) == status
@@ -322,7 +322,7 @@ def test_it_is_one_line_of_plain_text(what: str, done: int, total: int | None, w
         assert f"{done:,} of {total:,} rows" in text
 
 
-# What the work tells.
+# Progress that the work reports.
 
 
 def collected() -> tuple[Told, progress.Tell]:

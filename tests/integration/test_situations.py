@@ -1,4 +1,4 @@
-"""What a real model meets: each situation does what a user would expect, and none crashes."""
+"""Situations that a real model meets: in each nanwatch does what a user would expect, and none crashes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_gradient_checkpointing_of_a_real_model() -> None:
 
 
 def test_a_fault_in_a_recomputed_forward_is_told() -> None:
-    """What only the recomputation makes infinite is found, in the batch of its forward."""
+    """An infinity that only the recomputation makes is found, in the batch of its forward."""
     scale = Scale()
     model = nn.Sequential(scale, nn.Linear(2, 2))
 

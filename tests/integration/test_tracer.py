@@ -49,7 +49,7 @@ def traced(path: Path) -> list[Frame]:
 
 
 def with_records(frames: tuple[Frame, ...]) -> list[Frame]:
-    """As a trace has them: without the frames that show no value."""
+    """Return the frames that a trace has: those that show a value."""
     return [frame for frame in frames if frame.records]
 
 
@@ -214,7 +214,7 @@ def test_frames_of_several_threads_all_arrive(
 
 
 def test_counts_that_were_asked_for_are_in_the_trace(tmp_path: Path, recorder: str) -> None:
-    """Of every row of every batch; without being asked for only of what is not finite."""
+    """With `counts=True` every row of every batch has counts; without it only non-finite rows have them."""
     model = mlp()
     for counts in (True, False):
         with watch(model, trace=tmp_path / f"{counts}.parquet", counts=counts, max_frames=100) as w:

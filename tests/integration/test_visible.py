@@ -180,7 +180,7 @@ def test_a_rank_that_names_itself_forges_no_line(name: str) -> None:
 
 @given(NASTY)
 def test_an_error_quotes_a_strangers_file_safely(name: str) -> None:
-    """Of a report and of a capsule, to whoever calls from Python."""
+    """An error about a report or a capsule is safe to print when Python code raised it."""
     document = json.loads(named("x").to_json())
     document["finding"]["spreads"] = [
         {"label": name, "dtype": name, "first": 0, "counts": [1]}
@@ -279,7 +279,7 @@ def test_a_command_shows_a_strangers_report_safely(
 
 @pytest.mark.parametrize("name", [one for one in HOSTILE if one not in ("\x00", "\ud800")], ids=repr)
 def test_a_command_names_a_file_safely(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is not there, by a name that would forge a line."""
+    """The error about a missing file is safe although the name would forge a line."""
     for arguments in (
         ("show",),
         ("merge",),

@@ -63,7 +63,7 @@ def by_label(frame: Frame) -> dict[str, Record]:
     return {record.label: record for record in frame.records}
 
 
-# What it sees
+# Calls that a watch sees
 
 
 def test_frames_are_the_calls_in_their_order() -> None:

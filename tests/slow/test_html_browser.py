@@ -163,7 +163,7 @@ def test_legend_buttons_and_headline_have_room(show: Open, width: int) -> None:
 
 
 def test_no_button_of_the_chart_leads_outside(show: Open) -> None:
-    """Of plotly's buttons those that move the view or save a picture are there, and no link."""
+    """plotly's buttons that move the view or save a picture are there, and no link."""
     tab = show(growing().to_html())
     tab.drawn()
     names = tab.ask(

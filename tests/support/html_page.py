@@ -79,7 +79,7 @@ class Page(HTMLParser):
 
     @property
     def data(self) -> Any:
-        """What the page's script draws from."""
+        """Return the data from which the page's script draws."""
         return json.loads(self.scripts["data"])
 
     @property

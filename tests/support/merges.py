@@ -35,7 +35,7 @@ ATTEMPTS = st.builds(
 
 @st.composite
 def digests(draw: st.DrawFn, most: int = 9) -> list[Digest]:
-    """Of some ranks, each with or without a finding."""
+    """Draw digests of some ranks, each with or without a finding."""
     ranks = draw(st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=most).map(sorted))
     found = []
     for rank in ranks:

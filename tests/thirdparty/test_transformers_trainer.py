@@ -264,7 +264,7 @@ def test_reports_stay_as_long_as_asked(tmp_path):
 
 
 def test_bad_options_are_refused_at_once():
-    """What needs no model is checked when the callback is made."""
+    """Options that can be checked without a model are checked when the callback is made."""
     for options in ({"every": 0}, {"on_nonfinite": "shout"}, {"max_frame": 3}, {"headroom": 1}):
         with pytest.raises((TypeError, ValueError)):
             NanWatchCallback(**options)

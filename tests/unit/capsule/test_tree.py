@@ -1,4 +1,4 @@
-"""What a call's arguments become: what is left out and why, and classes that are names until they are asked for."""
+"""A call's arguments as a tree: values left out, with the reason, and classes that stay names until requested."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class Odd(Exception):
 
 
 def test_an_exception_that_takes_no_note_is_raised_as_it_is() -> None:
-    """What its own `add_note` raises goes nowhere."""
+    """An error in the exception's own `add_note` is dropped."""
     model = Net()
 
     def refuse(*_: object) -> None:

@@ -39,14 +39,14 @@ def given_to(model: nn.Module) -> Tensor:
 
 
 def gradients_are_finite(weight: float, scale: float) -> bool:
-    """What a user sees who trains with that scale, without any watch."""
+    """Return whether the gradients are finite when one trains with that scale, without any watch."""
     model = half_model(weight)
     (model(given_to(model)).float().sum() * scale).backward()
     return all(bool(one.grad.isfinite().all()) for one in model.parameters())
 
 
 def cures_of(weight: float, scale: float, scaler: Any = None) -> tuple[Cure, ...]:
-    """What is said of that failure."""
+    """Return the cures that the report of that failure has."""
     model = half_model(weight)
     report = failing_backward(model, given_to(model), lambda y: y.float().sum() * scale, scaler=scaler)
     assert report.finding is not None
@@ -224,7 +224,7 @@ def test_a_forward_that_is_called_with_the_scale() -> None:
 
 
 def test_a_scaler_that_cannot_be_asked() -> None:
-    """What a scaler of another make raises is nobody's failure: the factor is told."""
+    """An error that a scaler of another make raises is dropped, and the factor is reported."""
 
     class Odd:
         def get_scale(self) -> float:
@@ -304,7 +304,7 @@ def test_it_takes_few_runs_and_leaves_a_bit(largest: float, scale: float | None)
 
 
 def test_a_gradient_that_would_vanish_shows_nothing() -> None:
-    """What is divided until it is zero makes no inf of a pole: that is no cure."""
+    """A gradient divided until it is zero makes no inf at a pole: that is no cure."""
 
     def pole(factor: float) -> Sequence[Record]:
         return [record(math.inf if factor >= 2.0**-13 else 0.0)]

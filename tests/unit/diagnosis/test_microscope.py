@@ -184,7 +184,7 @@ KNOWN: dict[Callable[[Tensor], Tensor], str] = {
 
 @pytest.mark.parametrize("function", KNOWN, ids=lambda one: one.__name__)
 def test_a_known_culprit(function: Callable[[Tensor], Tensor]) -> None:
-    """Of one function with several operations: the one that its author marked, with its line."""
+    """In a function with several operations, the one that its author marked is found, with its line."""
     finding, seen = look(Does(function), torch.ones(2, 3))
     assert (seen.operation, seen.source) == (
         KNOWN[function],
@@ -227,7 +227,7 @@ def test_zeros_and_subnormals_of_the_operands_are_counted(dtype: torch.dtype) ->
 
 
 def test_what_was_overwritten_is_not_counted() -> None:
-    """Of a division in place the dividend is gone; its divisor is not."""
+    """A division in place has overwritten its dividend, but not its divisor."""
 
     def forward(x: Tensor) -> Tensor:
         return (x * 0).div_(x - x)

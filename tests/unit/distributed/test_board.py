@@ -1,4 +1,4 @@
-"""What the verdict asks of the store: how much, how often, and what is left of many writers at once."""
+"""The verdict's requests to the store: how many, how large, and which value remains of many simultaneous writers."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_data_yields_only_to_another_part_at_the_same_time(inside, data):
     elif inside.part != data.part:
         assert chosen is inside
     else:
-        # Of one and the same call what it was given was there before what it made.
+        # The input of a call existed before its output.
         assert chosen is (data if data.sequence <= inside.sequence else inside)
     assert earliest(inside, None) is inside
     assert earliest(None, data) is data

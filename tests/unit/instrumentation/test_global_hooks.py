@@ -113,7 +113,7 @@ def test_watches_begin_and_end_while_other_threads_step() -> None:
 
 
 def test_what_a_hook_returns_the_next_one_gets() -> None:
-    """As PyTorch does: other arguments for the step, and no change where there are none."""
+    """A hook may replace the arguments of the step, as in PyTorch; None changes nothing."""
     registered: list[Any] = []
     hooks = GlobalHooks(registered.append)
     seen: list[Any] = []

@@ -105,7 +105,7 @@ def test_every_and_log_every_go_together(log_every: int, forecasts: bool) -> Non
 
 
 def test_a_modulus_beyond_its_parts_does_not_end_the_log() -> None:
-    """Of a finite complex number whose modulus is inf there is no power of two, nor a headroom."""
+    """A finite complex number whose modulus is inf has no power of two and no headroom."""
     kept, model = Kept(), nn.Sequential(Scale())
     with nanwatch.watch(model, log_to=kept, log_every=1):
         run(model, 2, torch.tensor([3e38 + 3e38j]))
@@ -248,7 +248,7 @@ def test_the_numbers_of_the_model_are_unchanged() -> None:
 
 
 def test_a_function_may_call_the_model() -> None:
-    """What the logger itself computes with the model is no batch."""
+    """A logger's own call of the model is no batch."""
     model = mlp()
     kept = Kept()
 
@@ -293,7 +293,7 @@ def test_a_forked_child_logs_nothing() -> None:
 
 
 def test_a_large_model_has_curves_for_its_worst_modules() -> None:
-    """Of 300 modules the 256 with the least room get a curve, and keep it when others have less."""
+    """The 256 of 300 modules with the least headroom get a curve, and keep it when others have less."""
     sink = Entries()
     logged = Log(sink, 1)
     for batch, order in enumerate((1, -1)):

@@ -66,7 +66,7 @@ def test_the_headroom_is_that_of_the_frames(made: list[FrameRows]) -> None:
 
 @given(st.lists(frames(), min_size=1, max_size=6))
 def test_the_ranges_are_the_largest_of_each_tensor(made: list[FrameRows]) -> None:
-    """Of each tensor the largest over its calls counts once, by role; inputs and zeros do not."""
+    """Each tensor counts once, with its largest value over its calls, by role; inputs and zeros do not count."""
     largest: dict[Any, float] = {}
     for frame in made:
         for row in frame.rows:
@@ -100,7 +100,7 @@ def test_the_histogram_is_numpys(values: list[float]) -> None:
 
 
 def test_forecasts_are_a_number_and_words() -> None:
-    """Of each module where its overflow is expected, and all sentences together."""
+    """Each module has the batch of its expected overflow, and all sentences stand together."""
     told = [
         Forecast("wo", "output", "float16", 1.9, 0.4, 5300, 600),
         Forecast("", "w", "float16", 2.0, 1.0, 9, 1),

@@ -61,7 +61,7 @@ def test_each_tensor_has_the_points_of_a_list(seed: int, batches: int, share: fl
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([15, 40, 130]), st.sampled_from([0.2, 1.0]))
 def test_falls_are_lines_through_medians(seed: int, batches: int, share: float) -> None:
-    """Of each with enough points: the latest five, and five before the middle, by Python's own medians."""
+    """For tracks with enough points: lines through the medians of the latest five and of five before the middle."""
     tracks, lists = told(seed, batches, share)
     bits, losses, late_losses, spans = tracks.falls(np.arange(TRACKS))
     for track, points in enumerate(lists.points):

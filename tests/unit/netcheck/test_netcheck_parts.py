@@ -169,7 +169,7 @@ def test_a_second_process_of_the_same_rank_is_refused(meetings):
 
 
 def test_the_first_failure_is_one_rank_and_all_hear_of_it(meetings):
-    """Of many that fail at once one is the first; the others are told its name and step."""
+    """When many ranks fail at once, one is the first; the others get its name and step."""
     heard: list[tuple[str, bool]] = []
     event = threading.Event()
 

@@ -170,7 +170,7 @@ def test_a_batch_of_long_ago_has_no_count() -> None:
 
 @pytest.mark.usefixtures("each_recorder")
 def test_both_recorders_forget_alike() -> None:
-    """What the watch's recorder says of batches near and far."""
+    """Both recorders count the frames of the latest 16 batches; an older batch has None."""
     model = chain(2)
     with nanwatch.watch(model) as watch:
         for _ in range(40):

@@ -50,7 +50,7 @@ def writes_storage(g: Tensor) -> None:
 @pytest.mark.parametrize("write", [writes_data, writes_numpy, writes_storage])
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_what_no_version_tells_of_is_seen_in_what_is_made_of_it(recorder: str, write: Hook) -> None:
-    """Of the tensor itself its second place shows what it was at the first; the weight's gradient is what it is."""
+    """A tensor's second place shows its values at the first; the weight's gradient stays what it is."""
     gradient = torch.randn(SIDE, SIDE)
     model = Fork(second=write)
     w, _ = fork_backward(recorder, model, gradient)

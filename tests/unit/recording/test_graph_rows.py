@@ -44,7 +44,7 @@ class Graph:
         device.capturing = False
 
     def replay(self, value: float, *, until: int | None = None) -> None:
-        """What `graph.replay()` does after `x.fill_(value)`."""
+        """Do `x.fill_(value)` and then `graph.replay()`."""
         self.x.fill_(value)
         first, second = self.model
         torch.mul(self.x, first.weight, out=first.output)
@@ -75,7 +75,7 @@ def test_each_replay_is_a_batch_with_frames_of_its_own() -> None:
 
 
 def test_weights_are_read_in_every_replay() -> None:
-    """What an optimizer in the same graph, or outside, makes of a weight is in the next replay's frames."""
+    """A weight changed by an optimizer, in the same graph or outside, has its new values in the next replay."""
     with stand_in() as device:
         model_before = Graph(device)
         w = model_before.w
@@ -129,7 +129,7 @@ def test_a_fault_in_a_replay_is_told_by_the_next_look(check: Any) -> None:
 
 
 def test_data_that_was_bad_before_the_replay_is_called_so() -> None:
-    """What a replay was given is known like what a call was given."""
+    """The inputs of a replay are judged like the inputs of a call."""
     with stand_in() as device:
         graph = Graph(device, on_nonfinite="record")
         graph.replay(INF)

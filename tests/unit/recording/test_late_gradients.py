@@ -121,12 +121,12 @@ def test_the_step_is_stopped_before_it_takes_a_late_gradient(check: Any, accumul
 
 
 def test_a_launch_a_gradient_and_one_wait_before_the_step() -> None:
-    """What is read is sent as it comes; forward and backward wait for nothing, and the step once for both."""
+    """Each tensor's read is launched when it appears; forward and backward wait for nothing, the step once for both."""
     model = mlp()
     with trained(model) as (device, optimizer, w):
         model(X).sum().backward()
         launches = len(device.launches)
-        # Of three outputs and four weights; the root's output is the last layer's.
+        # Three outputs and four weights; the root's output is the last layer's.
         assert device.launches[-7:] == [1] * 7
         assert device.waits == 0
         optimizer.step()
@@ -150,7 +150,7 @@ def test_batch_waits_at_the_end_of_a_forward_and_before_the_step() -> None:
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_nothing_is_waited_for_where_the_rows_have_come(check: Any) -> None:
-    """As after a GradScaler has read whether an inf was found: the look is free."""
+    """After a GradScaler has read whether an inf was found, the rows are there and reading them is free."""
     model = chain(SpoilsLater(1))
     with trained(model, check) as (device, optimizer, _):
         for batch in range(2):
@@ -416,7 +416,7 @@ def test_the_forward_is_named_and_not_what_came_of_it() -> None:
     assert (finding.phase, finding.module) == ("forward", "1")
 
 
-# What a device may do
+# Errors of a device
 
 
 def test_a_gradient_that_comes_again_is_as_it_was() -> None:
@@ -435,7 +435,7 @@ def test_a_gradient_that_comes_again_is_as_it_was() -> None:
 
 
 def test_a_device_that_fails_leaves_the_users_error() -> None:
-    """What had not come says so; the step is made, as torch itself tells of the device."""
+    """Rows that have not arrived are marked; the step is made, because torch itself raises the device's error."""
     model = mlp()
     with trained(model, on_nonfinite="record") as (device, optimizer, w):
         model(X).sum().backward()
@@ -487,7 +487,7 @@ def test_counts_are_made_at_once() -> None:
 
 
 def test_a_pause_loses_no_backward_before_it() -> None:
-    """What was recorded is told; what comes while paused is not recorded."""
+    """Backwards recorded before a pause are reported; later ones are not recorded."""
     model = mlp()
     with trained(model) as (device, _, w):
         model(X).sum().backward()

@@ -47,7 +47,7 @@ def note_under(mode: Any, x: torch.Tensor) -> str:
 
 @MASKS
 def test_modes_do_not_see_the_look_at_a_mask(masked: float) -> None:
-    """Of the operations that tell a mask from a fault, the user's modes see none."""
+    """The user's modes see none of the operations that tell a mask from a failure."""
     seen: list[object] = []
 
     class Dispatch(TorchDispatchMode):
@@ -130,7 +130,7 @@ def test_a_look_leaves_the_trace_on() -> None:
 
 
 def test_the_mask_of_a_dtensor_is_that_of_its_shard(one_process_mesh: Any) -> None:
-    """Of a distributed mask the local shard is looked at, without a collective operation of its own."""
+    """The local shard of a distributed mask is read, without a collective operation of its own."""
     from torch.distributed.tensor import Replicate, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 

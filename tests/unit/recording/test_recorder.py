@@ -49,7 +49,7 @@ def obvious(model: nn.Module) -> tuple[list[tuple[str, list[Row]]], Callable[[],
 
 
 def flat(value: Any, label: str) -> Iterator[tuple[str, Any]]:
-    """What is in a value, by the label grammar of the docs, without any limit."""
+    """Return all leaves of a value, by the label grammar of the docs, without any limit."""
     children: Any = None
     if isinstance(value, tuple | list):
         children = enumerate(value)
@@ -199,7 +199,7 @@ def test_frames_since_are_the_latest_of_those_that_came_later(recorder: str) -> 
     "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int8]
 )
 def test_counts_are_those_of_each_tensor(recorder: str, dtype: torch.dtype) -> None:
-    """Of weights, inputs and outputs, finite or not, of any layout, those that numpy counts."""
+    """Weights, inputs and outputs, finite or not, of any layout, have the counts of numpy."""
 
     class Through(nn.Module):
         def forward(self, x: Tensor) -> Any:

@@ -88,7 +88,7 @@ def test_trace_says_which_shard(x: Any, tmp_path: Path) -> None:
 
 
 def test_replicated_and_partial_tensors_have_no_start(one_process_mesh: Any) -> None:
-    """What is no block of the whole does not say where it begins."""
+    """A tensor that is no block of the whole does not say where it begins."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     notes = [

@@ -39,7 +39,7 @@ def test_limits_are_those_of_the_format(name: str) -> None:
 
 @pytest.mark.parametrize("name", FLOAT8)
 def test_limits_bound_every_code(name: str) -> None:
-    """Of all 256 codes of an 8-bit format the limits are the largest finite and the smallest positive."""
+    """The limits are the largest finite and the smallest positive of all 256 codes of an 8-bit format."""
     values = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name)).double().abs()
     finite = values[values.isfinite() & (values > 0)]
     ends = limits(name)

@@ -29,7 +29,7 @@ EMPTY = Report((), None, None)
 
 
 def test_the_finding_comes_first_and_in_words() -> None:
-    """What, where, why and what to do next stand above chart and table, as the text has them."""
+    """The lines What, Where, Why and What next stand above chart and table, as in the text."""
     report = growing()
     page = Page(report.to_html())
     assert "".join(page.headline) == "inf first seen in output of encoder.block.6.wo"
@@ -285,7 +285,7 @@ def test_any_report_is_a_page(report: Report) -> None:
     ]
 
 
-# What the page may do.
+# Permissions of the page.
 
 
 def sha256(text: str) -> str:

@@ -78,7 +78,7 @@ def scales() -> nn.Sequential:
 
 
 def run(model: nn.Sequential, places: list[int | None], **options: Any) -> list[str]:
-    """What is told of batches in which the module at a place is the first that is at fault; None is a good batch."""
+    """Return the warnings for batches whose first faulty module is given by its place; None is a good batch."""
     with told() as caught, watch(model, on_nonfinite="warn", **options):
         for place in places:
             for number, module in enumerate(model):

@@ -1,4 +1,4 @@
-"""What a watch with gradients=True keeps for the microscope lives as long as a backward may come, and no longer."""
+"""The snapshot that gradients=True keeps for the re-run lives as long as a backward may come, and no longer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def given() -> Tensor:
 
 
 def is_alive(reference: weakref.ref[Any]) -> bool:
-    """Whether what it refers to is still there, cycles apart."""
+    """Return whether the object it refers to is still there, cycles apart."""
     gc.collect()
     return reference() is not None
 
@@ -140,7 +140,7 @@ def test_the_microscope_has_what_it_needs_when_a_step_takes_a_bad_backward(
 
 
 def test_the_next_batch_takes_its_place() -> None:
-    """Of two batches whose graphs live the first is kept no longer: one batch is kept at most."""
+    """At most one batch is kept, even while the graphs of two live."""
     model = Root()
     x = given()
     alive = weakref.ref(x)

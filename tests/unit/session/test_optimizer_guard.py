@@ -134,7 +134,7 @@ def test_a_backward_within_an_object_around_the_optimizer_is_not_within_the_step
 
 
 def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
-    """Of two that are in use none is guessed; `scaler` says which."""
+    """With two scalers in use none is guessed; `scaler` names it."""
     other = torch.amp.GradScaler("cpu")
     other.scale(torch.ones(1))
     for given, told in ((True, "skipped step (scale 131072 → 65536)"), (False, "skipped step")):

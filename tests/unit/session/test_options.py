@@ -156,7 +156,7 @@ def test_an_error_of_the_callable_is_the_calls_error_at_the_batch_too() -> None:
     assert asked == [["0", "1", ""]]
 
 
-# What is meant
+# Accepted values
 
 
 @pytest.mark.parametrize("patterns", ["0", ("0", "9*"), ["?"]])

@@ -29,7 +29,7 @@ X = torch.ones(2, 3)
 
 
 def forward_and_backward(model: nn.Module) -> None:
-    """What a training loop does before its step."""
+    """Run a forward and a backward, as a training loop does before its step."""
     model(X).sum().backward()
 
 
@@ -230,7 +230,7 @@ def test_two_optimizers_of_one_model() -> None:
 
 
 def test_two_watched_models_with_an_optimizer_each() -> None:
-    """As with a GAN: each step waits for the forwards of its own model."""
+    """In a GAN each step waits for the forwards of its own model."""
     models = [chain(), chain(Plant(b0=INF))]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     with stand_in() as device:
@@ -361,7 +361,7 @@ def test_batch_has_nothing_to_wait_for_at_a_step() -> None:
 @pytest.mark.parametrize("kind", ["SGD", "LBFGS"])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_forward_inside_the_step(check: Any, kind: str, by_name: bool) -> None:
-    """As in Lightning: the closure makes forward and backward, and its fault is raised before a weight changes."""
+    """The closure makes forward and backward, as in Lightning, and raises the failure before a weight changes."""
     model = chain(Plant(b1=INF))
     options = {"max_iter": 1} if kind == "LBFGS" else {}
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
@@ -566,7 +566,7 @@ def test_a_compiled_step_is_looked_at(is_reported: bool) -> None:
 
 
 def test_a_fault_that_a_report_has_found_is_raised_by_the_step() -> None:
-    """As by the next call of the model, whichever comes first, and once."""
+    """The step, or the next call of the model, whichever comes first, raises it, once."""
     model = chain(Plant(b0=INF))
     with late(model) as (device, optimizer, w):
         forward_and_backward(model)
@@ -601,7 +601,7 @@ def test_threads_that_step_at_once() -> None:
 
 
 def test_the_other_ways_to_act() -> None:
-    """What does not raise tells in time and lets the step be made."""
+    """The other settings report in time and let the step be made."""
     called: list[Any] = []
     for action in ("warn", "record", called.append):
         model = chain(Plant(b0=INF))

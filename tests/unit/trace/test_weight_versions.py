@@ -56,7 +56,7 @@ def test_it_rises_where_a_step_took_it_or_its_row_differs(batches: list[tuple[fl
 
 
 def test_frames_may_come_long_after_the_steps() -> None:
-    """As they do, once a second: each frame has the steps before its own batch, and no other weight's."""
+    """Frames that come once a second have the steps before their own batch, and no other weight's."""
     versions = WeightVersions()
     for batch in range(5):
         versions.step(batch, [("m", "w")])
@@ -78,7 +78,7 @@ def test_a_run_without_frames_keeps_no_list_of_its_steps(monkeypatch: pytest.Mon
 
 
 def column(path: Path) -> dict[tuple[str, str], list[int]]:
-    """Of each weight and buffer its numbers, batch by batch."""
+    """Return the numbers of each weight and buffer, batch by batch."""
     found: dict[tuple[str, str], list[int]] = {}
     for row in Trace.open(path).table().to_pylist():
         if row["role"] in ("weight", "buffer"):

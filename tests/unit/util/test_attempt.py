@@ -16,7 +16,7 @@ from nanwatch import Report, watch
 from nanwatch.util.job import Attempt, store_key
 from support.merges import ATTEMPTS
 
-# As torchrun of torch 2.13 set them, with a store of the launcher's and with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+# The variables that torchrun of torch 2.13 sets, with a store of the launcher and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 KEPT = {
     "TORCHELASTIC_RUN_ID": "job7",
     "TORCHELASTIC_RESTART_COUNT": "1",
@@ -67,7 +67,7 @@ def test_its_words() -> None:
 
 
 def test_a_report_has_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a failure in a forward and of one in a backward; none without torchrun."""
+    """A failure in a forward and one in a backward have the attempt; without torchrun there is none."""
 
     def reports() -> list[Report]:
         found = []
