@@ -342,7 +342,7 @@ def in_threads(rounds: int, body: Callable[[], object]) -> None:
 
 @needs_native
 def test_a_batch_that_its_thread_left_unended_is_ended() -> None:
-    """Compiled code tells no end when it raises. When the thread ends too, whoever comes next ends the batch."""
+    """Compiled code that raises does not end its batch. If its thread ends too, the next poll ends the batch."""
     stand = Stand()
     in_threads(3, lambda: stand.recorder.begin_compiled(stand.model_node, [torch.ones(2)]))
 

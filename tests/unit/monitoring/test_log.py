@@ -192,7 +192,7 @@ def test_a_gradient_that_a_step_would_take_is_a_fault_of_the_log() -> None:
 
 
 def test_a_log_that_takes_too_long_is_written_less_often(clock: Clock) -> None:
-    """An entry that took a second is followed by none for fifty; the first, which opens files, does not count."""
+    """An entry that took one second delays the next by fifty. The first, which opens files, does not count."""
     kept, model = Kept(), mlp()
 
     def slow(values: dict[str, float | str], batch: int) -> None:

@@ -55,7 +55,7 @@ def test_the_place_under_torchrun_and_under_slurm():
     ],
 )
 def test_an_environment_that_says_nothing_sensible_is_refused(changes, named):
-    """With the variable and its value, before anything is waited for."""
+    """The error names the variable and its value, and comes before any wait."""
     with pytest.raises(PlaceError, match=re.escape(named)):
         Place.of(ENVIRONMENT | changes)
 

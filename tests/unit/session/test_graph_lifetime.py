@@ -93,7 +93,7 @@ def test_nothing_is_kept_after_stop() -> None:
 
 
 def test_a_model_that_keeps_its_output_is_collected() -> None:
-    """The graph refers to nothing of the watch that refers to the model."""
+    """A model that holds its graph is freed: no part of the watch that the graph holds refers to the model."""
     model, x = Keeps(), given()
     alive = [weakref.ref(model), weakref.ref(x)]
     w = watch(model, gradients=True)
