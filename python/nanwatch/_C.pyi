@@ -3,11 +3,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .numerics.health import AbsRange, TensorHealth
+from .numerics.formats import AbsRange, TensorHealth
 from .recording.events import RecorderEvents
 from .recording.masked_scores import MaskedScores
-from .report.frame import FrameRows
-from .report.record import Row
+from .report.record import FrameRows, Row
 
 def abs_range(x: Tensor, /) -> AbsRange: ...
 def tensor_health(x: Tensor, /) -> TensorHealth: ...

@@ -29,16 +29,13 @@ if TYPE_CHECKING:
         unpatch_transformers,
     )
     from .numerics.exponents import ExponentHistogram, exponent_histogram
-    from .numerics.fingerprint import fingerprint
     from .numerics.fit import Fit, narrowest, would_fit
-    from .numerics.health import AbsRange, TensorHealth
-    from .numerics.ranges import abs_range, abs_ranges, tensor_health
+    from .numerics.formats import AbsRange, TensorHealth
+    from .numerics.ranges import abs_range, abs_ranges, fingerprint, tensor_health
     from .precision.precision import fp32_modules, run_in_fp32
-    from .report.errors import BatchLimitError, NonFiniteError
     from .report.finding import Cure, Finding
-    from .report.frame import Frame
-    from .report.record import Record
-    from .report.report import Report
+    from .report.record import Frame, Record
+    from .report.report import BatchLimitError, NonFiniteError, Report
     from .session.api import Watch, watch
     from .session.replay import replay
     from .trace.comparison import diff
@@ -57,16 +54,13 @@ else:
             "unpatch_transformers",
         ),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
-        "numerics.fingerprint": ("fingerprint",),
         "numerics.fit": ("Fit", "narrowest", "would_fit"),
-        "numerics.health": ("AbsRange", "TensorHealth"),
-        "numerics.ranges": ("abs_range", "abs_ranges", "tensor_health"),
+        "numerics.formats": ("AbsRange", "TensorHealth"),
+        "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "tensor_health"),
         "precision.precision": ("fp32_modules", "run_in_fp32"),
-        "report.errors": ("BatchLimitError", "NonFiniteError"),
         "report.finding": ("Cure", "Finding"),
-        "report.frame": ("Frame",),
-        "report.record": ("Record",),
-        "report.report": ("Report",),
+        "report.record": ("Frame", "Record"),
+        "report.report": ("BatchLimitError", "NonFiniteError", "Report"),
         "session.api": ("Watch", "watch"),
         "session.replay": ("replay",),
         "trace.comparison": ("diff",),

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import NonFiniteError
-from nanwatch.report.frame import Frame
+from nanwatch.report.record import Frame
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import Watch, watch
 from support.architectures import built, inputs_of
 from support.toys import Scale, mlp, names

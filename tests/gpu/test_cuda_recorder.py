@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
 from support.processes import environment
 from support.toys import Scale

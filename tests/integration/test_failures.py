@@ -11,15 +11,19 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.finding import Finding
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
-from support.failures import CASES, Case, Setup, table
+from support.failures import CASES
+from support.failures import Case
+from support.failures import Setup
+from support.failures import table
 from support.overflows import is_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:(var|std)\\(\\):UserWarning")
@@ -93,7 +97,7 @@ class Plain:
 
 
 class _Operations(TorchDispatchMode):
-    """Keeps the first operation of a faulty call that made nan of what had none, or inf of what was finite."""
+    """Keeps the first operation of a non-finite call that made nan of what had none, or inf of what was finite."""
 
     def __init__(self, plain: Plain) -> None:
         super().__init__()

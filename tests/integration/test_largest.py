@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
@@ -16,11 +17,14 @@ from nanwatch.numerics.formats import limits
 from nanwatch.recording import frame_ring
 from nanwatch.recording.events import PeakName
 from nanwatch.recording.frame_ring import PeakMagnitudes
-from nanwatch.report.frame import Frame, FrameRows
-from nanwatch.report.record import MASK, Row
+from nanwatch.report.record import MASK
+from nanwatch.report.record import Frame
+from nanwatch.report.record import FrameRows
+from nanwatch.report.record import Row
 from nanwatch.session.api import watch
 from nanwatch.session.watch import Watch
-from support.architectures import built, inputs_of
+from support.architectures import built
+from support.architectures import inputs_of
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 

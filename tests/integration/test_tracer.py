@@ -15,19 +15,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import BatchLimitError, NonFiniteError
-from nanwatch.report.frame import Frame
+from nanwatch.report.record import Frame
+from nanwatch.report.report import BatchLimitError
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
 from nanwatch.session.options import Check
 from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
-from support.architectures import built, inputs_of
+from support.architectures import built
+from support.architectures import inputs_of
 from support.stand_in_device import stand_in
-from support.toys import Scale, mlp
+from support.toys import Scale
+from support.toys import mlp
 
 pytest.importorskip("pyarrow")
 
@@ -166,7 +170,7 @@ def test_a_recomputed_forward_is_in_the_trace(tmp_path: Path, recorder: str, cho
 
 
 def test_the_batch_that_failed_is_in_the_trace_with_its_counts(tmp_path: Path, recorder: str) -> None:
-    """A NonFiniteError ends the run: the frames up to the faulty one are there, and the health of that one."""
+    """A NonFiniteError ends the run: the frames up to the non-finite one are there, and the health of that one."""
     model = nn.Sequential(nn.Linear(3, 3), Scale(1e38), Scale(1e38))
     w = watch(model, trace=tmp_path / "run.parquet")
     with pytest.raises(NonFiniteError) as error:

@@ -14,15 +14,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.report.errors import BatchLimitError, NonFiniteError
-from nanwatch.report.frame import Frame
+from nanwatch.report.record import Frame
 from nanwatch.report.record import Record
+from nanwatch.report.report import BatchLimitError
+from nanwatch.report.report import NonFiniteError
 from nanwatch.report.report import Report
-from nanwatch.session.api import Watch, watch
-from support.architectures import ARCHITECTURES, built, inputs_of
+from nanwatch.session.api import Watch
+from nanwatch.session.api import watch
+from support.architectures import ARCHITECTURES
+from support.architectures import built
+from support.architectures import inputs_of
 from support.toys import Scale
 
 INF = float("inf")
@@ -192,7 +197,7 @@ def test_additive_masks_are_no_fault() -> None:
 
 
 def test_raise_names_the_culprit() -> None:
-    """The error comes from the faulty call, with the frames up to it, the element, and the cause."""
+    """The error comes from the non-finite call, with the frames up to it, the element, and the cause."""
     model = nn.Sequential(Scale(1e20), Scale(1e20), Scale(1.0))
     x = torch.tensor([[1.0, 0.5], [1e-9, 1.0]])
     with watch(model) as w, pytest.raises(NonFiniteError) as error:

@@ -8,11 +8,10 @@ from dataclasses import replace
 from itertools import accumulate
 from math import frexp, inf, nan, prod
 
-from nanwatch.numerics.health import TensorHealth
+from nanwatch.numerics.formats import TensorHealth
 from nanwatch.report.finding import Cure, Finding, find
-from nanwatch.report.frame import Frame
 from nanwatch.report.histogram import StoredHistogram
-from nanwatch.report.record import Record, Role
+from nanwatch.report.record import Frame, Record, Role
 from nanwatch.report.report import Report
 from nanwatch.util.job import Attempt
 

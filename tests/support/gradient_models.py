@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.report.errors import NonFiniteError
-from nanwatch.report.frame import Frame
-from nanwatch.report.report import Report
+from nanwatch.report.record import Frame
+from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.watch import Watch
 from support.recorders import watched
 

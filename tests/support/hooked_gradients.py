@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
+from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
-from nanwatch.report.frame import Frame
+from nanwatch.report.record import Frame
 from nanwatch.session.watch import Watch
 
 # A module's name, and what came for one call of it: label, shape, smallest and largest magnitude.

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
-from nanwatch.report.errors import NonFiniteError
 from nanwatch.report.record import Record
+from nanwatch.report.report import NonFiniteError
 from nanwatch.report.report import Report
-from nanwatch.session.api import Watch, watch
+from nanwatch.session.api import Watch
+from nanwatch.session.api import watch
 
 
 class Scale(nn.Module):

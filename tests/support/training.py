@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
-from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import NonFiniteError
 
 
 def loss_of(output: Any) -> Tensor:

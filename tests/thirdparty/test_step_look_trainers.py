@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nanwatch
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import NonFiniteError
 from support.stand_in_device import stand_in
 from support.toys import Plant
 

@@ -14,7 +14,7 @@ import platform
 import shutil
 import stat
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from .._version import __version__
 from ..instrumentation.execution_context import Autocast, RngState
 from ..report.finding import Finding
 from ..util import reading
-from ..util.numbered import make_numbered
 from . import files, tree
 from .files import (
     DOCUMENT,
@@ -272,3 +271,27 @@ def _write_folder(folder: Path, document: Json, tensors: Mapping[str, Tensor]) -
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+_MAX_FOLDERS = 10_000
+
+
+def make_numbered(folder: Path, make: Callable[[Path], object]) -> Path:
+    """Call `make` with the first of `folder`, `folder.2`, `folder.3`, ... that does not exist. Return that path.
+
+    `make` raises OSError when it finds the place taken after all. Raises what `make` raises for another reason, and
+    FileExistsError after 9,999 names.
+    """
+    for number in range(1, _MAX_FOLDERS):
+        place = folder if number == 1 else folder.with_name(f"{folder.name}.{number}")
+        if os.path.lexists(place):
+            continue
+        try:
+            make(place)
+        except OSError:
+            # Another process made one of this name in the meantime; any other error comes again.
+            if not os.path.lexists(place):
+                raise
+            continue
+        return place
+    raise FileExistsError(f"{folder} and {_MAX_FOLDERS - 2:,} more like it exist; delete some")

@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from ..instrumentation.global_hooks import after_steps
 from ..instrumentation.slot import default_call, set_default_call
 from ..numerics._extension import instances_of
-from ..util.user_warning import warn_user
-from ..util.visible import spell
+from ..util.visible import spell, warn_user
 
 _T = TypeVar("_T")
 

@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ..report import text
-from ..report.errors import BatchLimitError, NonFiniteError
-from ..report.report import Report
+from ..report.report import BatchLimitError, NonFiniteError, Report
 from ..session.api import DeferredWatch, Watch, watch
 from ..session.options import Options
 from ..util.suppressed import suppressed

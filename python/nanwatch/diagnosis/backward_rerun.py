@@ -22,8 +22,7 @@ from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module
 from ..recording.walk import leaves
 from ..report.finding import Cure, Finding, value_of, working_first
-from ..report.frame import Frame
-from ..report.record import Record
+from ..report.record import Frame, Record
 from ..util.suppressed import suppressed
 from ..util.visible import spell
 from .backward_cures import BACKWARD_RUNS, gradient_record, try_backward_cures

@@ -13,12 +13,11 @@ from typing import TypeVar
 
 from torch import nn
 
-from ..capsule.capsule import write_capsule
+from ..capsule.capsule import make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
 from ..report.finding import Finding, working_first
-from ..report.frame import Frame
+from ..report.record import Frame
 from ..report.report import Report
-from ..util.numbered import make_numbered
 from ..util.visible import spell
 from .backward_rerun import rerun_backward
 from .batch_snapshot import BatchSnapshot, Forwards, no_second_run

@@ -16,13 +16,11 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from ..report.errors import NonFiniteError
 from ..report.finding import Finding
 from ..report.rank_observation import Origin, RankObservation, earliest
-from ..report.report import Report
+from ..report.report import NonFiniteError, Report
 from ..util.job import store_key
-from ..util.user_warning import warn_user
-from ..util.visible import spell
+from ..util.visible import spell, warn_user
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

@@ -21,14 +21,12 @@ import torch
 from torch import nn
 
 from ..instrumentation.global_hooks import after_steps
-from ..report.errors import NonFiniteError
 from ..report.finding import Finding
 from ..report.rank_observation import Origin
-from ..report.report import Report, report_of
+from ..report.report import NonFiniteError, Report, report_of
 from ..util.job import rank_and_world_size
 from ..util.modules import each_module
-from ..util.user_warning import warn_user
-from ..util.visible import spell
+from ..util.visible import spell, warn_user
 from .consensus import OriginConsensus, PeerNonFiniteError
 
 # Seconds until this rank knows of a failure elsewhere: it looks at the store about once a second.

@@ -33,7 +33,7 @@ from torch import nn
 from ..numerics import _extension
 from ..util.imports import when_imported
 from ..util.modules import each_module
-from ..util.user_warning import warn_user
+from ..util.visible import warn_user
 
 ATTRIBUTE = "_compiled_call_impl"
 # Function that makes the call of a module, as `module._call_impl(*args, **kwargs)` would.

@@ -21,12 +21,11 @@ from ..numerics._reference import without_repeats
 from ..numerics.ranges import abs_range, tensor_health
 from ..recording.observe import own_tensors, read
 from ..report import text
-from ..report.errors import BatchLimitError
 from ..report.record import Role, Row, to_record
+from ..report.report import BatchLimitError
 from ..session.options import MAX_BATCH, whole
 from ..util.imports import WhenImported, when_imported
-from ..util.user_warning import warn_user
-from ..util.visible import module_name, visible
+from ..util.visible import module_name, visible, warn_user
 
 SWITCH = "NANWATCH_TRANSFORMERS"
 _TRAINER = "transformers.trainer"

@@ -49,15 +49,15 @@ class LeastHeadroom:
         for frame in fresh:
             for row in frame.rows:
                 dtype, abs_max = row.dtype, row.abs_max
-                faulty = is_fault(row)
+                nonfinite = is_fault(row)
                 if abs_max is None or not (
-                    faulty or (row.role != "input" and abs_max > self._largest.get(dtype, 0.0))
+                    nonfinite or (row.role != "input" and abs_max > self._largest.get(dtype, 0.0))
                 ):
                     continue
                 bits = headroom_bits(to_record(row))
                 if bits is None:
                     continue
-                if not faulty:
+                if not nonfinite:
                     self._largest[dtype] = abs_max
                 if self._least is None or bits < self._least.bits:
                     self._least = Least(bits, frame.name, row.label, dtype)

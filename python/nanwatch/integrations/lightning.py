@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ..report.errors import NonFiniteError
+from ..report.report import NonFiniteError
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
 from ..util.imports import needed

@@ -15,13 +15,11 @@ from torch import nn
 
 from ..recording.events import Event, Recorder
 from ..report.finding import Finding
-from ..report.frame import FrameRows
 from ..report.headroom import headroom_bits
-from ..report.record import Row, to_record
+from ..report.record import FrameRows, Row, to_record
 from ..report.text import summary
 from ..util.modules import each_module
-from ..util.user_warning import warn_user
-from ..util.visible import spell, visible
+from ..util.visible import spell, visible, warn_user
 from .backends import (
     FINDING,
     FORECAST,

@@ -20,8 +20,19 @@ import torch.distributed as dist
 from ..util.suppressed import suppressing
 from ..util.visible import visible
 from . import steps
-from .guard import GRACE, Guard, LinkError, StepError, Trouble
-from .meeting import Arrival, Meeting, Outcome, Place, PlaceError, reach
+from .meeting import (
+    GRACE,
+    Arrival,
+    Guard,
+    LinkError,
+    Meeting,
+    Outcome,
+    Place,
+    PlaceError,
+    StepError,
+    Trouble,
+    reach,
+)
 from .steps import Listener, Transfer
 
 _STDOUT, _STDERR = 1, 2

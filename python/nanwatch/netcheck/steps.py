@@ -20,8 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .guard import LinkError, StepError, Trouble
-from .meeting import Arrival, Meeting, Place
+from .meeting import Arrival, LinkError, Meeting, Place, StepError, Trouble
 
 _BYTES = 65536
 # TCP repeats a lost SYN after 1, 3 and 7 s. A link that is silent for 10 s is no link.

@@ -1,4 +1,4 @@
-"""The fingerprint of a tensor in plain torch, for every device; csrc/numerics/fingerprint.h describes the hash."""
+"""The fingerprint of a tensor in plain torch, for every device; csrc/numerics/ranges.h describes the hash."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..report.frame import FrameRows
-    from ..report.record import Row
+    from ..report.record import FrameRows, Row
     from .masked_scores import MaskedScores
 
 PeakName: TypeAlias = tuple[str, str, str]  # module, label, dtype

@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from ..numerics.formats import limits
-from ..report.frame import FrameRows
-from ..report.record import is_excused
+from ..report.record import FrameRows, is_excused
 from .events import PeakName
 
 _BATCHES = 16  # more than one is under way where several threads call the model

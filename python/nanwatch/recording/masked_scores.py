@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..numerics.readable import local_shard, only_our_dispatch
 
 if TYPE_CHECKING:
-    from ..numerics.health import TensorHealth
+    from ..numerics.formats import TensorHealth
     from ..report.record import Role
 
 # The version of an excused tensor and its number of -inf: the same tensor is then handed on, and returned by the model.

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ..numerics._reference import without_repeats
 from ..numerics.exponents import exponent_histogram
-from ..numerics.formats import limits
-from ..numerics.health import HealthWithExponents, TensorHealth
+from ..numerics.formats import HealthWithExponents, TensorHealth, limits
 from ..numerics.ranges import abs_range, health_of, tensor_health
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..report.histogram import StoredHistogram

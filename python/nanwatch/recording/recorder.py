@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics import _extension
-from ..report.frame import FrameRows
-from ..report.record import NOT_CHECKED, Role, Row, is_fault
+from ..report.record import NOT_CHECKED, FrameRows, Role, Row, is_fault
+from .backward import RecordsBackwards
 from .events import Event, PeakName, RecorderEvents, Settings, Subscription, Subscriptions
 from .frame_ring import FrameRing, PeakMagnitudes
-from .gradient_frames import RecordsBackwards
 from .gradients import PythonGradients
 from .masked_scores import MaskedScores
 from .observe import call_values, completed_row, observe

@@ -8,9 +8,8 @@ from math import isnan, prod
 from typing import Literal, TypeAlias
 
 from ..util import reading
-from .frame import Frame, Phase
 from .histogram import StoredHistogram
-from .record import Record
+from .record import Frame, Phase, Record
 
 Value: TypeAlias = Literal["nan", "inf", "nan+inf"]
 Origin: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]

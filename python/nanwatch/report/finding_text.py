@@ -10,8 +10,7 @@ from .headroom import is_near_end
 
 if TYPE_CHECKING:
     from .finding import Finding
-    from .frame import Frame
-    from .record import Record
+    from .record import Frame, Record
 
 
 def why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame]) -> str:

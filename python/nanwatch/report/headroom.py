@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from ..numerics.formats import Limits, limits
 
 if TYPE_CHECKING:
-    from .frame import Frame
-    from .record import Record
+    from .record import Frame, Record
 
 # 8 bits. From the root of the end on a value may leave it by its own square; for float16 the two are the same.
 NEAR_FACTOR = 256

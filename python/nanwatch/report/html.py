@@ -25,10 +25,9 @@ from ..util.progress import Tell, silent
 from ..util.visible import module_name, visible
 from . import text
 from .cure_text import Kind, patch_lines
-from .frame import Frame
 from .headroom import NEAR_FACTOR, by_module, headroom_bits, shrinking
 from .histogram import SHOWN_FORMATS, exponent_figure
-from .record import Record
+from .record import Frame, Record
 
 if TYPE_CHECKING:
     from .finding import Finding

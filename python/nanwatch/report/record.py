@@ -1,4 +1,6 @@
-"""Record of one tensor, its notes, and the placement of a sharded one in words that can be read back.
+"""Records of tensors and frames of calls.
+
+A record has its notes, and the placement of a sharded tensor in words that can be read back:
 
 `Shard(0) at dp=1 of 4, Replicate at tp=0 of 2, from [8, 0]`: a clause for each dimension of the device mesh, with the
 coordinate of this process and the size of that dimension, then the index in the whole tensor at which the part begins.
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..numerics.health import TensorHealth
+from ..numerics.formats import TensorHealth
 
 _CLAUSE = re.compile(r"(?P<kind>\w+(?:\([^()]*\))?) at (?P<dim>[^=,]*)=(?P<coordinate>\d+) of (?P<size>\d+)")
 _FROM = re.compile(r"from \[(?P<index>\d+(?:, \d+)*)\]")
@@ -168,3 +170,46 @@ def to_record(row: Row) -> Record:
     label, role, shape, dtype, abs_min, abs_max, isfinite, health, note = row
     plain = None if shape is None else tuple(shape)
     return Record(label, role, plain, dtype, abs_min, abs_max, isfinite, health, note)
+
+
+Phase: TypeAlias = Literal["forward", "backward", "step"]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call of one module.
+
+    `batch` counts from 0. `name` is the qualified name in the watched model, "" for the root. `records` are
+    in the order weights, buffers, inputs, outputs. `recomputed` is True for a forward that ran again during
+    the backward, as activation checkpointing does. A frame of the phase "backward" has the gradients of one call in one
+    backward, in the order in which they came; one of the phase "step" has the state that a step left in the optimizer.
+    """
+
+    batch: int
+    name: str
+    class_name: str
+    records: tuple[Record, ...]
+    phase: Phase = "forward"
+    recomputed: bool = False
+
+    @property
+    def fault(self) -> Record | None:
+        """Return the first record with an unintended nan or inf, or None."""
+        return next((record for record in self.records if record.is_fault), None)
+
+
+class FrameRows(NamedTuple):
+    """A frame before it is asked for: the same fields, with rows for records."""
+
+    batch: int
+    name: str
+    class_name: str
+    rows: list[Row]
+    recomputed: bool = False
+    phase: Phase = "forward"
+
+    def to_frame(self) -> Frame:
+        """Return the frame, with its records built."""
+        records = tuple(map(to_record, self.rows))
+        return Frame(self.batch, self.name, self.class_name, records, self.phase, self.recomputed)

@@ -15,7 +15,7 @@ from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, SKIPPED_STEP, Record
 
 if TYPE_CHECKING:
     from .finding import Finding
-    from .frame import Frame, Phase
+    from .record import Frame, Phase
 
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"

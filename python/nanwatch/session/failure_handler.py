@@ -19,15 +19,12 @@ from ..recording.events import Event, Recorder
 from ..recording.observe import observe
 from ..recording.walk import call_leaves
 from ..report import text
-from ..report.errors import BatchLimitError, NonFiniteError, add_note
 from ..report.finding import Finding
-from ..report.frame import FrameRows
-from ..report.record import Record, is_fault, to_record
-from ..report.report import Report, report_of
+from ..report.record import FrameRows, Record, is_fault, to_record
+from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..util.suppressed import suppressed
-from ..util.user_warning import warn_user
-from .nonfinite_batches import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings
-from .reports import Reports, left_frames
+from ..util.visible import warn_user
+from .reports import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings, Reports, left_frames
 
 if TYPE_CHECKING:
     from ..monitoring.monitor import Monitor

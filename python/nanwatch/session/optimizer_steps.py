@@ -26,8 +26,7 @@ from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Recorder
 from ..recording.observe import observe
 from ..report.finding import find, finding_of
-from ..report.frame import FrameRows
-from ..report.record import Row, is_fault
+from ..report.record import FrameRows, Row, is_fault
 from ..report.report import Report
 from ..util.job import rank
 from ..util.modules import each_parameter

@@ -16,8 +16,7 @@ from ..diagnosis.batch_snapshot import BatchSnapshot
 from ..instrumentation.slot import ExclusiveRun
 from ..report.report import Report
 from ..util.suppressed import suppressed
-from ..util.user_warning import warn_user
-from ..util.visible import spell
+from ..util.visible import spell, warn_user
 
 if TYPE_CHECKING:
     from .options import Options

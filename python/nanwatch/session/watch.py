@@ -19,11 +19,10 @@ from ..monitoring.monitor import Monitor
 from ..recording.events import Arrival, BackwardCall, Check, Event, Recorder
 from ..recording.recorder import make_recorder
 from ..report import text
-from ..report.errors import BatchLimitError
-from ..report.frame import Frame, FrameRows
-from ..report.report import Report
+from ..report.record import Frame, FrameRows
+from ..report.report import BatchLimitError, Report
 from ..trace.tracer import Tracer, ring_size, start_tracer
-from ..util.user_warning import warn_user
+from ..util.visible import warn_user
 from .failure_handler import FailureHandler
 from .optimizer_guard import OptimizerGuard, SkippedStep, is_inside_step
 from .optimizer_steps import BackwardWatch, OptimizerSteps

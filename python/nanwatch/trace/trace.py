@@ -18,9 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..numerics.health import TensorHealth
-from ..report.frame import PHASES, Frame, FrameRows
-from ..report.record import ROLES, Record, Row
+from ..numerics.formats import TensorHealth
+from ..report.record import PHASES, ROLES, Frame, FrameRows, Record, Row
 from ..util import reading
 from ..util.imports import needed
 from ..util.progress import Tell, silent

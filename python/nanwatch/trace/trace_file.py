@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..report.finding import find
-from ..report.frame import Frame
+from ..report.record import Frame
 from ..report.report import Report
 from ..util import reading
 from ..util.progress import Tell, silent

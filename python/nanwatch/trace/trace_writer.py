@@ -19,13 +19,12 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ..util.user_warning import warn_user
-from ..util.visible import spell
+from ..util.visible import spell, warn_user
 from . import trace
 from .trace import SUFFIX, parts_beside
 
 if TYPE_CHECKING:
-    from ..report.frame import FrameRows
+    from ..report.record import FrameRows
     from .trace import WeightVersions
 
 # Written anew with every flush: 32 Ki rows took 0.04 s.

@@ -21,13 +21,13 @@ from ..instrumentation.global_hooks import Handles, after_steps
 from ..recording.events import Recorder
 from ..util.job import rank_and_world_size
 from ..util.modules import each_module
-from ..util.user_warning import warn_user
+from ..util.visible import warn_user
 from . import trace
 from .trace import SUFFIX, Key, WeightVersions
 from .trace_writer import TraceWriter, claim
 
 if TYPE_CHECKING:
-    from ..report.frame import FrameRows
+    from ..report.record import FrameRows
 
 # A frame takes 3.4 µs to fetch, while nobody else runs Python. So the recorder holds several batches, and is asked when
 # it is nearly full, or once a second.

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.report.errors import NonFiniteError
-from nanwatch.report.report import Report
+from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 from support.recorders import WITH_DEVICE, watched
 from support.training import assert_same_bits

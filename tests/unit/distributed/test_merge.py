@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 import nanwatch
 from nanwatch import Report
 from nanwatch import __main__ as doctor
-from nanwatch.distributed.merge import Digest, by_attempt, merge
+from nanwatch.distributed.merge import Digest
+from nanwatch.distributed.merge import by_attempt
+from nanwatch.distributed.merge import merge
 from nanwatch.report import headroom
 from nanwatch.util.job import Attempt
 from support.sightings import finding
@@ -81,7 +83,7 @@ def test_the_place_in_a_batch_counts_what_the_rings_have_dropped(tmp_path):
 
 
 def test_where_a_report_has_no_place_its_frames_are_counted(tmp_path):
-    """Older reports have no place: the frames that they hold before the faulty one of the batch are counted."""
+    """Older reports have no place: the frames that they hold before the non-finite one of the batch are counted."""
     reports = [ran(0, 2, "weight", 1), ran(1, 2, "data", 1)]
     without = [replace(one, finding=replace(one.finding, sequence=None)) for one in reports]
     merged = merge(written(tmp_path, *without))

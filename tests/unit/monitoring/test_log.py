@@ -12,14 +12,17 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.monitoring import backends, monitor
-from nanwatch.monitoring.backends import CallableBackend, LogEntry
+from nanwatch.monitoring import backends
+from nanwatch.monitoring import monitor
+from nanwatch.monitoring.backends import CallableBackend
+from nanwatch.monitoring.backends import LogEntry
 from nanwatch.monitoring.forecast import Forecast
 from nanwatch.monitoring.monitor import Log
-from nanwatch.report.frame import FrameRows
+from nanwatch.report.record import FrameRows
 from nanwatch.report.record import Row
 from support.paths import ROOT
-from support.toys import Scale, mlp
+from support.toys import Scale
+from support.toys import mlp
 
 
 class Clock:
@@ -153,7 +156,7 @@ def test_a_forecast_is_logged_when_it_is_told() -> None:
 @pytest.mark.parametrize("action", ["raise", "record", "warn"])
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
 def test_a_fault_is_logged_at_once(action: Any) -> None:
-    """Its flag is 0 and its words are the finding's; no number of the faulty batch is logged beside it."""
+    """Its flag is 0 and its words are the finding's; no number of the non-finite batch is logged beside it."""
     kept, model = Kept(), nn.Sequential(Scale())
     with nanwatch.watch(model, log_to=kept, log_every=100, on_nonfinite=action):
         run(model, 3)

@@ -1,4 +1,4 @@
-"""The place of a faulty frame in its batch: counted by both recorders, also where the ring dropped what came before."""
+"""The place of a non-finite frame in its batch, counted by both recorders, also where the ring dropped frames."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import nanwatch
 from nanwatch import Finding
 from nanwatch.recording.frame_ring import FrameRing
-from nanwatch.report.frame import FrameRows
+from nanwatch.report.record import FrameRows
 from nanwatch.report.report import Report
 from nanwatch.session.watch import Watch
 

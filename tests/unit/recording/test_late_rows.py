@@ -8,17 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
-from nanwatch.report.errors import BatchLimitError, NonFiniteError
-from nanwatch.session.api import Watch, watch
-from support.random_trees import run, tree
-from support.stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
-from support.toys import Plant, Scale, chain, in_threads, mlp, names, text_of
+from nanwatch.report.report import BatchLimitError
+from nanwatch.report.report import NonFiniteError
+from nanwatch.session.api import Watch
+from nanwatch.session.api import watch
+from support.random_trees import run
+from support.random_trees import tree
+from support.stand_in_device import BROKEN
+from support.stand_in_device import OLD_DRIVER
+from support.stand_in_device import StandIn
+from support.stand_in_device import stand_in
+from support.toys import Plant
+from support.toys import Scale
+from support.toys import chain
+from support.toys import in_threads
+from support.toys import mlp
+from support.toys import names
+from support.toys import text_of
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 INF = float("inf")
@@ -63,7 +77,7 @@ def test_reports_are_those_of_the_host(seed: int, poison: float) -> None:
 @pytest.mark.parametrize("check", ["auto", "module", "batch", "async"])
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 def test_what_is_raised_is_what_the_host_raises(check: Any, value: float) -> None:
-    """The same finding with the counts and the index, and a report that ends at the first faulty frame."""
+    """The same finding with the counts and the index, and a report that ends at the first non-finite frame."""
     reports = []
     for on_device in (False, True):
         model = chain(Plant(b1=value), nn.ReLU(), nn.Tanh())
@@ -139,7 +153,7 @@ def test_module_waits_for_each_call() -> None:
         with pytest.raises(NonFiniteError):
             model(torch.ones(1, 3))
         assert after.calls == 0
-        assert device.waits == 3  # the faulty call is looked at twice
+        assert device.waits == 3  # the non-finite call is looked at twice
 
 
 def test_async_never_waits() -> None:
@@ -452,7 +466,7 @@ def test_a_report_shows_a_fault_and_leaves_the_raising_to_the_next_call() -> Non
 
 
 def test_every_batch_of_a_late_run_is_one_run() -> None:
-    """The report of several faulty batches in a row is that of the first, as when each is reported at its end."""
+    """The report of several non-finite batches in a row is that of the first, as when each is reported at its end."""
     found = []
     for check in ("batch", "async"):
         model = chain(Plant(b1=INF, b2=NAN, b3=NAN, b5=INF))

@@ -7,19 +7,28 @@ import io
 import json
 import pickle
 import sys
-from dataclasses import FrozenInstanceError, replace
-from math import inf, isnan, nan
+from dataclasses import FrozenInstanceError
+from dataclasses import replace
+from math import inf
+from math import isnan
+from math import nan
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 
-from nanwatch.numerics.health import TensorHealth
-from nanwatch.report.errors import BatchLimitError, NonFiniteError
-from nanwatch.report.finding import Cure, Finding, find
-from nanwatch.report.frame import Frame
-from nanwatch.report.record import MASK, Record, Role
+from nanwatch.numerics.formats import TensorHealth
+from nanwatch.report.finding import Cure
+from nanwatch.report.finding import Finding
+from nanwatch.report.finding import find
+from nanwatch.report.record import MASK
+from nanwatch.report.record import Frame
+from nanwatch.report.record import Record
+from nanwatch.report.record import Role
+from nanwatch.report.report import BatchLimitError
+from nanwatch.report.report import NonFiniteError
 from nanwatch.report.report import Report
 
 

@@ -12,15 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 import nanwatch
 from nanwatch.cli.run import run_parser
-from nanwatch.report.errors import NonFiniteError
+from nanwatch.report.report import NonFiniteError
 from nanwatch.report.report import Report
-from nanwatch.session.api import DeferredWatch, watch
+from nanwatch.session.api import DeferredWatch
+from nanwatch.session.api import watch
 from nanwatch.session.options import Options
-from support.toys import Scale, fault_of, latest, mlp, names
+from support.toys import Scale
+from support.toys import fault_of
+from support.toys import latest
+from support.toys import mlp
+from support.toys import names
 
 INF = float("inf")
 NAN = float("nan")
@@ -37,7 +43,7 @@ class Takes(nn.Module):
 
 
 def test_pause_leaves_batches_out_and_resume_goes_on() -> None:
-    """Calls made while paused are neither counted nor looked at, faulty ones too; after stop() nothing resumes."""
+    """Calls made while paused are neither counted nor looked at, non-finite ones too; after stop() nothing resumes."""
     model = nn.Sequential(Scale())
     with watch(model) as w:
         model(torch.ones(1))

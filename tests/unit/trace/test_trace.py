@@ -12,9 +12,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from nanwatch.numerics.health import TensorHealth
-from nanwatch.report.frame import Frame, FrameRows
-from nanwatch.report.record import ROLES, Row
+from nanwatch.numerics.formats import TensorHealth
+from nanwatch.report.record import ROLES, Frame, FrameRows, Row
 from nanwatch.trace import trace
 from nanwatch.trace.trace import TraceError
 from support.paths import ROOT

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from nanwatch.report.frame import FrameRows
+from nanwatch.report.record import FrameRows
 from nanwatch.report.record import Row
 from nanwatch.trace import trace_writer
 from nanwatch.trace.trace_file import Trace
-from nanwatch.trace.trace_writer import TraceWriter, claim
-from support.traces import batches, until
+from nanwatch.trace.trace_writer import TraceWriter
+from nanwatch.trace.trace_writer import claim
+from support.traces import batches
+from support.traces import until
 
 parquet = pytest.importorskip("pyarrow.parquet")
 

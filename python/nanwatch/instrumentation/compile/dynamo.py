@@ -26,7 +26,7 @@ from torch import nn
 
 from ...numerics import _extension
 from ...util.imports import when_imported
-from ...util.user_warning import warn_user
+from ...util.visible import warn_user
 from .. import slot
 from ..slot import ATTRIBUTE, HOLDS_METHODS, wrappers
 from .dynamo_values import Site, device_of, given_leaves, output_leaves, own_leaves, put_begin, put_record

@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 import nanwatch
 from nanwatch import watch
-from nanwatch.util.user_warning import warn_user
-from support.toys import Root, Scale, in_threads
+from nanwatch.util.visible import warn_user
+from support.toys import Root
+from support.toys import Scale
+from support.toys import in_threads
 
 INF = float("inf")
 
@@ -49,7 +52,7 @@ def faulty_outputs(model: nn.Module) -> Counter[str]:
 
 
 @pytest.mark.usefixtures("each_recorder")
-def test_a_run_of_faulty_batches_is_one_line_and_a_sum() -> None:
+def test_a_run_of_nonfinite_batches_is_one_line_and_a_sum() -> None:
     """45 of 50 batches are bad, in all 60 modules: the first is told, and all are counted at stop()."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(60)])
@@ -67,8 +70,8 @@ def test_a_run_of_faulty_batches_is_one_line_and_a_sum() -> None:
     assert begun.startswith("nan first seen in `input[0]` of 0 (Linear) in batch 5; ")
     assert set(counts.values()) == {45}
     assert texts(caught)[1:] == [
-        "of 50 batches watched, 45 faulty batches (from 5 to 49), first in '0' 45x;"
-        " faulty calls: '0' 45x, '1' 45x, '2' 45x and 58 more modules"
+        "of 50 batches watched, 45 non-finite batches (from 5 to 49), first in '0' 45x;"
+        " non-finite calls: '0' 45x, '1' 45x, '2' 45x and 58 more modules"
     ]
     assert {one.category for one in caught} == {RuntimeWarning}
 
@@ -94,11 +97,11 @@ def test_a_change_and_the_end_are_told_with_counts(check: Any) -> None:
     assert [re.sub(r"; Watch.report.*", "", line) for line in lines] == [
         "inf first seen in `output` of 1 (Scale) in batch 1",
         "inf first seen in `output` of 0 (Scale) in batch 3;"
-        " before it, 2 faulty batches (from 1 to 2), first in '1' 2x",
-        "all finite again in batch 4, after 3 faulty batches (from 1 to 3), first in '1' 2x, '0' 1x",
+        " before it, 2 non-finite batches (from 1 to 2), first in '1' 2x",
+        "all finite again in batch 4, after 3 non-finite batches (from 1 to 3), first in '1' 2x, '0' 1x",
         "inf first seen in `output` of 2 (Scale) in batch 5",
-        "of 6 batches watched, 4 faulty batches (from 1 to 5), first in '1' 2x, '0' 1x, '2' 1x;"
-        " faulty calls: '2' 4x, the root module 4x, '1' 3x and 1 more module",
+        "of 6 batches watched, 4 non-finite batches (from 1 to 5), first in '1' 2x, '0' 1x, '2' 1x;"
+        " non-finite calls: '2' 4x, the root module 4x, '1' 3x and 1 more module",
     ]
 
 
@@ -107,7 +110,7 @@ def test_lines_become_rare_where_they_come_often(places: list[int | None]) -> No
     """400 batches that go back and forth take about as many lines as their number has bits."""
     lines = run(scales(), (places * 400)[:400], forecast=False)
     assert len(lines) <= 2 * (400).bit_length() + 1
-    assert f"{400 - (places * 400)[:400].count(None)} faulty batches" in lines[-1]
+    assert f"{400 - (places * 400)[:400].count(None)} non-finite batches" in lines[-1]
 
 
 def test_batches_without_a_fault_say_nothing() -> None:
@@ -130,18 +133,20 @@ def test_a_bad_backward_in_each_step_is_one_run() -> None:
     lines = texts(caught)
     assert len(lines) == 2
     assert "in the backward of batch 0" in lines[0]
-    assert lines[1].startswith("of 5 batches watched, 5 faulty batches (from 0 to 4)")
+    assert lines[1].startswith("of 5 batches watched, 5 non-finite batches (from 0 to 4)")
 
 
 @pytest.mark.usefixtures("each_recorder")
 def test_threads_are_counted_together(switching: None) -> None:
-    """Four threads with faulty batches only: one line in all, and no batch is lost in the sum."""
+    """Four threads with non-finite batches only: one line in all, and no batch is lost in the sum."""
     model = nn.Sequential(Scale(INF))
     with told() as caught, watch(model, on_nonfinite="warn", forecast=False):
         in_threads(4, lambda _: [model(torch.ones(1)) for _ in range(25)])
     begun, summed = texts(caught)
     assert begun.startswith("inf first seen in `output` of 0 (Scale) in batch ")
-    assert summed.startswith("of 100 batches watched, 100 faulty batches (from 0 to 99), first in '0' 100x;")
+    assert summed.startswith(
+        "of 100 batches watched, 100 non-finite batches (from 0 to 99), first in '0' 100x;"
+    )
     assert "'0' 100x, the root module 100x" in summed
 
 
@@ -223,7 +228,7 @@ def test_a_warning_that_is_an_error_replaces_no_error(capsys: pytest.CaptureFixt
         with pytest.raises(LookupError, match="mine") as caught:
             fail()
     assert caught.value.__context__ is None
-    assert "1 faulty batch (0)" in capsys.readouterr().err
+    assert "1 non-finite batch (0)" in capsys.readouterr().err
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning):

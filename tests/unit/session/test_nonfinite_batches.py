@@ -1,4 +1,4 @@
-"""Faulty batches of several threads at once: each has its own state, and none is lost."""
+"""Non-finite batches of several threads at once: each has its own state, and none is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, Report, watch
-from nanwatch.session.nonfinite_batches import NonFiniteBatches
+from nanwatch.session.reports import NonFiniteBatches
 from support.toys import Scale
 
 INF = float("inf")
@@ -59,7 +59,7 @@ def test_batches_that_fail_at_once_are_all_told(action: str, count: int) -> None
 
 @pytest.mark.usefixtures("each_recorder")
 def test_a_finite_batch_of_another_thread_hides_no_failure() -> None:
-    """It ends while the faulty one is under way, and is the last that the recorder would tell of."""
+    """It ends while the non-finite one is under way, and is the last that the recorder would tell of."""
     inside, go_on = threading.Event(), threading.Event()
 
     class Waits(nn.Module):
