@@ -150,7 +150,7 @@ def outputs(w: Watch) -> list[tuple[int, str, Any]]:
 
 
 def frames_of(batch: int, value: float) -> list[tuple[int, str, Any]]:
-    """Those of a batch, by hand."""
+    """Return the expected frames of a batch."""
     return [(batch, "0", 2 * value), (batch, "1", 6 * value), (batch, "", 6 * value)]
 
 

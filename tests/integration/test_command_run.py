@@ -360,7 +360,7 @@ net[0].register_forward_hook(check)
 
 @pytest.mark.parametrize(("value", "status"), [("3e38", 3), ("1", 1)])
 def test_a_check_of_the_scripts_own(tmp_path, capsys, value, status):
-    """It raises before nanwatch has a frame: status 3, one report. Another error in a call: no word of finite."""
+    """A check of the script that raises first gives status 3 and one report. Another error says nothing of finite."""
     body = f"{OWN_CHECK}net(x)\nnet[0].weight.data.fill_({value})\nnet(x)\nnet(x[:, :1])\n"
     report_file = tmp_path / "report.json"
     assert in_process(tmp_path, body, "--json", str(report_file)) == status

@@ -138,7 +138,7 @@ def test_the_usage_names_the_program(name: str, capsys: pytest.CaptureFixture[st
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """That of the package."""
+    """The version is that of the package."""
     with pytest.raises(SystemExit) as left:
         main(["--version"])
     assert left.value.code == 0

@@ -52,7 +52,7 @@ def tensors_of(value: Any, label: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def kinds(value: Any) -> set[str]:
-    """Which of nan and inf are in tensors and numbers, at any depth."""
+    """Return which of nan and inf are in tensors and numbers, at any depth."""
     found = set()
     for x in torch.utils._pytree.tree_leaves(value):
         if isinstance(x, float) or (isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())):

@@ -48,7 +48,7 @@ class Several(nn.Module):
 
 
 class Behind(nn.Module):
-    """Such a module between two layers, of whose results only some go on."""
+    """Module between two layers, of whose results only some go on."""
 
     def __init__(self, how: str, *used: Any) -> None:
         super().__init__()

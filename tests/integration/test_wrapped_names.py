@@ -175,7 +175,7 @@ def test_a_shared_module_is_found_under_each_of_its_names() -> None:
 
 
 def test_data_parallel_over_several_devices_is_recorded() -> None:
-    """It calls copies of the model that nobody sees, so its own call is a frame."""
+    """DataParallel calls copies of the model that nobody sees, so its own call is a frame."""
     model = nn.DataParallel(mlp())
     assert not is_recorded(model)
     model.device_ids = [0, 1]

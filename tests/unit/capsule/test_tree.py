@@ -49,7 +49,7 @@ def test_subclasses_of_plain_values_are_what_they_derive_from():
     ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_kept_is_named_with_its_type(value, kind):
-    """It is a LeftOut in its place and in the list, and everything beside it is kept."""
+    """The value is a LeftOut in its place and in the list, and everything beside it is kept."""
     capsule = round_trip([1, value], x=torch.ones(1))
     (left,) = capsule.left_out
     assert capsule.args[0] == [1, left]

@@ -1,4 +1,4 @@
-"""Which module of a running program is its model, and that looking for it changes nothing."""
+"""The choice of the model in a running program. The search for it changes nothing."""
 
 from __future__ import annotations
 

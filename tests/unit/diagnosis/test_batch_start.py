@@ -143,7 +143,7 @@ def test_keyword_arguments() -> None:
 
 
 def test_random_states_are_put_back() -> None:
-    """Those of torch, numpy and Python, also when the call raises."""
+    """The states of torch, numpy and Python come back, also when the call raises."""
 
     def forward(_: nn.Module, fail: bool) -> None:
         torch.rand(3), random.random(), np.random.rand(3)

@@ -39,7 +39,7 @@ def finding_of(
 
 
 def assert_is_the_log(finding: Finding, module: str) -> None:
-    """It is that of `log`, and the second run has shown it."""
+    """Assert that the finding is that of `log`, and that the second run has shown it."""
     found = (finding.module, finding.origin, finding.operation, finding.source, finding.transient)
     assert found == (module, "produced", "aten.log.default", culprit(log), False)
 

@@ -98,7 +98,7 @@ def test_without_a_scaler_the_factor_is_told() -> None:
 
 
 def test_a_scaler_that_nobody_named_is_not_believed() -> None:
-    """It may belong to another training: the factor is told."""
+    """A scaler in the process may belong to another training, so the cure names the factor."""
     scaler = scaler_of(2.0**15)
     (cure,) = cures_of(30.0, 2.0**14)
     assert cure.what.startswith("a loss scale that is 1024 times smaller,")

@@ -38,7 +38,7 @@ class Counting:
 
 
 def test_while_all_is_well_a_look_is_one_question_and_no_key(server):
-    """Whatever the number of ranks."""
+    """This holds for any number of ranks."""
     counting = Counting(connect(server))
     board = StoreProtocol(counting, 16_384)
     keys = server.num_keys()

@@ -69,7 +69,7 @@ def test_data_yields_only_to_another_part_at_the_same_time(inside, data):
 
 
 def test_the_error_of_a_peer_names_the_origin_and_survives_a_pickle():
-    """It is a NonFiniteError of this rank, about another one."""
+    """A peer's error is a NonFiniteError of this rank, about another one."""
     origin = Origin(RankObservation.of(finding(batch=7), 3, 5, None, ""), 1, 2, 4, 4)
     error = PeerNonFiniteError(Report((), None, 7, 1), origin)
     assert isinstance(error, NonFiniteError)

@@ -81,7 +81,7 @@ def run(model: nn.Module, batches: int, x: torch.Tensor | None = None) -> None:
 
 @pytest.mark.parametrize("forecasts", [True, False])
 def test_one_in_so_many_batches_is_logged(forecasts: bool) -> None:
-    """Whatever the forecasts look at: batches 0, 5, 10, each with all modules' headroom as torch computes it."""
+    """Batches 0, 5 and 10 are logged, each with all modules' headroom as torch computes it, for any forecasts."""
     kept, model = Kept(), mlp()
     with nanwatch.watch(model, log_to=kept, log_every=5, forecast=forecasts):
         run(model, 14)

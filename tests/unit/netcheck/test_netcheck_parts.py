@@ -195,7 +195,7 @@ def test_the_first_failure_is_one_rank_and_all_hear_of_it(meetings):
 
 
 def test_the_summary_tells_the_broken_from_the_stopped_and_the_silent():
-    """Who failed, who only waited for them, and who said nothing."""
+    """The summary names those that failed, those that only waited for them, and those that said nothing."""
     outcomes = {
         0: Outcome(0, None),
         1: Outcome(1, Trouble("links", "x")),

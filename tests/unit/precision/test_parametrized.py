@@ -129,7 +129,7 @@ def test_gradients_flow_through_a_module_in_float32() -> None:
 
 
 def test_the_capsule_replays(tmp_path: Path) -> None:
-    """It holds the weight that the parametrization is given, and fails as the call did."""
+    """The capsule holds the weight that the parametrization is given, and its call fails again."""
     pytest.importorskip("safetensors")
     net = model(1e30)
     failed(net, torch.ones(2, 3), torch.full((2, 3), 1e30), output_dir=tmp_path)

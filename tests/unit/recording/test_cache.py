@@ -189,7 +189,7 @@ WITHOUT_A_SIGN: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("write", WITH_A_SIGN.values(), ids=WITH_A_SIGN)
 def test_a_write_that_leaves_a_sign_is_seen_at_once(write: Callable[[Own], object]) -> None:
-    """Whatever bumps the version or changes tensor, storage or layout is in the very next frame."""
+    """A write that bumps the version or changes tensor, storage or layout is in the very next frame."""
     model = Own()
     with watch(model, reread_weights=1000) as w:
         for _ in range(2):

@@ -45,7 +45,7 @@ def finding_of(watch: Watch) -> Finding:
 @pytest.mark.parametrize("place", [0, 4, 29])
 @pytest.mark.parametrize("batches", [0, 3, 20])
 def test_the_place_counts_what_the_ring_has_dropped(max_frames: int, place: int, batches: int) -> None:
-    """It is the number of calls that ended before in the batch, whatever the size of the ring, in any batch."""
+    """The place is the number of calls that ended before in the batch, for any size of the ring and in any batch."""
     model = chain(30)
     with nanwatch.watch(model, on_nonfinite="record", microscope=False, max_frames=max_frames) as watch:
         for _ in range(batches):

@@ -76,7 +76,7 @@ def test_what_no_version_tells_of_is_seen_in_what_is_made_of_it(recorder: str, w
 
 
 def fork_gradient(gradient: Tensor) -> Tensor:
-    """That of the first layer's weight, unwatched."""
+    """Return the unwatched gradient of the first layer's weight."""
     model = Fork()
     model(batch()).backward(gradient)
     assert model.first.weight.grad is not None

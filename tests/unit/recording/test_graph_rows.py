@@ -187,7 +187,7 @@ def test_the_next_call_and_the_step_of_an_optimizer_look() -> None:
 
 
 def test_replays_while_it_is_paused_are_not_counted() -> None:
-    """Those before pause() and those after resume() are batches."""
+    """Replays before pause() and after resume() are batches."""
     with stand_in() as device:
         graph = Graph(device)
         graph.replay(1.0)

@@ -234,7 +234,7 @@ def test_what_is_asked_waits_as_the_options_say() -> None:
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("is_given", [True, False])
 def test_a_skipped_step_has_the_scale_that_its_backward_had(check: Any, is_given: bool) -> None:
-    """It is known to be bad only when the scale has fallen already; nobody waits but the scaler."""
+    """The gradient is known to be bad only when the scale has fallen already. Nobody waits but the scaler."""
     gc.collect()  # the scalers of other tests
     model = Narrow()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -472,7 +472,7 @@ def test_a_device_that_fails_leaves_the_users_error() -> None:
 
 @pytest.mark.parametrize("code", [7, OLD_DRIVER])
 def test_a_launch_that_is_refused_is_read_at_once(code: int) -> None:
-    """That gradient, or from there on all, as any tensor that is not plain."""
+    """One gradient, or all from there on, is read like any tensor that is not plain."""
     model = mlp()
     with trained(model) as (device, _, w):
         loss = model(X).sum()
@@ -487,7 +487,7 @@ def test_a_launch_that_is_refused_is_read_at_once(code: int) -> None:
 
 
 def test_a_backward_in_a_capture_sends_nothing() -> None:
-    """It has no replays that could be told of, and is read as it comes."""
+    """A backward in a capture has no replays to report, and is read as it comes."""
     model = mlp()
     with trained(model) as (device, _, w):
         loss = model(X).sum()

@@ -216,7 +216,7 @@ def test_a_tensor_whose_attributes_raise_has_its_row(
     options: dict[str, Any],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """It is read all the same, or not checked with the reason: the forward goes on, and no traceback is printed."""
+    """The tensor is read, or not checked with the reason. The forward goes on, and no traceback is printed."""
     model = Gives(make)
     for value in (1.0, float("nan")):
         with watch(model, on_nonfinite="record", microscope=False, **options) as w:
@@ -269,7 +269,7 @@ def test_an_object_that_says_it_is_a_tensor_is_none() -> None:
 
 @pytest.mark.skipif(_extension.C is None, reason="no compiled part")
 def test_an_object_that_says_nothing_of_its_class() -> None:
-    """It is no tensor, and is not asked."""
+    """An object without a class to ask for is no tensor, and is not asked."""
     model = Takes()
     with watch(model) as w:
         model(Silent())

@@ -193,7 +193,7 @@ def test_the_walk_of_a_call_is_that_of_leaves(make: Callable[[], Any], recorder:
 
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_frames_since_are_the_latest_of_those_that_came_later(recorder: str) -> None:
-    """Whatever number was asked for, and however many of them the ring has let go."""
+    """For any number given, and however many frames the ring has dropped."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with watched(model, recorder, max_frames=7) as watch:
         for batches in range(5):

@@ -71,7 +71,7 @@ def test_what_does_not_overflow_has_no_limits(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
 def test_headroom_is_the_number_of_doublings_left(name: str, data: st.DataObject) -> None:
-    """It equals the logarithm of the quotient, taken with fifty digits."""
+    """Headroom equals the logarithm of the quotient, taken with fifty digits."""
     ends = limits(name)
     assert ends is not None
     abs_max = data.draw(st.floats(ends.smallest_subnormal, ends.largest))

@@ -275,7 +275,7 @@ ATTRIBUTES = {
 @given(REPORTS)
 @settings(max_examples=60, deadline=None)
 def test_any_report_is_a_page(report: Report) -> None:
-    """Whatever the fields hold: balanced, only the page's own elements, UTF-8, and every name back from the data."""
+    """With any text in any field the page is balanced UTF-8 of its own elements, and its data has every name."""
     document = report.to_html()
     document.encode("utf-8")
     page = Page(document)

@@ -193,7 +193,7 @@ class Own(nn.Module):
 
 
 def test_a_fault_inside_the_users_forward_is_at_the_call_in_it() -> None:
-    """That line is nearer than the one that calls the model."""
+    """The warning is at the line in the forward, which is nearer than the one that calls the model."""
     model = Own()
     with told() as caught, watch(model, on_nonfinite="warn", check="module"):
         model(torch.ones(1))

@@ -212,7 +212,7 @@ def test_no_step_takes_a_fault(moves: list[str]) -> None:
 
 
 def test_the_step_of_another_models_optimizer_does_not_wait() -> None:
-    """It holds none of the watched parameters; what has come by then is told before it."""
+    """The optimizer holds none of the watched parameters. Rows that have come by then are reported before its step."""
     model, stranger = chain(Plant(b0=INF)), nn.Linear(1, 1)
     optimizer = torch.optim.SGD(stranger.parameters(), lr=0.1)
     with stand_in() as device, watch(model, check="async", microscope=False):
@@ -340,7 +340,7 @@ def test_a_model_that_is_checkpointed_as_a_whole(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("check", ["batch", "async"])
 def test_a_recomputation_is_not_waited_for(check: Any) -> None:
-    """It may be the last of a backward; the step waits for the forward alone."""
+    """A recomputation may be the last task of a backward. The step waits for the forward alone."""
     scale = Scale()
     model = nn.Sequential(scale, nn.Linear(3, 3))
     with late(model, check) as (device, optimizer, _):
@@ -421,7 +421,7 @@ def test_a_bad_forward_inside_the_step_with_gradients(check: Any, kind: str) -> 
 
 
 def test_a_closure_made_by_partial() -> None:
-    """Whatever can be called is a closure; it is called once, as it was given."""
+    """Any callable is a closure, and is called once, with its own arguments."""
     model = chain(Plant(b0=INF))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given_numbers: list[int] = []

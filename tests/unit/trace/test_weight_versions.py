@@ -183,7 +183,7 @@ def test_no_hook_stays_behind(tmp_path: Path) -> None:
 
 
 def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
-    """It has no such column: its reports are the same, and the column is null; without it version 2 is refused."""
+    """Version 1 lacks the column: its reports are the same, the column is null. Version 2 without it is refused."""
     model = mlp()
     with nanwatch.watch(model, trace=tmp_path / "new.parquet"):
         model(ONE)

@@ -35,7 +35,7 @@ def test_what_torchrun_says() -> None:
 
 @pytest.mark.parametrize("number", [None, "", "one", "-1", "1.5", "²", "9" * 5000])
 def test_without_a_count_there_is_no_attempt(number: str | None) -> None:
-    """Whatever the variable holds that is no count."""
+    """Any value of the variable that is no count gives no attempt."""
     given = {**KEPT, "TORCHELASTIC_RESTART_COUNT": number}
     assert Attempt.of({name: value for name, value in given.items() if value is not None}, 0.0) is None
 
