@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import importlib.util
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 import nanwatch
+from nanwatch.numerics import ranges
 
 NEEDS = {
     "transformers": "transformers",
@@ -68,3 +70,11 @@ def test_examples_print_what_they_show(
     assert not missing, f"the example of {name} does not show {', '.join(missing)}"
     failed = sum(doctest.DocTestRunner().run(test).failed for test in tests)
     assert failed == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["abs_range", "tensor_health"])
+def test_a_compiled_function_has_the_docstring_of_its_twin(name: str) -> None:
+    """The page of the API shows the text of the Python function, and `help()` that of the compiled one."""
+    tree = ast.parse(inspect.getsource(ranges))
+    (twin,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    assert inspect.getdoc(getattr(nanwatch, name)) == ast.get_docstring(twin)
