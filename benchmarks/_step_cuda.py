@@ -21,7 +21,7 @@ from torch import nn
 
 import nanwatch
 
-# What a host calls to wait for a device; cudaMemcpy without Async waits, too.
+# Functions with which a host waits for a device; cudaMemcpy without Async waits, too.
 WAITS = frozenset({"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"})
 REPLAYS = Plan(min_rounds=9, max_rounds=101, budget=5.0, sample=2e-3)
 QUICK_REPLAYS = Plan(min_rounds=3, max_rounds=3, budget=0.0, sample=1e-4)
@@ -58,7 +58,7 @@ def llama_1b() -> nn.Module:
 
 
 def is_of_optimizer(event: Any) -> bool:
-    """Whether this event of a profile lies in an optimizer's step, its hooks included."""
+    """Return whether this event of a profile lies in an optimizer's step, its hooks included."""
     while event is not None:
         if event.name.startswith("Optimizer.step#"):
             return True

@@ -143,7 +143,7 @@ def keep_freed_memory() -> None:
 
 
 def machine(**more: str) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Return the facts about the machine on which the numbers depend."""
     return {
         "cpu": _first_line("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),

@@ -1,4 +1,4 @@
-"""What watching costs a module call, and a batch: Linears with a small tensor in and one out, their weights known.
+"""Cost of watching a module call, and a batch: Linears with a small tensor in and one out, their weights known.
 
     python benchmarks/bench_call.py [--quick] [--json FILE]
 

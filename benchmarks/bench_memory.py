@@ -1,4 +1,4 @@
-"""What watching costs in memory: the peak of training steps of the models of bench_step.py, watched and not.
+"""Cost of watching in memory: the peak of training steps of the models of bench_step.py, watched and not.
 
     python benchmarks/bench_memory.py [--only gpt-2] [--blocks apart together] [--rounds 3] [--json FILE]
 

@@ -173,7 +173,8 @@ def verify_candidates(x: Tensor, candidates: dict[str, Candidate]) -> None:
 
 
 def keep_fastest_reads(*columns: dict[str, float]) -> None:
-    """Of each read of the memory, leave the faster of one thread and all, as a second one hurts below some hundred KiB;
+    """Keep the faster of one thread and all for each read, as a second one hurts below some hundred KiB.
+
     "floor" is the fastest of them all, as four places at once hurt in some caches."""
     seconds = columns[0]
     reads = [name for name in seconds if name.startswith(("plain", "floor"))]
@@ -238,8 +239,9 @@ def strided_row(dtype: str, name: str, x: Tensor, threads: int, quick: bool) -> 
 
 
 def fits(numel: int, dtype: str) -> bool:
-    """Whether the hungriest rival fits: numpy and transformers hold the tensor, its magnitude and masks; with
-    float8 also the tensor in float32."""
+    """Return whether the hungriest rival fits: numpy and transformers hold the tensor, its magnitude and masks.
+
+    With float8 they also hold the tensor in float32."""
     size = DTYPES[dtype].itemsize
     needed = numel * (10 if size == 1 else 3 * size)
     available = available_bytes()

@@ -1,4 +1,4 @@
-"""What watching costs a whole step: forwards, one-token decodes and training steps of real architectures.
+"""Cost of watching a whole step: forwards, one-token decodes and training steps of real architectures.
 
     python benchmarks/bench_step.py [--quick] [--only gpt-2] [--steps training] [--ways nanwatch trace] [--json FILE]
     python benchmarks/bench_step.py --device cuda [--quick] [--json FILE]
@@ -85,7 +85,7 @@ def _measured(ways: Ways, step: Step, budget: float, min_rounds: int, read_speed
         row["ratio_trace"] += share
     for name in ("trace", "gradients"):
         if name in rounds and "nanwatch" in rounds:
-            # Of the same rounds; of the trace with its writer.
+            # Both from the same rounds; the trace includes its writer.
             row[f"added_by_{name}"] = (
                 ratio(rounds, name, "nanwatch") - 1 + (share if name == "trace" else 0.0)
             )
@@ -132,7 +132,7 @@ def targets(step: str) -> tuple[float, float]:
 
 
 def misses(step: str, row: dict[str, Any]) -> list[str]:
-    """What this row does not reach of what was asked for."""
+    """Return the targets that this row misses."""
     own, most = targets(step)
     found = {
         "own time": row.get("own_share", 0.0) > own,

@@ -41,7 +41,7 @@ LOOKS, FAILS, SETTLES_TOO, SETTLES = (
 
 @dataclass
 class Step:
-    """What one of so many ranks does: calls of the store by name, bytes to the store and back."""
+    """Work of one of so many ranks: calls of the store by name, bytes to the store and back."""
 
     ranks: int
     what: str

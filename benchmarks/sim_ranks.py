@@ -41,7 +41,7 @@ FILES_EACH = 8  # descriptors a writer needs in the process of store and proxy: 
 
 @dataclass
 class Traffic:
-    """What passed the proxy: connections, bytes to the store and back."""
+    """Traffic through the proxy: connections, bytes to the store and back."""
 
     connections: int = 0
     sent: int = 0

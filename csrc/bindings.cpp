@@ -117,18 +117,36 @@ PyObject* tensor_health(PyObject*, PyObject* object) {
 PyMethodDef tensor_health_def = {
     "tensor_health", tensor_health, METH_O,
     "tensor_health(x, /)\n--\n\n"
-    "The range of `x`, its ends over the finite elements, its counts and where the first bad element is.\n\n"
-    "Returns ``TensorHealth``. One pass over the tensor. A complex element is finite when its parts are; the rest is\n"
-    "judged by its modulus, an infinite one counts in ``num_posinf``. Raises TypeError as ``abs_range`` does."};
+    // The text is that of python/nanwatch/numerics/ranges.py.
+    R"(Return range, counts and the index of the first non-finite element of `x`, in one pass and with one sync.
+
+A complex element is finite when its parts are; the rest is judged by its modulus, an
+infinite one counts in `num_posinf`. Raises TypeError as `abs_range` does.
+
+Examples:
+    >>> import nanwatch, torch
+    >>> health = nanwatch.tensor_health(torch.tensor([[0.0, 1e-40], [torch.inf, 3.0]]))
+    >>> health.abs_max, health.finite_abs_max, health.first_nonfinite
+    (inf, 3.0, (1, 0)))"};
 
 PyMethodDef abs_range_def = {
     "abs_range", abs_range, METH_O,
     "abs_range(x, /)\n--\n\n"
-    "The smallest and largest magnitude of a tensor and whether every element is finite, in one pass.\n\n"
-    "Returns ``AbsRange(abs_min, abs_max, isfinite)``: Python floats and a bool, equal to ``x.abs().min()``,\n"
-    "``x.abs().max()`` and ``torch.isfinite(x).all()``. A nan anywhere makes both ends nan; an empty tensor\n"
-    "gives ``(inf, 0.0, True)``. Any shape, strides and device; floating point down to float8, integers, bool and\n"
-    "complex. Raises TypeError for what is not a tensor or has no values to read. Builds no graph."};
+    // The text is that of python/nanwatch/numerics/ranges.py.
+    R"(Return `(abs_min, abs_max, isfinite)` of |x| over all elements of `x`, in one pass and with one sync.
+
+Equal to `x.abs().min()`, `x.abs().max()` and `torch.isfinite(x).all()`, as a float, a float and a bool:
+one nan makes both ends nan. Any shape and layout; floating point down to float8, integers (unsigned
+magnitude), bool (0 and 1) and complex (modulus). An empty tensor gives `(inf, 0.0, True)`, a DTensor the
+range of its local shard.
+
+Raises TypeError when `x` is not a tensor or has no values to read (meta, FakeTensor, inside functorch
+transforms, freed storage, packed dtypes).
+
+Examples:
+    >>> import nanwatch, torch
+    >>> nanwatch.abs_range(torch.tensor([-3.0, 0.5]))
+    AbsRange(abs_min=0.5, abs_max=3.0, isfinite=True))"};
 
 std::map<std::string, std::string> build_info() {
   std::map<std::string, std::string> info;

@@ -129,7 +129,7 @@ def started_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(autouse=True)
 def recorder_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What makes the recorder "device" of test_recorder.py: the stand-in, in the place of all devices."""
+    """Make the recorder "device" of test_recorder.py: the stand-in, in the place of all devices."""
     callspec = getattr(request.node, "callspec", None)
     if callspec is None or callspec.params.get("recorder") != "device":
         yield

@@ -38,7 +38,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_nothing_imports_a_test_file() -> None:
-    """What tests share is in `support`; scripts in strings count too."""
+    """Code that tests share is in `support`; scripts in strings count too."""
     files = {path.stem for path in FILES if path.stem.startswith("test_") or path.stem == "conftest"}
     script = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(sorted(files))})\b", re.MULTILINE)
     faults = [

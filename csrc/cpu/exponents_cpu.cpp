@@ -108,8 +108,8 @@ class Counter<F, std::enable_if_t<!Codes<F>::is_float && sizeof(typename Codes<F
   Tables<8 * sizeof(Word) + 1> widths_;
 };
 
-// IEEE formats: the exponent field, and zeros apart from subnormals. To find the width of a subnormal takes longer than
-// all the rest (on an EPYC 2.3 times), as does to tell inf from nan: a block that has any is read once more.
+// IEEE formats: the exponent field, and zeros apart from subnormals. Finding the width of a subnormal takes longer than
+// all the rest (2.3 times on an EPYC), and so does telling inf from nan. So a block that has any is read once more.
 template <Format F>
 class Counter<F, std::enable_if_t<Codes<F>::is_float && sizeof(typename Codes<F>::Word) != 1>> {
   using C = Codes<F>;

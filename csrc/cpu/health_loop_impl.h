@@ -6,8 +6,8 @@
 namespace nanwatch {
 namespace {
 
-// Counts. Zeros are counted, and the least magnitude is no longer looked for, from the first block on that has one:
-// that block is read again. Nan and inf are counted in blocks whose maximum says that there is one, which costs a
+// Counts. From the first block with a zero on, zeros are counted and the least magnitude is no longer searched for.
+// That block is read again. Nan and inf are counted in blocks whose maximum says that there is one, which costs a
 // healthy tensor nothing.
 template <class S, Format F>
 struct HealthLoop {

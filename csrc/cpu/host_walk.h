@@ -84,7 +84,7 @@ struct HostWalk {
   }
 };
 
-// Runs kernel(plane, &bits) over all planes of a walk, in one thread or in torch's.
+// Runs kernel(plane, &bits) over all planes of a walk, in this thread or in torch's thread pool.
 template <typename Bits, typename Kernel>
 Bits reduce(const HostWalk& walk, const Kernel& kernel) {
   const auto look = [&](int64_t begin, int64_t end, Bits* bits) {

@@ -90,7 +90,7 @@ struct Avx512 {
     if constexpr (width == 4) return _mm512_reduce_add_epi32(v);
     if constexpr (width == 8) return _mm512_reduce_add_epi64(v);
   }
-  // Not in lanes as well: to count the bits of one mask leaves the vector units to the rest. With two masks what takes
+  // Not in lanes as well: counting the bits of one mask leaves the vector units to the rest. With two masks, moving
   // them out of their registers is the bottleneck.
   using LessCount = int64_t;
   template <int width>

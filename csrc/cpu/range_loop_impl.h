@@ -86,8 +86,8 @@ struct RangeLoop {
   static constexpr int kAccumulators = 4;  // min and max have 1 to 3 cycles of latency; four chains hide them
   static_assert(kAccumulators == kStreams);
   // The nan of the fnuz formats is the sign bit alone: its magnitude is that of zero, and it is the least of all words
-  // when they are signed. So where something was seen that is zero or nan, this third extreme tells which; the least
-  // magnitude is known then and is left out. Before, there is no nan. Either way two extremes are enough.
+  // when they are signed. So once a zero or a nan was seen, this third extreme tells which it is, and the least
+  // magnitude, which is then known, is left out. Before that there is no nan. Either way two extremes are enough.
   static constexpr bool is_fnuz = Codes<F>::sign == Sign::fnuz_nan;
   // Read again when the first zero is met: as much as has been read, up to half of an L1.
   static constexpr int64_t kFirstBlockBytes = 1 << 10, kBlockBytes = 16 << 10;

@@ -2,8 +2,8 @@
 // device, so that every formula here is tested on the host over all patterns.
 //
 // Two paths. sm_90 and later take minima of two 16-bit halves in one instruction and fold three operands (on sm_90 and
-// sm_100; sm_120 takes two such instructions): 32 instructions per 64 bytes of fp32, fp16 and bf16, 64 for fp8. Before,
-// that operation is emulated, so the lanes of a word are kept apart by masks and take 32-bit minima: 96 and 192.
+// sm_100; sm_120 takes two such instructions): 32 instructions per 64 bytes of fp32, fp16 and bf16, 64 for fp8. Older
+// architectures emulate that operation: there masks keep the lanes apart, and each takes a 32-bit minimum: 96 and 192.
 #pragma once
 
 #include "numerics/range.h"

@@ -15,9 +15,8 @@ constexpr int64_t kMinRowBytes = kWarpThreads * int64_t(sizeof(Vector));
 // From here on each of a warp's loads is used in rows too; below, whole vectors are found one by one if they can be.
 constexpr int64_t kLongRowBytes = 4 * kWarpBytes;
 
-// The launch's own error, and only that: what an earlier call of the user's left pending is neither read nor cleared.
-// Our error is cleared once it is in hand, because the caller is told of it and the next check of somebody else's
-// launch must not be.
+// The launch's own error only: an error that an earlier call of the user left pending is neither read nor cleared. The
+// launch's error is cleared once it is read, because the caller gets it and the next check of another launch must not.
 inline int checked(cudaError_t error) {
   if (error != cudaSuccess) (void)cudaGetLastError();
   return int(error);

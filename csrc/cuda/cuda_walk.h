@@ -7,8 +7,8 @@
 
 namespace nanwatch {
 
-// n / divisor for n below 2^31 by one multiplication (Granlund and Montgomery 1994). A GPU has no instruction that
-// divides: each of these is three in place of a routine.
+// n / divisor for n below 2^31 by one multiplication (Granlund and Montgomery 1994). A GPU has no division instruction:
+// this takes three instructions, where a division calls a routine.
 struct Divider {
   uint32_t magic, shift;
 

@@ -54,7 +54,7 @@ struct Destination {
   const NanwatchTarget* target;
 };
 
-// Whether elements have to be known by their positions in C order; `wished`: unless another order is faster.
+// The need for positions in C order. `wished`: unless another order is faster.
 enum class Positions { none, needed, wished };
 
 // The way in which a tensor is read.
@@ -76,7 +76,7 @@ struct Plan {
   }
 
  private:
-  // Whether memory has the order of C, but for what stride 0 repeats.
+  // Returns whether memory has C order, apart from dimensions of stride 0.
   static bool ascends(const NanwatchTensor& tensor) {
     int64_t stride = 0;
     for (int64_t d = tensor.dims - 1; d >= 0; --d) {
@@ -200,7 +200,8 @@ int reduce(const NanwatchTensor* tensors, int64_t count, const Destination& to, 
   return together.flush();
 }
 
-// Whether the recorder's kernels can walk the tensor, so that nothing is enqueued where one of several cannot be.
+// Returns whether the recorder's kernels can walk the tensor. If they cannot walk
+// one of several, nothing is enqueued.
 bool can_observe(const NanwatchTensor& tensor) {
   if (tensor.dims <= kObserveDims) return true;
   if (tensor.dims > kNanwatchMaxDims) return false;

@@ -1,11 +1,11 @@
 // Rows for the recorder, made in the launch that reads a tensor: the range, and where a report needs more than that,
 // the health and whether this is an additive mask. Device code, for range_cuda.cu alone.
 //
-// Which tensors those are nobody knows before they are read, and the blocks of a launch do not wait for each other. So
-// each block decides by its own share, which it reads again while it is in the L2 cache: if it is not finite, or may be
-// part of a mask. What no block could decide alone is left to the last block of the tensor. That is slow, one
-// multiprocessor for a whole tensor, and rare: the zeros and subnormals of finite shares in a tensor that is not finite
-// elsewhere, and the first bad element where C order is not the order of memory.
+// Nobody knows these tensors before they are read, and the blocks of a launch do not wait for each other. So each block
+// decides by its own share. It reads the share again, from the L2 cache, if it is non-finite or may be part of a mask.
+// The last block of the tensor decides what no block can decide alone. That is slow, one multiprocessor for a whole
+// tensor, and rare: the zeros and subnormals of finite shares in a tensor that is non-finite elsewhere, and the first
+// bad element where C order is not the order of memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -204,8 +204,9 @@ __device__ void read_in_order(const AnyBatch& batch, int tensor, Format format, 
   __syncthreads();
 }
 
-// Whether each row has a zero, or softmax would make nan of it. A thread looks where masks have one, first: the ends
-// and the diagonal (causal, sliding, packed, padded on either side). The rows where that fails are read by their warp.
+// Returns whether each row has a zero; softmax makes nan of a row without one. A thread first looks where masks have
+// one: the ends and the diagonal (causal, sliding, packed, padded on either side). Their warp reads the rows where that
+// fails.
 template <class AnyBatch>
 __device__ bool has_zero_in_each_row(const AnyBatch& batch, int tensor, Format format) {
   __shared__ int found_none;
@@ -246,7 +247,7 @@ __device__ bool has_zero_in_each_row(const AnyBatch& batch, int tensor, Format f
   return found_none == 0;
 }
 
-// Whether there is nothing but zeros and -inf, or zeros and the lowest number.
+// Returns whether there is nothing but zeros and -inf, or zeros and the lowest number.
 template <class AnyBatch>
 __device__ bool may_be_mask(const AnyBatch& batch, int tensor, const Sighting& all) {
   const DeviceHealth& health = all.loud;
@@ -254,8 +255,8 @@ __device__ bool may_be_mask(const AnyBatch& batch, int tensor, const Sighting& a
   return masked != 0 && health.num_zero != 0 && Bits(batch.total(tensor)) == health.num_zero + masked;
 }
 
-// All threads of a block, with what it found in `total`, in shared memory: adds it; the last block of the tensor sees
-// to what is left and tells the host.
+// Called by all threads of a block, with its findings in `total`, in shared memory. Adds them. The last block of the
+// tensor does the rest and reports to the host.
 template <class AnyBatch>
 __device__ void deliver(const AnyBatch& batch, const Share& share, Format format, Sighting* total) {
   __shared__ bool is_last, all_finite;

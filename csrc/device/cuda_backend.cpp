@@ -81,8 +81,8 @@ int allocate(int device, size_t bytes, void** memory, void** address) {
 
 int observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, int device, void* stream) {
   return on_device(device, [&]() -> int {
-    // In a graph the workspace is the graph's own. Else none is made for the call: torch's dispatcher would be asked,
-    // where a mode of the user's may stand.
+    // In a graph the workspace is the graph's own. Otherwise none is made for the call: that would go through torch's
+    // dispatcher, where a mode of the user may be active.
     const bool in_graph = target->step != nullptr;
     const LaunchContext place(torch_device(device),
                               in_graph ? LaunchContext::Workspace::kept_or_own : LaunchContext::Workspace::kept);

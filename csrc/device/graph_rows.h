@@ -1,9 +1,9 @@
-// The rows of a batch that was captured into a CUDA graph. Nothing is computed while a graph is captured: what the
-// calls leave then are frames without rows, and kernels in the graph that write the rows in each replay.
+// The rows of a batch that was captured into a CUDA graph. A capture computes nothing: the calls leave frames without
+// rows, and kernels in the graph that write the rows in each replay.
 //
-// A replay is no call of anybody's here. So a kernel at the begin of the batch counts the replays, in host memory that
-// both sides reach, each row has a place for each of the latest kReplays of them, stamped with its number, and a kernel
-// at the end says how far they are. The host finds them when it polls.
+// A replay calls nothing here. So a kernel at the start of the batch counts the replays, in host memory that both sides
+// reach. Each row has a place for each of the latest kReplays of them, stamped with the replay's number. A kernel at
+// the end says which replay is complete. The host finds the rows when it polls.
 #pragma once
 
 #include <memory>

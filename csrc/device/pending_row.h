@@ -1,5 +1,5 @@
-// A row that a device was asked for, and that is not here yet: from the walk over a call's tensors until the row is
-// in memory of the host.
+// A row that a device was asked for and has not delivered yet: from the walk over a call's tensors until the row is in
+// host memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -2,9 +2,8 @@
 // them. One for the process, as such memory is never given back; used under the interpreter lock.
 //
 // A kernel writes its row straight into host memory, as range_sync.cpp's does. A copy from device memory would be one
-// more operation, and after an error of the device (an assertion, an address that is none) there would be nothing to
-// copy: device memory is gone then, and with it the frames that led to the error. What was written before the error
-// is in host memory.
+// more operation, and after an error of the device (an assertion, a bad address) there would be nothing to copy: device
+// memory is lost then, and with it the frames that led to the error. Rows written before the error are in host memory.
 #pragma once
 
 #include <deque>

@@ -117,8 +117,8 @@ class LeafHook final : public GradientHook {
   std::vector<std::pair<Part, Labels::Id>> places_;
 };
 
-// The hook that PyTorch has of a leaf, once and for good: the engine goes through a leaf's hooks without any lock, so
-// that none may be added or taken away while another thread runs a backward. What the logs want is kept in here.
+// The one hook that PyTorch has at a leaf, for good: the engine iterates over a leaf's hooks without a lock, so none
+// may be added or removed while another thread runs a backward. The hooks of the logs are kept in here.
 class LeafHooks final : public torch::autograd::FunctionPreHook {
  public:
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
@@ -164,7 +164,7 @@ inline LeafHooks* find_hooks(const at::Tensor& leaf) {
   return nullptr;
 }
 
-// A Python hook that is registered on a leaf for the first time throws all others out, so this looks each time.
+// The first Python hook that is registered on a leaf removes all others, so this checks each time.
 inline std::shared_ptr<LeafHook> leaf_hook(const at::Tensor& leaf, const std::shared_ptr<GradientLog>& log) {
   LeafHooks* own = find_hooks(leaf);
   if (own == nullptr) {

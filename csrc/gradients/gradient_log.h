@@ -1,10 +1,10 @@
-// The gradients of what watched modules are given, give and own, as a backward makes them.
+// Gradients of the inputs, outputs and weights of watched modules, as a backward makes them.
 //
 // A recorded call whose outputs have a graph leaves a hook at the node behind each of its tensors. The hooks live in
-// the graph and die with it; they hold no tensor, and they hand on what they are given. At a leaf, which outlives
-// graphs, there is one hook for all calls. A gradient of plain memory is read without the interpreter lock; one on a
-// device is sent to be read, in stream order, and nobody waits. What came in one backward becomes frames when that
-// backward is over and its rows have come; see GradientRecorder.
+// the graph and die with it; they hold no tensor, and pass gradients on unchanged. At a leaf, which outlives graphs,
+// there is one hook for all calls. A gradient of plain memory is read without the interpreter lock; one on a device is
+// sent to be read, in stream order, and nobody waits. The gradients of one backward become frames when it is over and
+// its rows have come; see GradientRecorder.
 #pragma once
 
 #include <torch/csrc/autograd/function_hook.h>
@@ -74,7 +74,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
 
   const bool measures_time;
   const std::shared_ptr<const Subscriptions> subscriptions;
-  // Whether finite gradients may have a non-finite sum in some leaf, and how often somebody has read that.
+  // True if finite gradients may have a non-finite sum in some leaf. Next: how often somebody has read that.
   std::atomic<bool> sums_may_overflow{false};
   std::atomic<int64_t> sums_looked_at{0};
   std::mutex mutex;

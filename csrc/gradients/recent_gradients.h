@@ -1,5 +1,5 @@
-// The latest gradients of one backward, for those that come once more: the backward of a sum hands the one tensor that
-// it was given to all that was added up, as to the output of a block and to that of its shortcut.
+// The latest gradients of one backward, to recognise one that comes again: the backward of a sum passes the same tensor
+// to all its terms, such as the output of a block and that of its shortcut.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -18,7 +18,7 @@ inline const c10::DispatchKeySet kPlainKeys({c10::DispatchKey::CPU, c10::Dispatc
                                              c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
 
 // Fills `view` for a plain strided CPU tensor; false for all else, which goes through the dispatcher. Active dispatch
-// modes do not matter: looking at a tensor is no part of the program that they watch or rewrite.
+// modes do not matter: reading a tensor is no part of the program that they observe.
 inline bool plain_view(const at::Tensor& x, View* view) {
   if (!x.defined() || (x.key_set().raw_repr() & ~kPlainKeys.raw_repr()) != 0) return false;
   const std::optional<Format> format = format_of(x.scalar_type());

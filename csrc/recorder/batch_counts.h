@@ -1,4 +1,4 @@
-// How many frames each of the latest batches has had, also those that the ring holds no more. More than one batch is
+// Number of frames of each of the latest batches, including those that the ring has dropped. More than one batch is
 // under way where several threads call the model.
 #pragma once
 

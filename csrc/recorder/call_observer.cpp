@@ -17,8 +17,8 @@ bool is_scalar(PyObject* value) {
          PyBytes_Check(value);
 }
 
-// By its class alone: asking the object for its `__class__` may run code of the user's, and what that says is no reason
-// to take the object's memory for a tensor's.
+// By its class alone: asking the object for its `__class__` may run user code, and its answer does not make the
+// object's memory a tensor's.
 bool is_tensor(PyObject* object) {
   return THPVariable_CheckExact(object) ||
          PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));

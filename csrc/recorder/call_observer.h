@@ -110,9 +110,9 @@ class CallObserver {
   CallObserver(const CallObserver&) = delete;
   CallObserver& operator=(const CallObserver&) = delete;
 
-  // Makes the places of what a module owns before its first call. Made in a forward, the small blocks would lie between
-  // its activations for good, and what the allocator cannot join there is missing later: 6 % more at the peak of a
-  // training of GPT-2.
+  // Makes room for a module's weights and buffers before its first call. Small blocks that are made in a forward lie
+  // between its activations for good and keep the allocator from joining them: 6 % more at the peak of a training of
+  // GPT-2.
   void prepare(Node& node, PyObject* module);
 
   // Appends the rows of a call to `frame`. False with a Python exception set only for what must end the call, such as

@@ -53,8 +53,8 @@ std::shared_ptr<PyObject> shared(py::object object) {
 
 }  // namespace
 
-// Threads that ended in the middle of a batch, as after an exception in compiled code, whose end nothing tells. A
-// thread ends without the interpreter lock, so whoever comes next ends the batch.
+// Threads that ended in the middle of a batch, as after an exception in compiled code, which reports no end. A thread
+// ends without the interpreter lock, so the next poll or call ends the batch.
 struct CallRecorder::Unended {
   std::mutex mutex;
   std::list<Thread> threads;

@@ -1,5 +1,5 @@
-// A frame as the hot path leaves it: rows of plain numbers. Names become strings and rows become Python objects only
-// for those who ask.
+// A frame as the hot path leaves it: rows of plain numbers. Names become strings and rows become Python objects only on
+// request.
 #pragma once
 
 #include <Python.h>

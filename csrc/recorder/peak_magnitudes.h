@@ -1,5 +1,5 @@
-// The largest magnitude of each weight, buffer and output in a batch: what forecasts are made of, without a Python
-// object for any of them.
+// The largest magnitude of each weight, buffer and output in a batch, for forecasts. Makes no Python object for any of
+// them.
 #pragma once
 
 #include <Python.h>

@@ -6,8 +6,8 @@
 //
 // - Weights live long: a weak pointer to the storage and a reference to the version counter, a few bytes each.
 // - Activations come and go by the hundred, and a few bytes kept of each would lie between the blocks that the
-//   allocator wants to join: 200 activations of 1 MiB then took 100 MiB more. So of these nothing is kept but a Python
-//   weak reference, which lies in Python's own arenas, and only until the batch ends.
+//   allocator wants to join: 200 activations of 1 MiB then took 100 MiB more. So the cache keeps only a Python weak
+//   reference of these, which lies in Python's own arenas, and only until the batch ends.
 #pragma once
 
 #include <ATen/core/Tensor.h>

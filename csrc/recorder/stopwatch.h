@@ -1,4 +1,4 @@
-// The time spent somewhere, for those who ask what is spent here.
+// Time spent in a scope, measured only on request.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// Which events somebody wants a recorder to report.
+// Subscriptions to the events that a recorder reports.
 #pragma once
 
 #include <array>

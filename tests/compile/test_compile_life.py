@@ -1,4 +1,4 @@
-"""What comes before what: watching, compiling, stopping, pausing; and what else a compiled program does meanwhile."""
+"""Every order of watching, compiling, stopping and pausing; and other things a compiled program does meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.toys import Scale, mlp, names
 
 
 class Model(nn.Module):
-    """Of a class of its own: the interpreter makes its call, and only what is inside is compiled."""
+    """Model in a class of its own: the interpreter makes its call, and only the inside is compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_compile_in_place_after_the_watch() -> None:
 
 
 def test_a_watch_after_a_graph_that_was_made_while_models_are_looked_for() -> None:
-    """What `nanwatch run` does until it has found the model is no reason to miss a later watch in compiled code."""
+    """The search of `nanwatch run` for the model does not hide a later watch in compiled code."""
     model, x = Model(), torch.randn(2, 3)
     call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
     watch(Scale()).stop()
@@ -232,7 +232,7 @@ def test_a_traced_batch_is_printed_as_in_the_interpreter(capsys: pytest.CaptureF
     assert printed[0] == printed[1] != ""
 
 
-# What else goes on
+# The rest of the program
 
 
 def test_what_the_model_does_not_use_is_not_guarded_on() -> None:

@@ -8,22 +8,27 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch._inductor import config
 
 from nanwatch.instrumentation.compile import dynamo
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.api import Watch, watch
-from support.paths import ROOT, SCRIPTS
+from nanwatch.session.api import Watch
+from nanwatch.session.api import watch
+from support.paths import ROOT
+from support.paths import SCRIPTS
 from support.processes import environment
-from support.stand_in_device import StandIn, stand_in
+from support.stand_in_device import StandIn
+from support.stand_in_device import stand_in
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder is never captured")
 INF = float("inf")
@@ -41,7 +46,7 @@ class Times(nn.Module):
 
 
 class Trees:
-    """What Inductor's CUDA graph trees do with a graph: run it, then capture it and replay that, then replay it.
+    """Stand-in for Inductor's CUDA graph trees, which run a graph, then capture it and replay that, then replay it.
 
     Operators on the host are run by themselves each time. The device reads memory, so every value of the capture keeps
     its place, and a replay computes into it.
@@ -75,7 +80,7 @@ class Trees:
 
     @staticmethod
     def is_ours(node: Any) -> bool:
-        """Whether the node is an operator of nanwatch."""
+        """Return whether the node is an operator of nanwatch."""
         return str(node.target).startswith("nanwatch.")
 
     @staticmethod
@@ -91,7 +96,7 @@ class Trees:
         return self.filled(self.graph.output_node(), values)[0]
 
     def replay(self) -> Any:
-        """What the captured kernels compute, where they computed it."""
+        """Compute again, in the same memory, the results of the captured kernels."""
         for node in self.graph.nodes:
             if node.op == "call_function" and not self.is_ours(node):
                 self.memory[node].copy_(node.target(*self.filled(node, self.memory)))
@@ -99,7 +104,7 @@ class Trees:
 
 
 def is_static(x: Tensor) -> bool:
-    """Whether Dynamo says that it stays where it is."""
+    """Return whether Dynamo marks it as static."""
     return getattr(x, "_dynamo_static_input_type", None) is not None
 
 
@@ -130,7 +135,7 @@ class Compiled:
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a GPU, with mode="reduce-overhead"."""
+    """Patch torch so that graphs are captured as on a GPU with mode="reduce-overhead"."""
     torch._dynamo.reset()
     monkeypatch.setattr(dynamo, "DEVICE_TYPE", "cpu")
     monkeypatch.setattr(dynamo, "_setting", lambda *_: True)  # which is Inductor's
@@ -145,7 +150,7 @@ def outputs(w: Watch) -> list[tuple[int, str, Any]]:
 
 
 def frames_of(batch: int, value: float) -> list[tuple[int, str, Any]]:
-    """Those of a batch, by hand."""
+    """Return the expected frames of a batch."""
     return [(batch, "0", 2 * value), (batch, "1", 6 * value), (batch, "", 6 * value)]
 
 
@@ -168,7 +173,7 @@ def test_each_replay_has_its_frames(check: Any) -> None:
 
 @pytest.mark.usefixtures("captures")
 def test_in_the_capture_nothing_waits_and_no_row_is_the_hosts_choice() -> None:
-    """What is captured are the reads of the calls and two counts; the stand-in refuses anything else."""
+    """The capture holds the reads of the calls and two counts; the stand-in refuses anything else."""
     with stand_in() as device:
         compiled = Compiled(device, check="async")
         compiled.call(1.0)
@@ -271,7 +276,7 @@ def test_what_torch_compile_was_told_decides(
     monkeypatch.setattr("nanwatch.instrumentation.compile.dynamo._captured_on", captured_on)
     torch._dynamo.reset()
     model = nn.Sequential(Times(2.0))
-    # What is set for all is none of the business of another backend.
+    # Settings that are made for all backends must not reach another backend.
     everywhere = {"triton.cudagraphs": "backend" in told}
     with watch(model) as w, torch.no_grad(), config.patch(everywhere):
         torch.compile(model, **told)(torch.ones(4))

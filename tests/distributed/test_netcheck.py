@@ -153,7 +153,7 @@ def test_a_rank_killed_in_the_middle_is_named_by_the_others(ranks, victim):
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_when_the_time_is_over(ranks):
-    """It is there and does not answer: the summary says which rank said nothing."""
+    """A stopped rank does not answer, and the summary says which rank said nothing."""
     for rank in range(2):
         ranks.start(rank, 2, "--rounds", "100000", "--timeout", "6", "--json")
     time.sleep(0.5)
@@ -240,7 +240,7 @@ with clock.step("links"):
 @pytest.mark.slow
 @pytest.mark.parametrize(("error", "follows"), [("LinkError", False), ("StepError", True)])
 def test_a_link_that_is_broken_is_no_consequence_of_earlier_news(error, follows):
-    """Of two ranks that cannot reach each other both are broken, whichever was first to tell."""
+    """If two ranks cannot reach each other, both are broken, whichever reported it first."""
     script = _NEWS.format(error=error)
     done = subprocess.run(
         [sys.executable, "-c", script], env=rank_environment(), capture_output=True, text=True, timeout=50

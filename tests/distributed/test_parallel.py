@@ -37,7 +37,7 @@ OTHERS = {
 
 
 def run_job(folder: Path, size: int) -> list[dict[str, Any]]:
-    """What each rank of one job saw in all scenarios."""
+    """Return the results of each rank of one job in all scenarios."""
     command = [str(_JOB), str(folder / f"store-{size}"), *TRAINED[size], *OTHERS[size]]
     seen = []
     for rank, done in enumerate(run_ranks(size, command, _SECONDS)):
@@ -135,7 +135,7 @@ def test_frames_say_which_shard_was_read(
 
 
 def places_in_the_mesh(size: int, name: str, rank: int) -> list[str]:
-    """What init_device_mesh makes of a rank, row by row."""
+    """Return the place of a rank in the mesh, as init_device_mesh arranges ranks row by row."""
     if name in ("ddp", "fsdp1"):  # both have no mesh of their own
         return []
     if name in ("both", "hybrid"):

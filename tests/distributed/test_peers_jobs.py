@@ -88,7 +88,7 @@ def launch(
 def run(
     scenarios: list[dict[str, Any]], world_size: int, folder: Path, *options: str
 ) -> list[dict[str, Any]]:
-    """What the ranks print, under torchrun."""
+    """Run the ranks under torchrun and return the text they print."""
     done = launch(scenarios, world_size, folder, *(options or ("--master_port", str(free_port()))))
     told = told_by(done)
     assert told, done.stderr[-3000:]
@@ -186,7 +186,7 @@ def test_a_backward_that_overflows_on_one_rank_is_that_ranks(world_size, way, co
 
 @pytest.mark.parametrize("second", ["healthy", "data"])
 def test_the_second_attempt_of_an_elastic_job_has_its_own_verdict(second, tmp_path):
-    """It trains on to its end, or fails somewhere else and says so: nothing is left of the first one's failure.
+    """The second attempt trains to its end, or fails elsewhere and says so: nothing is left of the first one's failure.
 
     Both write into one folder, and a merge tells them apart.
     """
@@ -248,7 +248,7 @@ def test_launchers_that_count_restarts_for_themselves_have_one_verdict(tmp_path)
 
 @pytest.mark.parametrize("dies", ["told", "settling"])
 def test_a_launcher_that_finds_a_rank_killed_ends_in_time(dies, tmp_path):
-    """It ends the others at once: what they have said and written by then is right, and every file is whole.
+    """The launcher ends the other ranks at once: all that they have printed and written by then is right and whole.
 
     `launch` waits for the ends of all processes, 90 s at most.
     """
@@ -264,7 +264,7 @@ def test_a_launcher_that_finds_a_rank_killed_ends_in_time(dies, tmp_path):
 
 
 def test_a_rank_that_goes_on_holds_the_others_until_the_groups_timeout(tmp_path):
-    """It has caught its error and keeps its wrapper: gloo gives up after the seconds of init_process_group."""
+    """A rank that catches its error keeps its wrapper, and gloo gives up after the seconds of init_process_group."""
     played = scenario("ddp", "module", 1, timeout=6, keeps=10)
     told = run([played], 2, tmp_path)
     check(played, told, 2, tmp_path / "0")

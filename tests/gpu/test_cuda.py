@@ -1,4 +1,4 @@
-"""What only a GPU can show about the CUDA kernels, and what the compiled CUDA part does where there is none."""
+"""Facts about the CUDA kernels that only a GPU can show, and the answers of the compiled CUDA part without one."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
@@ -188,7 +189,7 @@ finally:
 
 @pytest.mark.parametrize("check", ["batch", "async"])
 def test_after_a_device_assertion_the_frames_are_there(check: str) -> None:
-    """What was written before the error can be read after it, though no device memory can."""
+    """Rows written before the error can be read after it, though no device memory can."""
     done = subprocess.run(
         [sys.executable, "-c", ASSERTION.format(check=check)],
         capture_output=True,

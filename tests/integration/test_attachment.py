@@ -103,7 +103,7 @@ def test_a_watched_lstm_is_loaded_with_weights_only() -> None:
 
 
 def test_a_copy_of_the_dict_is_no_watched_module() -> None:
-    """As DataParallel makes replicas: the copy's calls are its own, and recorded nowhere."""
+    """A copy of the dict, as DataParallel makes for replicas, makes calls of its own that nobody records."""
     model = mlp()
     replica = nn.Sequential.__new__(nn.Sequential)
     with watch(model) as w:
@@ -112,7 +112,7 @@ def test_a_copy_of_the_dict_is_no_watched_module() -> None:
     assert [name for _, name in names(w)] == ["0", "1", "2"]  # shared children, each called from outside
 
 
-# What modules are asked
+# Attributes of modules
 
 
 ASKED: list[str] = []
@@ -169,7 +169,7 @@ def test_modules_are_asked_for_their_identity_only(options: dict[str, Any]) -> N
     assert w.batch == 1
 
 
-# What reads modules
+# Tools that read modules
 
 
 class Net(nn.Module):

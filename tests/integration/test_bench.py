@@ -148,7 +148,7 @@ def test_a_read_is_judged_from_64_kib_up_and_by_threads(targets: ModuleType, rea
 
 
 def test_the_fastest_read_is_kept_by_time_and_in_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the plain reads the faster, as the floor the fastest of all; times and ratios are those of the same read."""
+    """The faster plain read counts, and as floor the fastest of all; times and ratios are those of the same read."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from bench_range import keep_fastest_reads
 

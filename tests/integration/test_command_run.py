@@ -295,7 +295,7 @@ def test_what_matches_nothing_ends_the_run_at_the_first_call(tmp_path, capsys, o
     out, err = capsys.readouterr()
     assert out == "begins\n"
     assert expected in err
-    # Of --model the classes of all living models, here those of other tests too, of which eight are shown.
+    # --model lists the classes of all living models, of other tests too, and shows eight of them.
     assert ("the models are" if "--model" in options else "Sequential") in err
     assert "finite" not in err
     assert err.count("nanwatch run:") == 1
@@ -360,7 +360,7 @@ net[0].register_forward_hook(check)
 
 @pytest.mark.parametrize(("value", "status"), [("3e38", 3), ("1", 1)])
 def test_a_check_of_the_scripts_own(tmp_path, capsys, value, status):
-    """It raises before nanwatch has a frame: status 3, one report. Another error in a call: no word of finite."""
+    """A check of the script that raises first gives status 3 and one report. Another error says nothing of finite."""
     body = f"{OWN_CHECK}net(x)\nnet[0].weight.data.fill_({value})\nnet(x)\nnet(x[:, :1])\n"
     report_file = tmp_path / "report.json"
     assert in_process(tmp_path, body, "--json", str(report_file)) == status

@@ -52,7 +52,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("argument", "buffered", "expected"),
-    # What argparse itself cannot print without a buffer it passes over, and ends well.
+    # argparse ignores text that it cannot print because there is no buffer, and ends well.
     [
         ("--json", True, CUT),
         pytest.param("--json", False, CUT, marks=pytest.mark.slow),
@@ -138,7 +138,7 @@ def test_the_usage_names_the_program(name: str, capsys: pytest.CaptureFixture[st
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """That of the package."""
+    """The version is that of the package."""
     with pytest.raises(SystemExit) as left:
         main(["--version"])
     assert left.value.code == 0

@@ -25,7 +25,7 @@ def watched(name: str) -> tuple[nn.Module, Watch]:
 
 
 def gained(w: Watch, before: dict[str, int]) -> dict[str, int]:
-    """What was added to each counter since."""
+    """Return the increase of each counter since then."""
     return {key: count - before[key] for key, count in w.counters.items()}
 
 
@@ -40,7 +40,7 @@ def bytes_of(tensors: list[Tensor]) -> int:
 
 
 def passing(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Of one forward: the distinct tensors that go in and out of modules, and those that the model returns.
+    """Return the distinct tensors that go in and out of modules in one forward, and those that the model returns.
 
     Held until the end, so that no address comes twice. The same part of the same storage at the same version is the
     same tensor, whatever its shape.
@@ -51,7 +51,7 @@ def passing(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Tensor], lis
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         returned[:] = [x for _, x in leaves(output, "output") if isinstance(x, Tensor)]
         given = [x for _, x in call_leaves(args, kwargs) if isinstance(x, Tensor)]
-        # What the model itself returns is read in any case.
+        # Results of the model itself are read in any case, so they are returned apart.
         for x in given if module is model else given + returned:
             layout = () if x.is_contiguous() else (x.shape, x.stride())
             key = (x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.numel(), layout, x._version)

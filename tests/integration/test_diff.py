@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Sequence
-from math import inf, nan
+from collections.abc import Callable
+from collections.abc import Sequence
+from math import inf
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,19 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.report.record import FrameRows, Row
+from nanwatch.report.record import FrameRows
+from nanwatch.report.record import Row
 from nanwatch.session.api import watch
 from nanwatch.trace import trace
 from nanwatch.trace.comparison import diff
 from nanwatch.trace.difference import Difference
 from nanwatch.trace.trace_file import Trace
-from support.architectures import built, inputs_of
-from support.html_page import HOSTILE, Page
-from support.toys import Scale, mlp
+from support.architectures import built
+from support.architectures import inputs_of
+from support.html_page import HOSTILE
+from support.html_page import Page
+from support.toys import Scale
+from support.toys import mlp
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -258,7 +264,7 @@ def test_two_batches_of_one_trace(tmp_path: Path) -> None:
     assert found.a.endswith("run.parquet batch 1")
 
 
-# What is apart
+# Records that differ
 
 
 @pytest.mark.parametrize(
@@ -343,7 +349,7 @@ def test_calls_of_threads_that_stand_in_turns_are_sorted(tmp_path: Path) -> None
     assert (found.first.batch, found.first.module) == (1, "y")
 
 
-# What cannot be compared
+# Traces that cannot be compared
 
 
 def test_bad_use_is_named(tmp_path: Path) -> None:

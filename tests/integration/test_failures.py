@@ -11,7 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +20,10 @@ from nanwatch.numerics import _extension
 from nanwatch.report.finding import Finding
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
-from support.failures import CASES, Case, Setup, table
+from support.failures import CASES
+from support.failures import Case
+from support.failures import Setup
+from support.failures import table
 from support.overflows import is_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:(var|std)\\(\\):UserWarning")
@@ -32,7 +36,7 @@ FORMAT = [case for case in CASES if case.format_cause]
 needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
 
 
-# What plain torch sees
+# Seen by plain torch
 
 
 def tensors_of(value: Any, label: str) -> Iterator[tuple[str, Tensor]]:
@@ -48,7 +52,7 @@ def tensors_of(value: Any, label: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def kinds(value: Any) -> set[str]:
-    """Which of nan and inf are in tensors and numbers, at any depth."""
+    """Return which of nan and inf are in tensors and numbers, at any depth."""
     found = set()
     for x in torch.utils._pytree.tree_leaves(value):
         if isinstance(x, float) or (isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())):
@@ -129,7 +133,7 @@ class _Operations(TorchDispatchMode):
 
 @cache
 def plain(name: str) -> Plain:
-    """What plain torch sees of the case."""
+    """Return the facts about the case that plain torch shows."""
     return Plain(NAMES[name].build(), NAMES[name])
 
 
@@ -162,7 +166,7 @@ def test_float32_cures_what_has_a_format_for_its_cause(case: Case) -> None:
     assert (Plain(case.build().in_float32(), case).seen is None) == case.format_cause
 
 
-# What nanwatch says
+# Reported by nanwatch
 
 
 def test_there_are_cases_enough() -> None:
@@ -202,7 +206,7 @@ def the_finding(case: Case) -> Finding:
 
 
 def test_operations_and_lines() -> None:
-    """Of 30 findings at least 28 name the operation and the line, or none where the call made nothing bad."""
+    """At least 28 of 30 findings name the operation and the line, or none where the call made nothing bad."""
     wrong = []
     for case in CASES:
         finding = the_finding(case)
@@ -244,7 +248,7 @@ def test_a_format_cause_has_a_cure_that_works(case: Case) -> None:
             assert is_finite(setup.model, setup.args, setup.kwargs, setup.autocast, cure.what), cure.what
 
 
-# What docs/failures.md says of failures that stay silent or look otherwise
+# Failures that docs/failures.md calls silent, or that look otherwise
 
 
 class SquareNorm(nn.Module):

@@ -81,7 +81,7 @@ def expected(model: Net, x: Tensor) -> tuple[Counter[Seen], Counter[Seen]]:
         behind = ancestors([one for label, one in found if label.startswith("output")])
         for label, one in found:
             if one.requires_grad and (gradient := by_id[id(one)]) is not None:
-                # What the outputs were not made from may have its gradient, from elsewhere, before the call is reached.
+                # A tensor that no output was made from may have a gradient from elsewhere, before the call is reached.
                 is_loose = label.startswith("input") and edge(one) not in behind
                 (loose if is_loose else rows).append(row(name, label, gradient))
     called = {id(module) for _, module, _ in calls}
@@ -117,7 +117,7 @@ def own_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Para
 
 
 def row(name: str, label: str, gradient: Tensor | None) -> Seen:
-    """What a record should hold."""
+    """Return the expected content of a record."""
     assert gradient is not None
     magnitude = gradient.detach().abs()
     return name, f"{label}.grad", tuple(gradient.shape), magnitude.min().item(), magnitude.max().item()

@@ -222,7 +222,7 @@ def test_checkpointed_blocks_with_frozen_parts(recorder: str, which: str, reentr
             freeze(model)
             for block in model.blocks:
                 block.up = Adapted(block.up)
-        # What a reentrant checkpoint needs, and PEFT does.
+        # A reentrant checkpoint needs this, and PEFT does it.
         model.embed.register_forward_hook(lambda module, args, output: output.requires_grad_())
         return model
 

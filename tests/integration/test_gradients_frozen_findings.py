@@ -32,7 +32,7 @@ class Half(nn.Module):
 
 
 def half(choose: Callable[[Half], list[nn.Module]], factor: float) -> nn.Module:
-    """Such a network, of which these parts are frozen, with so large weights in one layer."""
+    """Return a network with these parts frozen, and large weights in one layer."""
     torch.manual_seed(0)
     model = Half()
     freeze(*choose(model))

@@ -210,7 +210,7 @@ def test_several_backwards_of_a_graph(seed: int) -> None:
 
 
 def several(model: nn.Module, x: Tensor, take: Callable[[bool], list[Seen]]) -> list[list[Seen]]:
-    """What came in each of four backwards of one forward."""
+    """Return the gradients that came in each of four backwards of one forward."""
     loss = model(x).square().sum()
     loss.backward(retain_graph=True)
     found = [take(False)]

@@ -48,7 +48,7 @@ class Several(nn.Module):
 
 
 class Behind(nn.Module):
-    """Such a module between two layers, of whose results only some go on."""
+    """Module between two layers, of whose results only some go on."""
 
     def __init__(self, how: str, *used: Any) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def test_find_unused_parameters_of_distributed_data_parallel(recorder: str, case
 
 
 def weights(backwards: list[list[Seen]]) -> list[list[tuple[Any, ...]]]:
-    """Of each backward the rows of weights, sorted by module."""
+    """Return for each backward the rows of weights, sorted by module."""
     return [
         sorted(
             (name, *row)

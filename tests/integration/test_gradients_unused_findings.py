@@ -130,7 +130,7 @@ def scaled(model: nn.Module, used: int) -> None:
 @pytest.mark.parametrize("used", [0, 1])
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_an_overflow_is_found_and_named(recorder: str, used: int) -> None:
-    """It is of the branch that is used, though the other has the larger weights, or the smaller ones."""
+    """The finding is in the branch that is used, whether the other has the larger weights or the smaller ones."""
     torch.manual_seed(0)
     plain, ours = Narrow(used), Narrow(used)
     ours.load_state_dict(plain.state_dict())

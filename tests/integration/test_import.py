@@ -1,4 +1,4 @@
-"""What `import nanwatch` brings with it."""
+"""The modules that `import nanwatch` imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUMERICS = {f"nanwatch.numerics.{name}" for name in ("_extension", "_fingerprint
 MODULES = {"nanwatch", "nanwatch._C", "nanwatch._version", "nanwatch.numerics", *NUMERICS}
 
 
-# What takes long to import, or what only a part of nanwatch needs.
+# Modules that are slow to import, or that only a part of nanwatch needs.
 OTHERS = {
     *("transformers", "lightning", "pytorch_lightning", "accelerate", "tensorboard", "wandb", "safetensors"),
     *("rich", "pyarrow", "pandas", "polars", "plotly", "jinja2", "pytest", "hypothesis", "pybind11"),

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
@@ -16,10 +17,14 @@ from nanwatch.numerics.formats import limits
 from nanwatch.recording import frame_ring
 from nanwatch.recording.events import PeakName
 from nanwatch.recording.frame_ring import PeakMagnitudes
-from nanwatch.report.record import MASK, Frame, FrameRows, Row
+from nanwatch.report.record import MASK
+from nanwatch.report.record import Frame
+from nanwatch.report.record import FrameRows
+from nanwatch.report.record import Row
 from nanwatch.session.api import watch
 from nanwatch.session.watch import Watch
-from support.architectures import built, inputs_of
+from support.architectures import built
+from support.architectures import inputs_of
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 
@@ -51,7 +56,7 @@ def of_frames(frames: tuple[Frame, ...], batch: int) -> dict[PeakName, float]:
     found: dict[PeakName, float] = {}
     for frame in frames:
         for r in frame.records:
-            # Of what has a format, was made or is held here, and is neither a fault nor a mask.
+            # Counts tensors that have a format, were made or are held here, and are neither a failure nor a mask.
             if frame.batch != batch or frame.recomputed or limits(r.dtype) is None or r.role == "input":
                 continue
             if r.isfinite and r.abs_max and r.note != MASK:
@@ -62,7 +67,7 @@ def of_frames(frames: tuple[Frame, ...], batch: int) -> dict[PeakName, float]:
 
 @pytest.mark.parametrize("name", ["gpt2", "mt5", "resnet", "vit"])
 def test_they_are_those_of_the_frames(name: str) -> None:
-    """Of real architectures, batch after batch, in training and not."""
+    """The largest magnitudes equal those of the frames, in real architectures, batch after batch, training or not."""
     model = built(name).eval()
     with watched(model) as w, torch.no_grad():
         taker = Taker(w)

@@ -1,4 +1,4 @@
-"""What watching takes of memory: nothing of torch's, and of its own a few megabytes that do not grow."""
+"""The memory that watching takes: nothing from torch's allocator, and a few megabytes of its own that do not grow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOM = 16 * 1024  # for copies of the state of the random numbers, 5,056 bytes e
 def peak_of(
     make: Callable[[], tuple[nn.Module, dict[str, Any]]], watched: bool, **options: Any
 ) -> tuple[int, int]:
-    """Of two training steps after a first one that made the optimizer's state."""
+    """Return the peak of two training steps, after a first one that made the optimizer's state."""
     torch.manual_seed(0)
     model, inputs = make()
     model.train()
@@ -109,7 +109,7 @@ print(before, resident_peak())
     sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="needs the allocator of glibc"
 )
 def test_the_peak_of_the_process_grows_by_less_than_a_hundredth() -> None:
-    """Of what four steps of a GPT-2 of four layers take: resident size, with each large block mapped by itself.
+    """Four steps of a four-layer GPT-2: resident size, with each large block mapped by itself.
 
     Where glibc's heap holds them too, peaks of one and the same program differ by 4 % from run to run.
     """

@@ -110,7 +110,7 @@ def test_an_exception_raised_once_more_tells_of_this_batch_alone() -> None:
 
 
 def test_a_recomputation_takes_nothing_from_another_threads_batch() -> None:
-    """It has the number of the latest batch, here of one under way, whose own failure is told all the same."""
+    """A recomputation has the number of the latest batch, here one under way, whose own failure is still reported."""
     inside, goes_on = threading.Event(), threading.Event()
 
     class Model(nn.Module):

@@ -150,7 +150,7 @@ def test_a_command_shows_its_steps_and_leaves_nothing(
     for step in COMMANDS[arguments]:
         assert step in shown
     assert screen.is_whole
-    # What the user's module printed while it was imported is the user's, and stays.
+    # Output that the user's module printed while it was imported is the user's, and stays.
     assert screen.text == ("from the user's own code" if "replay" in arguments else "")
     capfdbinary.readouterr()
     assert command.main(arguments.split()) == status
@@ -306,7 +306,7 @@ def test_without_stderr_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> Non
 @example(what="a\x1b[2J\u202eb\nc\td\udc80", done=3, total=7, width=80)
 @example(what="reading", done=1_000_000, total=None, width=9)
 def test_it_is_one_line_of_plain_text(what: str, done: int, total: int | None, width: int) -> None:
-    """Whatever is told and however narrow the terminal: nothing that moves the cursor or starts another line."""
+    """With any text and any width of the terminal, nothing moves the cursor or starts another line."""
     from rich.cells import cell_len
     from rich.console import Console
 
@@ -322,7 +322,7 @@ def test_it_is_one_line_of_plain_text(what: str, done: int, total: int | None, w
         assert f"{done:,} of {total:,} rows" in text
 
 
-# What the work tells.
+# Progress that the work reports.
 
 
 def collected() -> tuple[Told, progress.Tell]:

@@ -1,4 +1,4 @@
-"""What a real model meets: each situation does what a user would expect, and none crashes."""
+"""Situations that a real model meets: in each nanwatch does what a user would expect, and none crashes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch import Tensor
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrize
 
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
-from support.architectures import built, inputs_of
-from support.toys import Scale, fault_of, in_threads, mlp, names
+from support.architectures import built
+from support.architectures import inputs_of
+from support.toys import Scale
+from support.toys import fault_of
+from support.toys import in_threads
+from support.toys import mlp
+from support.toys import names
 
 INF = float("inf")
 
@@ -80,7 +87,7 @@ def test_gradient_checkpointing_of_a_real_model() -> None:
 
 
 def test_a_fault_in_a_recomputed_forward_is_told() -> None:
-    """What only the recomputation makes infinite is found, in the batch of its forward."""
+    """An infinity that only the recomputation makes is found, in the batch of its forward."""
     scale = Scale()
     model = nn.Sequential(scale, nn.Linear(2, 2))
 

@@ -136,7 +136,7 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> int:
 def test_a_truncated_trace_is_refused(
     name: str, whole: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wherever it ends, as after a full disk."""
+    """A trace that ends anywhere, as after a full disk, is refused."""
     path = tmp_path / "cut.parquet"
     for length in [*range(12), *range(12, len(whole), 211), *range(len(whole) - 12, len(whole))]:
         path.write_bytes(whole[:length])

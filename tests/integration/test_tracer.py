@@ -15,19 +15,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
 from nanwatch.report.record import Frame
-from nanwatch.report.report import BatchLimitError, NonFiniteError
+from nanwatch.report.report import BatchLimitError
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
 from nanwatch.session.options import Check
 from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
-from support.architectures import built, inputs_of
+from support.architectures import built
+from support.architectures import inputs_of
 from support.stand_in_device import stand_in
-from support.toys import Scale, mlp
+from support.toys import Scale
+from support.toys import mlp
 
 pytest.importorskip("pyarrow")
 
@@ -49,7 +53,7 @@ def traced(path: Path) -> list[Frame]:
 
 
 def with_records(frames: tuple[Frame, ...]) -> list[Frame]:
-    """As a trace has them: without the frames that show no value."""
+    """Return the frames that a trace has: those that show a value."""
     return [frame for frame in frames if frame.records]
 
 
@@ -214,7 +218,7 @@ def test_frames_of_several_threads_all_arrive(
 
 
 def test_counts_that_were_asked_for_are_in_the_trace(tmp_path: Path, recorder: str) -> None:
-    """Of every row of every batch; without being asked for only of what is not finite."""
+    """With `counts=True` every row of every batch has counts; without it only non-finite rows have them."""
     model = mlp()
     for counts in (True, False):
         with watch(model, trace=tmp_path / f"{counts}.parquet", counts=counts, max_frames=100) as w:

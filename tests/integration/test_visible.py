@@ -14,26 +14,36 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import debug_utils as oracle
 
 import nanwatch
 from nanwatch import __main__ as command
-from nanwatch.capsule.files import CapsuleError, blaming
+from nanwatch.capsule.files import CapsuleError
+from nanwatch.capsule.files import blaming
 from nanwatch.distributed.merge import Digest
 from nanwatch.distributed.merge_pages import merged_text
 from nanwatch.integrations import debug
-from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
+from nanwatch.monitoring.monitor import BatchLog
+from nanwatch.monitoring.monitor import nonfinite_entry
 from nanwatch.netcheck.command import say
 from nanwatch.report import text
 from nanwatch.report.finding import Cure
-from nanwatch.report.rank_observation import Origin, RankObservation
-from nanwatch.report.record import Frame, FrameRows, Record, Row
-from nanwatch.report.report import NonFiniteError, Report
+from nanwatch.report.rank_observation import Origin
+from nanwatch.report.rank_observation import RankObservation
+from nanwatch.report.record import Frame
+from nanwatch.report.record import FrameRows
+from nanwatch.report.record import Record
+from nanwatch.report.record import Row
+from nanwatch.report.report import NonFiniteError
+from nanwatch.report.report import Report
 from nanwatch.trace.trace import TraceError
-from nanwatch.util.visible import close_names, spell, visible
+from nanwatch.util.visible import close_names
+from nanwatch.util.visible import spell
+from nanwatch.util.visible import visible
 from support.html_page import Page
 from support.merges import merged_of
 from support.sightings import finding
@@ -178,7 +188,7 @@ def test_a_rank_that_names_itself_forges_no_line(name: str) -> None:
 
 @given(NASTY)
 def test_an_error_quotes_a_strangers_file_safely(name: str) -> None:
-    """Of a report and of a capsule, to whoever calls from Python."""
+    """An error about a report or a capsule is safe to print when Python code raised it."""
     document = json.loads(named("x").to_json())
     document["finding"]["spreads"] = [
         {"label": name, "dtype": name, "first": 0, "counts": [1]}
@@ -277,7 +287,7 @@ def test_a_command_shows_a_strangers_report_safely(
 
 @pytest.mark.parametrize("name", [one for one in HOSTILE if one not in ("\x00", "\ud800")], ids=repr)
 def test_a_command_names_a_file_safely(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is not there, by a name that would forge a line."""
+    """The error about a missing file is safe although the name would forge a line."""
     for arguments in (
         ("show",),
         ("merge",),

@@ -73,7 +73,7 @@ _shapes = st.recursive(
 
 @given(shape=_shapes, around=_flags)
 def test_names_are_those_without_wrappers(shape: Any, around: list[str]) -> None:
-    """Of any tree with wrappers anywhere: the plain tree's names, none given twice, each leading to its module."""
+    """For any tree with wrappers anywhere: the plain tree's names, none given twice, each leading to its module."""
     plain = plain_tree(shape)
     expected = {module: name for name, module in plain.named_modules()}
     model = wrap_tree(plain, shape)
@@ -146,7 +146,7 @@ def test_patterns_with_and_without_the_prefix(options: dict[str, Any], expected:
 
 
 def test_a_pattern_is_shortened_only_where_it_has_to_be() -> None:
-    """What matches as it is, or matches in neither form, stays as it is."""
+    """A pattern that matches as it is, or matches in neither form, stays as it is."""
     assert for_names("module.a", ["module.a", "a"]) == "module.a"
     assert for_names("module.a", ["a"]) == "a"
     assert for_names("module.b", ["a"]) == "module.b"
@@ -175,7 +175,7 @@ def test_a_shared_module_is_found_under_each_of_its_names() -> None:
 
 
 def test_data_parallel_over_several_devices_is_recorded() -> None:
-    """It calls copies of the model that nobody sees, so its own call is a frame."""
+    """DataParallel calls copies of the model that nobody sees, so its own call is a frame."""
     model = nn.DataParallel(mlp())
     assert not is_recorded(model)
     model.device_ids = [0, 1]
@@ -213,7 +213,7 @@ def test_training_under_data_parallel_is_bit_equal(when: str, gradients: bool) -
 
 
 def test_parameters_and_optimizer_state_have_the_users_names() -> None:
-    """As in the plain model, tied parameters once."""
+    """The names are those of the plain model, with tied parameters once."""
     plain = mlp()
     expected = {id(x): name for name, x in plain.named_parameters()}
     model = nn.DataParallel(nn.Sequential(*map(checkpoint_wrapper, plain)))

@@ -1,4 +1,4 @@
-"""What the compiled CUDA part does where there is no GPU."""
+"""Answers of the compiled CUDA part where there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nvcc makes of the kernels: the width of the loads, how many are on the way, the packed minima, no spills.
+"""The machine code of the kernels: the width of the loads, how many are in flight, the packed minima, no spills.
 
 Counts do not depend on a machine, so they can be held where there is no GPU. They need nvcc and a disassembler
 (`pip install nvidia-cuda-nvdisasm`, or the toolkit's own).

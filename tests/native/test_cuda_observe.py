@@ -78,7 +78,7 @@ def value_of_low(low: str, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("rows", [1, 17, 1000])
 @pytest.mark.parametrize("low", ["-inf", "lowest"])
 def test_a_mask_has_a_zero_in_each_row(host: Host, dtype: torch.dtype, rows: int, low: str) -> None:
-    """Wherever it is; a row without one makes it no mask, as does a third value."""
+    """The zero may be anywhere in the row. A row without one makes it no mask, and so does a third value."""
     lowest = value_of_low(low, dtype)
     mask = torch.full((rows, 33), lowest, dtype=torch.float64).to(dtype)
     mask.view(torch.uint8).view(rows, -1)[:, -2 * dtype.itemsize : -dtype.itemsize] = 0  # neither end

@@ -62,7 +62,7 @@ print(resident_peak() // 1024)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="measures in the units of Linux")
 def test_what_is_remembered_does_not_fragment_the_heap() -> None:
-    """Of 200 activations of 1 MiB that come and go, the peak of memory grows by less than 30 MiB, in four runs."""
+    """While 200 activations of 1 MiB come and go, the peak of memory grows by less than 30 MiB, in four runs."""
 
     def peak(case: str) -> int:
         command = [sys.executable, "-c", PEAK, case]

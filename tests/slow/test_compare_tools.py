@@ -13,7 +13,7 @@ from support.processes import environment
 
 
 def test_what_each_tool_says(tmp_path):
-    """Those that look at the forward stop in the first bad step, anomaly mode not before; nanwatch names the module."""
+    """Tools that read the forward stop in the first bad step, anomaly mode not before. nanwatch names the module."""
     pytest.importorskip("lightning")
     pytest.importorskip("transformers")
     script = [sys.executable, str(ROOT / "examples" / "compare_tools.py"), "--quick"]

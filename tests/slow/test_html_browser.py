@@ -5,9 +5,11 @@ from __future__ import annotations
 import http.server
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
-from math import inf, nan
+from math import inf
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,17 @@ import pytest
 
 from nanwatch.report.finding import find
 from nanwatch.report.histogram import StoredHistogram
-from nanwatch.report.record import Frame, Record
+from nanwatch.report.record import Frame
+from nanwatch.report.record import Record
 from nanwatch.report.report import Report
 from support import chromium
-from support.chromium import Browser, Tab, overlaps
-from support.html_page import HOSTILE, growing, many, record
+from support.chromium import Browser
+from support.chromium import Tab
+from support.chromium import overlaps
+from support.html_page import HOSTILE
+from support.html_page import growing
+from support.html_page import many
+from support.html_page import record
 
 pytestmark = [
     pytest.mark.skipif(chromium.PATH is None, reason="needs Chromium: apt-get install chromium"),
@@ -162,7 +170,7 @@ def test_legend_buttons_and_headline_have_room(show: Open, width: int) -> None:
 
 
 def test_no_button_of_the_chart_leads_outside(show: Open) -> None:
-    """Of plotly's buttons those that move the view or save a picture are there, and no link."""
+    """plotly's buttons that move the view or save a picture are there, and no link."""
     tab = show(growing().to_html())
     tab.drawn()
     names = tab.ask(

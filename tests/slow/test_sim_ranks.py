@@ -30,7 +30,7 @@ def test_every_writer_names_the_true_origin(tmp_path: Path, monkeypatch: pytest.
         assert one["connections"] == 2 * 24  # its own and that of its verdict
         assert one["messages"] == sum(one["by_call"].values())
         assert one["bytes_sent"] > 10 * one["messages"]
-        # What a sighting needs, apart from the questions whether there is news: of one or of all.
+        # Requests that a sighting needs, for one rank or all, not counting the questions whether there is news.
         failed = 24 if name == "all fail at once" else 1
         assert one["by_call"]["compare_set"] >= failed
         assert one["by_call"]["set"] == failed + 1  # and the one that says that all are there

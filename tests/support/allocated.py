@@ -1,4 +1,4 @@
-"""What torch's allocator of the CPU hands out, every allocation counted: operators' own working memory too."""
+"""Counter of all that torch's CPU allocator hands out, operators' own working memory included."""
 
 from __future__ import annotations
 

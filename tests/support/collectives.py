@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Counted:
-    """What was sent: by the backend's own count of collectives, and by the profiler, which sees what is behind it.
+    """Traffic of a block: the backend's own count of collectives, and the profiler, which sees what is behind it.
 
     The sequence number of a gloo group goes up with each collective, whoever issues it, also the reducer in C++. The
     profiler names them, and the sends and receives between two ranks.

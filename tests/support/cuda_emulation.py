@@ -84,7 +84,7 @@ def digest(*texts: str) -> str:
 
 
 def version(compiler: str) -> str:
-    """What it says of itself."""
+    """Return the version that it reports."""
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
 
 

@@ -1,4 +1,4 @@
-"""The oracle for a training that overflows: plain torch hooks that stop at the first output that is not finite."""
+"""Oracle for a training that overflows: plain torch hooks that stop at the first non-finite output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stopped_at(train: Callable[[], Any], handles: Iterable[RemovableHandle]) -> 
 
 
 def first_fault(model: nn.Module, train: Callable[[], Any]) -> str:
-    """The module of `model` whose output is the first in `train()` that is not finite, the weights still being so."""
+    """Return the name of the module with the first non-finite output in `train()`. All weights are finite then."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         leaves = [

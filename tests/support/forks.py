@@ -43,7 +43,7 @@ def batch() -> Tensor:
 
 
 def ranges(w: Watch) -> dict[str, tuple[float | None, float | None]]:
-    """What the backward frames say of the gradient of each module's output."""
+    """Return the ranges that the backward frames have of the gradient of each module's output."""
     return {
         frame.name: (record.abs_min, record.abs_max)
         for frame in w.frames
@@ -59,7 +59,7 @@ def range_of(x: Tensor) -> tuple[float, float]:
 
 
 def gained(w: Watch, step: Callable[[], Any]) -> dict[str, int]:
-    """What the counters gain in it."""
+    """Return the increase of the counters in `step`."""
     before = w.counters
     step()
     return {name: count - before.get(name, 0) for name, count in w.counters.items()}

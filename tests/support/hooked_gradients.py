@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
+from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from nanwatch.report.record import Frame
 from nanwatch.session.watch import Watch
@@ -70,9 +75,7 @@ class HookedGradients:
             module.register_forward_hook(self._ends, with_kwargs=True)
 
     def take(self, *, again: bool = False) -> list[Seen]:
-        """What a backward has brought, in the order in which its calls were done. `again`: it was not the last of its
-        forward.
-        """
+        """Return the gradients of one backward, in the order of completed calls. `again`: its forward may have more."""
         arrivals, self._arrivals = self._arrivals, []
         if not again:
             self._users = {}
@@ -161,7 +164,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def largest_of_weights(w: Watch) -> set[tuple[str, float | None]]:
-    """Of each weight that has a gradient in the latest batch its name and the gradient's largest magnitude."""
+    """Return name and largest gradient magnitude of each weight that has a gradient in the latest batch."""
     return {
         (f"{frame.name}.{r.label}".removesuffix(".grad"), r.abs_max)
         for frame in w.frames

@@ -7,12 +7,15 @@ import gzip
 import json
 import re
 from html.parser import HTMLParser
-from math import inf, isnan, nan
+from math import inf
+from math import isnan
+from math import nan
 from typing import Any
 
 from nanwatch.numerics.formats import TensorHealth
 from nanwatch.report.finding import find
-from nanwatch.report.record import Frame, Record
+from nanwatch.report.record import Frame
+from nanwatch.report.record import Record
 from nanwatch.report.report import Report
 
 VOID = {"meta", "link", "input", "br"}
@@ -78,7 +81,7 @@ class Page(HTMLParser):
 
     @property
     def data(self) -> Any:
-        """What the page's script draws from."""
+        """Return the data from which the page's script draws."""
         return json.loads(self.scripts["data"])
 
     @property

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from math import inf, nan
+from math import inf
+from math import nan
 from pathlib import Path
 
 from hypothesis import strategies as st
 
-from nanwatch.distributed.merge import Digest, Merged, Place
+from nanwatch.distributed.merge import Digest
+from nanwatch.distributed.merge import Merged
+from nanwatch.distributed.merge import Place
 from nanwatch.distributed.merge_pages import document
-from nanwatch.report.record import Frame, Record
+from nanwatch.report.record import Frame
+from nanwatch.report.record import Record
 from nanwatch.report.report import Report
 from nanwatch.util.job import Attempt
 from support.sightings import finding
@@ -34,7 +38,7 @@ ATTEMPTS = st.builds(
 
 @st.composite
 def digests(draw: st.DrawFn, most: int = 9) -> list[Digest]:
-    """Of some ranks, each with or without a finding."""
+    """Draw digests of some ranks, each with or without a finding."""
     ranks = draw(st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=most).map(sorted))
     found = []
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""What a range and a health must be, by arithmetic from the definition of each number format.
+"""Expected ranges and healths, by arithmetic from the definition of each number format.
 
 Nothing here asks torch to convert a number: bit patterns are taken apart in numpy and put together as float64.
 """

@@ -143,7 +143,7 @@ def failed(
 
 
 def is_finite(model: nn.Module, args: Any, kwargs: Any, autocast: torch.dtype | None, what: str) -> bool:
-    """Whether all of the forward is finite with the cure that `what` names, applied to a copy of the model."""
+    """Return whether all of the forward is finite with the cure that `what` names, applied to a copy of the model."""
     model = copy.deepcopy(model)
     if "bfloat16" in what:
         autocast = torch.bfloat16 if "torch.autocast(" in what else autocast

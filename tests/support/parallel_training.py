@@ -66,7 +66,7 @@ def train(model: nn.Module, step: Callable[[int], object], watch: nanwatch.Watch
 
 
 def difference(plain: Trained, watched: Trained) -> dict[str, Any]:
-    """What is not as it was unwatched, and what the watch has seen."""
+    """Return the differences to the unwatched training, and facts from the watch."""
     watch = watched.watch
     assert watch is not None
     report = watch.report()

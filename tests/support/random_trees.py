@@ -41,7 +41,7 @@ class Plain:
 
 @dataclass
 class Answer(ModelOutput):
-    """What models of transformers return; a field that is None is left out."""
+    """Output class as models of transformers have it; a field that is None is left out."""
 
     loss: Any = None
     logits: Any = None

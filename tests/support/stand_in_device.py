@@ -109,7 +109,7 @@ def tensor_at(described: DescribedTensor) -> Tensor:
 
 
 def values_of(x: Tensor) -> tuple[list[float], bool]:
-    """What the device writes of a tensor, and whether it had to look closer."""
+    """Return the row that the device writes of a tensor, and whether it had to read it more closely."""
     values = [*_reference.health(x).tolist(), float(is_mask_like(x))]
     if values[2] != 0 and not values[11]:
         return [*values[:3], *[float("nan")] * 9], False
@@ -129,7 +129,7 @@ def is_mask_like(x: Tensor) -> bool:
 
 
 def write_row(address: int, stamp: int, values: list[float], examined: bool) -> None:
-    """What the device does last."""
+    """Write the row, the last thing a device does."""
     row = Row.from_address(address)
     row.values[:] = values
     row.examined = float(examined)
@@ -181,7 +181,7 @@ class StandIn:
         self._texts: dict[int, Any] = {}
         self._lock = threading.RLock()
 
-    # What a test does
+    # Called by tests
 
     def run(self, count: int | None = None) -> None:
         """Run so many of the queued operations, oldest first; all of them unless told."""
@@ -200,7 +200,7 @@ class StandIn:
         """From here on every call fails, and what is queued is never done."""
         self.broken = True
 
-    # What the recorder calls
+    # Called by the recorder
 
     def _device_of(self, address: int) -> int:
         assert _extension.C is not None
@@ -276,7 +276,7 @@ class StandIn:
     def _wait(self, event: int) -> int:
         self.waits += 1
         with self._lock:
-            # What the device does meanwhile: its stream, up to the event.
+            # Work of the device meanwhile: its stream, up to the event.
             while event not in self._done and not self.broken:
                 position = next(i for i, (one, _) in enumerate(self._queue) if one == self._where[event])
                 self._queue.pop(position)[1]()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-# What decides how rich takes a terminal; a test starts from a plain one.
+# Variables by which rich judges a terminal; a test starts from a plain one.
 VARIABLES = ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 COLUMNS = 80
 _TOKEN = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])|([\r\n])|([^\x00-\x1f\x7f]+)|(.)", re.DOTALL)
@@ -25,7 +25,7 @@ _TOKEN = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])|([\r\n])|([^\x00-\x1f\x7f]+
 
 @dataclass
 class Screen:
-    """What a terminal shows after some bytes. What it does not know is an error and not passed over.
+    """Screen of a terminal after some bytes. An unknown escape sequence is an error.
 
     A line that is wider than the terminal is one line here, so it must not be erased.
 
@@ -54,7 +54,7 @@ class Screen:
         return screen
 
     def control(self, what: str) -> None:
-        """What follows `ESC [`."""
+        """Do the control sequence that follows `ESC [`."""
         if what in ("?25l", "?25h"):
             self.is_cursor_visible = what == "?25h"
         elif what == "2K":
@@ -89,7 +89,7 @@ class Screen:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the next thing to be written would stand at the start of an empty line, with a cursor."""
+        """Return whether the next thing to be written would stand at the start of an empty line, with a cursor."""
         return self.is_cursor_visible and self.column == 0 and not self.lines[self.row]
 
 
@@ -118,14 +118,14 @@ class Terminal:
             self.written += part
 
     def hang_up(self) -> None:
-        """As when its window is closed."""
+        """Hang up, as a terminal does when its window is closed."""
         self._gone.set()
         self._thread.join()
         os.close(self._master)
         self._master = -1
 
     def close(self) -> Screen:
-        """What it shows at the end."""
+        """Close it and return the screen at the end."""
         if not self.file.closed:
             self.file.close()
         self._thread.join(60)

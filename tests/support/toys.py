@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from nanwatch.report.record import Record
-from nanwatch.report.report import NonFiniteError, Report
-from nanwatch.session.api import Watch, watch
+from nanwatch.report.report import NonFiniteError
+from nanwatch.report.report import Report
+from nanwatch.session.api import Watch
+from nanwatch.session.api import watch
 
 
 class Scale(nn.Module):
@@ -52,7 +55,7 @@ def mlp() -> nn.Sequential:
 
 
 def breaks_its_log(target: Any, words: str) -> None:
-    """What is logged there fails: one warning in the first batch, none in the next, and the run goes on."""
+    """Make logging fail inside: one warning in the first batch, none in the next, and the run goes on."""
     model = mlp()
     with watch(model, log_to=target, log_every=1):
         with pytest.warns(RuntimeWarning, match=words):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from nanwatch.report.report import NonFiniteError
 
@@ -46,7 +47,7 @@ def copies(model: nn.Module) -> list[Tensor]:
 
 
 def are_unchanged(model: nn.Module, before: list[Tensor]) -> bool:
-    """Whether they are the same bits, nan included."""
+    """Return whether they are the same bits, nan included."""
     return all(
         torch.equal(x.view(torch.int32), y.view(torch.int32))
         for x, y in zip(before, model.parameters(), strict=True)
@@ -55,7 +56,7 @@ def are_unchanged(model: nn.Module, before: list[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def stopped(model: nn.Module) -> Iterator[pytest.ExceptionInfo[NonFiniteError]]:
-    """What is done inside is ended by a failure, and the weights are what they were."""
+    """Expect a failure inside that leaves the weights as they were."""
     before = copies(model)
     with pytest.raises(NonFiniteError) as error:
         yield error

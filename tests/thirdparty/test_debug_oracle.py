@@ -32,7 +32,7 @@ def _one_thread() -> Iterator[None]:
 def transcript(
     make: Callable[[nn.Module], Any], model: nn.Module, name: str, autocast: torch.dtype | None
 ) -> tuple[str, bool]:
-    """What three batches print while `make(model)` watches, and whether a ValueError ended them."""
+    """Return the text that three batches print while `make(model)` watches, and whether a ValueError ended them."""
     out = io.StringIO()
     before = {module: set(module._forward_hooks) for module in model.modules()}
     raised = False

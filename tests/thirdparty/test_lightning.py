@@ -165,7 +165,7 @@ def test_every_stage_is_watched(stage, tmp_path):
 
 
 def test_the_least_headroom_of_each_interval_is_logged(tmp_path):
-    """What the loggers get is what torch finds in all weights and outputs since the last time."""
+    """The loggers get the least headroom that torch finds in all weights and outputs since the last time."""
     least, logged, steps = inf, [], 0
     module = module_of(PACKAGES[0], 0.5)
 
@@ -196,7 +196,7 @@ def test_the_least_headroom_of_each_interval_is_logged(tmp_path):
 
 
 def test_bad_options_are_refused_at_once():
-    """What needs no model is checked when the callback is made."""
+    """Options that can be checked without a model are checked when the callback is made."""
     for options in ({"every": 0}, {"max_frame": 3}, {"headroom": 1}):
         with pytest.raises((TypeError, ValueError)):
             callback_of(**options)

@@ -122,7 +122,7 @@ def test_a_writer_that_the_user_closed_stays_closed(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a full disk makes it fail: TensorBoard's thread hands its error to the next call."""
+    """TensorBoard's thread hands its error to the next call, as with a full disk."""
     writer = SummaryWriter(str(tmp_path))
     monkeypatch.setattr(writer, "add_scalar", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     breaks_its_log(writer, "raised OSError: disk full")

@@ -96,7 +96,7 @@ def test_a_run_that_is_over_is_one_warning(run: Any) -> None:
 
 
 def test_the_module_without_a_run_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what to call first."""
+    """The warning says what to call first."""
     pytest.importorskip("wandb", reason="needs W&B: pip install wandb")
     import wandb
 

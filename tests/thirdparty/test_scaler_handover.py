@@ -47,7 +47,7 @@ def data() -> Tensor:
 
 
 class Run(NamedTuple):
-    """What a training left: the scale after each step, the weights, and the Watch, if any."""
+    """Results of a training: the scale after each step, the weights, and the Watch, if any."""
 
     scales: list[float]
     weights: dict[str, Tensor]
@@ -67,7 +67,7 @@ class Noting(torch.amp.GradScaler):
 
 
 def put_scaler(accelerator: Any, scaler: torch.amp.GradScaler) -> None:
-    """What Accelerator.__init__ does for "fp16" on an accelerator."""
+    """Set the scaler as Accelerator.__init__ does for "fp16" on an accelerator."""
     assert accelerator.mixed_precision == "fp16"
     assert accelerator.scaler is None
     accelerator.native_amp, accelerator.scaler = True, scaler
@@ -244,7 +244,7 @@ def test_too_many_skipped_steps_in_a_row_are_raised(
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("Accelerate")])
 def test_a_step_that_is_made_ends_the_row(way: str, tmp_path: Path) -> None:
-    """As many skips as there may be in a row, again and again, with steps between them, raise nothing."""
+    """Row after row of as many skips as are allowed, with steps between them, raises nothing."""
     model, scaler = Net(), Noting(2.0**18)
     plain_update = scaler.update
 

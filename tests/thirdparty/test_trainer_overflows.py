@@ -45,7 +45,7 @@ class Case(NamedTuple):
     scale: float = 1.0
 
     def loss(self, output: Tensor) -> Tensor:
-        """Of the distance to 3, its mean or that of its square."""
+        """Return the mean distance to 3, or the mean of its square."""
         distance = (output.float() - 3).abs()
         return (distance.square() if self.square else distance).mean()
 
@@ -184,7 +184,7 @@ def test_an_overflow_of_the_backward_is_found_and_named(train: Train, precision:
     assert finding is not None
     assert finding.module.removeprefix("net.") == expected.module
     assert (finding.phase, finding.origin) == ("backward", "produced")
-    # What addmm(bias, input, weight) has gradients of.
+    # The operands of addmm(bias, input, weight) that have gradients.
     assert finding.label in [("bias.grad", "input[0].grad", "weight.grad")[i] for i in expected.results]
     assert (finding.value, finding.batch) == ("inf", expected.batch)
     assert finding.operation == expected.operation

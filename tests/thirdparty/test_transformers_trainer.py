@@ -235,7 +235,7 @@ def test_the_least_headroom_of_each_interval_is_logged(accumulation, tmp_path):
 
 
 def test_headroom_reaches_callbacks_before_and_after(tmp_path):
-    """It is logged with `Trainer.log`, so reporters that came first get it; a failure of theirs is not hidden."""
+    """Headroom goes through `Trainer.log`, so reporters that came first get it. Their failures are not hidden."""
 
     class Reporter(transformers.TrainerCallback):
         def __init__(self) -> None:
@@ -264,7 +264,7 @@ def test_reports_stay_as_long_as_asked(tmp_path):
 
 
 def test_bad_options_are_refused_at_once():
-    """What needs no model is checked when the callback is made."""
+    """Options that can be checked without a model are checked when the callback is made."""
     for options in ({"every": 0}, {"on_nonfinite": "shout"}, {"max_frame": 3}, {"headroom": 1}):
         with pytest.raises((TypeError, ValueError)):
             NanWatchCallback(**options)
@@ -301,7 +301,7 @@ def test_patching_twice_and_undoing():
 
 
 def test_undoing_leaves_a_third_class_alone(monkeypatch):
-    """Who has replaced the class after nanwatch keeps what he put there."""
+    """A class that replaced nanwatch's stays."""
     third = type("Third", (), {})
     monkeypatch.setattr(trainer_module, "DebugUnderflowOverflow", THEIRS)
     nanwatch.patch_transformers()

@@ -52,6 +52,13 @@ class Capsule:
     Structure, what was left out a LeftOut. `state` has the weights and buffers of the module and its submodules by
     name, tied ones as one tensor, and `training` the flag of the module ("") and of each submodule where it differs.
     `rng` and `autocast` are as the call found them. `left_out` lists all that is missing.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> folder = nanwatch.write_capsule("call", torch.nn.Linear(2, 2), "decoder.head", [torch.ones(1, 2)])
+        >>> capsule = nanwatch.Capsule.open(folder)
+        >>> capsule.module, sorted(capsule.state), capsule.args
+        ('decoder.head', ['bias', 'weight'], (tensor([[1., 1.]]),))
     """
 
     folder: Path
@@ -105,16 +112,23 @@ def write_capsule(
         folder: the folder to make; when there is one of this name, a number is appended: `folder.2`.
         module: the module, with its weights, buffers and training flags as they are now.
         name: its qualified name in the watched model.
-        args, kwargs: what it was called with, as it is now: inputs that were changed in place are written changed.
-        finding: what was found wrong with the call.
+        args, kwargs: its arguments as they are now. Inputs that the call changed in place are written changed.
+        finding: the Finding of the call, if any.
         rank: of the process.
         rng, autocast: the random states and the autocast states as the call found them; None for those of now.
         max_bytes: the most that tensors may take. Beyond it weights and buffers are left out, the largest first, then
             inputs; the random states (5 kB, and 16 bytes for each GPU) come on top.
 
-    Waits for the tensors' devices and takes up to `max_bytes` of memory for what is not in the CPU's already. Raises
-    OSError when the folder cannot be written, ImportError where safetensors is not installed, ValueError when the
-    plain values among the arguments are 64 MiB of text.
+    Waits for the tensors' devices, and takes up to `max_bytes` of memory to copy tensors to the CPU. Raises OSError
+    when the folder cannot be written, ImportError where safetensors is not installed, ValueError when the plain values
+    among the arguments are 64 MiB of text.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> folder = nanwatch.write_capsule("call", layer, "decoder.head", [torch.ones(1, 2)])
+        >>> nanwatch.replay(folder, torch.nn.Linear(2, 2)).finding is None
+        True
     """
     call = _Call()
     state = call.keep_state(module)

@@ -205,7 +205,17 @@ MAX_DOCUMENT = 1 << 26
 
 
 class CapsuleError(ValueError):
-    """No whole capsule of a version that this nanwatch reads. The text names the file and the place in it."""
+    """The folder is no complete capsule of a known version. The text names the file and the place in it.
+
+    Examples:
+        >>> import nanwatch, os
+        >>> os.mkdir("call")
+        >>> try:
+        ...     nanwatch.Capsule.open("call")
+        ... except nanwatch.CapsuleError as error:
+        ...     print(str(error).split(";")[0])
+        call/capsule.json: No such file or directory
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(visible(message))  # it may quote a file from a stranger

@@ -93,7 +93,7 @@ class _PythonCallSlot:
         self._calls.pop(address, None)
 
 
-# Whether modules answer with bound methods of wrappers, in place of the wrappers.
+# True if modules answer with bound methods of wrappers in place of the wrappers.
 HOLDS_METHODS = _extension.C is None
 _CallSlot: Any = _PythonCallSlot if _extension.C is None else _extension.C.CallSlot
 

@@ -58,12 +58,29 @@ class DebugUnderflowOverflow:
     A drop-in for transformers.debug_utils.DebugUnderflowOverflow: same arguments, same stdout. docs/compatibility.md
     lists the intended differences. `nanwatch.watch` sees more of a call and returns its report as an object.
 
-    model: the module to watch, from now until `stop()`.
-    max_frames_to_save: how many frames to keep for the moment something is found; None keeps all.
-    trace_batch_nums: numbers of batches, from 0, to print whole and without detection.
-    abort_after_batch_num: raise a ValueError when the batch of this number is done.
+    Args:
+        model: the module to watch, from now until `stop()`.
+        max_frames_to_save: how many frames to keep until something is found; None keeps all.
+        trace_batch_nums: numbers of batches, from 0, to print whole and without detection.
+        abort_after_batch_num: raise a ValueError when the batch of this number is done.
 
     Raises TypeError or ValueError, naming the value, for any other argument.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.ReLU()
+        >>> debug = nanwatch.DebugUnderflowOverflow(model, max_frames_to_save=5)
+        >>> output = model(torch.tensor([-1.0, 2.0]))
+        >>> debug.trace_frames()  # debug.dump_saved_frames() adds a heading
+        <BLANKLINE>
+        <BLANKLINE>
+                          *** Starting batch number=0 ***
+        abs min  abs max  metadata
+                           ReLU
+        1.00e+00 2.00e+00 input[0]
+        0.00e+00 2.00e+00 output
+        >>> debug.reset_saved_frames()
+        >>> debug.stop()
     """
 
     def __init__(
@@ -189,6 +206,12 @@ def detect_overflow(var: Tensor, ctx: str) -> bool:
     """Return whether `var` holds a nan or an inf; prints `{ctx} has nans` and `{ctx} has infs` when it does.
 
     Raises TypeError for an object that is no tensor, and for a tensor that cannot be read.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> nanwatch.detect_overflow(torch.tensor([1.0, torch.nan]), "loss")
+        loss has nans
+        True
     """
     return not abs_range(var).isfinite and _print_kinds(var, ctx)
 
@@ -249,6 +272,11 @@ def patch_transformers() -> None:
 
     Prints the same text on stdout as transformers' class. Takes effect when `transformers.trainer` is imported, if it
     is not yet, and imports nothing itself. Does nothing the second time.
+
+    Examples:
+        >>> import nanwatch
+        >>> nanwatch.patch_transformers()  # TrainingArguments(debug="underflow_overflow") now means nanwatch
+        >>> nanwatch.unpatch_transformers()
     """
     global _waiting
     if _original is None and _waiting is None:
@@ -256,7 +284,13 @@ def patch_transformers() -> None:
 
 
 def unpatch_transformers() -> None:
-    """Give Trainer its own class back. Hooks on a model stay there. Does nothing the second time."""
+    """Give Trainer its own class back. Hooks on a model stay there. Does nothing the second time.
+
+    Examples:
+        >>> import nanwatch
+        >>> nanwatch.patch_transformers()
+        >>> nanwatch.unpatch_transformers()  # a second time does nothing
+    """
     global _original, _waiting
     if _waiting is not None:
         _waiting.cancel()

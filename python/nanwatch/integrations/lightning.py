@@ -38,10 +38,21 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
     no module call: each module that it calls, or `self(...)`, is a batch of its own. Values that it computes between
     them are read when a module gets them. NonFiniteError has a note with the step (from Python 3.11 on).
 
-    headroom: log "nanwatch/headroom_bits" to the Trainer's loggers every `log_every_n_steps` batches of training: the
-        least headroom in bits of a weight, buffer or output since the last time (-inf: not finite). `least` has the
-        module's name too. Each process logs its own. It takes about 2 µs per module call.
-    options: those of `nanwatch.watch`. Raises TypeError or ValueError as it does, at once where it needs no model.
+    Args:
+        headroom: log "nanwatch/headroom_bits" to the Trainer's loggers every `log_every_n_steps` training batches: the
+            least headroom in bits of a weight, buffer or output since the last time (-inf: not finite). `least` has the
+            module's name too. Each process logs its own. It takes about 2 µs per module call.
+        options: those of `nanwatch.watch`.
+
+    Raises TypeError or ValueError as `nanwatch.watch` does: at once for options that need no model, else when
+    the run begins.
+
+    Examples:
+        >>> from nanwatch.integrations.lightning import NanWatchCallback
+        >>> callback = NanWatchCallback(on_nonfinite="warn", gradients=True)
+        >>> callback.watch is None  # until Trainer(callbacks=[callback]) calls fit, validate, test or predict
+        True
+        >>> callback.stop()
     """
 
     def __init__(self, *, headroom: bool = True, **options: Any) -> None:

@@ -33,10 +33,21 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
     between, and ends with `train()`. Each forward is a batch, so a step with gradient accumulation has several. A
     failure ends `train()` with NonFiniteError. The model then stays watched until `stop()` or the next `train()`.
 
-    headroom: log "nanwatch/headroom_bits" with `Trainer.log` whenever Trainer logs: the least headroom in bits of a
-        weight, buffer or output since the last time (-inf: not finite), with the module's name as text in
-        "nanwatch/headroom_module". Each process logs its own. It takes about 2 µs per module call.
-    options: those of `nanwatch.watch`. Raises TypeError or ValueError as it does, at once where it needs no model.
+    Args:
+        headroom: log "nanwatch/headroom_bits" with `Trainer.log` whenever Trainer logs: the least headroom in bits of a
+            weight, buffer or output since the last time (-inf: not finite), with the module's name as text in
+            "nanwatch/headroom_module". Each process logs its own. It takes about 2 µs per module call.
+        options: those of `nanwatch.watch`.
+
+    Raises TypeError or ValueError as `nanwatch.watch` does: at once for options that need no model, else when
+    `train()` begins.
+
+    Examples:
+        >>> from nanwatch.integrations.transformers import NanWatchCallback
+        >>> callback = NanWatchCallback(on_nonfinite="warn", gradients=True)
+        >>> callback.watch is None  # until Trainer(callbacks=[callback]) calls train()
+        True
+        >>> callback.stop()
     """
 
     def __init__(self, *, headroom: bool = True, **options: Any) -> None:

@@ -30,7 +30,8 @@ BACKENDS = ("nccl", "gloo")
 _PATTERN = 0xA5
 # 2 MiB of int64: enough to be cut into the pieces that a backend sends over several channels.
 _ELEMENTS = 1 << 18
-# Netcheck's own clock ends a step first. NCCL's would end the process without a message of netcheck.
+# Added to NCCL's timeout, so that netcheck's own clock ends a step first: NCCL would end the process without a message
+# of netcheck.
 _NCCL_MARGIN = 120.0
 
 
@@ -126,11 +127,11 @@ class Transfer:
     seconds: float
 
     def algorithm_rate(self) -> float:
-        """Bytes per second that a rank gets reduced."""
+        """Return the bytes per second that a rank gets reduced."""
         return self.num_bytes / self.seconds
 
     def bus_rate(self, world_size: int) -> float:
-        """Bytes per second that each rank must have sent and received: 2 (n - 1) / n times the bytes, whatever n."""
+        """Return the bytes per second that each rank must have sent and received: 2 (n - 1) / n times the bytes."""
         return self.algorithm_rate() * 2 * (world_size - 1) / world_size
 
     def entry(self, world_size: int) -> dict[str, float]:

@@ -26,9 +26,16 @@ class _Counts(dict[int, int]):
 
 @dataclass(frozen=True)
 class ExponentHistogram:
-    """Elements by power of two, and those that have none. All numbers are counts of elements.
+    """Number of elements in each power of two, and of those without one: zeros, nans and infinities.
 
     Raises ValueError for an exponent that `dtype` does not have and for a negative count.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> first = nanwatch.exponent_histogram(torch.tensor([1.0, 2.0]))
+        >>> both = first + nanwatch.exponent_histogram(torch.tensor([3.0, torch.nan]))
+        >>> dict(both.counts), both.num_nan, both.numel
+        ({0: 1, 1: 2}, 1, 4)
     """
 
     dtype: torch.dtype
@@ -103,7 +110,14 @@ def exponent_histogram(x: Tensor) -> ExponentHistogram:
     and no nan. An empty tensor gives no counts, a DTensor those of its local shard, a quantized tensor those of its
     float32 values.
 
-    Raises TypeError for a complex tensor, whose parts are what a format holds, and as `abs_range` does.
+    Raises TypeError for a complex tensor (a format holds its parts: pass `torch.view_as_real(x)`), and where
+    `abs_range` does.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> histogram = nanwatch.exponent_histogram(torch.tensor([0.0, 1.0, -1.5, 6.0]))
+        >>> dict(histogram.counts), histogram.num_zero
+        ({0: 2, 2: 1}, 1)
     """
     _extension.explain_once()
     with only_our_dispatch():

@@ -25,7 +25,7 @@ from .formats import limits
 from .readable import dtype_name, is_plain, only_our_dispatch, readable, through_public, type_name
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
-"""What `narrowest` chooses from: by width, of one width the finer before the wider."""
+"""Formats that `narrowest` chooses from: the narrowest first, and of one width the more precise first."""
 
 # A format of scales: no zero, no sign and no fraction, so that no element of a tensor would come through a cast.
 _NO_TARGETS = ("float8_e8m0fnu",)
@@ -38,14 +38,20 @@ _MAX_MARGIN = 1000.0  # bits; 2^±1000 is still a normal float64
 class Fit:
     """Effect of a format on a tensor: its elements multiplied by `scale` and converted to `dtype`.
 
-    The counts, and the shares made of them, are of the elements that are finite and not zero. Of a tensor they are
-    exact; of a histogram alone they are the most that can be, and the `certain_` counts the least.
+    Counts and shares cover the elements that are finite and not zero. For a tensor they are exact. For a histogram they
+    are upper bounds, and the `certain_` counts are lower bounds.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> fit = nanwatch.would_fit(torch.tensor([1.0, 70000.0]), torch.float16)
+        >>> fit.fits, fit.num_overflow, fit.overflow
+        (False, 1, 0.5)
     """
 
     dtype: torch.dtype
     scale: float
     num_elements: int
-    """Finite and not zero: what the shares are shares of."""
+    """Elements that are finite and not zero. The shares refer to them."""
     num_overflow: int
     """Rounded beyond the largest finite number: inf, nan or saturated, as the format and the cast have it."""
     num_underflow: int
@@ -98,18 +104,26 @@ class Fit:
 
 
 def would_fit(x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale: float = 1.0) -> Fit:
-    """Count what would become of the elements of `x` in `(x * scale).to(dtype)`, without making it.
+    """Count the elements of `x` that would overflow, or become zero or subnormal, in `(x * scale).to(dtype)`.
 
     `x`: a tensor of any real dtype, shape and layout, in one pass over it and with one sync; or a histogram, for
     which the counts are bounds wherever an end of the format lies inside one of its powers of two. `dtype`: a
     floating-point format, or its name. `scale`: above zero.
 
-    The product is taken as exact and rounded once, to nearest and ties to even. torch rounds a product to its own
-    dtype, and a float64 to float32 on its way to a narrower format: an element within such a rounding of an end
-    (2^-24 of it, for float32) may be counted otherwise there.
+    The product is taken as exact and rounded once, to nearest, ties to even. torch may round twice: the product to its
+    own dtype, and a float64 to float32 on its way to a narrower format. So torch may treat an element within such a
+    rounding of an end (2^-24 of it, for float32) differently.
 
-    Raises TypeError for what has no values to read, for a complex tensor and for what is no floating-point format,
-    ValueError for a scale that is not above zero and finite.
+    Raises TypeError for a tensor without values to read, a complex tensor, and a `dtype` that is no floating-point
+    format; ValueError for a scale that is not above zero and finite.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> gradient = torch.tensor([1e-9, 1e-3, 1.0, 0.0])
+        >>> print(nanwatch.would_fit(gradient, torch.float16))
+        float16: 0.000% overflow, 33.333% become zero, 0.000% become subnormal
+        >>> nanwatch.would_fit(gradient, "float16", scale=2.0**15).fits
+        True
     """
     target = _target(dtype)
     if not isfinite(scale) or scale <= 0:
@@ -140,12 +154,19 @@ def narrowest(
     """Return the name of the first of `formats` that holds the values; None when none does, or when one is nan or inf.
 
     `values`: a histogram, or `(abs_min, abs_max)` of a tensor as a record has them; an `abs_min` of 0.0 says nothing
-    about the other elements, and then the upper end alone decides. A format holds them when none would overflow at
-    2^margin_bits times its size, and none become zero at 2^-margin_bits of it: the room is for the batches to come.
-    Of a histogram the share `lost` may become zero, and where it leaves a count open the larger one decides. Without
-    `subnormals` what becomes subnormal, and so keeps fewer bits than the format has, counts as what becomes zero.
+    about the other elements, and then the upper end alone decides. A format holds them when no value overflows at
+    2^margin_bits times its size and none becomes zero at 2^-margin_bits of it. The margin is for the batches to come.
+    The share `lost` of a histogram may become zero; where the histogram leaves a count open, the larger one decides.
+    Without `subnormals`, elements that become subnormal, and so keep fewer bits, count as zero.
 
-    Raises ValueError for ends that are none, a margin outside 0 to 1000, a share outside 0 to 1, an unknown format.
+    Raises ValueError for an invalid pair, a margin outside 0 to 1000, a share outside 0 to 1, an unknown format.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> nanwatch.narrowest((1e-3, 1e3))
+        'float8_e5m2'
+        >>> nanwatch.narrowest(nanwatch.exponent_histogram(torch.tensor([1e-3, 1e6])))
+        'bfloat16'
     """
     check_margin(margin_bits)
     if not 0 <= lost <= 1:

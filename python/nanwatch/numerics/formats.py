@@ -49,7 +49,14 @@ def floor_log2(value: float) -> int:
 
 
 class AbsRange(NamedTuple):
-    """The ends of |x| over a tensor, and whether every element is finite."""
+    """Smallest and largest |x| of a tensor, and whether every element is finite.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> low, high, is_finite = nanwatch.abs_range(torch.tensor([2.0, torch.nan]))
+        >>> low, high, is_finite
+        (nan, nan, False)
+    """
 
     abs_min: float
     abs_max: float
@@ -57,7 +64,14 @@ class AbsRange(NamedTuple):
 
 
 class TensorHealth(NamedTuple):
-    """The range of a tensor and what is in it; counts are elements."""
+    """Range of a tensor, and the number of its elements of each kind.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> health = nanwatch.tensor_health(torch.tensor([0.0, 1e-40, torch.inf, 3.0]))
+        >>> health.numel, health.num_zero, health.num_subnormal, health.num_posinf, health.num_nan
+        (4, 1, 1, 1, 0)
+    """
 
     abs_min: float
     abs_max: float

@@ -28,6 +28,11 @@ def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
     """Return the `abs_range` of each tensor, in their order: one launch per device and one sync per device.
 
     An empty iterable gives `[]`. Raises TypeError, naming the position, as `abs_range` does.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> nanwatch.abs_ranges([torch.ones(3), torch.tensor([0.0, -torch.inf])])
+        [AbsRange(abs_min=1.0, abs_max=1.0, isfinite=True), AbsRange(abs_min=0.0, abs_max=inf, isfinite=False)]
     """
     _extension.explain_once()
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
@@ -75,16 +80,26 @@ if TYPE_CHECKING or _extension.C is None:
 
         Raises TypeError when `x` is not a tensor or has no values to read (meta, FakeTensor, inside functorch
         transforms, freed storage, packed dtypes).
+
+        Examples:
+            >>> import nanwatch, torch
+            >>> nanwatch.abs_range(torch.tensor([-3.0, 0.5]))
+            AbsRange(abs_min=0.5, abs_max=3.0, isfinite=True)
         """
         _extension.explain_once()
         return _abs_range(x)
 
     def tensor_health(x: Tensor) -> TensorHealth:
-        """Return the range of `x`, its ends over the finite elements, its counts and the index of the first bad
-        element.
+        """Return range, counts and the index of the first non-finite element of `x`, in one pass and with one sync.
 
-        One pass and one sync. A complex element is finite when its parts are; the rest is judged by its modulus, an
+        A complex element is finite when its parts are; the rest is judged by its modulus, an
         infinite one counts in `num_posinf`. Raises TypeError as `abs_range` does.
+
+        Examples:
+            >>> import nanwatch, torch
+            >>> health = nanwatch.tensor_health(torch.tensor([[0.0, 1e-40], [torch.inf, 3.0]]))
+            >>> health.abs_max, health.finite_abs_max, health.first_nonfinite
+            (inf, 3.0, (1, 0))
         """
         _extension.explain_once()
         return _tensor_health(x)
@@ -157,20 +172,21 @@ def fingerprint(x: Tensor) -> int:
     """Return a 64-bit hash of the elements of `x` in C order, with its dtype and shape: from 0 to 2**64 - 1.
 
     Two tensors of the same dtype, shape and bits have the same fingerprint, on any device, with any strides and any
-    number of threads, now and in later versions. Tensors that differ have different ones but for one chance in 2**64.
-    -0.0 and 0.0 differ, and so do two nans of different bits. A DTensor gives that of its local shard. It is no
-    cryptographic hash: who wants to can construct two tensors of one fingerprint.
+    number of threads, now and in later versions. Two tensors that differ have the same one with a chance of 1 in 2**64.
+    -0.0 and 0.0 differ, and so do two nans of different bits. A DTensor gives that of its local shard. It is not a
+    cryptographic hash: one can construct two tensors with the same fingerprint.
 
     The lanes are those of XXH3 (https://github.com/Cyan4973/xxHash), the finaliser is that of SplitMix64.
 
-    >>> import torch
-    >>> x = torch.arange(6.0).reshape(2, 3)
-    >>> fingerprint(x) == fingerprint(x.T.contiguous().T)
-    True
-    >>> fingerprint(x) == fingerprint(x.flip(0))
-    False
-
     Raises TypeError where `abs_range` does, and for a tensor that is not strided (sparse, nested, quantized).
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> x = torch.arange(6.0).reshape(2, 3)
+        >>> nanwatch.fingerprint(x) == nanwatch.fingerprint(x.T.contiguous().T)  # other strides, same elements
+        True
+        >>> nanwatch.fingerprint(x) == nanwatch.fingerprint(x.flip(0))
+        False
     """
     _extension.explain_once()
     with only_our_dispatch():

@@ -41,15 +41,22 @@ def run_in_fp32(
     Args:
         module: the module, or its name in `model`.
         model: needed for a name only.
-        cast_output: give float32 results back in the half precision that the first floating-point argument had
-            (without one: in that of the weights, where autocast is off). What is too large for it becomes inf there.
-            False leaves float32, for a caller that can take it, as under autocast.
+        cast_output: cast float32 results to the half precision of the first floating-point argument (without one: of
+            the weights, if autocast is off). A result that is too large for it becomes inf. False leaves float32, for a
+            caller that can take it, as under autocast.
 
     Returns a handle: `remove()`, or the end of its `with` block, undoes it. A second call for the same module does no
     harm; the latest decides about the output.
 
     Raises ValueError for a name that `model` does not have and for a module that is never called, such as a ModuleList;
-    TypeError for what is no module, a name without a model, and a ScriptModule.
+    TypeError for an object that is no module, a name without a model, and a ScriptModule.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> layer = torch.nn.Linear(2, 2).half()
+        >>> with nanwatch.run_in_fp32(layer, cast_output=False):
+        ...     layer(torch.ones(1, 2, dtype=torch.float16)).dtype
+        torch.float32
     """
     return _claim([_resolve(module, model)], torch.float32, cast_output)
 
@@ -59,6 +66,14 @@ def fp32_modules(model: nn.Module, patterns: str | Iterable[str], *, cast_output
 
     `*` crosses dots: "encoder.block.*.wo" is every `wo` in the encoder's blocks. Raises ValueError for a pattern that
     matches no module that is ever called, TypeError for patterns that are no strings.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).half()
+        >>> handle = nanwatch.fp32_modules(model, ["1"])
+        >>> model(torch.ones(1, 2, dtype=torch.float16)).dtype  # the result is cast back
+        torch.float16
+        >>> handle.remove()
     """
     _check(model, "fp32_modules")
     wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)

@@ -17,12 +17,19 @@ Origin: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]
 
 @dataclass(frozen=True, slots=True)
 class Cure:
-    """A change tried on the failing batch: what it was, whether it cured, and the bits of room it left.
+    """Change that was tried on the failing batch, whether it works, and the bits of headroom that it left.
 
     `patch` is the change as a unified diff that `git apply` takes, "" where it is no change of a source file. Its paths
     begin with a/ and b/ and are relative to the top of the git work tree that holds the file, else to the folder that
-    was current. `code` is the code to write, "" where `what` has it: the new statement, without indentation. `effect`
-    says what the change does to values that were finite, such as "changes 3 of 4,096 elements, the others bit-equal".
+    was current. `code` is the new statement, without indentation, "" where `what` has it. `effect` says what the change
+    does to values that were finite, such as "changes 3 of 4,096 elements, the others bit-equal".
+
+    Examples:
+        >>> import nanwatch
+        >>> print(nanwatch.Cure("run `decoder` in float32", works=True, headroom_bits=112.0))
+        works: run `decoder` in float32, 112.0 bits of room left
+        >>> nanwatch.Cure("run `decoder` in float32", works=False).verdict
+        'does not help'
     """
 
     what: str
@@ -46,7 +53,7 @@ class Cure:
 
 
 def working_first(cures: Iterable[Cure]) -> tuple[Cure, ...]:
-    """The same cures, those that work before the others."""
+    """Return the cures, those that work before the others."""
     return tuple(sorted(cures, key=lambda cure: not cure.works))
 
 
@@ -54,19 +61,35 @@ def working_first(cures: Iterable[Cure]) -> tuple[Cure, ...]:
 class Finding:
     """The first non-finite record of a batch.
 
-    `origin` says how the value came there: "produced" by the module from finite weights, buffers and inputs;
-    "received" from `source_module` (None when nobody watched made it); already in a "weight" or a "buffer";
-    or in the "data" the batch was called with, as it was when the non-finite call had ended: data that the model
-    itself made non-finite, by writing into its own input, looks the same. In the `phase` "backward" the module's
-    backward "produced" it from finite gradients of its outputs, or "received" it: from code of `source_module` between
-    the calls of its submodules, or, where that is None, from what lies behind the model, such as the loss.
-    `num_nonfinite` and `index` (of the first non-finite element, one number per dimension) are None when they could not
-    be counted. `extent`, `operation`, `source`, `made` (the value that the operation made, of which the finding's may
-    have come), `transient`, `cures` and `spreads` (of the operands as they were, and of the non-finite tensor) hold
-    what a closer look at the failing call found, and are empty without one. `sequence` is the place of the non-finite
-    frame among all frames of its batch, from 0, also those that were dropped before it; None where they were not
-    counted. `samples` are the few samples of the batch, by their index in the first dimension, without which the batch
-    is finite and which alone fail again; empty where there are no such samples or nobody looked.
+    `origin` says how the value came there:
+
+    - "produced": by the module, from finite weights, buffers and inputs;
+    - "received": from `source_module`, None where no watched module made it;
+    - "weight" or "buffer": it was there before the call;
+    - "data": the batch was called with it. The data is judged when the non-finite call has ended, so data that the
+      model itself has spoiled in place looks the same.
+
+    In the `phase` "backward" the module's backward "produced" it from finite gradients of its outputs, or "received"
+    it: from code of `source_module` between the calls of its submodules, or, with None, from outside the model, such as
+    the loss.
+
+    `num_nonfinite` and `index` (of the first non-finite element, a number per dimension) are None where they could not
+    be counted. `sequence` is the place of the frame among all frames of its batch, from 0, dropped ones included, or
+    None where they were not counted.
+
+    The re-run fills `extent`, `operation`, `source`, `made` (the value that the operation made, from which the
+    finding's may have come), `transient`, `cures`, `operands` and `spreads` (of the operands as they were, and of the
+    non-finite tensor). `samples` are the samples of the batch, by their index in the first dimension, without which it
+    is finite and which alone fail again. All are empty without a re-run.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.LayerNorm(2, eps=0.0))
+        >>> with nanwatch.watch(model, on_nonfinite="record") as watch:
+        ...     output = model(torch.zeros(1, 2))
+        >>> finding = watch.report().finding
+        >>> finding.module, finding.class_name, finding.label, finding.value, finding.origin
+        ('1', 'LayerNorm', 'output', 'nan', 'produced')
     """
 
     module: str
@@ -103,7 +126,7 @@ def find(
     rank: int = 0,
     num_frames: int | None = None,
 ) -> Finding | None:
-    """The finding for `frames` (oldest first), or None when all that was read is finite.
+    """Return the finding for `frames` (oldest first), or None when all that was read is finite.
 
     `batch_inputs` are records of what the whole batch was called with, `caller` the module whose forward made
     the first non-finite call; both only sharpen the origin of a value that was received. `num_frames` is how many
@@ -126,7 +149,7 @@ def finding_of(
     rank: int,
     sequence: int | None = None,
 ) -> Finding:
-    """The finding for this record of this frame, which has this place in its batch."""
+    """Return the finding for this record of this frame, which has this place in its batch."""
     health = record.health
     return Finding(
         module=frame.name,
@@ -147,7 +170,7 @@ def finding_of(
 
 
 def value_of(record: Record) -> Value:
-    """Which non-finite values the record holds; without a health, what its range alone proves."""
+    """Return which non-finite values the record holds; without a health, those that its range proves."""
     if record.health is not None:
         has_inf = record.health.num_posinf + record.health.num_neginf > 0
         if record.health.num_nan:

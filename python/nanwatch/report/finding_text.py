@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame]) -> str:
-    """Where the non-finite value came from."""
+    """Return in words where the non-finite value came from."""
     if finding.origin == "produced":
         why = "this module made it: its weights, buffers and inputs that were read are all finite"
         records = () if frame is None else frame.records
@@ -54,7 +54,7 @@ _MOST_SAMPLES = 8
 
 
 def samples_words(samples: Sequence[int]) -> str:
-    """The samples that carry the failure, in one sentence."""
+    """Return one sentence on the samples that carry the failure."""
     if len(samples) == 1:
         return f"sample {samples[0]} of the batch carries it; without it: finite."
     shown = [str(sample) for sample in samples[:_MOST_SAMPLES]]
@@ -63,7 +63,7 @@ def samples_words(samples: Sequence[int]) -> str:
 
 
 def _last_finite(finding: Finding, frames: Sequence[Frame]) -> int | None:
-    """The latest batch among `frames` in which the record of the finding was seen to be finite."""
+    """Return the latest batch among `frames` in which the record of the finding was finite."""
     seen = [
         frame.batch
         for frame in frames
@@ -78,7 +78,7 @@ def _last_finite(finding: Finding, frames: Sequence[Frame]) -> int | None:
 def next_forward(
     finding: Finding, frame: Frame | None, record: Record | None, frames: Sequence[Frame]
 ) -> str:
-    """The advice: what to look at."""
+    """Return the advice: what to look at."""
     if squared := _squared(finding, frame):
         return squared
     is_cured = any(cure.works for cure in finding.cures)
@@ -130,7 +130,7 @@ _SQUARES = (
 
 
 def _squared(finding: Finding, frame: Frame | None) -> str:
-    """The advice where a norm was given a value whose square leaves the format that it computes in; else ""."""
+    """Return the advice if the square of a norm's operand leaves the format of the norm, else ""."""
     if finding.origin not in ("produced", "buffer") or not (
         any(name in finding.operation for name in _SQUARES)
         if finding.operation
@@ -155,7 +155,7 @@ _GROWN = 100.0
 
 
 def _grown(frames: Sequence[Frame]) -> str:
-    """The advice where a weight grew with each batch, so that no change of one call is a cure; else ""."""
+    """Return the advice if a weight grew with each batch, so that no change of one call is a cure; else ""."""
     seen: dict[tuple[str, str], dict[int, float]] = {}
     for frame in frames:
         for record in frame.records:
@@ -175,7 +175,7 @@ def _grown(frames: Sequence[Frame]) -> str:
 
 
 def _largest_finite(frame: Frame, culprit: Record) -> float:
-    """The largest finite magnitude among what the call was given and what of its result is finite."""
+    """Return the largest finite magnitude among the inputs and the outputs of the call."""
     seen = [one.abs_max for one in frame.records if _is_finite_float(one) and one.role != "output"]
     if culprit.health is not None:
         seen.append(culprit.health.finite_abs_max)
@@ -200,7 +200,7 @@ _UNSEEN = (
 
 
 def why_backward(finding: Finding, frame: Frame | None) -> str:
-    """Where the non-finite gradient came from."""
+    """Return in words where the non-finite gradient came from."""
     if finding.phase == "step":
         return "the step left it in what the optimizer keeps; the gradients that it took, or the state before it."
     outputs = _of_outputs(frame)
@@ -247,7 +247,7 @@ def next_backward(finding: Finding, frame: Frame | None, record: Record | None) 
 
 
 def _derivative(finding: Finding, narrow: tuple[str, float] | None) -> str:
-    """The advice for a derivative that is not finite though its value and its operands are."""
+    """Return the advice for a non-finite derivative of finite value and operands."""
     kept = [
         one for one in finding.operands if not one.label.startswith("gradient") and one.abs_max is not None
     ]
@@ -283,7 +283,7 @@ def _of_outputs(frame: Frame | None) -> list[float]:
 
 
 def _finite(frame: Frame | None) -> list[float]:
-    """The largest finite magnitudes of a frame's gradients."""
+    """Return the largest finite magnitudes of a frame's gradients."""
     found = []
     for one in () if frame is None else frame.records:
         if one.isfinite and one.abs_max is not None:

@@ -96,7 +96,7 @@ def report_html(
 
 
 def page(name: str, who: str, data: Any, **values: Any) -> str:
-    """The template of this name with its script behind chart.js, the report's style and plotly.
+    """Return the template of this name as a page with its script behind chart.js, the report's style and plotly.
 
     `data` is what the script draws from.
     `who` is named by the ImportError that is raised without jinja2 and plotly.
@@ -111,7 +111,7 @@ def page(name: str, who: str, data: Any, **values: Any) -> str:
 
 
 def still_page(name: str, who: str, **values: Any) -> str:
-    """The template of this name with the report's style, without any script.
+    """Return the template of this name as a page with the report's style, without any script.
 
     `who` is named by the ImportError that is raised without jinja2.
     """
@@ -143,7 +143,7 @@ def _rendered(environment: Any, name: str, values: dict[str, Any]) -> str:
 
 @lru_cache(maxsize=1)
 def _packed_plotly() -> tuple[str, str]:
-    """plotly.js as base64 of gzip, and its hash: 4.8 MB become 1.9, and the page is unpacked in 0.1 s."""
+    """Return plotly.js as base64 of gzip, and its hash: 4.8 MB become 1.9, which unpack in 0.1 s."""
     source: str = import_module("plotly.offline").get_plotlyjs()
     packed = gzip.compress(source.encode(), compresslevel=6, mtime=0)
     return base64.b64encode(packed).decode(), _hash(source)
@@ -154,13 +154,13 @@ def _hash(script: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that is safe within a script element: no `<`, and nothing beyond ASCII (U+2028 ends a line of script)."""
+    """Return JSON that is safe in a script element: no `<`, and only ASCII (U+2028 ends a line of script)."""
     plain = json.dumps(_visible(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return plain.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
 
 
 def _visible(value: Any) -> Any:
-    """`value` with each of its strings as a page shows it."""
+    """Return `value` with each of its strings as a page shows it."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, dict):
@@ -268,7 +268,7 @@ def _phase(frame: Frame) -> str:
 
 
 def level_of(bits: float | None) -> str:
-    """The class that colours a headroom: "gone", "near", "low", "fine", or "none" where it has no meaning."""
+    """Return the class that colours a headroom: "gone", "near", "low", "fine", or "none" without a meaning."""
     if bits is None:
         return "none"
     if bits == -inf:
@@ -277,7 +277,7 @@ def level_of(bits: float | None) -> str:
 
 
 def bits_words(bits: float | None) -> str:
-    """A headroom as a page shows it, "" for None."""
+    """Return a headroom as a page shows it, "" for None."""
     if bits is None:
         return ""
     return "all zero" if bits == inf else "none left" if bits == -inf else f"{bits:.1f} bits"
@@ -319,7 +319,7 @@ class Node:
 
 
 def _tree(frames: Sequence[Frame], finding: Finding | None) -> Node | None:
-    """The modules that were called, as their dotted names nest; None without frames."""
+    """Return the modules that were called, as their dotted names nest; None without frames."""
     if not frames:
         return None
     worst = by_module(frames)

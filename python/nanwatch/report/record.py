@@ -109,6 +109,15 @@ class Record:
     (an additive mask, whose -inf is meant), "allowed inf" (as `allow_inf` says),
     "skipped step (scale 65536 → 32768)" (a gradient that no step took), "not in the step's gradients" (one that never
     reached them) or "not checked: <reason>".
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.ReLU()
+        >>> with nanwatch.watch(model) as watch:
+        ...     output = model(torch.tensor([-1.0, 2.0]))
+        >>> record = watch.frames[0].records[-1]
+        >>> record.label, record.dtype, record.abs_min, record.abs_max, record.is_fault
+        ('output', 'float32', 0.0, 2.0, False)
     """
 
     label: str
@@ -184,6 +193,15 @@ class Frame:
     in the order weights, buffers, inputs, outputs. `recomputed` is True for a forward that ran again during
     the backward, as activation checkpointing does. A frame of the phase "backward" has the gradients of one call in one
     backward, in the order in which they came; one of the phase "step" has the state that a step left in the optimizer.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.LayerNorm(2, eps=0.0)
+        >>> with nanwatch.watch(model, on_nonfinite="record") as watch:
+        ...     output = model(torch.zeros(1, 2))
+        >>> frame = watch.frames[0]
+        >>> [record.label for record in frame.records], frame.fault.label
+        (['weight', 'bias', 'input[0]', 'output'], 'output')
     """
 
     batch: int

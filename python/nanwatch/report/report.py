@@ -24,10 +24,40 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Frames and finding of a watch: `frames` (oldest first), `finding` (None when all is finite), `batch` (the latest
-    number, None before the first batch) and the `rank` of the process. `parameter_mesh` is where this rank is in the
-    device meshes that the model's parameters are sharded over, as `mesh` has it, also while they are gathered.
-    `attempt` is the start of a torchrun job that it belongs to, None without torchrun."""
+    """Frames and finding of a watch.
+
+    `frames` come oldest first. `finding` is None when all is finite. `batch` is the latest number, None before the
+    first batch, and `rank` that of the process. `parameter_mesh` is the position of this rank in the device meshes over
+    which the model's parameters are sharded, also while they are gathered. `mesh` adds the meshes of tensors in the
+    frames. `attempt` is the start of a torchrun job to which the report belongs, None without torchrun.
+
+    Examples:
+        >>> import nanwatch, pathlib, torch
+        >>> model = torch.nn.LayerNorm(2, eps=0.0)
+        >>> with nanwatch.watch(model, on_nonfinite="record") as watch:
+        ...     output = model(torch.zeros(1, 2))
+        >>> report = watch.report()
+        >>> report.print()
+        Detected nan in batch 0
+        Last 1 frames, the oldest first:
+        abs min  abs max  metadata
+                           LayerNorm
+        1.00e+00 1.00e+00 weight
+        0.00e+00 0.00e+00 bias
+        0.00e+00 0.00e+00 input[0]
+             nan      nan output  <-- nan, first
+        <BLANKLINE>
+        What:  nan first seen in `output` of the root module (LayerNorm) in batch 0.
+        Where: all 2 elements, the first at [0, 0]; float32 of shape [1, 2].
+        Why:   this module made it: its weights, buffers and inputs that were read are all finite.
+        Under: all of `input[0]` is zero.
+        Next:  look at the inputs and weights of this module in its frame above.
+        >>> report.to_text() == str(report)
+        True
+        >>> size = pathlib.Path("report.html").write_text(report.to_html(), encoding="utf-8")
+        >>> nanwatch.Report.from_json(report.to_json()).finding.label
+        'output'
+    """
 
     frames: tuple[Frame, ...]
     finding: Finding | None
@@ -109,7 +139,17 @@ def _report(document: Any) -> Report:
 class NonFiniteError(ValueError):
     """A watched module call held a nan or an inf. `.report` has the frames that led to it and the finding.
 
-    `.origin` says, in a job of several ranks, where it was first among all of them; None in a job of one.
+    In a job of several ranks `.origin` says on which of them it was first. In a job of one it is None.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.LayerNorm(2, eps=0.0)
+        >>> with nanwatch.watch(model):
+        ...     try:
+        ...         model(torch.zeros(1, 2))
+        ...     except nanwatch.NonFiniteError as error:
+        ...         print(error.report.finding.value, error.report.finding.origin, error.origin)
+        nan produced None
     """
 
     def __init__(self, report: Report, origin: Origin | None = None) -> None:
@@ -141,7 +181,18 @@ def _told(report: Report, origin: Origin | None = None) -> str:
 
 
 class BatchLimitError(ValueError):
-    """The run was asked to end after a batch, and that batch is done. `.batch` is its number."""
+    """The batch after which the run should end is done. `.batch` is its number.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.ReLU()
+        >>> with nanwatch.watch(model, abort_after_batch=0):
+        ...     try:
+        ...         model(torch.ones(2))
+        ...     except nanwatch.BatchLimitError as error:
+        ...         print(error)
+        stopped after batch 0, as abort_after_batch=0 asks; leave the option out to run on
+    """
 
     def __init__(self, batch: int, option: str) -> None:
         super().__init__(batch, option)

@@ -59,6 +59,14 @@ def replay(
 
     Raises CapsuleError for a folder that is no capsule, ValueError where model and capsule do not fit or an input was
     left out, and the errors of the call itself.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> layer = torch.nn.LayerNorm(2, eps=0.0)
+        >>> folder = nanwatch.write_capsule("call", layer, "norm", [torch.zeros(1, 2)])
+        >>> report = nanwatch.replay(folder, layer)
+        >>> report.finding.value, report.finding.label
+        ('nan', 'output')
     """
     done = rerun(capsule if isinstance(capsule, Capsule) else Capsule.open(capsule), model, dtype, device)
     if done.report.finding is None:

@@ -103,26 +103,37 @@ def watch(
             a number, and with several processes the rank: see `Watch.trace_path`. Needs `pyarrow` (docs/traces.md).
         log_to: where to log headroom by module, ranges, forecasts and whether all was finite: a SummaryWriter of
             TensorBoard, a run of wandb, the path of a folder for TensorBoard, or a callable that takes a dict of them
-            and the number of the batch (docs/trackers.md). An exception of it is one warning, and the end of the log.
+            and the number of the batch (docs/trackers.md). If it raises, there is one warning and the log ends.
         log_every: log every n-th batch, fewer where that would take more than 2 % of the time; failures at once. Needs
             `log_to`.
         abort_after_batch: raise BatchLimitError at the end of the batch of this number.
         forecast: warn of the module that will overflow first, when its headroom shrinks so steadily that the batch can
-            be foretold; at most three lines in 10,000 batches. Reads each of the first batches, then fewer, down to one
-            in 16 (docs/watching.md).
+            be predicted; at most three lines in 10,000 batches. Reads each of the first batches, then fewer, down to
+            one in 16 (docs/forecasts.md).
         microscope: after a failure run the batch once more to find the operation and the line that made the first
-            non-finite value, and to try cures. Until then it costs a few microseconds a batch. None does so where the
-            failure ends the batch ("raise"); True also where the run goes on and a model with a state of its own may
-            notice a second forward.
+            non-finite value, and to try cures. Until then it costs a few microseconds a batch. None does so if the
+            failure ends the batch ("raise"). True does so also if the run goes on; a model with state may notice the
+            second forward.
         output_dir: a folder into which each failure's report (text, JSON, HTML) and capsule are written.
         peer_timeout: in a job of several ranks, how many seconds a rank that fails, or learns that another has, waits
-            at most for all to agree where it began. Then each raises an error that says so. Only with "raise". 0 does
-            without: each rank speaks for itself, and the others may hang (docs/distributed.md).
+            at most for all to agree where it began. Then each raises an error that says so. Only with "raise". 0 turns
+            this off: each rank speaks for itself, and the others may hang (docs/distributed.md).
         enabled: False makes a Watch that watches nothing. The environment goes first: NANWATCH=0 or NANWATCH=1.
 
-    Raises TypeError or ValueError, naming what was given and what is accepted, for a `model` that is no module whose
-    calls can be seen, an option without meaning or effect, and an `output_dir` or `trace` where nothing can be written;
+    Raises TypeError or ValueError, naming the given and the accepted values, for a `model` whose calls cannot be seen,
+    an option with a wrong value or without effect, and an `output_dir` or `trace` where nothing can be written;
     ImportError, naming the package, where `trace` or `log_to` needs one that is not installed.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.LayerNorm(2, eps=0.0))
+        >>> watch = nanwatch.watch(model)
+        >>> try:
+        ...     model(torch.zeros(1, 2))
+        ... except nanwatch.NonFiniteError as error:
+        ...     print(str(error).splitlines()[0])
+        nan first seen in `output` of 1 (LayerNorm) in batch 0
+        >>> watch.stop()
     """
     check_model(model)
     model = original_module(model)
@@ -134,8 +145,23 @@ def watch(
 class Watch:
     """A model being watched, from its construction by `watch` to `stop()`.
 
-    The model computes what it computed before. A Watch keeps no tensor alive and builds no graph. Copies and pickles of
+    The model computes the same as without it. A Watch keeps no tensor alive and builds no graph. Copies and pickles of
     the model are not watched.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Identity())
+        >>> watch = nanwatch.watch(model)
+        >>> output = model(torch.tensor([-1.0, 2.0]))
+        >>> watch.pause()
+        >>> output = model(output)  # not recorded
+        >>> watch.resume()
+        >>> watch.batch, [frame.name for frame in watch.frames]
+        (0, ['0', '1', ''])
+        >>> watch.look()  # with check="async": wait for the rest
+        >>> watch.report().finding is None
+        True
+        >>> watch.stop()
     """
 
     def __init__(
@@ -218,7 +244,7 @@ class Watch:
             self._leave()
 
     def stop(self) -> None:
-        """`look()`, and leave the model as it was found; the frames stay. A second time does nothing.
+        """Call `look()`, and leave the model as it was found; the frames stay. A second time does nothing.
 
         A trace is whole on disk when this returns, or, with a slow disk, after a warning 10 s later.
         """

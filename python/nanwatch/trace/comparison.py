@@ -47,17 +47,29 @@ def diff(
     Calls are aligned by module, order and class; calls and records that one side lacks are passed over. Two records
     part when one is finite and the other is not, or nan where the other is inf; when shape or dtype differ; or when
     abs_min or abs_max differ by more than `rtol` of the larger. An abs_min must also differ by more than rounding may
-    account for: 4 units in the last place of abs_max, in the coarser dtype of the two. What was not read on either side
-    is equal to anything.
+    account for: 4 units in the last place of abs_max, in the coarser dtype of the two. A tensor that was not read on
+    either side equals anything.
 
     Args:
-        a, b: traces, or their paths. Without `b`, two batches of `a` are compared. What a Trace was opened to tell is
-            told how far this is, too.
-        batches: compare this batch of `a` with that of `b`; without, all batches that both have, each with its like.
+        a, b: traces, or their paths. Without `b`, two batches of `a` are compared. A Trace that was opened with `tell`
+            reports the progress of this too.
+        batches: compare this batch of `a` with that of `b`; without, each batch that both have with its like.
         rtol: relative difference of ranges that is still equal, at least 0 and below 1.
         ignore: kinds of difference to pass over, such as ("dtype",) for a model in float16 and in float32.
 
-    Raises TraceError for what is no trace, and ValueError for batches that are not there or have no call in common.
+    Raises TraceError for a file that is no trace, and ValueError for batches that do not exist or have no call in
+    common.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.ReLU()
+        >>> with nanwatch.watch(model, trace="run.parquet"):
+        ...     for scale in (1.0, 1.0, 2.0):
+        ...         output = model(torch.tensor([scale]))
+        >>> nanwatch.diff("run.parquet", batches=(0, 1)).differs
+        False
+        >>> nanwatch.diff("run.parquet", batches=(0, 2)).first.what
+        'abs_max 1 against 2 (relative difference 0.5)'
     """
     if not 0 <= rtol < 1:
         raise ValueError(f"rtol should be at least 0 and below 1, got {rtol!r}")

@@ -68,6 +68,21 @@ class Difference:
     `first` is the first place where the two part, None where they do not; `firsts` the first of each kind. `grew` are
     the weights, buffers and outputs that grew most, by the factor. `num_records` were compared. `only_a` and `only_b`
     are the modules, with the number of records, for which the other side has nothing; they are no difference.
+
+    Examples:
+        >>> import json, nanwatch, pathlib, torch
+        >>> model = torch.nn.ReLU()
+        >>> with nanwatch.watch(model, trace="run.parquet"):
+        ...     for scale in (1.0, 2.0):
+        ...         output = model(torch.tensor([scale]))
+        >>> difference = nanwatch.diff("run.parquet", batches=(0, 1))
+        >>> difference.differs, difference.num_records, difference.num_apart
+        (True, 2, 2)
+        >>> print(difference.to_text().splitlines()[-1])
+        x     2.00  1.00e+00 -> 2.00e+00  output of the root module in batch 0
+        >>> json.loads(difference.to_json())["first"]["label"]
+        'input[0]'
+        >>> size = pathlib.Path("diff.html").write_text(difference.to_html(), encoding="utf-8")
     """
 
     a: str

@@ -76,7 +76,17 @@ FACTS: dict[str, reading.Reader[Any]] = {
 
 
 class TraceError(ValueError):
-    """No trace of a version that this nanwatch reads. The text names the file and the place in it."""
+    """The file is no trace of a version that this nanwatch reads. The text names the file and the place in it.
+
+    Examples:
+        >>> import nanwatch, pathlib
+        >>> size = pathlib.Path("run.parquet").write_text("no trace")
+        >>> try:
+        ...     nanwatch.Trace.open("run.parquet")
+        ... except nanwatch.TraceError as error:
+        ...     print(str(error).split(":")[0])
+        run.parquet is no Parquet file that can be read
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(visible(message))  # it may quote a file from a stranger

@@ -32,7 +32,18 @@ class Strings:
 class Trace:
     """A file that `watch(model, trace=...)` wrote, or the folder of parts that it is until the watch ends.
 
-    Needs `pyarrow`. What is no trace of a version that is read here is a TraceError, a ValueError.
+    Needs `pyarrow`. A file that is no trace of a known version raises TraceError, a ValueError.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.ReLU()
+        >>> with nanwatch.watch(model, trace="run.parquet"):
+        ...     output = model(torch.tensor([-1.0, 2.0]))
+        >>> trace = nanwatch.Trace.open("run.parquet")
+        >>> trace.batches, trace.table(["label", "abs_max"]).num_rows
+        ((0,), 2)
+        >>> trace.report(0).frames == trace.frames(0)
+        True
     """
 
     def __init__(self, path: Path, dataset: Any, facts: dict[str, Any], tell: Tell = silent) -> None:

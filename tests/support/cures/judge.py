@@ -64,17 +64,17 @@ class Verdict:
 
     @property
     def works(self) -> bool:
-        """Whether a cure was told that works when it is applied."""
+        """Return whether a cure was reported to work and works when it is applied."""
         return any(not one.fault for one in self.trials)
 
     @property
     def is_patched(self) -> bool:
-        """Whether the first patch was applied by git and works."""
+        """Return whether the first patch was applied by git and works."""
         return any(one.is_patched and not one.fault for one in self.trials)
 
     @property
     def faults(self) -> list[str]:
-        """What was told and does not hold."""
+        """Return the cures that were reported to work and do not, each with the reason."""
         return [f"{one.cure.what}: {one.fault}" for one in self.trials if one.fault]
 
 
@@ -244,7 +244,7 @@ def follow(what: str, program: Program) -> bool:
 
 
 def _compare(before: Seen, after: Seen, chosen: Seen, steps: int) -> str:
-    """What is wrong with a run under a cure, else nothing."""
+    """Return the reasons why a run under a cure is wrong, or nothing."""
     if after.step != steps - 1 or not after.is_finite:
         return f"not finite: {after.bad} in step {after.step}"
     if steps > 1:

@@ -26,7 +26,7 @@ class Fault(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What is finite after the last step that ran."""
+    """Outcome of a program: which values are finite after the last step that ran."""
 
     step: int
     forward: bool
@@ -43,7 +43,7 @@ class Seen(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and all gradients are finite."""
+        """Return whether the loss and all gradients are finite."""
         return not self.bad
 
 

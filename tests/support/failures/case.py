@@ -1,4 +1,4 @@
-"""What a failing model is: how to make it fail, and the truth about it, written by hand."""
+"""A failing model: how to make it fail, and the truth about it, written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was spoilt before the call: weights, buffers, data; and calls that fail only once."""
+"""State that was bad before the call: weights, buffers, data; and calls that fail only once."""
 
 from __future__ import annotations
 

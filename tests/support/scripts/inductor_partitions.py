@@ -33,7 +33,7 @@ class Enough(BaseException):
 
 
 class Device:
-    """What Inductor asks of a GPU."""
+    """Properties of a GPU that Inductor asks for."""
 
     major, minor, multi_processor_count, warp_size = 9, 0, 132, 32
     name, gcnArchName, total_memory = "stand-in", "", 1 << 37

@@ -288,7 +288,7 @@ def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch):
 @settings(max_examples=30)
 @given(tensors(), st.booleans())
 def test_memory_is_the_capsules_own(x, delete):
-    """What was opened stays as it was when the folder is overwritten or deleted."""
+    """An opened capsule stays as it was when its folder is overwritten or deleted."""
     with tempfile.TemporaryDirectory() as folder:
         place = write_capsule(f"{folder}/c", nn.Identity(), "", (x,))
         capsule = Capsule.open(place)

@@ -318,7 +318,7 @@ def test_no_pickle_is_used_and_no_other_file_opened(monkeypatch, tmp_path):
 
 
 def test_capsule_error_is_a_value_error(tmp_path):
-    """Who catches ValueError catches it; the folder that is none is named."""
+    """A CapsuleError is caught as a ValueError, and names the folder."""
     with pytest.raises(
         ValueError, match=r"nowhere/capsule\.json: No such file or directory; a capsule is a folder"
     ):

@@ -1,4 +1,4 @@
-"""What a call's arguments become: what is left out and why, and classes that are names until they are asked for."""
+"""A call's arguments as a tree: values left out, with the reason, and classes that stay names until requested."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_subclasses_of_plain_values_are_what_they_derive_from():
     ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_kept_is_named_with_its_type(value, kind):
-    """It is a LeftOut in its place and in the list, and everything beside it is kept."""
+    """The value is a LeftOut in its place and in the list, and everything beside it is kept."""
     capsule = round_trip([1, value], x=torch.ones(1))
     (left,) = capsule.left_out
     assert capsule.args[0] == [1, left]

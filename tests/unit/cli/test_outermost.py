@@ -1,4 +1,4 @@
-"""Which module of a running program is its model, and that looking for it changes nothing."""
+"""The choice of the model in a running program. The search for it changes nothing."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_by_class_name():
 
 
 def test_the_first_call_is_watched_whole():
-    """What is found is watched from its very first call on, the root's frame and all."""
+    """The model is watched from its very first call on, the root's frame included."""
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     watches = []
     with ModelFinder(lambda one: watches.append(nanwatch.watch(one))):
@@ -220,7 +220,7 @@ def test_it_ends_after_many_models():
 
 
 def test_an_error_ends_the_search_alone():
-    """What goes wrong while it looks is a warning; the call is made."""
+    """An exception during the search becomes a warning; the call is made."""
 
     def fail(model):
         raise RuntimeError("no")

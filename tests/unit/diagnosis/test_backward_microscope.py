@@ -71,7 +71,7 @@ def closure_of(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_the_operation_behind_a_weights_gradient_is_found(recorder: str, way: Callable[..., None]) -> None:
-    """Wherever the step is made from; frames are those of the one backward that there was, and no weight is changed."""
+    """For every way to make the step, the frames are those of the one backward, and no weight changes."""
     model = nn.Sequential(Product())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watched(model, recorder, gradients=True) as w:
@@ -189,7 +189,7 @@ class NoSecond(torch.autograd.Function):
 
 
 class OnceDifferentiable(nn.Module):
-    """Such a product with its weight."""
+    """Product of the input and a weight whose backward cannot be differentiated."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def started(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> BatchSnap
 
 
 def rerun(start: BatchSnapshot) -> Any:
-    """What the second call returns."""
+    """Return the results of the second call."""
     with start.again() as call:
         return call()
 
@@ -98,7 +98,7 @@ def test_inference_mode_and_no_graph(inference: bool) -> None:
 
 @pytest.mark.compile
 def test_compiled_modules_run_eagerly() -> None:
-    """What is compiled is run as it is written."""
+    """A compiled module is re-run in eager mode."""
     compiling = []
 
     @torch.compile(backend="eager")
@@ -143,7 +143,7 @@ def test_keyword_arguments() -> None:
 
 
 def test_random_states_are_put_back() -> None:
-    """Those of torch, numpy and Python, also when the call raises."""
+    """The states of torch, numpy and Python come back, also when the call raises."""
 
     def forward(_: nn.Module, fail: bool) -> None:
         torch.rand(3), random.random(), np.random.rand(3)
@@ -161,7 +161,7 @@ def test_random_states_are_put_back() -> None:
 
 
 def test_rng_state_by_itself() -> None:
-    """What is captured and restored gives the same numbers."""
+    """The same numbers come after a capture and a restore."""
     state = RngState.capture(others=True)
     first = (torch.rand(2).tolist(), random.random(), np.random.rand())
     state.restore()

@@ -130,7 +130,7 @@ def test_no_run_for_what_was_bad_before(origin: Any) -> None:
 
 
 def test_a_second_run_that_raises_is_said() -> None:
-    """What cannot be run again is not told as a failure that did not come back."""
+    """A call that cannot run again is not reported as a failure that did not come back."""
     calls = iter([True])
 
     def once(x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class Failure:
         return finding.cures
 
     def is_finite(self, cure: str) -> bool:
-        """Whether all modules and all gradients are finite after what the text of the cure says, and nothing else."""
+        """Return whether all modules and gradients are finite after exactly what the text of the cure says."""
         model, x, scale, autocast = self.build(), self.given, 1.0, None
         for code in re.findall(r"nanwatch\.run_in_fp32\([^,]*?(?:, cast_output=False)?\)(?=,|$)", cure):
             eval(code, {"nanwatch": nanwatch, "model": model})

@@ -144,7 +144,7 @@ def test_a_trial_that_raises_is_a_remark(known: bool | None) -> None:
 
 
 def test_a_script_module_is_a_remark() -> None:
-    """What cannot be put into float32 ends the search with a remark."""
+    """A module that cannot be put into float32 ends the search with a remark."""
     import warnings
 
     with warnings.catch_warnings():

@@ -82,7 +82,7 @@ def axis_indices(words: str, size: int) -> list[list[int]]:
 
 
 def selected(shape: tuple[int, ...], index: str) -> NDArray[np.bool_]:
-    """What an index in brackets selects, as numpy reads it."""
+    """Return the elements that an index in brackets selects, as numpy reads it."""
     mask = np.zeros(shape, bool)
     mask[eval(f"np.s_[{index}]", {"np": np})] = True
     return mask
@@ -98,7 +98,7 @@ def crossing(shape: tuple[int, ...], chosen: dict[int, list[int]]) -> NDArray[np
 
 
 def holds(words: str, bad: NDArray[np.bool_]) -> bool:
-    """Whether the words are true of the damage, read as a person would."""
+    """Return whether the words are true of the damage, read as a person would."""
     shape = bad.shape
     if words in ("none", "all", "one element"):
         return {"none": not bad.any(), "all": bool(bad.all()), "one element": bad.sum() == 1}[words]

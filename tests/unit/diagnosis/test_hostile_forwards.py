@@ -39,7 +39,7 @@ def finding_of(
 
 
 def assert_is_the_log(finding: Finding, module: str) -> None:
-    """It is that of `log`, and the second run has shown it."""
+    """Assert that the finding is that of `log`, and that the second run has shown it."""
     found = (finding.module, finding.origin, finding.operation, finding.source, finding.transient)
     assert found == (module, "produced", "aten.log.default", culprit(log), False)
 
@@ -48,7 +48,7 @@ def assert_is_the_log(finding: Finding, module: str) -> None:
 
 
 def test_a_forward_that_prints_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    """What it prints it prints again; what it is said to be is not changed by that."""
+    """The re-run prints the forward's text again, and the finding stays the same."""
     counts = []
 
     def forward(part: nn.Module, x: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def test_in_a_compiled_submodule(in_place: bool) -> None:
     torch._dynamo.reset()
 
 
-# What is bad
+# Bad calls
 
 
 @dataclasses.dataclass

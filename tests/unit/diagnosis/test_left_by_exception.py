@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
-from nanwatch import NonFiniteError, Report, watch
+from nanwatch import NonFiniteError
+from nanwatch import Report
+from nanwatch import watch
 from nanwatch.diagnosis.batch_snapshot import left_calls
 from support.toys import Scale
 
@@ -254,7 +257,7 @@ class Odd(Exception):
 
 
 def test_an_exception_that_takes_no_note_is_raised_as_it_is() -> None:
-    """What its own `add_note` raises goes nowhere."""
+    """An error in the exception's own `add_note` is dropped."""
     model = Net()
 
     def refuse(*_: object) -> None:

@@ -174,7 +174,7 @@ def test_memory_that_nobody_wrote() -> None:
 
 
 def test_memory_that_is_written_bit_by_bit() -> None:
-    """What memory held before it was written does not count once it has been."""
+    """The content of memory before it was written does not count once it has been."""
 
     def forward(x: Tensor) -> Tensor:
         memory = torch.empty(4)
@@ -225,7 +225,7 @@ def run_program(program: list[tuple[str, int, int]], x: Tensor) -> tuple[Tensor,
 
 @given(programs())
 def test_the_culprit_began_it(program: list[tuple[str, int, int]]) -> None:
-    """Of any program: the operation named had finite operands, and a plain run shows such a step of that name."""
+    """In any program the operation named had finite operands, and a plain run shows such a step of that name."""
     x = torch.tensor([[1.0, 2.0], [3.0, 40.0]])
     total, began = run_program(program, x.clone())
     if bool(torch.isfinite(total).all()):

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.diagnosis.backward_cures import try_smaller
@@ -20,7 +22,9 @@ from nanwatch.report.finding import Cure
 from nanwatch.report.record import Record
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
-from support.gradient_models import Length, dead, failing_backward
+from support.gradient_models import Length
+from support.gradient_models import dead
+from support.gradient_models import failing_backward
 
 END = torch.finfo(torch.float16).max
 
@@ -39,14 +43,14 @@ def given_to(model: nn.Module) -> Tensor:
 
 
 def gradients_are_finite(weight: float, scale: float) -> bool:
-    """What a user sees who trains with that scale, without any watch."""
+    """Return whether the gradients are finite when one trains with that scale, without any watch."""
     model = half_model(weight)
     (model(given_to(model)).float().sum() * scale).backward()
     return all(bool(one.grad.isfinite().all()) for one in model.parameters())
 
 
 def cures_of(weight: float, scale: float, scaler: Any = None) -> tuple[Cure, ...]:
-    """What is said of that failure."""
+    """Return the cures that the report of that failure has."""
     model = half_model(weight)
     report = failing_backward(model, given_to(model), lambda y: y.float().sum() * scale, scaler=scaler)
     assert report.finding is not None
@@ -94,7 +98,7 @@ def test_without_a_scaler_the_factor_is_told() -> None:
 
 
 def test_a_scaler_that_nobody_named_is_not_believed() -> None:
-    """It may belong to another training: the factor is told."""
+    """A scaler in the process may belong to another training, so the cure names the factor."""
     scaler = scaler_of(2.0**15)
     (cure,) = cures_of(30.0, 2.0**14)
     assert cure.what.startswith("a loss scale that is 1024 times smaller,")
@@ -224,7 +228,7 @@ def test_a_forward_that_is_called_with_the_scale() -> None:
 
 
 def test_a_scaler_that_cannot_be_asked() -> None:
-    """What a scaler of another make raises is nobody's failure: the factor is told."""
+    """An error that a scaler of another make raises is dropped, and the factor is reported."""
 
     class Odd:
         def get_scale(self) -> float:
@@ -304,7 +308,7 @@ def test_it_takes_few_runs_and_leaves_a_bit(largest: float, scale: float | None)
 
 
 def test_a_gradient_that_would_vanish_shows_nothing() -> None:
-    """What is divided until it is zero makes no inf of a pole: that is no cure."""
+    """A gradient divided until it is zero makes no inf at a pole: that is no cure."""
 
     def pole(factor: float) -> Sequence[Record]:
         return [record(math.inf if factor >= 2.0**-13 else 0.0)]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
@@ -17,7 +18,10 @@ from nanwatch.diagnosis.diagnosis import enrich
 from nanwatch.diagnosis.forward_rerun import rerun_forward
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch
-from support.examined import Does, culprit, exponential, look
+from support.examined import Does
+from support.examined import culprit
+from support.examined import exponential
+from support.examined import look
 
 INF, NAN = math.inf, math.nan
 
@@ -183,7 +187,7 @@ KNOWN: dict[Callable[[Tensor], Tensor], str] = {
 
 @pytest.mark.parametrize("function", KNOWN, ids=lambda one: one.__name__)
 def test_a_known_culprit(function: Callable[[Tensor], Tensor]) -> None:
-    """Of one function with several operations: the one that its author marked, with its line."""
+    """In a function with several operations, the one that its author marked is found, with its line."""
     finding, seen = look(Does(function), torch.ones(2, 3))
     assert (seen.operation, seen.source) == (
         KNOWN[function],
@@ -226,7 +230,7 @@ def test_zeros_and_subnormals_of_the_operands_are_counted(dtype: torch.dtype) ->
 
 
 def test_what_was_overwritten_is_not_counted() -> None:
-    """Of a division in place the dividend is gone; its divisor is not."""
+    """A division in place has overwritten its dividend, but not its divisor."""
 
     def forward(x: Tensor) -> Tensor:
         return (x * 0).div_(x - x)

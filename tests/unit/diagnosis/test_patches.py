@@ -12,12 +12,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
-from nanwatch import NonFiniteError, watch
+from nanwatch import NonFiniteError
+from nanwatch import watch
 from nanwatch.diagnosis.patching import patches as patches_module
 from nanwatch.diagnosis.patching.patches import effect_of
-from nanwatch.report.finding import Cure, Finding
+from nanwatch.report.finding import Cure
+from nanwatch.report.finding import Finding
 
 INF, NAN = float("inf"), float("nan")
 
@@ -88,7 +91,7 @@ HEALTHY_AND_ZERO = torch.tensor([[1.5, 2.0, 3.0], [0.0, 0.0, 0.0]])
 
 
 def test_the_cure_is_the_line_and_its_effect_is_counted() -> None:
-    """Of the six values three are 0/0, and the others stay bit for bit."""
+    """Three of the six values are 0/0, and the others stay bit for bit."""
     cure = works(failed(Ratio(), HEALTHY_AND_ZERO))
     divisor = "x.sum(-1, keepdim=True)"
     guarded = f"torch.where({divisor}.abs() < 1e-8, 1e-8, {divisor})"
@@ -174,7 +177,7 @@ def test_infinities_that_are_meant_lose_no_cure() -> None:
 
 
 def test_bad_data_behind_a_mask_names_the_product() -> None:
-    """What turns an infinity that the batch was given into nan is named, and masked."""
+    """The operation that turns a given infinity into nan is named, and masked."""
     x, mask = torch.tensor([[1.0, INF], [2.0, 3.0]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]])
     finding = failed(Masked(), x, mask)
     assert (finding.origin, finding.operation) == ("data", "aten.mul.Tensor")

@@ -52,7 +52,7 @@ class InfLater(nn.Module):
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """What it is given, or inf."""
+        """Return the input, or inf."""
         self.calls += 1
         return x * (float("inf") if self.calls > 1 else 1.0)
 

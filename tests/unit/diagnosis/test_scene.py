@@ -43,7 +43,7 @@ def test_the_third_call_of_a_module() -> None:
 
 
 def test_a_module_that_calls_itself() -> None:
-    """Of a recursion, the innermost call that is bad."""
+    """In a recursion the innermost bad call is found."""
 
     class Recursive(nn.Module):
         def forward(self, x: Tensor, depth: int) -> Tensor:

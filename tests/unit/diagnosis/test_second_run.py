@@ -125,7 +125,7 @@ def test_an_input_that_was_changed_in_place() -> None:
 
 @pytest.mark.parametrize("container", [lambda x: [x], lambda x: (x,), lambda x: {"x": x}])
 def test_a_nested_input_that_was_changed_in_place(container: Callable[[Tensor], Any]) -> None:
-    """What was written to is noticed in a list, a tuple and a dict too."""
+    """A write in place is noticed in a list, a tuple and a dict too."""
 
     def forward(nested: Any) -> Tensor:
         x = nested["x"] if isinstance(nested, dict) else nested[0]
@@ -184,7 +184,7 @@ def test_an_interrupt_is_not_held_up() -> None:
 
 
 def test_an_error_after_the_bad_value() -> None:
-    """What was seen before the second run raised is kept."""
+    """Findings made before the second run raised are kept."""
     runs: list[int] = []
 
     def forward(part: nn.Module, x: Tensor) -> Tensor:

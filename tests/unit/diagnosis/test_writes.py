@@ -39,7 +39,7 @@ def test_the_last_writers_of_the_bad_elements(
         table.put(x[place], number if bad else None)
     view = x.t()[asked[::-1]] if transposed else x[asked]
     expected = sorted(set(last[asked].flatten().tolist()) - {-1})
-    # Of a tensor that is finite nobody asks.
+    # A finite tensor is not looked up.
     assert not expected or table.find(view) == expected
 
 
@@ -68,7 +68,7 @@ def test_expanded_tensors() -> None:
 
 
 def test_an_address_that_is_given_away_again() -> None:
-    """What is remembered of a storage that is gone is not said of another, and keeps no memory alive."""
+    """Facts about a freed storage are not attributed to another, and keep no memory alive."""
     table: StorageWriteLog[int] = StorageWriteLog()
     for number in range(200):
         x = torch.full((1000,), NAN)

@@ -1,4 +1,4 @@
-"""What the verdict asks of the store: how much, how often, and what is left of many writers at once."""
+"""The verdict's requests to the store: how many, how large, and which value remains of many simultaneous writers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Counting:
 
 
 def test_while_all_is_well_a_look_is_one_question_and_no_key(server):
-    """Whatever the number of ranks."""
+    """This holds for any number of ranks."""
     counting = Counting(connect(server))
     board = StoreProtocol(counting, 16_384)
     keys = server.num_keys()

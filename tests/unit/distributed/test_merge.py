@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 import nanwatch
 from nanwatch import Report
 from nanwatch import __main__ as doctor
-from nanwatch.distributed.merge import Digest, by_attempt, merge
+from nanwatch.distributed.merge import Digest
+from nanwatch.distributed.merge import by_attempt
+from nanwatch.distributed.merge import merge
 from nanwatch.report import headroom
 from nanwatch.util.job import Attempt
 from support.sightings import finding
@@ -43,7 +45,7 @@ def ran(
 
 
 def written(folder: Path, *reports: Report) -> Path:
-    """As `watch(output_dir=...)` writes them."""
+    """Return the files that `watch(output_dir=...)` writes."""
     for report in reports:
         place = folder / (f"batch-{report.batch}" + (f"-rank-{report.rank}" if report.rank else ""))
         place.mkdir(parents=True, exist_ok=True)
@@ -68,7 +70,7 @@ def test_within_a_batch_the_earlier_frame_is_the_origin(tmp_path):
 
 
 def test_what_two_ranks_saw_at_one_place_is_of_both(tmp_path):
-    """As after an all-reduce: neither is accused alone."""
+    """After an all-reduce neither rank is accused alone."""
     merged = merge(written(tmp_path, ran(0, 2, "weight", 1), ran(1, 2, "weight", 1), ran(2, 2)))
     assert [one.rank for one in merged.origins] == [0, 1]
 
@@ -81,7 +83,7 @@ def test_the_place_in_a_batch_counts_what_the_rings_have_dropped(tmp_path):
 
 
 def test_where_a_report_has_no_place_its_frames_are_counted(tmp_path):
-    """As reports of before: the frames of the batch that it holds before the non-finite one."""
+    """Older reports have no place: the frames that they hold before the non-finite one of the batch are counted."""
     reports = [ran(0, 2, "weight", 1), ran(1, 2, "data", 1)]
     without = [replace(one, finding=replace(one.finding, sequence=None)) for one in reports]
     merged = merge(written(tmp_path, *without))

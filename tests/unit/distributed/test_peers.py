@@ -56,7 +56,7 @@ class Job:
         monkeypatch.setattr(consensus, "_default_store", lambda: connect(server))
 
     def board(self) -> StoreProtocol:
-        """As rank 1 sees the store."""
+        """Return the store's protocol as rank 1 uses it."""
         prefix = f"nanwatch/consensus/{store_key({})}/{coordinator._job._num_settled}"
         return StoreProtocol(dist.PrefixStore(prefix, connect(self.server)), 2)
 
@@ -130,7 +130,7 @@ def test_the_end_of_the_run_raises_what_another_rank_found(job):
 
 
 def test_a_watch_that_was_stopped_has_left(job):
-    """What another rank found is no error of a `with` whose watch the user has stopped, though others go on."""
+    """A finding of another rank raises nothing from a `with` whose watch the user has stopped, though others go on."""
     other_model, model = nn.Linear(4, 4), nn.Linear(4, 4)
     other = nanwatch.watch(other_model, peer_timeout=1)
     other_model(torch.ones(2, 4))

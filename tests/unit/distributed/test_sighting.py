@@ -61,7 +61,7 @@ def test_data_yields_only_to_another_part_at_the_same_time(inside, data):
     elif inside.part != data.part:
         assert chosen is inside
     else:
-        # Of one and the same call what it was given was there before what it made.
+        # The input of a call existed before its output.
         assert chosen is (data if data.sequence <= inside.sequence else inside)
     assert earliest(inside, None) is inside
     assert earliest(None, data) is data
@@ -69,7 +69,7 @@ def test_data_yields_only_to_another_part_at_the_same_time(inside, data):
 
 
 def test_the_error_of_a_peer_names_the_origin_and_survives_a_pickle():
-    """It is a NonFiniteError of this rank, about another one."""
+    """A peer's error is a NonFiniteError of this rank, about another one."""
     origin = Origin(RankObservation.of(finding(batch=7), 3, 5, None, ""), 1, 2, 4, 4)
     error = PeerNonFiniteError(Report((), None, 7, 1), origin)
     assert isinstance(error, NonFiniteError)

@@ -31,7 +31,7 @@ def server() -> Any:
 
 @dataclass
 class Seen:
-    """What one rank of a scenario finds, and after how long."""
+    """The finding of one rank of a scenario, and the delay before it."""
 
     finding: Finding | None
     sequence: int = 0
@@ -43,7 +43,7 @@ class Seen:
 
 @dataclass
 class Scenario:
-    """What happens to a job, and the truth about it."""
+    """Events in a job, and the truth about them."""
 
     ranks: list[Seen]
     origin: int
@@ -159,7 +159,7 @@ def test_nobody_waits_longer_than_peer_timeout_for_a_rank_that_never_answers(ser
 
 
 def test_a_rank_that_is_stuck_writes_down_what_it_knows_and_holds_up_nobody(server):
-    """It waits in a collective: its thread tells it what has happened, and tells the others not to wait for it."""
+    """While the rank waits in a collective, its thread reports what has happened and tells the others not to wait."""
     told: list[Origin] = []
     stuck = OriginConsensus(connect(server), 1, 2, peer_timeout=6.0, on_stuck=told.append)
     failing = OriginConsensus(connect(server), 0, 2, peer_timeout=60.0)
@@ -220,7 +220,7 @@ def test_settling_without_a_failure_is_refused(server):
 
 
 def test_only_the_first_finding_of_a_rank_counts(server):
-    """What comes after it is its consequence."""
+    """Later findings are consequences of the first."""
     verdict = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)
     assert verdict.publish(finding(batch=7), 3)
     assert verdict.publish(finding(batch=1), 0)

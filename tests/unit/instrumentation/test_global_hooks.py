@@ -11,11 +11,15 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from nanwatch.instrumentation.global_hooks import GlobalHooks, after_steps, before_steps, children
+from nanwatch.instrumentation.global_hooks import GlobalHooks
+from nanwatch.instrumentation.global_hooks import after_steps
+from nanwatch.instrumentation.global_hooks import before_steps
+from nanwatch.instrumentation.global_hooks import children
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
 from support.gradient_models import Sick
-from support.toys import in_threads, mlp
+from support.toys import in_threads
+from support.toys import mlp
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -113,7 +117,7 @@ def test_watches_begin_and_end_while_other_threads_step() -> None:
 
 
 def test_what_a_hook_returns_the_next_one_gets() -> None:
-    """As PyTorch does: other arguments for the step, and no change where there are none."""
+    """A hook may replace the arguments of the step, as in PyTorch; None changes nothing."""
     registered: list[Any] = []
     hooks = GlobalHooks(registered.append)
     seen: list[Any] = []

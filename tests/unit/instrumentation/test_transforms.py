@@ -46,7 +46,7 @@ def test_copies_and_files_know_nothing_of_the_watch(tmp_path: Path) -> None:
 
 
 def test_a_replica_computes_with_its_own_parameters() -> None:
-    """What DataParallel makes of a module has the copy's weights and is not recorded."""
+    """The replica that DataParallel makes of a module has the copy's weights and is not recorded."""
     model = nn.Linear(2, 2)
     with watch(model) as w:
         replica = model._replicate_for_data_parallel()
@@ -98,7 +98,7 @@ def test_a_trace_of_a_watched_model_is_that_of_the_plain_one() -> None:
 
 
 def made_of_a_watched(make: Callable[[nn.Module], Any], called: list[str]) -> Any:
-    """What `make` makes of a watched model: the code of that of a plain one; its call calls these watched modules."""
+    """Return `make(watched model)`: its code is that of a plain model, and its call calls the watched modules."""
     model, plain = mlp(), mlp()
     x = torch.randn(2, 3)
     with watch(model) as w:

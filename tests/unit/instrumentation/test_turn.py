@@ -152,7 +152,7 @@ def test_the_hooks_of_gradients_are_quiet_too() -> None:
 
 
 def test_a_copy_of_the_model_made_meanwhile_is_a_plain_model() -> None:
-    """As always: no copy and no pickle shows a watch or a re-run."""
+    """No copy and no pickle shows a watch or a re-run, at any time."""
     model = nn.Sequential(nn.Linear(2, 2))
     with watch(model), BatchSnapshot.capture(model, (torch.ones(1, 2),), {}).again():
         for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

@@ -93,7 +93,7 @@ class Talker:
 
 
 class Held:
-    """What a listener may give a recorder to hold."""
+    """Values that a listener may give a recorder to hold."""
 
     alive: ClassVar[weakref.WeakSet[Held]] = weakref.WeakSet()
 
@@ -126,7 +126,7 @@ class Stand:
             attach(module, _watched_call(self.recorder, module, None, self.model_node))
 
     def outcome(self, x: Tensor) -> BaseException | None:
-        """What a call of the model raises."""
+        """Return the exception that a call of the model raises."""
         try:
             self.model(x)
         except BaseException as error:
@@ -234,7 +234,7 @@ def test_ctrl_c_while_a_call_is_looked_at() -> None:
 @by_name
 @pytest.mark.usefixtures("each_recorder")
 def test_the_forwards_exception_comes_before_the_listeners(error: BaseException) -> None:
-    """What a listener raises at the end of a batch that raised is dropped, unless it is raised from that."""
+    """An exception of a listener at the end of a batch that raised is dropped, unless it is raised from that one."""
     stand = Stand()
     stand.part.error = error
     stand.listener.raises["on_batch_end"] = ValueError("listener's")
@@ -256,7 +256,7 @@ class Shy(type):
 
 
 class Nameless(nn.Module, metaclass=Shy):
-    """What a Turncoat becomes."""
+    """Class that a Turncoat turns into."""
 
 
 class Turncoat(nn.Module):
@@ -322,7 +322,7 @@ def test_ctrl_c_in_a_backward_ends_it(place: str) -> None:
 
 @pytest.mark.usefixtures("each_recorder")
 def test_an_unended_batch_of_compiled_code_ends_with_the_next() -> None:
-    """What the listener raises then is raised by the call that comes next, and none of it is lost."""
+    """The next call raises the exception that the listener raises then, and nothing of it is lost."""
     stand = Stand()
     stand.recorder.begin_compiled(stand.model_node, [torch.ones(2)])
     stand.listener.raises["on_batch_end"] = KeyboardInterrupt()
@@ -342,7 +342,7 @@ def in_threads(rounds: int, body: Callable[[], object]) -> None:
 
 @needs_native
 def test_a_batch_that_its_thread_left_unended_is_ended() -> None:
-    """Compiled code tells no end when it raises. When the thread ends too, whoever comes next ends the batch."""
+    """Compiled code that raises does not end its batch. If its thread ends too, the next poll ends the batch."""
     stand = Stand()
     in_threads(3, lambda: stand.recorder.begin_compiled(stand.model_node, [torch.ones(2)]))
 

@@ -17,12 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 import nanwatch
-from nanwatch.monitoring.forecast import Ending, Forecast, Forecaster, HeadroomHistory
+from nanwatch.monitoring.forecast import Ending
+from nanwatch.monitoring.forecast import Forecast
+from nanwatch.monitoring.forecast import Forecaster
+from nanwatch.monitoring.forecast import HeadroomHistory
 from nanwatch.recording.frame_ring import PeakMagnitudes
-from nanwatch.report.record import FrameRows, Row
+from nanwatch.report.record import FrameRows
+from nanwatch.report.record import Row
 
 END = 65504.0
 
@@ -46,7 +51,7 @@ def frame(batch: int, bits: float, name: str = "m") -> FrameRows:
 
 
 def run(bits: Callable[[int], float], batches: int) -> tuple[list[Forecast], int | None]:
-    """What is foretold of one output, and the batch in which it has no headroom left."""
+    """Return the forecasts for one output, and the batch in which it has no headroom left."""
     forecaster, found = Told(), []
     for batch in range(batches):
         now = bits(batch)
@@ -97,7 +102,7 @@ def test_a_fall_is_foretold(length: int) -> None:
     ids=["level", "log", "settling", "waves", "evaluations"],
 )
 def test_a_healthy_run_is_silent(bits: Callable[[int, float, float], float]) -> None:
-    """Of ten runs that level off, settle or swing, each of 3,000 batches, nothing is foretold."""
+    """Ten runs of 3,000 batches that level off, settle or swing get no forecast."""
     rng = np.random.default_rng(1)
     for _ in range(10):
         base, spread = rng.uniform(4, 12), rng.uniform(0.05, 0.5)
@@ -289,7 +294,7 @@ def test_watch_warns(implementation: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("implementation", ["native", "python"])
 def test_no_frame_is_built_for_a_forecast(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is followed over the batches is numbers: without a fault or a trace the listener is told of no call."""
+    """Forecasts follow numbers from batch to batch: without a failure or a trace the listener hears of no call."""
     if implementation == "python":
         monkeypatch.setattr("nanwatch.numerics._extension.C", None)
     told: list[FrameRows] = []

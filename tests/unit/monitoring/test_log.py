@@ -12,13 +12,17 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.monitoring import backends, monitor
-from nanwatch.monitoring.backends import CallableBackend, LogEntry
+from nanwatch.monitoring import backends
+from nanwatch.monitoring import monitor
+from nanwatch.monitoring.backends import CallableBackend
+from nanwatch.monitoring.backends import LogEntry
 from nanwatch.monitoring.forecast import Forecast
 from nanwatch.monitoring.monitor import Log
-from nanwatch.report.record import FrameRows, Row
+from nanwatch.report.record import FrameRows
+from nanwatch.report.record import Row
 from support.paths import ROOT
-from support.toys import Scale, mlp
+from support.toys import Scale
+from support.toys import mlp
 
 
 class Clock:
@@ -77,7 +81,7 @@ def run(model: nn.Module, batches: int, x: torch.Tensor | None = None) -> None:
 
 @pytest.mark.parametrize("forecasts", [True, False])
 def test_one_in_so_many_batches_is_logged(forecasts: bool) -> None:
-    """Whatever the forecasts look at: batches 0, 5, 10, each with all modules' headroom as torch computes it."""
+    """Batches 0, 5 and 10 are logged, each with all modules' headroom as torch computes it, for any forecasts."""
     kept, model = Kept(), mlp()
     with nanwatch.watch(model, log_to=kept, log_every=5, forecast=forecasts):
         run(model, 14)
@@ -104,7 +108,7 @@ def test_every_and_log_every_go_together(log_every: int, forecasts: bool) -> Non
 
 
 def test_a_modulus_beyond_its_parts_does_not_end_the_log() -> None:
-    """Of a finite complex number whose modulus is inf there is no power of two, nor a headroom."""
+    """A finite complex number whose modulus is inf has no power of two and no headroom."""
     kept, model = Kept(), nn.Sequential(Scale())
     with nanwatch.watch(model, log_to=kept, log_every=1):
         run(model, 2, torch.tensor([3e38 + 3e38j]))
@@ -191,7 +195,7 @@ def test_a_gradient_that_a_step_would_take_is_a_fault_of_the_log() -> None:
 
 
 def test_a_log_that_takes_too_long_is_written_less_often(clock: Clock) -> None:
-    """An entry that took a second is followed by none for fifty; the first, which opens files, does not count."""
+    """An entry that took one second delays the next by fifty. The first, which opens files, does not count."""
     kept, model = Kept(), mlp()
 
     def slow(values: dict[str, float | str], batch: int) -> None:
@@ -247,7 +251,7 @@ def test_the_numbers_of_the_model_are_unchanged() -> None:
 
 
 def test_a_function_may_call_the_model() -> None:
-    """What the logger itself computes with the model is no batch."""
+    """A logger's own call of the model is no batch."""
     model = mlp()
     kept = Kept()
 
@@ -292,7 +296,7 @@ def test_a_forked_child_logs_nothing() -> None:
 
 
 def test_a_large_model_has_curves_for_its_worst_modules() -> None:
-    """Of 300 modules the 256 with the least room get a curve, and keep it when others have less."""
+    """The 256 of 300 modules with the least headroom get a curve, and keep it when others have less."""
     sink = Entries()
     logged = Log(sink, 1)
     for batch, order in enumerate((1, -1)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from math import inf, isfinite, log2
+from math import inf
+from math import isfinite
+from math import log2
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,13 @@ from hypothesis import strategies as st
 
 from nanwatch.monitoring.backends import Histogram
 from nanwatch.monitoring.forecast import Forecast
-from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
+from nanwatch.monitoring.monitor import BatchLog
+from nanwatch.monitoring.monitor import nonfinite_entry
 from nanwatch.numerics.ranges import tensor_health
 from nanwatch.report.finding import find
 from nanwatch.report.headroom import by_module
-from nanwatch.report.record import FrameRows, Row
+from nanwatch.report.record import FrameRows
+from nanwatch.report.record import Row
 from nanwatch.report.text import summary
 
 magnitudes = st.floats(min_value=0, max_value=60000.0, allow_subnormal=False)
@@ -65,7 +69,7 @@ def test_the_headroom_is_that_of_the_frames(made: list[FrameRows]) -> None:
 
 @given(st.lists(frames(), min_size=1, max_size=6))
 def test_the_ranges_are_the_largest_of_each_tensor(made: list[FrameRows]) -> None:
-    """Of each tensor the largest over its calls counts once, by role; inputs and zeros do not."""
+    """Each tensor counts once, with its largest value over its calls, by role; inputs and zeros do not count."""
     largest: dict[Any, float] = {}
     for frame in made:
         for row in frame.rows:
@@ -99,7 +103,7 @@ def test_the_histogram_is_numpys(values: list[float]) -> None:
 
 
 def test_forecasts_are_a_number_and_words() -> None:
-    """Of each module where its overflow is expected, and all sentences together."""
+    """Each module has the batch of its expected overflow, and all sentences stand together."""
     told = [
         Forecast("wo", "output", "float16", 1.9, 0.4, 5300, 600),
         Forecast("", "w", "float16", 2.0, 1.0, 9, 1),

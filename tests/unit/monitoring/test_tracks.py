@@ -49,7 +49,7 @@ def told(seed: int, batches: int, share: float) -> tuple[HeadroomHistory, Lists]
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.integers(15, 300), st.sampled_from([0.2, 0.7, 1.0]))
 def test_each_tensor_has_the_points_of_a_list(seed: int, batches: int, share: float) -> None:
-    """Whatever the others do; sums of halves are exact here, so to the last bit."""
+    """A tensor's points do not depend on the others. Sums of halves are exact here, so equal to the last bit."""
     tracks, lists = told(seed, batches, share)
     for track, points in enumerate(lists.points):
         x, y = tracks.points(track)
@@ -61,7 +61,7 @@ def test_each_tensor_has_the_points_of_a_list(seed: int, batches: int, share: fl
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([15, 40, 130]), st.sampled_from([0.2, 1.0]))
 def test_falls_are_lines_through_medians(seed: int, batches: int, share: float) -> None:
-    """Of each with enough points: the latest five, and five before the middle, by Python's own medians."""
+    """For tracks with enough points: lines through the medians of the latest five and of five before the middle."""
     tracks, lists = told(seed, batches, share)
     bits, losses, late_losses, spans = tracks.falls(np.arange(TRACKS))
     for track, points in enumerate(lists.points):

@@ -13,8 +13,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanwatch.netcheck import command, steps
-from nanwatch.netcheck.meeting import Arrival, Meeting, Outcome, Place, PlaceError, StepError, Trouble
+from nanwatch.netcheck import command
+from nanwatch.netcheck import steps
+from nanwatch.netcheck.meeting import Arrival
+from nanwatch.netcheck.meeting import Meeting
+from nanwatch.netcheck.meeting import Outcome
+from nanwatch.netcheck.meeting import Place
+from nanwatch.netcheck.meeting import PlaceError
+from nanwatch.netcheck.meeting import StepError
+from nanwatch.netcheck.meeting import Trouble
 from support.netcheck_ranks import free_port
 
 HOST = socket.gethostname()
@@ -54,7 +61,7 @@ def test_the_place_under_torchrun_and_under_slurm():
     ],
 )
 def test_an_environment_that_says_nothing_sensible_is_refused(changes, named):
-    """With the variable and its value, before anything is waited for."""
+    """The error names the variable and its value, and comes before any wait."""
     with pytest.raises(PlaceError, match=re.escape(named)):
         Place.of(ENVIRONMENT | changes)
 
@@ -168,7 +175,7 @@ def test_a_second_process_of_the_same_rank_is_refused(meetings):
 
 
 def test_the_first_failure_is_one_rank_and_all_hear_of_it(meetings):
-    """Of many that fail at once one is the first; the others are told its name and step."""
+    """When many ranks fail at once, one is the first; the others get its name and step."""
     heard: list[tuple[str, bool]] = []
     event = threading.Event()
 
@@ -188,7 +195,7 @@ def test_the_first_failure_is_one_rank_and_all_hear_of_it(meetings):
 
 
 def test_the_summary_tells_the_broken_from_the_stopped_and_the_silent():
-    """Who failed, who only waited for them, and who said nothing."""
+    """The summary names those that failed, those that only waited for them, and those that said nothing."""
     outcomes = {
         0: Outcome(0, None),
         1: Outcome(1, Trouble("links", "x")),

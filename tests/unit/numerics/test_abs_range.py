@@ -351,7 +351,7 @@ def test_packed_dtypes_are_refused(implementation: Implementation, name: str) ->
 
 @pytest.mark.parametrize("value", [None, 3.0, "x", [1.0], np.zeros(3), torch.float32])
 def test_not_a_tensor(implementation: Implementation, value: object) -> None:
-    """What is no tensor is a TypeError that names its type and the way to a tensor."""
+    """A TypeError names the type of the argument and the way to a tensor."""
     name = type(value).__name__
     for read in (implementation.abs_range, implementation.tensor_health):
         with pytest.raises(TypeError, match=rf"takes a torch.Tensor, got (\w+\.)*{name}.*as_tensor"):

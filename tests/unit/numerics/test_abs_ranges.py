@@ -51,7 +51,7 @@ def test_takes_any_iterable(implementation: Implementation) -> None:
 
 
 def test_a_generator_runs_under_the_modes_of_its_caller(implementation: Implementation) -> None:
-    """What the caller's own code does while it makes the tensors, the caller's modes see; what nanwatch does, not."""
+    """The caller's modes see the operations with which the caller makes tensors, and none of nanwatch's."""
     seen: list[str] = []
 
     class Dispatch(TorchDispatchMode):

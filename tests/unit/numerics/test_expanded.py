@@ -55,7 +55,7 @@ def test_a_failure_of_a_huge_tensor_is_found(dtype: torch.dtype) -> None:
 
 
 def test_whether_a_huge_tensor_would_fit() -> None:
-    """Of its 2^41 elements as many as are counted one by one."""
+    """Each of the 2^41 elements is counted, as in a small tensor."""
     fit = would_fit(torch.tensor([1.0, 1e6]).expand(HUGE, 2), torch.float16)
     few = would_fit(torch.tensor([1.0, 1e6]), torch.float16)
     assert fit.num_elements == HUGE * few.num_elements

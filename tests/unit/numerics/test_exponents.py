@@ -132,7 +132,7 @@ def test_many_blocks_and_threads(implementation: Implementation, dtype: torch.dt
 
 @pytest.mark.parametrize("kind", ["zeros", "subnormals", "inf", "nan"])
 def test_one_among_many(implementation: Implementation, kind: str) -> None:
-    """What is rare is found wherever it lies: in the first block, at the edge of one, in the last."""
+    """A rare value is found wherever it lies: in the first block, at the edge of one, in the last."""
     value = {"zeros": 0.0, "subnormals": 3e-7, "inf": -INF, "nan": NAN}[kind]
     for place in (0, 2047, 2048, 5000, 9999):
         x = torch.ones(10_000, dtype=torch.float16)

@@ -48,7 +48,7 @@ def failed(net: nn.Module, *batches: Tensor, **options: Any) -> Finding:
 
 
 def test_a_value_made_by_a_parametrization_comes_again() -> None:
-    """What the failed batch itself has put into the cache is computed once more, and so is found."""
+    """A value that the failed batch itself has cached is computed again, and so is found."""
     finding = failed(model(1e30, Times(1.0)), torch.full((2, 3), 1.0), torch.full((2, 3), 1e30))
     assert (finding.module, finding.operation, finding.transient) == ("0", "aten.mm.default", False)
     failed(model(torch.finfo(torch.float32).max, Times(1.0)).double().float(), torch.ones(2, 3))
@@ -129,7 +129,7 @@ def test_gradients_flow_through_a_module_in_float32() -> None:
 
 
 def test_the_capsule_replays(tmp_path: Path) -> None:
-    """It holds the weight that the parametrization is given, and fails as the call did."""
+    """The capsule holds the weight that the parametrization is given, and its call fails again."""
     pytest.importorskip("safetensors")
     net = model(1e30)
     failed(net, torch.ones(2, 3), torch.full((2, 3), 1e30), output_dir=tmp_path)

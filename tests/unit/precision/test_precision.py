@@ -17,7 +17,7 @@ import nanwatch
 from nanwatch import run_in_fp32
 from support.narrow import HALF, NARROW, Block, Frozen, Pair, Plain, Take, autocast, both, surroundings
 
-# What the module computes
+# Results of the module
 
 
 @both
@@ -138,7 +138,7 @@ def test_other_dtypes_stay() -> None:
     assert met == kinds
 
 
-# What the surroundings see
+# Side effects
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_tied_weights_stay_tied() -> None:
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_running_statistics_are_kept(mode: Callable[[], AbstractContextManager[Any]]) -> None:
-    """What a call writes into the float32 copy of a half buffer is in the buffer afterwards."""
+    """A value that a call writes into the float32 copy of a half buffer is in the buffer afterwards."""
     norm = nn.BatchNorm1d(4).half()
     plain = copy.deepcopy(norm).float()
     x = torch.randn(8, 4).half()

@@ -15,12 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
-from support.toys import Own, fresh, latest, seen
+from support.toys import Own
+from support.toys import fresh
+from support.toys import latest
+from support.toys import seen
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")
 NAN = float("nan")
@@ -38,7 +42,7 @@ class Then(nn.Module):
         return self.second(self.between(self.first(x)))
 
 
-# What is read
+# Which tensors are read
 
 
 def test_a_tensor_that_passes_through_is_read_once_a_batch() -> None:
@@ -162,7 +166,7 @@ WITH_A_SIGN: dict[str, Callable[[Own], object]] = {
 
 
 def fused_sgd(p: Tensor) -> None:
-    """What the step of a fused optimizer calls, without an optimizer and its hooks."""
+    """Call the kernel of a fused optimizer's step, without an optimizer and its hooks."""
     rest = dict.fromkeys(("weight_decay", "momentum", "dampening"), 0.0)
     rest |= dict.fromkeys(("nesterov", "maximize", "is_first_step"), False)
     with torch.no_grad():
@@ -185,7 +189,7 @@ WITHOUT_A_SIGN: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("write", WITH_A_SIGN.values(), ids=WITH_A_SIGN)
 def test_a_write_that_leaves_a_sign_is_seen_at_once(write: Callable[[Own], object]) -> None:
-    """Whatever bumps the version or changes tensor, storage or layout is in the very next frame."""
+    """A write that bumps the version or changes tensor, storage or layout is in the very next frame."""
     model = Own()
     with watch(model, reread_weights=1000) as w:
         for _ in range(2):
@@ -325,7 +329,7 @@ def test_freed_activations_are_not_taken_for_their_successors() -> None:
         module.register_forward_hook(note)
     with watch(model, max_frames=51, _verify_hits=True) as w, torch.no_grad():
         model(torch.randn(2, 4))
-    # Whether the address of the data comes again too is the allocator's choice.
+    # The allocator decides whether the address of the data comes again too.
     assert len(set(identities)) < 25, "nothing collides here: the test shows nothing"
     found = [(r.abs_min, r.abs_max) for frame in w.frames[:-1] for r in frame.records if r.role == "output"]
     assert found == ranges
@@ -402,7 +406,7 @@ def test_a_write_without_a_sign_to_an_activation_is_seen_in_the_next_batch(
 
 
 def test_tensors_without_a_version_counter_are_read_each_time() -> None:
-    """Of what is made in inference mode nothing tells when it changes: no hit, and every range is current."""
+    """Nothing signals a change of a tensor made in inference mode: no hit, and every range is current."""
     with torch.inference_mode():
         model = nn.Sequential(Own(), Then(lambda x: (x.data.mul_(3), x)[1]))
         model[0].weight = nn.Parameter(torch.ones(2), requires_grad=False)

@@ -1,4 +1,4 @@
-"""What the recorder remembers stays small, however long the run and whatever the model makes anew."""
+"""The recorder's cache stays small, however long the run and whatever tensors the model makes."""
 
 from __future__ import annotations
 

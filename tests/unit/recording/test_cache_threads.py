@@ -37,7 +37,7 @@ def write_past_the_counter(x: Tensor) -> None:
 
 @pytest.mark.parametrize("write", [write, write_past_the_counter])
 def test_a_weight_written_while_it_is_read_is_read_again(write: Callable[[Tensor], None]) -> None:
-    """What was read is of the version before: the next batch, if not this one, has the nan."""
+    """The range is that of the version before: the next batch, if not this one, has the nan."""
     OTHER.step()  # the first one takes long
     model = Own()
     model.weight = nn.Parameter(long_to_read(), requires_grad=False)

@@ -45,7 +45,7 @@ def finding_of(watch: Watch) -> Finding:
 @pytest.mark.parametrize("place", [0, 4, 29])
 @pytest.mark.parametrize("batches", [0, 3, 20])
 def test_the_place_counts_what_the_ring_has_dropped(max_frames: int, place: int, batches: int) -> None:
-    """It is the number of calls that ended before in the batch, whatever the size of the ring, in any batch."""
+    """The place is the number of calls that ended before in the batch, for any size of the ring and in any batch."""
     model = chain(30)
     with nanwatch.watch(model, on_nonfinite="record", microscope=False, max_frames=max_frames) as watch:
         for _ in range(batches):
@@ -170,7 +170,7 @@ def test_a_batch_of_long_ago_has_no_count() -> None:
 
 @pytest.mark.usefixtures("each_recorder")
 def test_both_recorders_forget_alike() -> None:
-    """What the watch's recorder says of batches near and far."""
+    """Both recorders count the frames of the latest 16 batches; an older batch has None."""
     model = chain(2)
     with nanwatch.watch(model) as watch:
         for _ in range(40):

@@ -1,4 +1,4 @@
-"""What a watch with gradients=True puts on a model: hooks of tensors, and none of modules or of their graph."""
+"""The hooks that a watch with gradients=True registers: at tensors, none at modules or their graph."""
 
 from __future__ import annotations
 

@@ -5,11 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from nanwatch.report.report import NonFiniteError
-from support.forks import SIDE, Fork, Hook, batch, doubles, fork_backward, gained, range_of, ranges
-from support.recorders import RECORDERS, WITH_DEVICE, watched
+from support.forks import SIDE
+from support.forks import Fork
+from support.forks import Hook
+from support.forks import batch
+from support.forks import doubles
+from support.forks import fork_backward
+from support.forks import gained
+from support.forks import range_of
+from support.forks import ranges
+from support.recorders import RECORDERS
+from support.recorders import WITH_DEVICE
+from support.recorders import watched
 from support.toys import Scale
 
 
@@ -50,7 +61,7 @@ def writes_storage(g: Tensor) -> None:
 @pytest.mark.parametrize("write", [writes_data, writes_numpy, writes_storage])
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_what_no_version_tells_of_is_seen_in_what_is_made_of_it(recorder: str, write: Hook) -> None:
-    """Of the tensor itself its second place shows what it was at the first; the weight's gradient is what it is."""
+    """A tensor's second place shows its values at the first; the weight's gradient stays what it is."""
     gradient = torch.randn(SIDE, SIDE)
     model = Fork(second=write)
     w, _ = fork_backward(recorder, model, gradient)
@@ -65,7 +76,7 @@ def test_what_no_version_tells_of_is_seen_in_what_is_made_of_it(recorder: str, w
 
 
 def fork_gradient(gradient: Tensor) -> Tensor:
-    """That of the first layer's weight, unwatched."""
+    """Return the unwatched gradient of the first layer's weight."""
     model = Fork()
     model(batch()).backward(gradient)
     assert model.first.weight.grad is not None

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.api import Watch, watch
-from support.stand_in_device import StandIn, stand_in
+from nanwatch.session.api import Watch
+from nanwatch.session.api import watch
+from support.stand_in_device import StandIn
+from support.stand_in_device import stand_in
 from support.toys import names
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
@@ -44,7 +47,7 @@ class Graph:
         device.capturing = False
 
     def replay(self, value: float, *, until: int | None = None) -> None:
-        """What `graph.replay()` does after `x.fill_(value)`."""
+        """Do `x.fill_(value)` and then `graph.replay()`."""
         self.x.fill_(value)
         first, second = self.model
         torch.mul(self.x, first.weight, out=first.output)
@@ -75,7 +78,7 @@ def test_each_replay_is_a_batch_with_frames_of_its_own() -> None:
 
 
 def test_weights_are_read_in_every_replay() -> None:
-    """What an optimizer in the same graph, or outside, makes of a weight is in the next replay's frames."""
+    """A weight changed by an optimizer, in the same graph or outside, has its new values in the next replay."""
     with stand_in() as device:
         model_before = Graph(device)
         w = model_before.w
@@ -129,7 +132,7 @@ def test_a_fault_in_a_replay_is_told_by_the_next_look(check: Any) -> None:
 
 
 def test_data_that_was_bad_before_the_replay_is_called_so() -> None:
-    """What a replay was given is known like what a call was given."""
+    """The inputs of a replay are judged like the inputs of a call."""
     with stand_in() as device:
         graph = Graph(device, on_nonfinite="record")
         graph.replay(INF)
@@ -184,7 +187,7 @@ def test_the_next_call_and_the_step_of_an_optimizer_look() -> None:
 
 
 def test_replays_while_it_is_paused_are_not_counted() -> None:
-    """Those before pause() and those after resume() are batches."""
+    """Replays before pause() and after resume() are batches."""
     with stand_in() as device:
         graph = Graph(device)
         graph.replay(1.0)

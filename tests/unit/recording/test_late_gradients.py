@@ -13,19 +13,43 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
-from nanwatch.report.report import NonFiniteError, Report
-from nanwatch.session.api import Watch, watch
-from support.forks import SIDE, Fork, fork_backward, range_of, ranges
-from support.gradient_models import Narrow, Net, Sick, Spoil, Spoiling, backward_frames, loss_of
-from support.stand_in_device import BROKEN, OLD_DRIVER, ReadsFoundInf, StandIn, stand_in
-from support.toys import Plant, chain, in_threads, mlp, text_of
-from support.training import are_unchanged, copies, stopped
+from nanwatch.report.report import NonFiniteError
+from nanwatch.report.report import Report
+from nanwatch.session.api import Watch
+from nanwatch.session.api import watch
+from support.forks import SIDE
+from support.forks import Fork
+from support.forks import fork_backward
+from support.forks import range_of
+from support.forks import ranges
+from support.gradient_models import Narrow
+from support.gradient_models import Net
+from support.gradient_models import Sick
+from support.gradient_models import Spoil
+from support.gradient_models import Spoiling
+from support.gradient_models import backward_frames
+from support.gradient_models import loss_of
+from support.stand_in_device import BROKEN
+from support.stand_in_device import OLD_DRIVER
+from support.stand_in_device import ReadsFoundInf
+from support.stand_in_device import StandIn
+from support.stand_in_device import stand_in
+from support.toys import Plant
+from support.toys import chain
+from support.toys import in_threads
+from support.toys import mlp
+from support.toys import text_of
+from support.training import are_unchanged
+from support.training import copies
+from support.training import stopped
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 X = torch.ones(2, 3)
@@ -120,12 +144,12 @@ def test_the_step_is_stopped_before_it_takes_a_late_gradient(check: Any, accumul
 
 
 def test_a_launch_a_gradient_and_one_wait_before_the_step() -> None:
-    """What is read is sent as it comes; forward and backward wait for nothing, and the step once for both."""
+    """Each tensor's read is launched when it appears; forward and backward wait for nothing, the step once for both."""
     model = mlp()
     with trained(model) as (device, optimizer, w):
         model(X).sum().backward()
         launches = len(device.launches)
-        # Of three outputs and four weights; the root's output is the last layer's.
+        # Three outputs and four weights; the root's output is the last layer's.
         assert device.launches[-7:] == [1] * 7
         assert device.waits == 0
         optimizer.step()
@@ -149,7 +173,7 @@ def test_batch_waits_at_the_end_of_a_forward_and_before_the_step() -> None:
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_nothing_is_waited_for_where_the_rows_have_come(check: Any) -> None:
-    """As after a GradScaler has read whether an inf was found: the look is free."""
+    """After a GradScaler has read whether an inf was found, the rows are there and reading them is free."""
     model = chain(SpoilsLater(1))
     with trained(model, check) as (device, optimizer, _):
         for batch in range(2):
@@ -210,7 +234,7 @@ def test_what_is_asked_waits_as_the_options_say() -> None:
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("is_given", [True, False])
 def test_a_skipped_step_has_the_scale_that_its_backward_had(check: Any, is_given: bool) -> None:
-    """It is known to be bad only when the scale has fallen already; nobody waits but the scaler."""
+    """The gradient is known to be bad only when the scale has fallen already. Nobody waits but the scaler."""
     gc.collect()  # the scalers of other tests
     model = Narrow()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -415,7 +439,7 @@ def test_the_forward_is_named_and_not_what_came_of_it() -> None:
     assert (finding.phase, finding.module) == ("forward", "1")
 
 
-# What a device may do
+# Errors of a device
 
 
 def test_a_gradient_that_comes_again_is_as_it_was() -> None:
@@ -434,7 +458,7 @@ def test_a_gradient_that_comes_again_is_as_it_was() -> None:
 
 
 def test_a_device_that_fails_leaves_the_users_error() -> None:
-    """What had not come says so; the step is made, as torch itself tells of the device."""
+    """Rows that have not arrived are marked; the step is made, because torch itself raises the device's error."""
     model = mlp()
     with trained(model, on_nonfinite="record") as (device, optimizer, w):
         model(X).sum().backward()
@@ -448,7 +472,7 @@ def test_a_device_that_fails_leaves_the_users_error() -> None:
 
 @pytest.mark.parametrize("code", [7, OLD_DRIVER])
 def test_a_launch_that_is_refused_is_read_at_once(code: int) -> None:
-    """That gradient, or from there on all, as any tensor that is not plain."""
+    """One gradient, or all from there on, is read like any tensor that is not plain."""
     model = mlp()
     with trained(model) as (device, _, w):
         loss = model(X).sum()
@@ -463,7 +487,7 @@ def test_a_launch_that_is_refused_is_read_at_once(code: int) -> None:
 
 
 def test_a_backward_in_a_capture_sends_nothing() -> None:
-    """It has no replays that could be told of, and is read as it comes."""
+    """A backward in a capture has no replays to report, and is read as it comes."""
     model = mlp()
     with trained(model) as (device, _, w):
         loss = model(X).sum()
@@ -486,7 +510,7 @@ def test_counts_are_made_at_once() -> None:
 
 
 def test_a_pause_loses_no_backward_before_it() -> None:
-    """What was recorded is told; what comes while paused is not recorded."""
+    """Backwards recorded before a pause are reported; later ones are not recorded."""
     model = mlp()
     with trained(model) as (device, _, w):
         model(X).sum().backward()

@@ -8,17 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
-from nanwatch.report.report import BatchLimitError, NonFiniteError
-from nanwatch.session.api import Watch, watch
-from support.random_trees import run, tree
-from support.stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
-from support.toys import Plant, Scale, chain, in_threads, mlp, names, text_of
+from nanwatch.report.report import BatchLimitError
+from nanwatch.report.report import NonFiniteError
+from nanwatch.session.api import Watch
+from nanwatch.session.api import watch
+from support.random_trees import run
+from support.random_trees import tree
+from support.stand_in_device import BROKEN
+from support.stand_in_device import OLD_DRIVER
+from support.stand_in_device import StandIn
+from support.stand_in_device import stand_in
+from support.toys import Plant
+from support.toys import Scale
+from support.toys import chain
+from support.toys import in_threads
+from support.toys import mlp
+from support.toys import names
+from support.toys import text_of
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 INF = float("inf")
@@ -104,7 +118,7 @@ def test_masks_and_infinities_that_are_meant(check: Any, dtype: torch.dtype) -> 
 
 
 def test_the_origin_is_the_data_where_the_batch_was_given_it() -> None:
-    """Of a fault that is told a batch late it is still known what the batch was called with."""
+    """A failure reported one batch late still knows the arguments of its batch."""
     model = chain()
     with stand_in() as device, watch(model, check="async", on_nonfinite="record") as w:
         model(torch.full((1, 3), NAN))
@@ -189,7 +203,7 @@ def test_nothing_is_shown_before_it_has_come() -> None:
 
 @pytest.mark.parametrize("check", ["batch", "async"])
 def test_a_row_is_of_the_memory_as_it_was(check: Any) -> None:
-    """What is freed, reused or overwritten after a call, and before the device ran, changes no row."""
+    """Memory freed, reused or overwritten after a call, and before the device ran, changes no row."""
 
     class Reuse(nn.Module):
         def __init__(self) -> None:
@@ -336,7 +350,7 @@ def test_each_stream_that_was_used_is_waited_for() -> None:
 
 @pytest.mark.parametrize("check", ["batch", "async"])
 def test_an_error_of_the_device_leaves_the_frames_up_to_it(check: Any) -> None:
-    """What the device wrote before it failed is reported; what it did not write is not called finite."""
+    """Rows that the device wrote before it failed are reported; rows that it did not write are not called finite."""
 
     class Asserts(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -452,7 +466,7 @@ def test_a_report_shows_a_fault_and_leaves_the_raising_to_the_next_call() -> Non
 
 
 def test_every_batch_of_a_late_run_is_one_run() -> None:
-    """Of non-finite batches in a row the report is that of the first, as when each is told at its end."""
+    """The report of several non-finite batches in a row is that of the first, as when each is reported at its end."""
     found = []
     for check in ("batch", "async"):
         model = chain(Plant(b1=INF, b2=NAN, b3=NAN, b5=INF))
@@ -519,7 +533,7 @@ def test_a_closer_look_where_the_batch_is_still_there(check: Any) -> None:
 
 @pytest.mark.parametrize("check", ["batch", "async"])
 def test_a_recomputed_fault_is_told_at_the_next_look(check: Any) -> None:
-    """What only the recomputation in a backward makes infinite is found without a stop of the device in it."""
+    """An infinity that only the recomputation in a backward makes is found without a stop of the device in it."""
     scale = Scale()
     model = nn.Sequential(scale, nn.Linear(2, 2))
     with stand_in() as device, watch(model, check=check, on_nonfinite="record") as w:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanwatch.numerics import _extension
 from nanwatch.recording.observe import observe
-from nanwatch.report.report import NonFiniteError, Report
+from nanwatch.report.report import NonFiniteError
+from nanwatch.report.report import Report
 from nanwatch.session.api import watch
 
 INF = float("inf")
@@ -46,7 +48,7 @@ def note_under(mode: Any, x: torch.Tensor) -> str:
 
 @MASKS
 def test_modes_do_not_see_the_look_at_a_mask(masked: float) -> None:
-    """Of the operations that tell a mask from a fault, the user's modes see none."""
+    """The user's modes see none of the operations that tell a mask from a failure."""
     seen: list[object] = []
 
     class Dispatch(TorchDispatchMode):
@@ -129,8 +131,9 @@ def test_a_look_leaves_the_trace_on() -> None:
 
 
 def test_the_mask_of_a_dtensor_is_that_of_its_shard(one_process_mesh: Any) -> None:
-    """Of a distributed mask the local shard is looked at, without a collective operation of its own."""
-    from torch.distributed.tensor import Replicate, distribute_tensor
+    """The local shard of a distributed mask is read, without a collective operation of its own."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
     mask = distribute_tensor(mask_of(-INF), one_process_mesh, [Replicate()])
@@ -213,7 +216,7 @@ def test_a_tensor_whose_attributes_raise_has_its_row(
     options: dict[str, Any],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """It is read all the same, or not checked with the reason: the forward goes on, and no traceback is printed."""
+    """The tensor is read, or not checked with the reason. The forward goes on, and no traceback is printed."""
     model = Gives(make)
     for value in (1.0, float("nan")):
         with watch(model, on_nonfinite="record", microscope=False, **options) as w:
@@ -266,7 +269,7 @@ def test_an_object_that_says_it_is_a_tensor_is_none() -> None:
 
 @pytest.mark.skipif(_extension.C is None, reason="no compiled part")
 def test_an_object_that_says_nothing_of_its_class() -> None:
-    """It is no tensor, and is not asked."""
+    """An object without a class to ask for is no tensor, and is not asked."""
     model = Takes()
     with watch(model) as w:
         model(Silent())

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections import UserDict
+from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
-from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, call_leaves, leaves
+from nanwatch.recording.walk import MAX_DEPTH
+from nanwatch.recording.walk import MAX_LEAVES
+from nanwatch.recording.walk import MAX_SCALARS
+from nanwatch.recording.walk import call_leaves
+from nanwatch.recording.walk import leaves
 from nanwatch.report.record import Frame
 from support.oracle import values_of
-from support.random_trees import Plain, run, tree
-from support.recorders import RECORDERS, needs_native, watched
+from support.random_trees import Plain
+from support.random_trees import run
+from support.random_trees import tree
+from support.recorders import RECORDERS
+from support.recorders import needs_native
+from support.recorders import watched
 
 # Random models
 
@@ -49,7 +61,7 @@ def obvious(model: nn.Module) -> tuple[list[tuple[str, list[Row]]], Callable[[],
 
 
 def flat(value: Any, label: str) -> Iterator[tuple[str, Any]]:
-    """What is in a value, by the label grammar of the docs, without any limit."""
+    """Return all leaves of a value, by the label grammar of the docs, without any limit."""
     children: Any = None
     if isinstance(value, tuple | list):
         children = enumerate(value)
@@ -181,7 +193,7 @@ def test_the_walk_of_a_call_is_that_of_leaves(make: Callable[[], Any], recorder:
 
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_frames_since_are_the_latest_of_those_that_came_later(recorder: str) -> None:
-    """Whatever number was asked for, and however many of them the ring has let go."""
+    """For any number given, and however many frames the ring has dropped."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with watched(model, recorder, max_frames=7) as watch:
         for batches in range(5):
@@ -199,7 +211,7 @@ def test_frames_since_are_the_latest_of_those_that_came_later(recorder: str) -> 
     "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int8]
 )
 def test_counts_are_those_of_each_tensor(recorder: str, dtype: torch.dtype) -> None:
-    """Of weights, inputs and outputs, finite or not, of any layout, those that numpy counts."""
+    """Weights, inputs and outputs, finite or not, of any layout, have the counts of numpy."""
 
     class Through(nn.Module):
         def forward(self, x: Tensor) -> Any:

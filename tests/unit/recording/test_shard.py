@@ -88,7 +88,7 @@ def test_trace_says_which_shard(x: Any, tmp_path: Path) -> None:
 
 
 def test_replicated_and_partial_tensors_have_no_start(one_process_mesh: Any) -> None:
-    """What is no block of the whole does not say where it begins."""
+    """A tensor that is no block of the whole does not say where it begins."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     notes = [
@@ -103,7 +103,7 @@ def test_replicated_and_partial_tensors_have_no_start(one_process_mesh: Any) -> 
 
 
 def test_a_placement_that_cannot_be_told_is_still_a_shard() -> None:
-    """Whatever goes wrong in telling which one: the note says that it is a shard, and nothing is raised."""
+    """When no placement can be found, the note says that it is a shard, and nothing is raised."""
     assert shard_note(nn.Linear(1, 1)) == LOCAL_SHARD
 
 

@@ -106,7 +106,7 @@ def test_depth_is_bounded() -> None:
 
 
 def test_width_is_bounded() -> None:
-    """Of a huge list the first leaves are given, then one that says that there are more."""
+    """A huge list gives its first leaves, then one leaf that says that there are more."""
     found = leaves([[X] * 1000] * 100, "output")
     assert len(found) == MAX_LEAVES + 1
     assert isinstance(found[-1][1], Unwalked)

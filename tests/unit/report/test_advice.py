@@ -98,7 +98,7 @@ def test_a_weight_that_was_bad_before_the_first_batch() -> None:
 
 
 def test_a_weight_that_became_bad_under_the_watch() -> None:
-    """It was read and finite in the batch before."""
+    """The weight was read and finite in the batch before."""
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with nanwatch.watch(model):

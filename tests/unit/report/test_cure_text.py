@@ -66,7 +66,7 @@ def test_the_page_shows_the_cures_first_and_the_patch_in_elements() -> None:
 
 
 def test_a_hostile_patch_is_text() -> None:
-    """It adds no element and no line that it did not have."""
+    """A hostile patch adds no element and no line of its own to the page."""
     hostile = [name.replace("\n", " ") for name in HOSTILE]
     plain, bad = (
         Page(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from decimal import Decimal, localcontext
-from math import inf, nan
+from decimal import Decimal
+from decimal import localcontext
+from math import inf
+from math import nan
 from typing import Any
 
 import pytest
@@ -13,8 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch.numerics.formats import limits
-from nanwatch.report.headroom import Shrinking, by_module, has_vanished, headroom_bits, shrinking
-from nanwatch.report.record import Frame, Record
+from nanwatch.report.headroom import Shrinking
+from nanwatch.report.headroom import by_module
+from nanwatch.report.headroom import has_vanished
+from nanwatch.report.headroom import headroom_bits
+from nanwatch.report.headroom import shrinking
+from nanwatch.report.record import Frame
+from nanwatch.report.record import Record
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 FORMATS = ("float64", "float32", "float16", "bfloat16", *FLOAT8)
@@ -38,7 +45,7 @@ def test_limits_are_those_of_the_format(name: str) -> None:
 
 @pytest.mark.parametrize("name", FLOAT8)
 def test_limits_bound_every_code(name: str) -> None:
-    """Of all 256 codes of an 8-bit format the limits are the largest finite and the smallest positive."""
+    """The limits are the largest finite and the smallest positive of all 256 codes of an 8-bit format."""
     values = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name)).double().abs()
     finite = values[values.isfinite() & (values > 0)]
     ends = limits(name)
@@ -64,7 +71,7 @@ def test_what_does_not_overflow_has_no_limits(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
 def test_headroom_is_the_number_of_doublings_left(name: str, data: st.DataObject) -> None:
-    """It equals the logarithm of the quotient, taken with fifty digits."""
+    """Headroom equals the logarithm of the quotient, taken with fifty digits."""
     ends = limits(name)
     assert ends is not None
     abs_max = data.draw(st.floats(ends.smallest_subnormal, ends.largest))

@@ -7,19 +7,30 @@ import hashlib
 import importlib
 import json
 import sys
-from dataclasses import dataclass, fields, replace
-from math import inf, isfinite, log2
+from dataclasses import dataclass
+from dataclasses import fields
+from dataclasses import replace
+from math import inf
+from math import isfinite
+from math import log2
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 
-from nanwatch.report.finding import Cure, Finding
-from nanwatch.report.record import Frame, Record
+from nanwatch.report.finding import Cure
+from nanwatch.report.finding import Finding
+from nanwatch.report.record import Frame
+from nanwatch.report.record import Record
 from nanwatch.report.report import Report
 from nanwatch.util.visible import visible
-from support.html_page import HOSTILE, Page, growing, many, record
+from support.html_page import HOSTILE
+from support.html_page import Page
+from support.html_page import growing
+from support.html_page import many
+from support.html_page import record
 
 plotly_offline = pytest.importorskip("plotly.offline", reason="the page needs plotly: pip install plotly")
 pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
@@ -28,7 +39,7 @@ EMPTY = Report((), None, None)
 
 
 def test_the_finding_comes_first_and_in_words() -> None:
-    """What, where, why and what to do next stand above chart and table, as the text has them."""
+    """The lines What, Where, Why and What next stand above chart and table, as in the text."""
     report = growing()
     page = Page(report.to_html())
     assert "".join(page.headline) == "inf first seen in output of encoder.block.6.wo"
@@ -264,7 +275,7 @@ ATTRIBUTES = {
 @given(REPORTS)
 @settings(max_examples=60, deadline=None)
 def test_any_report_is_a_page(report: Report) -> None:
-    """Whatever the fields hold: balanced, only the page's own elements, UTF-8, and every name back from the data."""
+    """With any text in any field the page is balanced UTF-8 of its own elements, and its data has every name."""
     document = report.to_html()
     document.encode("utf-8")
     page = Page(document)
@@ -284,7 +295,7 @@ def test_any_report_is_a_page(report: Report) -> None:
     ]
 
 
-# What the page may do.
+# Permissions of the page.
 
 
 def sha256(text: str) -> str:

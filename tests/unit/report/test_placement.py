@@ -35,7 +35,7 @@ def test_other_words_are_none_or_mean_what_they_say(words: str) -> None:
 
 
 def test_the_words() -> None:
-    """As they stand in reports and traces."""
+    """The words of a placement are those of reports and traces."""
     places = (MeshPlace("Shard(0)", "dp", 1, 4), MeshPlace("Replicate", "tp", 0, 2))
     assert str(Placement(places, (8, 0))) == "Shard(0) at dp=1 of 4, Replicate at tp=0 of 2, from [8, 0]"
     assert str(Placement(places[1:], None)) == "Replicate at tp=0 of 2"

@@ -7,18 +7,29 @@ import io
 import json
 import pickle
 import sys
-from dataclasses import FrozenInstanceError, replace
-from math import inf, isnan, nan
+from dataclasses import FrozenInstanceError
+from dataclasses import replace
+from math import inf
+from math import isnan
+from math import nan
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from nanwatch.numerics.formats import TensorHealth
-from nanwatch.report.finding import Cure, Finding, find
-from nanwatch.report.record import MASK, Frame, Record, Role
-from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
+from nanwatch.report.finding import Cure
+from nanwatch.report.finding import Finding
+from nanwatch.report.finding import find
+from nanwatch.report.record import MASK
+from nanwatch.report.record import Frame
+from nanwatch.report.record import Record
+from nanwatch.report.record import Role
+from nanwatch.report.report import BatchLimitError
+from nanwatch.report.report import NonFiniteError
+from nanwatch.report.report import Report
 
 
 def record(label: str, role: Role, abs_max: float = 1.0, **changes: Any) -> Record:
@@ -84,7 +95,7 @@ def test_text() -> None:
 
 
 def test_only_the_first_fault_is_marked() -> None:
-    """What followed from the culprit stands in the text unmarked."""
+    """Frames that followed from the culprit stand in the text unmarked."""
     after = frame("next", record("input[0]", "input", inf), record("output", "output", nan), batch=3)
     text = Report((*GROWING, after), REPORT.finding, 3).to_text()
     assert [line for line in text.splitlines() if "<--" in line] == [
@@ -100,7 +111,7 @@ def test_text_when_all_is_finite() -> None:
 
 
 def test_text_when_nothing_was_looked_at() -> None:
-    """What nobody read is not called finite: no frames, or frames without a range."""
+    """A batch that nobody read is not called finite: no frames, or frames without a range."""
     assert Report((), None, None).to_text() == "Nothing was looked at: no watched call has run."
     assert Report((), None, 4).to_text() == "Nothing was looked at up to batch 4: no watched call has run."
     unread = Record("input[0]", "input", (2,), "float16", None, None, None, None, "not checked: meta tensor")
@@ -297,7 +308,7 @@ REPORTS = st.builds(
 @given(REPORTS)
 @settings(max_examples=100, deadline=None)
 def test_json_round_trips_exactly(report: Report) -> None:
-    """What to_json writes, from_json reads back to the last bit and the very same types."""
+    """from_json reads back the output of to_json to the last bit and with the very same types."""
     again = Report.from_json(report.to_json())
     assert repr(again) == repr(report)  # repr, as nan is not equal to itself
     assert again.to_json() == report.to_json()
@@ -394,7 +405,7 @@ def test_the_error_says_it_all() -> None:
     ],
 )
 def test_an_input_that_had_vanished(abs_max: float, words: str) -> None:
-    """What the guilty call was given and is zero or subnormal throughout is said."""
+    """An input of the guilty call that is zero or subnormal throughout is reported."""
     frames = (
         frame("norm", record("input[0]", "input", abs_max, abs_min=0.0), record("output", "output", nan)),
     )

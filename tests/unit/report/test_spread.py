@@ -39,7 +39,7 @@ def restored(one: StoredHistogram) -> ExponentHistogram:
     st.lists(st.floats() | st.sampled_from([0.0, -0.0, 6e-8, 65504.0, -3.0]), max_size=12),
 )
 def test_a_spread_is_the_histogram(dtype: torch.dtype, values: list[float]) -> None:
-    """Of any values of any format, and back; it begins and ends with a count that is not 0."""
+    """Any values of any format survive the round trip; a histogram begins and ends with a count that is not 0."""
     x = torch.tensor(values, dtype=torch.float64).to(dtype)
     found = histogram_of(x, "x")
     assert found is not None
@@ -114,7 +114,7 @@ def spreads_of(report: Report) -> dict[str, StoredHistogram]:
 
 
 def test_the_closer_look_keeps_operands_and_result() -> None:
-    """Of the guilty operation what it was given, and the bad tensor that it made."""
+    """The operands of the guilty operation are kept, and the bad tensor that it made."""
     net = nn.Sequential(Squares())
     with nanwatch.watch(net):
         report = fault_of(net, X)

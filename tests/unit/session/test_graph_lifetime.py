@@ -1,4 +1,4 @@
-"""What a watch with gradients=True keeps for the microscope lives as long as a backward may come, and no longer."""
+"""The snapshot that gradients=True keeps for the re-run lives as long as a backward may come, and no longer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def given() -> Tensor:
 
 
 def is_alive(reference: weakref.ref[Any]) -> bool:
-    """Whether what it refers to is still there, cycles apart."""
+    """Return whether the object it refers to is still there, cycles apart."""
     gc.collect()
     return reference() is not None
 
@@ -93,7 +93,7 @@ def test_nothing_is_kept_after_stop() -> None:
 
 
 def test_a_model_that_keeps_its_output_is_collected() -> None:
-    """The graph refers to nothing of the watch that refers to the model."""
+    """A model that holds its graph is freed: no part of the watch that the graph holds refers to the model."""
     model, x = Keeps(), given()
     alive = [weakref.ref(model), weakref.ref(x)]
     w = watch(model, gradients=True)
@@ -140,7 +140,7 @@ def test_the_microscope_has_what_it_needs_when_a_step_takes_a_bad_backward(
 
 
 def test_the_next_batch_takes_its_place() -> None:
-    """Of two batches whose graphs live the first is kept no longer: one batch is kept at most."""
+    """At most one batch is kept, even while the graphs of two live."""
     model = Root()
     x = given()
     alive = weakref.ref(x)

@@ -51,7 +51,7 @@ def test_leaving_says_what_is_held(action: Any, tmp_path: Path) -> None:
 
 
 def test_a_callable_gets_what_is_held() -> None:
-    """As it would at a step; "record" keeps it for the report."""
+    """A function gets the failure, as it would at a step; "record" keeps it for the report."""
     model = model_at_zero()
     reports: list[Report] = []
     with watch(model, gradients=True, on_nonfinite=reports.append):

@@ -59,7 +59,7 @@ def test_batches_that_fail_at_once_are_all_told(action: str, count: int) -> None
 
 @pytest.mark.usefixtures("each_recorder")
 def test_a_finite_batch_of_another_thread_hides_no_failure() -> None:
-    """It ends while the non-finite one is under way, and is the last that the recorder would tell of."""
+    """The finite batch ends while the non-finite one is under way, and is the last that the recorder reports."""
     inside, go_on = threading.Event(), threading.Event()
 
     class Waits(nn.Module):
@@ -95,7 +95,7 @@ def test_a_finite_batch_of_another_thread_hides_no_failure() -> None:
 
 
 def test_ended_batches_are_known_for_a_while() -> None:
-    """Those under way are kept however many there are, with their reports; of ended ones the latest numbers."""
+    """All batches under way are kept with their reports. Of ended ones only the latest numbers are kept."""
     batches = NonFiniteBatches()
     report = Report((), None, None)
     for number in range(200):

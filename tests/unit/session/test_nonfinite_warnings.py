@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 import nanwatch
 from nanwatch import watch
 from nanwatch.util.visible import warn_user
-from support.toys import Root, Scale, in_threads
+from support.toys import Root
+from support.toys import Scale
+from support.toys import in_threads
 
 INF = float("inf")
 
@@ -78,7 +81,7 @@ def scales() -> nn.Sequential:
 
 
 def run(model: nn.Sequential, places: list[int | None], **options: Any) -> list[str]:
-    """What is told of batches in which the module at a place is the first that is at fault; None is a good batch."""
+    """Return the warnings for batches whose first faulty module is given by its place; None is a good batch."""
     with told() as caught, watch(model, on_nonfinite="warn", **options):
         for place in places:
             for number, module in enumerate(model):
@@ -190,7 +193,7 @@ class Own(nn.Module):
 
 
 def test_a_fault_inside_the_users_forward_is_at_the_call_in_it() -> None:
-    """That line is nearer than the one that calls the model."""
+    """The warning is at the line in the forward, which is nearer than the one that calls the model."""
     model = Own()
     with told() as caught, watch(model, on_nonfinite="warn", check="module"):
         model(torch.ones(1))

@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
-from nanwatch.instrumentation.global_hooks import after_steps, before_steps
-from nanwatch.report.report import NonFiniteError, Report
-from nanwatch.session.api import Watch, watch
+from nanwatch.instrumentation.global_hooks import after_steps
+from nanwatch.instrumentation.global_hooks import before_steps
+from nanwatch.report.report import NonFiniteError
+from nanwatch.report.report import Report
+from nanwatch.session.api import Watch
+from nanwatch.session.api import watch
 from nanwatch.session.optimizer_guard import SkippedStep
-from support.gradient_models import Narrow, Sick
-from support.recorders import WITH_DEVICE, watched
+from support.gradient_models import Narrow
+from support.gradient_models import Sick
+from support.recorders import WITH_DEVICE
+from support.recorders import watched
 from support.training import assert_same_bits
 
 KINDS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
@@ -133,7 +139,7 @@ def test_a_backward_within_an_object_around_the_optimizer_is_not_within_the_step
 
 
 def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
-    """Of two that are in use none is guessed; `scaler` says which."""
+    """With two scalers in use none is guessed; `scaler` names it."""
     other = torch.amp.GradScaler("cpu")
     other.scale(torch.ones(1))
     for given, told in ((True, "skipped step (scale 131072 → 65536)"), (False, "skipped step")):

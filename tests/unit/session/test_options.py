@@ -12,14 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 import nanwatch
 from nanwatch.cli.run import run_parser
-from nanwatch.report.report import NonFiniteError, Report
-from nanwatch.session.api import DeferredWatch, watch
+from nanwatch.report.report import NonFiniteError
+from nanwatch.report.report import Report
+from nanwatch.session.api import DeferredWatch
+from nanwatch.session.api import watch
 from nanwatch.session.options import Options
-from support.toys import Scale, fault_of, latest, mlp, names
+from support.toys import Scale
+from support.toys import fault_of
+from support.toys import latest
+from support.toys import mlp
+from support.toys import names
 
 INF = float("inf")
 NAN = float("nan")
@@ -155,7 +162,7 @@ def test_an_error_of_the_callable_is_the_calls_error_at_the_batch_too() -> None:
     assert asked == [["0", "1", ""]]
 
 
-# What is meant
+# Accepted values
 
 
 @pytest.mark.parametrize("patterns", ["0", ("0", "9*"), ["?"]])

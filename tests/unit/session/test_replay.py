@@ -52,7 +52,7 @@ X = torch.full((2, 4), 3.0)
 
 
 def output_of(folder: Path, model: Any, **options: Any) -> Tensor:
-    """What the module gave in a replay without any warning."""
+    """Return the output of the module in a replay without any warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         replay(folder, model, **options)
@@ -281,7 +281,7 @@ def test_arguments_that_were_left_out(tmp_path):
 
 @dataclass
 class Known:
-    """What the module takes."""
+    """Arguments of the module."""
 
     x: Tensor
 

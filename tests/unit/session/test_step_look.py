@@ -10,18 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.instrumentation.global_hooks import after_steps, before_steps
+from nanwatch.instrumentation.global_hooks import after_steps
+from nanwatch.instrumentation.global_hooks import before_steps
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.api import Watch, watch
-from support.stand_in_device import ReadsFoundInf, StandIn, stand_in
-from support.toys import Plant, Scale, chain, in_threads, mlp
-from support.training import are_unchanged, copies, stopped
+from nanwatch.session.api import Watch
+from nanwatch.session.api import watch
+from support.stand_in_device import ReadsFoundInf
+from support.stand_in_device import StandIn
+from support.stand_in_device import stand_in
+from support.toys import Plant
+from support.toys import Scale
+from support.toys import chain
+from support.toys import in_threads
+from support.toys import mlp
+from support.training import are_unchanged
+from support.training import copies
+from support.training import stopped
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 INF = float("inf")
@@ -29,7 +41,7 @@ X = torch.ones(2, 3)
 
 
 def forward_and_backward(model: nn.Module) -> None:
-    """What a training loop does before its step."""
+    """Run a forward and a backward, as a training loop does before its step."""
     model(X).sum().backward()
 
 
@@ -200,7 +212,7 @@ def test_no_step_takes_a_fault(moves: list[str]) -> None:
 
 
 def test_the_step_of_another_models_optimizer_does_not_wait() -> None:
-    """It holds none of the watched parameters; what has come by then is told before it."""
+    """The optimizer holds none of the watched parameters. Rows that have come by then are reported before its step."""
     model, stranger = chain(Plant(b0=INF)), nn.Linear(1, 1)
     optimizer = torch.optim.SGD(stranger.parameters(), lr=0.1)
     with stand_in() as device, watch(model, check="async", microscope=False):
@@ -230,7 +242,7 @@ def test_two_optimizers_of_one_model() -> None:
 
 
 def test_two_watched_models_with_an_optimizer_each() -> None:
-    """As with a GAN: each step waits for the forwards of its own model."""
+    """In a GAN each step waits for the forwards of its own model."""
     models = [chain(), chain(Plant(b0=INF))]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     with stand_in() as device:
@@ -328,7 +340,7 @@ def test_a_model_that_is_checkpointed_as_a_whole(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("check", ["batch", "async"])
 def test_a_recomputation_is_not_waited_for(check: Any) -> None:
-    """It may be the last of a backward; the step waits for the forward alone."""
+    """A recomputation may be the last task of a backward. The step waits for the forward alone."""
     scale = Scale()
     model = nn.Sequential(scale, nn.Linear(3, 3))
     with late(model, check) as (device, optimizer, _):
@@ -361,7 +373,7 @@ def test_batch_has_nothing_to_wait_for_at_a_step() -> None:
 @pytest.mark.parametrize("kind", ["SGD", "LBFGS"])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_forward_inside_the_step(check: Any, kind: str, by_name: bool) -> None:
-    """As in Lightning: the closure makes forward and backward, and its fault is raised before a weight changes."""
+    """The closure makes forward and backward, as in Lightning, and raises the failure before a weight changes."""
     model = chain(Plant(b1=INF))
     options = {"max_iter": 1} if kind == "LBFGS" else {}
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
@@ -409,7 +421,7 @@ def test_a_bad_forward_inside_the_step_with_gradients(check: Any, kind: str) -> 
 
 
 def test_a_closure_made_by_partial() -> None:
-    """Whatever can be called is a closure; it is called once, as it was given."""
+    """Any callable is a closure, and is called once, with its own arguments."""
     model = chain(Plant(b0=INF))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given_numbers: list[int] = []
@@ -566,7 +578,7 @@ def test_a_compiled_step_is_looked_at(is_reported: bool) -> None:
 
 
 def test_a_fault_that_a_report_has_found_is_raised_by_the_step() -> None:
-    """As by the next call of the model, whichever comes first, and once."""
+    """The step, or the next call of the model, whichever comes first, raises it, once."""
     model = chain(Plant(b0=INF))
     with late(model) as (device, optimizer, w):
         forward_and_backward(model)
@@ -601,7 +613,7 @@ def test_threads_that_step_at_once() -> None:
 
 
 def test_the_other_ways_to_act() -> None:
-    """What does not raise tells in time and lets the step be made."""
+    """The other settings report in time and let the step be made."""
     called: list[Any] = []
     for action in ("warn", "record", called.append):
         model = chain(Plant(b0=INF))

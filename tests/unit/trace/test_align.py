@@ -56,7 +56,7 @@ def test_a_swapped_module_answers_to_the_one_of_its_name() -> None:
 
 
 def test_a_call_left_out_of_a_shared_module_is_found_by_its_neighbours() -> None:
-    """Of a block that is called thrice the second call is missing: the third answers to the third."""
+    """When the second of a block's three calls is missing, the third is matched with the third."""
     a = ["x:Linear", "s:Norm", "y:Linear", "s:Norm", "z:Linear", "s:Norm", ":Net"]
     b = ["x:Linear", "s:Norm", "z:Linear", "s:Norm", ":Net"]
     assert align_calls(calls(*a), calls(*b)) == [(0, 0), (1, 1), (4, 2), (5, 3), (6, 4)]

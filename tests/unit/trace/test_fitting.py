@@ -19,7 +19,7 @@ pytest.importorskip("pyarrow")
 
 
 def test_values_cast_to_the_format_come_back(tmp_path: Path) -> None:
-    """What is said to hold all of a module's outputs loses no more than its rounding."""
+    """A format that is said to hold all outputs of a module loses no more than its rounding."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Scale(2.0**k) for k in (-3, 5, 9, 20)))
     kept: dict[str, list[torch.Tensor]] = {}

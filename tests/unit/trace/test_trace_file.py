@@ -56,7 +56,7 @@ def test_other_libraries_read_it(tmp_path: Path, library: str, name: str) -> Non
 
 
 def test_the_report_of_a_batch(tmp_path: Path) -> None:
-    """Of a batch that was not finite there is a finding; for one that is not there an error names those there are."""
+    """A non-finite batch has a finding; for a batch that is not in the trace an error names those that are."""
     trace = Trace.open(made(tmp_path / "run.parquet"))
     assert trace.batches == (0, 1, 2)
     report = trace.report(2)
@@ -124,7 +124,7 @@ def test_a_file_whose_pages_are_spoilt_is_an_error_and_no_crash(tmp_path: Path) 
 
 
 def test_the_words_for_batches() -> None:
-    """As messages have them."""
+    """Batches are written as in messages."""
     assert [batch_words(batches) for batches in ((), (4,), (4, 6))] == [
         "no batch at all",
         "batch 4",

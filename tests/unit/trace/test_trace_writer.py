@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
-from nanwatch.report.record import FrameRows, Row
+from nanwatch.report.record import FrameRows
+from nanwatch.report.record import Row
 from nanwatch.trace import trace_writer
 from nanwatch.trace.trace_file import Trace
-from nanwatch.trace.trace_writer import TraceWriter, claim
-from support.traces import batches, until
+from nanwatch.trace.trace_writer import TraceWriter
+from nanwatch.trace.trace_writer import claim
+from support.traces import batches
+from support.traces import until
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -214,7 +217,7 @@ def test_a_kill_while_the_file_takes_its_place_is_found(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
-    """What a child of the process puts and closes goes nowhere, and does not hang; the parent's trace is its own."""
+    """A forked child can put frames and close without effect or hang; the parent's trace is its own."""
     one = writer(tmp_path / "run.parquet")
     one.put([frame(0)])
     with one._condition:  # as a fork may catch it

@@ -15,7 +15,8 @@ from torch import nn
 
 import nanwatch
 from nanwatch.instrumentation.global_hooks import after_steps
-from nanwatch.report.record import FrameRows, Row
+from nanwatch.report.record import FrameRows
+from nanwatch.report.record import Row
 from nanwatch.trace import trace
 from nanwatch.trace.trace import WeightVersions
 from nanwatch.trace.trace_file import Trace
@@ -55,7 +56,7 @@ def test_it_rises_where_a_step_took_it_or_its_row_differs(batches: list[tuple[fl
 
 
 def test_frames_may_come_long_after_the_steps() -> None:
-    """As they do, once a second: each frame has the steps before its own batch, and no other weight's."""
+    """Frames that come once a second have the steps before their own batch, and no other weight's."""
     versions = WeightVersions()
     for batch in range(5):
         versions.step(batch, [("m", "w")])
@@ -77,7 +78,7 @@ def test_a_run_without_frames_keeps_no_list_of_its_steps(monkeypatch: pytest.Mon
 
 
 def column(path: Path) -> dict[tuple[str, str], list[int]]:
-    """Of each weight and buffer its numbers, batch by batch."""
+    """Return the numbers of each weight and buffer, batch by batch."""
     found: dict[tuple[str, str], list[int]] = {}
     for row in Trace.open(path).table().to_pylist():
         if row["role"] in ("weight", "buffer"):
@@ -182,7 +183,7 @@ def test_no_hook_stays_behind(tmp_path: Path) -> None:
 
 
 def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
-    """It has no such column: its reports are the same, and the column is null; without it version 2 is refused."""
+    """Version 1 lacks the column: its reports are the same, the column is null. Version 2 without it is refused."""
     model = mlp()
     with nanwatch.watch(model, trace=tmp_path / "new.parquet"):
         model(ONE)

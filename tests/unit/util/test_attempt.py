@@ -16,7 +16,7 @@ from nanwatch import Report, watch
 from nanwatch.util.job import Attempt, store_key
 from support.merges import ATTEMPTS
 
-# As torchrun of torch 2.13 set them, with a store of the launcher's and with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+# The variables that torchrun of torch 2.13 sets, with a store of the launcher and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 KEPT = {
     "TORCHELASTIC_RUN_ID": "job7",
     "TORCHELASTIC_RESTART_COUNT": "1",
@@ -35,7 +35,7 @@ def test_what_torchrun_says() -> None:
 
 @pytest.mark.parametrize("number", [None, "", "one", "-1", "1.5", "²", "9" * 5000])
 def test_without_a_count_there_is_no_attempt(number: str | None) -> None:
-    """Whatever the variable holds that is no count."""
+    """Any value of the variable that is no count gives no attempt."""
     given = {**KEPT, "TORCHELASTIC_RESTART_COUNT": number}
     assert Attempt.of({name: value for name, value in given.items() if value is not None}, 0.0) is None
 
@@ -67,7 +67,7 @@ def test_its_words() -> None:
 
 
 def test_a_report_has_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a failure in a forward and of one in a backward; none without torchrun."""
+    """A failure in a forward and one in a backward have the attempt; without torchrun there is none."""
 
     def reports() -> list[Report]:
         found = []

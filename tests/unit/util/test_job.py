@@ -23,7 +23,7 @@ from nanwatch.util.job import rank, rank_and_world_size
 def test_before_the_job_has_begun(
     given: dict[str, str], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is what torchrun put into the environment, where that is whole."""
+    """Rank and size are those in the environment of torchrun, if it is complete."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():

@@ -25,18 +25,22 @@ function line(one, side, shade, rest) {
   };
 }
 
-// Over less than two decades the powers of ten alone are too few marks.
+// Marks of the axis. Over less than two decades the powers of ten alone are too few, and plotly writes 2 and 5 without
+// their power: there the numbers are written out.
 function marks(lines) {
   const values = lines.flatMap((one) => one.y).filter((value) => value !== null);
   const [low, high] = values.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, 0]);
-  return high < 100 * low ? "D2" : high < 1e24 * low ? 1 : undefined;
+  if (!(high < 100 * low)) return high < 1e24 * low ? { dtick: 1 } : {};
+  const power = Math.floor(Math.log10(low));
+  const tickvals = [0, 1, 2].flatMap((i) => [1, 2, 5].map((digit) => Number(`${digit}e${power + i}`)));
+  return { tickvals, ticktext: tickvals.map(String) };
 }
 
 function layout(place, lines, title) {
   const grid = color("line");
   return drawing.layout(place, lines, { l: 62, r: 12, b: 42 }, {
     xaxis: { title: { text: title }, zeroline: false, showgrid: false, linecolor: grid },
-    yaxis: { type: "log", exponentformat: "power", dtick: marks(lines), gridcolor: grid, griddash: "dot", zeroline: false },
+    yaxis: { title: { text: "largest magnitude" }, type: "log", exponentformat: "power", ...marks(lines), gridcolor: grid, griddash: "dot", zeroline: false },
   });
 }
 
@@ -60,7 +64,7 @@ function drawAll() {
         name: clip(one.name, 60), group: String(i), inLegend: side.key === "a",
         place: (n) => `${clip(one.name, 90)}, batch ${one.x[n]}`,
       })));
-  return Promise.all([draw("calls", both, "call"), draw("series", over, "batch")]);
+  return Promise.all([draw("calls", both, "call of a module, in order"), draw("series", over, "batch")]);
 }
 
 async function start() {

@@ -1,0 +1,80 @@
+"""Examples in the docstrings of public names: each name has one, and it prints what it shows."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nanwatch
+from nanwatch.numerics import ranges
+
+NEEDS = {
+    "transformers": "transformers",
+    "lightning": "lightning",
+    "Capsule": "safetensors",
+    "CapsuleError": "safetensors",
+    "write_capsule": "safetensors",
+    "replay": "safetensors",
+    "Trace": "pyarrow",
+    "TraceError": "pyarrow",
+    "diff": "pyarrow",
+    "Difference": "pyarrow",
+    "Report": "plotly",
+}
+# A trainer or a recorder calls these, and nobody else.
+CALLED_BY_OTHERS = ("on_", "setup", "teardown", "forward_hook")
+NAMES = [
+    *(name for name in nanwatch.__all__ if name != "__version__"),
+    "integrations.transformers.NanWatchCallback",
+    "integrations.lightning.NanWatchCallback",
+]
+
+
+def public(name: str) -> Any:
+    """Return the object, or skip the test where it needs a package that is not installed."""
+    room, _, last = name.rpartition(".")
+    needed = NEEDS.get(room.rpartition(".")[2] or last)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"needs {needed}")
+    return getattr(importlib.import_module(f"nanwatch.{room}" if room else "nanwatch"), last)
+
+
+def methods(one: Any) -> Iterator[str]:
+    """Yield the names of the methods that a class itself gives its users."""
+    for name, value in vars(one).items() if inspect.isclass(one) else ():
+        is_method = inspect.isfunction(value) or isinstance(value, classmethod)
+        if is_method and not name.startswith(("_", *CALLED_BY_OTHERS)):
+            yield name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_print_what_they_show(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A public name has an example, which imports all it needs; a public method is in that of its class or its own."""
+    monkeypatch.chdir(tmp_path)
+    one = public(name)
+    tests = doctest.DocTestFinder(recurse=False).find(one, name, module=False, globs={})
+    examples = [example for test in tests for example in test.examples]
+    assert examples, f"{name} has no example in its docstring"
+    shown = "".join(example.source for example in examples)
+    missing = [f"{method}(" for method in methods(one) if f".{method}(" not in shown]
+    assert not missing, f"the example of {name} does not show {', '.join(missing)}"
+    failed = sum(doctest.DocTestRunner().run(test).failed for test in tests)
+    assert failed == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["abs_range", "tensor_health"])
+def test_a_compiled_function_has_the_docstring_of_its_twin(name: str) -> None:
+    """The page of the API shows the text of the Python function, and `help()` that of the compiled one."""
+    tree = ast.parse(inspect.getsource(ranges))
+    (twin,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    assert inspect.getdoc(getattr(nanwatch, name)) == ast.get_docstring(twin)
