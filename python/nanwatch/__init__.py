@@ -22,6 +22,7 @@ from .numerics import _ops as _ops  # torch.ops.nanwatch.*
 if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule
     from .capsule.files import CapsuleError
+    from .equivalence.twice import twice
     from .integrations.debug import (
         DebugUnderflowOverflow,
         detect_overflow,
@@ -50,6 +51,7 @@ else:
     _MODULES = {
         "capsule.capsule": ("Capsule", "write_capsule"),
         "capsule.files": ("CapsuleError",),
+        "equivalence.twice": ("twice",),
         "integrations.debug": (
             "DebugUnderflowOverflow",
             "detect_overflow",
@@ -118,6 +120,7 @@ __all__ = [
     "replay",
     "run_in_fp32",
     "tensor_health",
+    "twice",
     "unpatch_transformers",
     "watch",
     "would_fit",

@@ -198,19 +198,28 @@ class ProvenanceMode(TorchDispatchMode):
         return True
 
     def _place(self, counts: frozenset[int] = frozenset()) -> Place | None:
-        """Return the innermost line of the program: neither PyTorch's nor ours, nor that of a mode on the way."""
-        found: FrameType | None = None
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not self._outermost:
-            code = frame.f_code
-            if code.co_name in _HANDLERS:
-                found = None
-            elif found is None and not code.co_filename.startswith(SKIPPED_FILES):
-                found = frame
-            frame = frame.f_back
+        """Return the innermost line of the program."""
+        found = program_frame(self._outermost)
         if found is None:
             return None
         return Place(found.f_code.co_filename, found.f_lineno, _positions(found), counts)
+
+
+def program_frame(outermost: CodeType | None) -> FrameType | None:
+    """Return the innermost frame of the program: neither PyTorch's nor ours, nor that of a mode on the way.
+
+    None if there is none inside the function whose code is `outermost`.
+    """
+    found: FrameType | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not outermost:
+        code = frame.f_code
+        if code.co_name in _HANDLERS:
+            found = None
+        elif found is None and not code.co_filename.startswith(SKIPPED_FILES):
+            found = frame
+        frame = frame.f_back
+    return found
 
 
 def _positions(frame: FrameType) -> tuple[int | None, int | None, int | None, int | None] | None:
