@@ -134,7 +134,7 @@ def _last_line(text: str) -> str:
 def _run_here(request: dict[str, Any], target: str, arguments: list[str], *, is_module: bool) -> int:
     """Run the script in this process and write its recording."""
     window, process = request["window"], os.getpid()
-    recorder = Recorder(None if window is None else tuple(window), request["most_batches"])
+    recorder = Recorder(None if window is None else tuple(window), request["most_batches"], request["fill"])
     notes = recorder.recording.notes
     sys.addaudithook(_FileHook(notes, request["since"], time.time()))
     status = 0

@@ -30,7 +30,7 @@ _SUSPECTS = {
 def explain(found: OperationDifference) -> tuple[str, list[str]]:
     """Return the cause of a difference in one sentence, and the names of the trials to make first."""
     one = found.a
-    origin, detail = found.operand
+    operand = found.operand
     calls, trials = _suspects(one.source)
     if found.how == "results" and one.is_random:
         return _of_random(one.has_generator, one.in_loader), [
@@ -43,8 +43,8 @@ def explain(found: OperationDifference) -> tuple[str, list[str]]:
         ]
     if found.how == "results":
         return _of_results(one.name, calls), ["deterministic", "threads", *trials]
-    if found.how == "operands" and origin == UNWRITTEN:
-        return f"it reads memory that was allocated at {detail} and that no operation wrote", [
+    if found.how == "operands" and operand.origin == UNWRITTEN:
+        return f"it reads memory that was allocated at {operand.allocated} and that no operation wrote", [
             "deterministic"
         ]
     ahead = ["loader"] if one.in_loader else []
@@ -55,7 +55,7 @@ def explain(found: OperationDifference) -> tuple[str, list[str]]:
     if found.how == "numbers":
         theirs = "" if found.b is None else f" against {found.b.numbers}"
         return f"Python gives it another number, {one.numbers}{theirs}{calls}", everything
-    if origin == OUTSIDE:
+    if operand.origin == OUTSIDE:
         return (
             "what it was given comes from outside the recorded operations: Python, numpy, another thread or process,"
             f" or an earlier batch{calls}",

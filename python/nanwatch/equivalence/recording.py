@@ -46,13 +46,14 @@ class Print(NamedTuple):
 class Recording:
     """One run: its prints, its operations where they were recorded, and what else was noted.
 
-    `error` is the exception that ended the run, in words. `notes` are calls that a trial has replaced and files that an
-    earlier run has changed.
+    `writes` and `target` are those of its OperationLog. `error` is the exception that ended the run, in words. `notes`
+    are calls that a trial has replaced, and files that an earlier run has changed.
     """
 
     prints: list[Print] = field(default_factory=list)
     operations: list[OperationRecord] = field(default_factory=list)
     writes: dict[int, str] = field(default_factory=dict)
+    target: int = 0
     batches: int = 0
     error: str = ""
     notes: list[str] = field(default_factory=list)
@@ -66,7 +67,7 @@ class Recording:
         """Read what `to_json` has written in a process of this one."""
         found = cls(**json.loads(text))
         found.prints = [Print(*one) for one in found.prints]
-        found.operations = [OperationRecord(*one) for one in found.operations]
+        found.operations = [OperationRecord.of(one) for one in found.operations]
         return found
 
     @property
@@ -102,7 +103,8 @@ class EnoughError(BaseException):
 class Recorder:
     """Context that records the calls of all modules, the gradients of their outputs, and all optimizer steps.
 
-    With `window`, a pair of places in the prints, operations between these are recorded too. With `most_batches` a
+    With `window`, a pair of places in the prints, operations between these are recorded too. With `fill`, memory that an
+    operation allocates and leaves unwritten is filled with that number. With `most_batches` a
     further call of the first model ends the run by EnoughError. The first model is the first module with parameters
     that is called from outside any other; its calls are the batches, unless `batch` is set from outside.
     """
@@ -111,6 +113,7 @@ class Recorder:
         self,
         window: tuple[int, int] | None = None,
         most_batches: int | None = None,
+        fill: int | None = None,
         own_storages: frozenset[int] = frozenset(),
         roots: list[nn.Module] | None = None,
     ) -> None:
@@ -125,7 +128,7 @@ class Recorder:
         self._parameters: WeakIdentityDict[tuple[str, str, str]] = WeakIdentityDict()
         self._hooks: list[Any] = []
         self._is_running = False
-        self._operations = None if window is None else OperationLog(own_storages, self._current)
+        self._operations = None if window is None else OperationLog(own_storages, self._current, fill)
         for root in roots or ():
             self._name_parts(root)
 
@@ -154,6 +157,7 @@ class Recorder:
                     self._operations.active = False
                     self.recording.operations = self._operations.records
                     self.recording.writes = self._operations.writes
+                    self.recording.target = self._operations.target
 
     def add(self, value: Any, kind: str, label: str, module: str = "", class_name: str = "") -> None:
         """Record the tensors and numbers in a value."""
@@ -178,6 +182,8 @@ class Recorder:
             prints = self.recording.prints
             prints.append(Print(name, number, kind, module, class_name, label, form, bits))
             if self._operations is not None and self._window is not None:
+                if len(prints) == self._window[1] + 1 and isinstance(leaf, Tensor):
+                    self._operations.look(leaf)
                 self._operations.active = self._window[0] <= len(prints) <= self._window[1]
 
     def _default_call(self) -> Callable[..., Any]:

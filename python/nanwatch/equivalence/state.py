@@ -328,8 +328,10 @@ class Leftovers:
         self._restores.append(restore)
 
     def changed(self) -> list[str]:
-        """Return the names of what is not as it was."""
-        return [name for name, (get, digest) in self._watched.items() if _digest(get()) != digest]
+        """Return the names of what is not as it was, and of the caches of functools that hold something."""
+        found = [name for name, (get, digest) in self._watched.items() if _digest(get()) != digest]
+        filled = [one for one in caches() if one.cache_info().currsize]
+        return found + [f"the cache of {getattr(one, '__qualname__', one)}" for one in filled]
 
     def restore(self) -> None:
         """Put everything back, and empty the caches of functools in the user's code."""

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from ..diagnosis.provenance import SKIPPED_FILES, program_frame
 
 Note = Callable[[str], object]
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _START = 1_700_000_000.0
 
 
@@ -159,10 +160,12 @@ def _ordered_loaders(note: Note) -> Iterator[None]:
 
 
 def note_call(name: str, note: Note) -> None:
-    """Note that the program has called a function, and where."""
+    """Note that the program has called a function, and where, unless one of its libraries has."""
     frame = program_frame(None)
-    where = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
-    note(f"{name}{where}")
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY) and frame.f_back is not None:
+        frame = frame.f_back
+    if frame is not None and "site-packages" not in frame.f_code.co_filename:
+        note(f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}")
 
 
 def _noting(name: str, note: Note, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from ..util.progress import Tell, silent
 from ..util.visible import spell
 from .causes import explain
-from .operations import first_operation
+from .operations import OperationDifference, first_operation
 from .recording import Recorder, Recording, first_difference
 from .repetition import FirstDifference, Repetition, Tried, operation_fields
 from .state import Leftovers, Reach, State
@@ -22,11 +22,15 @@ _CONFIRMING = 2
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """How to make a run: under which trials, with operations in which window of prints, and for how many batches."""
+    """How to make a run: under which trials, with operations in which window of prints, and for how many batches.
+
+    `fill` is put into memory that is left unwritten. It takes a window.
+    """
 
     trials: tuple[str, ...] = ()
     window: tuple[int, int] | None = None
     most_batches: int | None = None
+    fill: int | None = None
 
 
 Run = Callable[[Request], Recording]
@@ -106,7 +110,10 @@ class _Runner:
         if "kept" in request.trials:
             self._leftovers.restore()
         recorder = Recorder(
-            request.window, own_storages=frozenset(self.state.storages()), roots=self.state.modules
+            request.window,
+            fill=request.fill,
+            own_storages=frozenset(self.state.storages()),
+            roots=self.state.modules,
         )
         notes = recorder.recording.notes
         with ExitStack() as trials:
@@ -144,16 +151,11 @@ def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tel
     tell("recording the operations")
     start = next((i for i, one in enumerate(first.prints) if one.batch == difference.batch), 0)
     until = difference.batch + 1
-    request = Request(window=(start, difference.equal_before), most_batches=until)
-    a, b = run(request), run(request)
-    operation = first_operation(a.operations, b.operations)
+    operation, writes = _operation(run, trials, Request(window=(start, found[0]), most_batches=until))
     cause, ahead = _NO_OPERATION, list[str]()
     if operation is not None:
         cause, ahead = explain(operation)
-        key = operation.operand[1]
-        writer = next(
-            (one.writes[int(key)] for one in (a, b) if key.isdigit() and int(key) in one.writes), None
-        )
+        writer = writes.get(operation.operand.storage)
         if writer is not None:
             cause = f"what it was given was written in place by {writer}, and is not put back between runs"
             ahead = ["kept", *ahead]
@@ -170,6 +172,21 @@ def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tel
         tuple(tried),
         tuple(dict.fromkeys((*remarks, *other.notes))),
     )
+
+
+def _operation(
+    run: Run, trials: dict[str, Trial], request: Request
+) -> tuple[OperationDifference | None, dict[int, str]]:
+    """Return the operation with which the difference begins, and where runs have written to memory from outside."""
+    # What a step keeps may differ between the first run and all others only. Unwritten memory often holds the same.
+    ways = [(request, request), (replace(request, fill=1), replace(request, fill=2))]
+    if "kept" in trials:
+        ways.insert(1, (replace(request, trials=("kept",)), request))
+    for one, other in ways:
+        a, b = run(one), run(other)
+        if first_difference(a, b) is not None:
+            return first_operation(a.operations, b.operations, a.target), {**b.writes, **a.writes}
+    return None, {}
 
 
 class _Trials:
