@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import builtins
 import contextlib
 import os
-import runpy
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import Field, fields
-from io import open_code
+from dataclasses import Field
+from dataclasses import fields
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import Any
+from typing import NoReturn
 
 from torch import nn
 
 from ..report import text
-from ..report.report import BatchLimitError, NonFiniteError, Report
-from ..session.api import DeferredWatch, Watch, watch
+from ..report.report import BatchLimitError
+from ..report.report import NonFiniteError
+from ..report.report import Report
+from ..session.api import DeferredWatch
+from ..session.api import Watch
+from ..session.api import watch
 from ..session.options import Options
 from ..util.suppressed import suppressed
-from ..util.visible import spell, visible
-from .model_finder import MAX_MODELS, ModelFinder
+from ..util.visible import spell
+from ..util.visible import visible
+from .model_finder import MAX_MODELS
+from .model_finder import ModelFinder
+from .script import FILES
+from .script import check_script
+from .script import run_script
 
 _NAME = "nanwatch run"
 # Exit statuses.
@@ -63,8 +71,7 @@ def main(arguments: list[str]) -> int:
         if json_file is not None:
             json_file = _of_this_rank(json_file)
             json_file.open("a").close()
-        if not is_module and not os.path.exists(target):
-            raise ValueError(f"there is no script {target!r}; a module is run with -m")
+        check_script(target, is_module=is_module)
     except (TypeError, ValueError, OSError, ImportError) as error:
         _tell(str(error))
         return BAD_USE
@@ -143,13 +150,8 @@ class _Run:
     def run(self, target: str, arguments: list[str], *, is_module: bool) -> int:
         """Run the script. Return the exit status, or raise as `main` does."""
         try:
-            with self._finder, self._threads(), _as_main(target, arguments, is_module=is_module):
-                if is_module:
-                    runpy.run_module(target, run_name="__main__", alter_sys=True)
-                elif os.path.isfile(target) and target.endswith((".py", ".pyw")):
-                    _run_file(target)
-                else:  # a folder or a zip file with a __main__.py, or a compiled file
-                    runpy.run_path(target, run_name="__main__")
+            with self._finder, self._threads():
+                run_script(target, arguments, is_module=is_module)
         except BatchLimitError as error:
             _tell(str(error))
         except Exception as error:
@@ -314,7 +316,7 @@ def _show(error: Exception) -> None:
     """Print an exception of the script as the interpreter would, without nanwatch's frames."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    own = (__file__, runpy.__file__, "<frozen runpy>")
+    own = (__file__, *FILES)
     place: TracebackType | None = error.__traceback__
     while place is not None and place.tb_frame.f_code.co_filename in own:
         place = place.tb_next
@@ -339,32 +341,3 @@ def _of_this_rank(path: str) -> Path:
     return (
         plain if rank in ("", "0") else plain.with_name(f"{plain.stem}-rank-{rank}{plain.suffix}")
     ).absolute()
-
-
-def _run_file(target: str) -> None:
-    """Do the same as runpy.run_path, but with `__file__` absolute and sys.argv[0] as given, as with `python SCRIPT`."""
-    path = os.path.abspath(target)
-    module = ModuleType("__main__")
-    module.__dict__.update(__file__=path, __builtins__=builtins)
-    before, sys.modules["__main__"] = sys.modules["__main__"], module
-    try:
-        with open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
-        exec(code, module.__dict__)
-    finally:
-        sys.modules["__main__"] = before
-
-
-@contextlib.contextmanager
-def _as_main(target: str, arguments: list[str], *, is_module: bool) -> Iterator[None]:
-    """Set sys.argv and sys.path as `python SCRIPT` and `python -m MODULE` do."""
-    argv, path = sys.argv, list(sys.path)
-    sys.argv = [target, *arguments]
-    if not getattr(sys.flags, "safe_path", False):
-        # A folder or a zip file with a __main__.py is put there by runpy.
-        first = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
-        sys.path[:1] = [first]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, path

@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import isinf, isnan
+from math import isinf
+from math import isnan
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,13 +26,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..numerics import _reference
 from ..numerics.ranges import tensor_health
-from ..numerics.readable import is_plain, only_our_dispatch
+from ..numerics.readable import is_plain
+from ..numerics.readable import only_our_dispatch
 from ..recording.observe import read
 from ..report.histogram import StoredHistogram
-from ..report.record import MASK, Record
+from ..report.record import MASK
+from ..report.record import Record
 from ..util.visible import spell
-from .diagnosis import BadRows, Place, bad_rows
-from .operation import Operands, Operation, StorageWriteLog, operation_of
+from .diagnosis import BadRows
+from .diagnosis import Place
+from .diagnosis import bad_rows
+from .operation import Operands
+from .operation import Operation
+from .operation import StorageWriteLog
+from .operation import operation_of
 
 SKIPPED_FILES = (
     str(Path(torch.__file__).parent),
@@ -199,19 +209,28 @@ class ProvenanceMode(TorchDispatchMode):
     def _place(
         self, counts: frozenset[int] = frozenset(), numbers: tuple[tuple[int, float], ...] = ()
     ) -> Place | None:
-        """Return the innermost line of the program: neither PyTorch's nor ours, nor that of a mode on the way."""
-        found: FrameType | None = None
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not self._outermost:
-            code = frame.f_code
-            if code.co_name in _HANDLERS:
-                found = None
-            elif found is None and not code.co_filename.startswith(SKIPPED_FILES):
-                found = frame
-            frame = frame.f_back
+        """Return the innermost line of the program."""
+        found = program_frame(self._outermost)
         if found is None:
             return None
         return Place(found.f_code.co_filename, found.f_lineno, _positions(found), counts, numbers)
+
+
+def program_frame(outermost: CodeType | None) -> FrameType | None:
+    """Return the innermost frame of the program: neither PyTorch's nor ours, nor that of a mode on the way.
+
+    None if there is none inside the function whose code is `outermost`.
+    """
+    found: FrameType | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not outermost:
+        code = frame.f_code
+        if code.co_name in _HANDLERS:
+            found = None
+        elif found is None and not code.co_filename.startswith(SKIPPED_FILES):
+            found = frame
+        frame = frame.f_back
+    return found
 
 
 def _positions(frame: FrameType) -> tuple[int | None, int | None, int | None, int | None] | None:

@@ -1,0 +1,183 @@
+"""`nanwatch twice SCRIPT [ARGS...]`: run a script twice and say whether it computes the same, bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..equivalence.recording import EnoughError, Recorder, Recording
+from ..equivalence.trials import TRIALS
+from ..equivalence.twice import Request, examine
+from ..util.progress import shown
+from ..util.visible import spell, visible
+from .commands import command_parser, failed
+from .script import check_script, run_script
+
+_DIFFER = 1
+# Has the request in a process that makes one of the runs.
+_VARIABLE = "NANWATCH_TWICE"
+_EXAMPLES = """\
+Each run is a process of its own with the same arguments and environment. The script's own output is not shown.
+
+exit status: 0 when the runs are bit-equal, 1 when they are not, 2 when the script fails or there is none
+
+examples:
+  nanwatch twice train.py --lr 1e-3
+  nanwatch twice --batches 20 train.py --lr 1e-3     the first 20 batches are enough
+  nanwatch twice --json -m package.train > twice.json
+"""
+
+
+class _ScriptError(Exception):
+    """Error for stderr, with exit status 2."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command and return the exit status."""
+    options = _parser().parse_args(arguments)
+    target, rest, is_module = options.target, options.arguments, options.m
+    if request := os.environ.pop(_VARIABLE, ""):
+        return _run_here(json.loads(request), target, rest, is_module=is_module)
+    try:
+        check_script(target, is_module=is_module)
+        if options.times < 2 or (options.batches is not None and options.batches < 1):
+            raise ValueError("--times should be at least 2 and --batches at least 1")
+        with shown() as tell, tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
+            runs = _Runs(Path(folder), [*(["-m"] if is_module else []), target, *rest], options.batches)
+            found = examine(runs.run, os.path.basename(target), options.times, runs.trials, tell)
+    except (ValueError, OSError, _ScriptError) as error:
+        return failed("twice", error)
+    print(found.to_json() if options.json else found.to_text())
+    return 0 if found.equal else _DIFFER
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "twice",
+        "Run a script twice, compare all that its modules and optimizers compute, bit for bit, and name the first"
+        " operation that is not repeatable and what cures it. Options go before the script.",
+        _EXAMPLES,
+    )
+    parser.allow_abbrev = False
+    parser.usage = "%(prog)s [OPTION...] SCRIPT [ARG...]\n       %(prog)s [OPTION...] -m MODULE [ARG...]"
+    parser.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
+    parser.add_argument("arguments", metavar="ARG", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.add_argument("-m", action="store_true", help="run a module, as `python -m` does")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        metavar="N",
+        help="end each run after N calls of the model (default: at its own end)",
+    )
+    parser.add_argument(
+        "--times", type=int, metavar="N", default=2, help="number of runs to compare (default: %(default)s)"
+    )
+    return parser
+
+
+class _Runs:
+    """Runs of the script, each in a process of its own."""
+
+    def __init__(self, folder: Path, command: list[str], most_batches: int | None) -> None:
+        self._folder = folder
+        self._command = command
+        self._most_batches = most_batches
+        self._since = time.time()
+        self.trials = {
+            name: one
+            for name, one in TRIALS.items()
+            if name != "hash" or os.environ.get("PYTHONHASHSEED", "random") == "random"
+        }
+
+    def run(self, request: Request) -> Recording:
+        """Run the script and return its recording. Raise _ScriptError when it fails before its model is called."""
+        most = request.most_batches if self._most_batches is None else self._most_batches
+        if request.most_batches is not None and most is not None:
+            most = min(most, request.most_batches)
+        file = self._folder / "recording.json"
+        file.unlink(missing_ok=True)
+        asked = {**asdict(request), "most_batches": most, "file": str(file), "since": self._since}
+        environment = {**os.environ, _VARIABLE: json.dumps(asked)}
+        for name in request.trials:
+            environment |= self.trials[name].environment
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        command = [sys.executable, *flags, "-m", "nanwatch", "twice", *self._command]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", check=False
+        )
+        if not file.exists():
+            raise _ScriptError(f"the script ended by status {done.returncode}: {_last_line(done.stderr)}")
+        recording = Recording.from_json(file.read_text(encoding="utf-8"))
+        if not recording.prints:
+            why = recording.error or "it called no module and made no optimizer step in its own process"
+            raise _ScriptError(f"there is nothing to compare in {self._command[-1]}: {why}")
+        if recording.error and request.trials:
+            raise RuntimeError(recording.error)
+        return recording
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return visible(lines[-1]) if lines else "it printed nothing on stderr"
+
+
+def _run_here(request: dict[str, Any], target: str, arguments: list[str], *, is_module: bool) -> int:
+    """Run the script in this process and write its recording."""
+    window, process = request["window"], os.getpid()
+    recorder = Recorder(None if window is None else tuple(window), request["most_batches"], request["fill"])
+    notes = recorder.recording.notes
+    sys.addaudithook(_FileHook(notes, request["since"], time.time()))
+    status = 0
+    with ExitStack() as trials:
+        for name in request["trials"]:
+            trials.enter_context(TRIALS[name].patch(notes.append))
+        with recorder.running() as recording:
+            try:
+                run_script(target, arguments, is_module=is_module)
+            except EnoughError:
+                pass
+            except SystemExit as error:
+                if error.code not in (None, 0):
+                    recording.error = f"exit status {error.code}"
+            except BaseException as error:
+                traceback.print_exc()
+                recording.error, status = spell(error), 1
+    if os.getpid() == process:  # else a forked child that has come to the script's end
+        Path(request["file"]).write_text(recording.to_json(), encoding="utf-8")
+    return status
+
+
+class _FileHook:
+    """Audit hook that notes which files this run reads after an earlier run has changed them."""
+
+    def __init__(self, notes: list[str], since: float, start: float) -> None:
+        self._notes = notes
+        self._since = since
+        self._start = start
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Look at an event; never raises."""
+        if event != "open" or not isinstance(arguments[0], str) or len(self._notes) > 100:
+            return
+        path, flags = arguments[0], arguments[2]
+        if flags & (os.O_WRONLY | os.O_TRUNC) or path.endswith((".pyc", ".py")):
+            return
+        try:
+            changed = os.stat(path).st_mtime
+        except (OSError, ValueError):
+            return
+        if self._since <= changed < self._start and os.path.isfile(path):
+            self._notes.append(f"{STALE} {path}")
+
+
+STALE = "the script reads a file that the run before it has written:"

@@ -1,0 +1,1 @@
+"""Equivalence: whether two executions compute the same, bit for bit, and the first place where they do not."""

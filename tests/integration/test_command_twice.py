@@ -1,0 +1,137 @@
+"""`python -m nanwatch twice`: what a script does differently in processes of its own, exit status, bad use."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from nanwatch import __main__ as command
+
+TRAINING = """
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.Adam(model.parameters())
+for x in data:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+class Script(NamedTuple):
+    """Lines before the training, and what is found: tensor, operation, words of the cause or a note, and the cure."""
+
+    lines: str
+    tensor: str
+    operation: str
+    words: str
+    cure: str
+
+
+SCRIPTS = {
+    "unseeded": Script(
+        "data = torch.ones(3, 2, 4)", "weight", "aten.uniform_.default", "does not seed", "manual_seed(0)"
+    ),
+    "set_order": Script(
+        "torch.manual_seed(0)\nnames = {'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'}\n"
+        "data = torch.tensor([ord(one) / 100 for one in names]).reshape(1, 2, 4)  # part",
+        "input[0]",
+        "aten.lift_fresh.default",
+        "order of a set",
+        "PYTHONHASHSEED=0",
+    ),
+    "loader": Script(
+        "import os\ntorch.manual_seed(0)\nitems = torch.arange(80.0).reshape(20, 4)\n"
+        "generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'little'))\n"
+        "data = torch.utils.data.DataLoader(items, 2, shuffle=True, generator=generator)",
+        "input[0]",
+        "aten.random_.default",
+        "a data loader draws its order",
+        "random bytes",
+    ),
+    "file": Script(
+        "import os\ntorch.manual_seed(0)\nlast = float(open('last').read()) if os.path.exists('last') else 1.0\n"
+        "print(last + 1, file=open('last', 'w'))\ndata = torch.ones(2, 2, 4) * last  # part",
+        "input[0]",
+        "aten.mul.Tensor",
+        "the script reads a file that the run before it has written: last",
+        "",
+    ),
+    "address": Script(
+        "torch.manual_seed(0)\ndata = torch.ones(1, 2, 4) * (id(torch.nn) / 2**40)  # part",
+        "input[0]",
+        "aten.mul.Tensor",
+        "id() in line",
+        "",
+    ),
+}
+
+
+def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = command.main(["twice", *arguments])
+    shown = capfd.readouterr()
+    return status, shown.out, shown.err
+
+
+@pytest.mark.slow  # 3 s a run
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_source_of_chance_of_a_script_is_named(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tensor, operation, cause, and the cure that was tried."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    Path("train.py").write_text(f"import torch\n{script.lines}\n{TRAINING}")
+    status, out, _ = run(capfd, "--batches", "1", "--json", "train.py")
+    found = json.loads(out)
+    assert status == 1
+    assert found["difference"]["label"] == script.tensor, out
+    assert found["difference"]["operation"] == script.operation, out
+    assert script.words in found["difference"]["cause"] + "".join(found["remarks"]), out
+    cured = [one["change"] for one in found["tried"] if one["outcome"] == "equal"]
+    assert len(cured) == bool(script.cure), out
+    assert script.cure in "".join(cured)
+
+
+def test_a_repeatable_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Status 0; its arguments are its own, its output is not shown, and the environment stays."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import sys, torch\nassert sys.argv == ['train.py', '--json', '3']\nprint('noise')\ntorch.manual_seed(0)\n"
+        f"data = torch.utils.data.DataLoader(torch.randn(8, 4), 2, shuffle=True)\n{TRAINING}"
+    )
+    before = dict(os.environ)
+    status, out, err = run(capfd, "train.py", "--json", "3")
+    assert (status, err) == (0, "")
+    assert out.startswith("Repeatable: 2 runs of train.py are bit-equal over 4 batches (")
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("missing.py",), "there is no script 'missing.py'"),
+        (("--batches", "0", "raises.py"), "--batches at least 1"),
+        (("raises.py",), "there is nothing to compare in raises.py: KeyError: 'mine'"),
+    ],
+)
+def test_bad_use(
+    arguments: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Status 2, one line on stderr, nothing on stdout."""
+    monkeypatch.chdir(tmp_path)
+    Path("raises.py").write_text("raise KeyError('mine')\n")
+    status, out, err = run(capfd, *arguments)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert len(err.splitlines()) == 1

@@ -1,0 +1,313 @@
+"""Steps that are not repeatable, each with the module, operation, line and words that the finding should have.
+
+The line at which the difference comes about ends in `# part`. Races of threads and atomics are emulated.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Source(NamedTuple):
+    """Source of chance: what makes the middle module, words of its cause, and of the change that cures it."""
+
+    part: Callable[[], nn.Module]
+    operation: str
+    words: str
+    cure: str = ""
+    around: Callable[[], Any] = nullcontext
+    module: str = "1"
+
+
+class Forward(nn.Module):
+    """Module with this forward, and nothing else."""
+
+    def __init__(self, function: Callable[[Forward, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def clock(self: Forward, x: Tensor) -> Tensor:
+    factor = 1 + time.time() % 1
+    return x * factor  # part
+
+
+def random_bytes(self: Forward, x: Tensor) -> Tensor:
+    noise = [one / 256 for one in os.urandom(4)]
+    return x + torch.tensor(noise)  # part
+
+
+def fresh_uuid(self: Forward, x: Tensor) -> Tensor:
+    return x + uuid.uuid4().int / 2**128  # part
+
+
+def numpy_generator(self: Forward, x: Tensor) -> Tensor:
+    noise = torch.from_numpy(np.random.default_rng().standard_normal(4, dtype=np.float32))  # part
+    return x + noise
+
+
+def python_generator(self: Forward, x: Tensor) -> Tensor:
+    return x.mul(random.Random().random())  # part
+
+
+def system_random(self: Forward, x: Tensor) -> Tensor:
+    return x.sub(random.SystemRandom().random())  # part
+
+
+def reseeded(self: Forward, x: Tensor) -> Tensor:
+    torch.seed()
+    return F.dropout(x, 0.5)  # part
+
+
+class OwnGenerator(nn.Module):
+    """Dropout with a generator of its own, which goes on from run to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=self.generator)  # part
+
+
+def generator_by_time(self: Forward, x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(time.time_ns() % 2**31)
+    return x * torch.rand(x.shape, generator=generator)  # part
+
+
+def unwritten(self: Forward, x: Tensor) -> Tensor:
+    # Memory as another tensor has left it, of which a clock is the only part that is not repeatable.
+    torch.full((1 << 12,), time.time() % 1)
+    scratch = torch.empty(1 << 12)
+    return x + scratch[64:68]  # part
+
+
+class Remembers(nn.Module):
+    """Module with a plain tensor as its memory, which is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x + self.memory  # part
+        self.memory += x.detach().mean(0)
+        return out
+
+
+class Counts(nn.Module):
+    """Module that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x / self.calls  # part
+
+
+class Takes(nn.Module):
+    """Module that takes another branch in every fourth call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(0)
+        return x.relu() if len(self.calls) % 4 == 1 else x.tanh()  # part
+
+
+class Caches(nn.Module):
+    """Module whose cached mask draws random numbers in the first run only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = functools.lru_cache(lambda size: torch.rand(size))  # part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x * self.mask(4), 0.5)
+
+
+_JITTER = (os.urandom,)  # where no trial finds it: threads are late by chance
+
+
+def racing_threads(self: Forward, x: Tensor) -> Tensor:
+    def late(i: int) -> Tensor:
+        time.sleep(_JITTER[0](1)[0] / 2**15)
+        return x * 3.0**i
+
+    with ThreadPoolExecutor(8) as pool:
+        parts = [one.result() for one in as_completed([pool.submit(late, i) for i in range(8)])]
+    return torch.stack(parts).sum(0)  # part
+
+
+class _NoisyBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (time.time() % 1)  # part
+
+
+def noisy_backward(self: Forward, x: Tensor) -> Tensor:
+    return _NoisyBackward.apply(x)
+
+
+def hooked(self: Forward, x: Tensor) -> Tensor:
+    x = x.clone()
+    x.register_hook(lambda gradient: gradient + random.SystemRandom().random())  # part
+    return x
+
+
+@torch.library.custom_op("not_repeatable::race", mutates_args=())
+def race(x: Tensor) -> Tensor:
+    """Kernel of somebody's own that is not repeatable."""
+    return x + int.from_bytes(os.urandom(2), "little")
+
+
+def custom_kernel(self: Forward, x: Tensor) -> Tensor:
+    return race(x.detach())  # part
+
+
+@torch.library.custom_op("not_repeatable::chunked_sum", mutates_args=())
+def chunked_sum(x: Tensor) -> Tensor:
+    """Sum that depends on how threads have shared the work."""
+    return x + (int.from_bytes(os.urandom(2), "little") if torch.get_num_threads() > 1 else 0)
+
+
+def chunked(self: Forward, x: Tensor) -> Tensor:
+    return chunked_sum(x.detach())  # part
+
+
+@contextmanager
+def atomics(name: str, overload: str) -> Iterator[None]:
+    """Let an operation of PyTorch race as on CUDA, unless deterministic algorithms are on."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        out = args[0].clone()
+        if not torch.are_deterministic_algorithms_enabled():
+            out += int.from_bytes(os.urandom(2), "little")
+        return out
+
+    try:
+        library.impl(f"{name}{overload}", kernel, "CPU", allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def index_add(self: Forward, x: Tensor) -> Tensor:
+    return torch.zeros(3, 4).index_add(0, torch.tensor([0, 0, 1]), x.detach())  # part
+
+
+def scatter_add(self: Forward, x: Tensor) -> Tensor:
+    return torch.zeros(3, 4).scatter_add(0, torch.zeros(3, 4, dtype=torch.int64), x.detach())  # part
+
+
+def index_put(self: Forward, x: Tensor) -> Tensor:
+    return torch.zeros(3, 4).index_put((torch.tensor([0, 0, 1]),), x.detach(), accumulate=True)  # part
+
+
+class Overwritten(nn.Module):
+    """Module whose buffer another thread writes, past PyTorch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(4))
+        self.view = self.shift.numpy()
+
+    def forward(self, x: Tensor) -> Tensor:
+        def write() -> None:
+            self.view[:] = np.frombuffer(os.urandom(4), dtype=np.uint8)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+        return x + self.shift  # part
+
+
+SOURCES = {
+    "clock": Source(lambda: Forward(clock), "aten.mul.Tensor", "time.time()", "clocks"),
+    "random_bytes": Source(
+        lambda: Forward(random_bytes), "aten.lift_fresh.default", "os.urandom()", "random bytes"
+    ),
+    "fresh_uuid": Source(lambda: Forward(fresh_uuid), "aten.add.Tensor", "uuid.uuid4()", "random bytes"),
+    "numpy_generator": Source(
+        lambda: Forward(numpy_generator),
+        "aten.lift_fresh.default",
+        "numpy.random.default_rng()",
+        "fixed seeds",
+    ),
+    "python_generator": Source(
+        lambda: Forward(python_generator), "aten.mul.Tensor", "random.Random()", "fixed seeds"
+    ),
+    "system_random": Source(
+        lambda: Forward(system_random), "aten.sub.Tensor", "SystemRandom()", "random bytes"
+    ),
+    "reseeded": Source(lambda: Forward(reseeded), "aten.bernoulli_.float", "torch.seed()", "fixed seeds"),
+    "own_generator": Source(OwnGenerator, "aten.rand.generator", "torch.Generator of its own", "keeps"),
+    "generator_by_time": Source(
+        lambda: Forward(generator_by_time), "aten.rand.generator", "time.time_ns()", "clocks"
+    ),
+    "unwritten": Source(lambda: Forward(unwritten), "aten.add.Tensor", "no operation wrote", "deterministic"),
+    "memory": Source(Remembers, "aten.add.Tensor", "written in place by aten.add_.Tensor of 1", "keeps"),
+    "counter": Source(Counts, "aten.div.Tensor", "1.calls", "keeps"),
+    "branch": Source(Takes, "aten.relu.default", "another branch", "keeps"),
+    "lru_cache": Source(Caches, "aten.rand.default", "the cache of Caches", "functools caches"),
+    "threads_order": Source(lambda: Forward(racing_threads), "aten.stack.default", "as_completed()"),
+    "backward": Source(lambda: Forward(noisy_backward), "aten.mul.Tensor", "time.time()", "clocks"),
+    "gradient_hook": Source(lambda: Forward(hooked), "aten.add.Tensor", "SystemRandom()", "random bytes"),
+    "custom_kernel": Source(
+        lambda: Forward(custom_kernel),
+        "not_repeatable.race.default",
+        "kernel is not PyTorch's",
+        "random bytes",
+    ),
+    "chunks": Source(
+        lambda: Forward(chunked), "not_repeatable.chunked_sum.default", "threads split", "set_num_threads(1)"
+    ),
+    "index_add": Source(
+        lambda: Forward(index_add),
+        "aten.index_add.default",
+        "atomics",
+        "deterministic",
+        lambda: atomics("index_add", ""),
+    ),
+    "scatter_add": Source(
+        lambda: Forward(scatter_add),
+        "aten.scatter_add.default",
+        "atomics",
+        "deterministic",
+        lambda: atomics("scatter_add", ""),
+    ),
+    "index_put": Source(
+        lambda: Forward(index_put),
+        "aten.index_put.default",
+        "atomics",
+        "deterministic",
+        lambda: atomics("index_put", ""),
+    ),
+    "foreign_write": Source(Overwritten, "aten.add.Tensor", "", "random bytes"),
+}
