@@ -181,3 +181,16 @@ def fingerprint(x: Tensor) -> int:
                 " dtypes. Pass the tensors that it is made of, or a dense copy."
             )
         return int(_ops.fingerprint(x)) % 2**64
+
+
+def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:
+    """Return `abs_range` and `fingerprint` of `x` from one read; None for a tensor that has no fingerprint.
+
+    Raises TypeError as `abs_range` does.
+    """
+    with only_our_dispatch():
+        x = readable(x, "abs_range")
+        if not is_plain(x):
+            return _to_range(_range_row(x).tolist()), None
+        row, number = _ops.range_and_fingerprint(x)
+        return _to_range(row.tolist()), int(number) % 2**64

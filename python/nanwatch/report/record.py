@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..numerics.formats import TensorHealth
+from ..util import reading
 
 _CLAUSE = re.compile(r"(?P<kind>\w+(?:\([^()]*\))?) at (?P<dim>[^=,]*)=(?P<coordinate>\d+) of (?P<size>\d+)")
 _FROM = re.compile(r"from \[(?P<index>\d+(?:, \d+)*)\]")
@@ -108,7 +109,8 @@ class Record:
     DTensor: all that was read), "local shard: Shard(0) at dp=1 of 4, from [8, 0]" (and which one: `placement`), "mask"
     (an additive mask, whose -inf is meant), "allowed inf" (as `allow_inf` says),
     "skipped step (scale 65536 → 32768)" (a gradient that no step took), "not in the step's gradients" (one that never
-    reached them) or "not checked: <reason>".
+    reached them) or "not checked: <reason>". `fingerprint` is that of `nanwatch.fingerprint`, None without
+    `watch(fingerprints=True)`.
     """
 
     label: str
@@ -120,6 +122,7 @@ class Record:
     isfinite: bool | None
     health: TensorHealth | None = None
     note: str = ""
+    fingerprint: int | None = field(default=None, metadata=reading.LEFT_OUT)
 
     @property
     def is_shard(self) -> bool:
@@ -158,6 +161,7 @@ class Row(NamedTuple):
     isfinite: bool | None
     health: TensorHealth | None
     note: str
+    fingerprint: int | None = None
 
 
 def is_fault(row: Row) -> bool:
@@ -167,9 +171,8 @@ def is_fault(row: Row) -> bool:
 
 def to_record(row: Row) -> Record:
     """Return the record of a row, its shape a plain tuple."""
-    label, role, shape, dtype, abs_min, abs_max, isfinite, health, note = row
-    plain = None if shape is None else tuple(shape)
-    return Record(label, role, plain, dtype, abs_min, abs_max, isfinite, health, note)
+    shape = None if row.shape is None else tuple(row.shape)
+    return Record(*row._replace(shape=shape))
 
 
 Phase: TypeAlias = Literal["forward", "backward", "step"]

@@ -43,6 +43,7 @@ def watch(
     outputs: bool = True,
     gradients: bool = False,
     counts: bool = False,
+    fingerprints: bool = False,
     max_skipped_steps: int = 20,
     scaler: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -85,6 +86,8 @@ def watch(
         counts: count zeros, subnormals, nans and infinities of every tensor, for its record's `health` and the columns
             of a trace, and for a trace its elements by power of two (docs/formats.md). This reads each tensor three
             times more and waits for a GPU: use it for a few batches, or with `every`.
+        fingerprints: keep the `nanwatch.fingerprint` of every tensor in its record and in a trace, so that two runs can
+            be compared bit by bit (docs/traces.md). Every tensor on a GPU is then waited for.
         max_skipped_steps: how many steps in a row a GradScaler may skip; one more is a failure. A scale of 65536 is
             down to 1 after 16. Needs `gradients`.
         scaler: the GradScaler, whose scale each skipped step reports. None looks for the one that is in use. Needs
