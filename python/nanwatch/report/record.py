@@ -77,6 +77,15 @@ def read_placement(words: str) -> Placement | None:
     return Placement(tuple(places), tuple(map(int, last["index"].split(", "))))
 
 
+def is_same_part(note: str, other: str) -> bool:
+    """Return whether two ranks hold the same part of a tensor, by the notes of its records."""
+    if LOCAL_SHARD in (note, other):  # nothing says which one
+        return False
+    parts = [read_placement(one.removeprefix(f"{LOCAL_SHARD}: ")) for one in (note, other)]
+    shards = [[one for one in part.places if one.kind != "Replicate"] if part else [] for part in parts]
+    return shards[0] == shards[1]
+
+
 Role: TypeAlias = Literal["weight", "buffer", "input", "output", "gradient"]
 ROLES: tuple[Role, ...] = ("weight", "buffer", "input", "output", "gradient")
 
