@@ -62,9 +62,9 @@ void bind_recorder(py::module_& m) {
       .def(py::init([](py::object events, py::object frame_type, const py::dict& helpers, size_t max_frames,
                        int64_t every, std::vector<int64_t> traced, bool weights, bool buffers, bool inputs,
                        bool outputs, int64_t reread_weights, bool verify_hits, bool measure_time, bool gradients,
-                       bool counts, const std::string& check) {
-             const Options options{check_of(check), weights,     buffers,      inputs,    outputs,
-                                   reread_weights,  verify_hits, measure_time, gradients, counts};
+                       bool counts, bool fingerprints, const std::string& check) {
+             const Options options{check_of(check), weights,      buffers,   inputs, outputs,     reread_weights,
+                                   verify_hits,     measure_time, gradients, counts, fingerprints};
              auto recorder = std::make_unique<CallRecorder>(
                  options,
                  Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"], helpers["spell_key"],
@@ -76,7 +76,7 @@ void bind_recorder(py::module_& m) {
            py::kw_only(), py::arg("events"), py::arg("frame_type"), py::arg("helpers"), py::arg("max_frames"),
            py::arg("every"), py::arg("traced"), py::arg("weights"), py::arg("buffers"), py::arg("inputs"),
            py::arg("outputs"), py::arg("reread_weights"), py::arg("verify_hits"), py::arg("measure_time"),
-           py::arg("gradients"), py::arg("counts"), py::arg("check"))
+           py::arg("gradients"), py::arg("counts"), py::arg("fingerprints"), py::arg("check"))
       .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("module"), py::arg("observed"),
            py::arg("allow_inf"))
       .def("frames", &CallRecorder::frames)

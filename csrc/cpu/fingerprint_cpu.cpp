@@ -127,15 +127,16 @@ uint64_t fingerprint_cpu(const ElementView& view) {
   return sum_of_blocks(view, &nothing, [](const char*, int64_t, Nothing*) {});
 }
 
-uint64_t range_and_fingerprint_cpu(const View& view, double* row) {
+RangeRow range_and_fingerprint_cpu(const View& view) {
   const auto width = int64_t(word_size(view.format));
   const auto kernel = current_kernels().range[int(view.format)];
   RangeBits bits;
   const uint64_t sum =
       sum_of_blocks({view.data, width, view.numel, view.dims, view.sizes, view.strides}, &bits,
                     [=](const char* p, int64_t n, RangeBits* part) { kernel({p, n / width, 1, 1, 0}, part); });
-  with_format(view.format, [&](auto tag) { bits.narrow<decltype(tag)::format>().write(row); });
-  return sum;
+  RangeRow row = with_format(view.format, [&](auto tag) { return bits.narrow<decltype(tag)::format>().row(); });
+  row.blocks = sum;
+  return row;
 }
 
 }  // namespace nanwatch

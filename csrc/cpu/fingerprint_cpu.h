@@ -18,7 +18,10 @@ struct ElementView {
 // The sum of the blocks, for sealed_fingerprint().
 uint64_t fingerprint_cpu(const ElementView& view);
 
-// The same in one read with range_cpu(view, row).
-uint64_t range_and_fingerprint_cpu(const View& view, double* row);
+// The row of range_cpu(view), and in its `blocks` the fingerprint, from one read.
+RangeRow range_and_fingerprint_cpu(const View& view);
+
+// One of range_cpu and range_and_fingerprint_cpu.
+using RangeReader = RangeRow (*)(const View& view);
 
 }  // namespace nanwatch

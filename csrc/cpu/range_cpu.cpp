@@ -116,10 +116,7 @@ RangeRow range_cpu(const View& view) {
 }
 
 void range_cpu(const View& view, double* row) {
-  const RangeRow r = range_cpu(view);
-  row[column::abs_min] = r.abs_min;
-  row[column::abs_max] = r.abs_max;
-  row[column::isfinite] = r.isfinite ? 1.0 : 0.0;
+  range_cpu(view).write(row);
 }
 
 void health_cpu(const View& view, double* row) {

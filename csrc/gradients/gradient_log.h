@@ -30,9 +30,10 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
         subscriptions(std::move(events)),
         sink_(sink),
         observe_(std::move(observe)),
-        counts_(options.counts),
         verify_hits_(options.verify_hits),
-        may_be_pending_(options.check != Check::module && !options.counts) {}
+        may_be_pending_(options.check != Check::module && options.may_be_pending()),
+        options_(options),
+        reader_(options.reader()) {}
   GradientLog(const GradientLog&) = delete;
   GradientLog& operator=(const GradientLog&) = delete;
   ~GradientLog();
@@ -91,7 +92,9 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
 
   GradientSink* sink_;  // used under the interpreter lock
   pybind11::object observe_;
-  const bool counts_, verify_hits_, may_be_pending_;
+  const bool verify_hits_, may_be_pending_;
+  const Options options_;
+  const RangeReader reader_;
   std::vector<std::unique_ptr<Backward>> backwards_;
   std::vector<Labels::Id> labels_;  // of a tensor's gradient, by that of the tensor
   int64_t next_number_ = 0;

@@ -27,9 +27,9 @@ constexpr int kDeviceColumns = column::is_mask + 1;
 
 // A row of a frame as a Python tuple; python/nanwatch/report/record.py has the same order.
 namespace row_item {
-enum RowItem : int { label, role, shape, dtype, abs_min, abs_max, isfinite, health, note };
+enum RowItem : int { label, role, shape, dtype, abs_min, abs_max, isfinite, health, note, fingerprint };
 }  // namespace row_item
 
-constexpr int kRowItems = row_item::note + 1;
+constexpr int kRowItems = row_item::fingerprint + 1;
 
 }  // namespace nanwatch

@@ -12,6 +12,14 @@ namespace nanwatch {
 struct RangeRow {
   double abs_min, abs_max;
   bool isfinite;
+  uint64_t blocks = 0;  // their sum for sealed_fingerprint(), where the fingerprint was read too
+
+  // Writes kRangeColumns.
+  NANWATCH_HD void write(double* out) const {
+    out[column::abs_min] = abs_min;
+    out[column::abs_max] = abs_max;
+    out[column::isfinite] = isfinite ? 1.0 : 0.0;
+  }
 };
 
 // The range in the first columns of a row.
@@ -46,12 +54,7 @@ struct Range {
   }
 
   // Writes kRangeColumns.
-  NANWATCH_HD void write(double* out) const {
-    const RangeRow r = row();
-    out[column::abs_min] = r.abs_min;
-    out[column::abs_max] = r.abs_max;
-    out[column::isfinite] = r.isfinite ? 1.0 : 0.0;
-  }
+  NANWATCH_HD void write(double* out) const { row().write(out); }
 };
 
 template <Format F>

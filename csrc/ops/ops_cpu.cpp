@@ -81,9 +81,10 @@ std::tuple<at::Tensor, at::Tensor> range_and_fingerprint(const at::Tensor& x) {
   const Readable readable(x, "range_and_fingerprint", true);
   if (!readable.native) return {abs_range(x), fingerprint(x)};
   const View view = readable.view();
-  at::Tensor row = at::empty({kRangeColumns}, at::kDouble);
-  const uint64_t sum = range_and_fingerprint_cpu(view, row.mutable_data_ptr<double>());
-  return {row, as_scalar(sealed_fingerprint(sum, int64_t(view.format), view.dims, view.sizes))};
+  at::Tensor values = at::empty({kRangeColumns}, at::kDouble);
+  const RangeRow row = range_and_fingerprint_cpu(view);
+  row.write(values.mutable_data_ptr<double>());
+  return {values, as_scalar(sealed_fingerprint(row.blocks, int64_t(view.format), view.dims, view.sizes))};
 }
 
 }  // namespace

@@ -49,14 +49,15 @@ RangeRow CallObserver::read(const at::Tensor& x, const View& view) {
   ++counters.tensors_read;
   const int64_t bytes = view.numel * int64_t(word_size(view.format));
   counters.bytes_read += bytes;
-  return read_released(x, view, bytes, [](const View& held) { return range_cpu(held); });
+  return read_released(x, view, bytes, reader_);
 }
 
 RangeRow CallObserver::hit(const CacheEntry& entry, const View& view) {
   ++counters.cache_hits;
   if (options_.verify_hits) {
-    const RangeRow again = range_cpu(view);
-    counters.stale_hits += again.abs_min != entry.range.abs_min || again.abs_max != entry.range.abs_max;
+    const RangeRow again = reader_(view);
+    counters.stale_hits += again.abs_min != entry.range.abs_min || again.abs_max != entry.range.abs_max ||
+                           again.blocks != entry.range.blocks;
   }
   return entry.range;
 }
@@ -102,11 +103,11 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
     frame->candidates->push_back({THPVariable_Unpack(object), label, role});
   if (frame->reads_all) memory = Memory::none;
   View view;
-  const bool may_be_pending = !options_.counts;
-  if (may_be_pending && table_ != nullptr && device_tensor(object, label, role, memory, slot, frame)) return true;
-  if (options_.counts || !plain_view(object, &view) || view.dims > 255) {
+  if (may_be_pending_ && table_ != nullptr && device_tensor(object, label, role, memory, slot, frame)) return true;
+  if ((!may_be_pending_ && options_.needs_python(THPVariable_Unpack(object))) || !plain_view(object, &view) ||
+      view.dims > 255) {
     // The first tensor of a device: until then the devices cost nothing.
-    if (may_be_pending && table_ == nullptr && meets_device(object) &&
+    if (may_be_pending_ && table_ == nullptr && meets_device(object) &&
         device_tensor(object, label, role, memory, slot, frame))
       return true;
     ++counters.tensors;

@@ -15,6 +15,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "cpu/fingerprint_cpu.h"
 #include "recorder/frame.h"
 #include "recorder/outside_compiler.h"
 #include "ops/plain_view.h"
@@ -40,7 +41,15 @@ struct Options {
   bool verify_hits = false;  // read again on every cache hit and count the differences
   bool measure_time = false;
   bool gradients = false;
-  bool counts = false;  // every row is Python's, with the counts of its tensor
+  bool counts = false;        // every row is Python's, with the counts of its tensor
+  bool fingerprints = false;  // every row has the hash of its tensor's bits
+
+  // A device makes ranges only.
+  bool may_be_pending() const { return !counts && !fingerprints; }
+  RangeReader reader() const { return fingerprints ? range_and_fingerprint_cpu : RangeReader(range_cpu); }
+  // Returns whether Python makes the row of a tensor that the reader could read, too. The reader looks through the
+  // conjugate and negative bits, which change a fingerprint.
+  bool needs_python(const at::Tensor& x) const { return counts || (fingerprints && (x.is_conj() || x.is_neg())); }
 };
 
 struct Helpers {
@@ -142,6 +151,7 @@ class CallObserver {
   const std::string& label_text(Labels::Id id) const { return labels_.text(id); }
   Labels& labels() { return labels_; }
   const pybind11::object& observe_helper() const { return helpers_.observe; }
+  bool has_fingerprints() const { return options_.fingerprints; }
 
   Counters counters;
   size_t num_labels() const { return labels_.size(); }
@@ -184,7 +194,9 @@ class CallObserver {
   RangeRow hit(const CacheEntry& entry, const View& view);
   std::optional<Kind> kind_of(PyTypeObject* type);
 
-  Options options_;
+  const Options options_;
+  const bool may_be_pending_;
+  const RangeReader reader_;
   Helpers helpers_;
   Labels labels_;
   ActivationCache activations_;

@@ -335,6 +335,7 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
   static const char* const phases[] = {"forward", "backward", "step"};
   static const char* const notes[] = {"", "None", "not a tensor"};
   const Node& node = *nodes_[size_t(frame.node)];
+  const bool fingerprinted = observer_.has_fingerprints();
   py::list rows;
   for (const RowData& row : frame.rows) {
     if (row.python != nullptr) {
@@ -345,12 +346,12 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
     const char* role = role_name(row.role);
     if (row.note != Note::none) {
       rows.append(make_row({py::str(label), py::str(role), py::none(), py::str(""), py::none(), py::none(), py::none(),
-                            py::none(), py::str(notes[int(row.note)])}));
+                            py::none(), py::str(notes[int(row.note)]), py::none()}));
       continue;
     }
     rows.append(make_row({py::str(label), py::str(role), shape_of(frame, row), py::str(dtype_name(row)),
                           py::float_(row.range.abs_min), py::float_(row.range.abs_max), py::bool_(row.range.isfinite),
-                          py::none(), py::str("")}));
+                          py::none(), py::str(""), fingerprinted ? fingerprint_of(frame, row) : py::none()}));
   }
   return frame_type_(frame.batch, node.name, node.class_name, rows, frame.recomputed, phases[int(frame.phase)]);
 }

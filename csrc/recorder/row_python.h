@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "numerics/fingerprint.h"
+#include "ops/tensor_view.h"
 #include "recorder/frame.h"
 
 namespace nanwatch {
@@ -31,6 +33,13 @@ inline pybind11::tuple shape_of(const FrameData& frame, const RowData& row) {
   pybind11::tuple shape(row.dims);
   for (size_t d = 0; d < row.dims; ++d) shape[d] = frame.shapes[row.shape_at + d];
   return shape;
+}
+
+// The fingerprint of a tensor that range_and_fingerprint_cpu has read.
+inline pybind11::object fingerprint_of(const FrameData& frame, const RowData& row) {
+  const auto format = fingerprint_format(static_cast<at::ScalarType>(row.dtype));
+  const int64_t* const sizes = frame.shapes.data() + row.shape_at;
+  return pybind11::int_(sealed_fingerprint(row.range.blocks, format.value_or(-1), row.dims, sizes));
 }
 
 // `float16` for torch.float16.
@@ -151,7 +160,7 @@ inline std::optional<std::string> excuse_error() {
 inline PyObject* unread_row(const std::string& label, Role role, const std::string& reason) {
   const pybind11::none none;
   return make_row({from_utf8(label), pybind11::str(role_name(role)), none, pybind11::str(""), none, none, none, none,
-                   from_utf8("not checked: " + reason)})
+                   from_utf8("not checked: " + reason), none})
       .release()
       .ptr();
 }

@@ -361,7 +361,7 @@ def test_bad_use_is_named(tmp_path: Path) -> None:
         (lambda: diff(a), "one trace alone"),
         (lambda: diff(a, a, rtol=-1), "rtol should be at least 0 and below 1, got -1"),
         (lambda: diff(a, a, rtol=nan), "rtol should be"),
-        (lambda: diff(a, a, ignore=["values"]), "some of isfinite, shape, dtype, range, got 'values'"),  # type: ignore[list-item]
+        (lambda: diff(a, a, ignore=["values"]), "some of isfinite, shape, dtype, range, bits, got 'values'"),  # type: ignore[list-item]
         (lambda: diff(a, batches=(0, 3)), "no batch 3; it has batch 0"),
         (lambda: diff(a, later), "no batch is in both"),
         (lambda: diff(a, other), "no call of a module in common"),

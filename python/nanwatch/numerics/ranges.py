@@ -6,16 +6,26 @@ cannot be read raises TypeError with the reason. It never counts as finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from . import _extension, _ops, _reference
-from .formats import AbsRange, TensorHealth
-from .readable import is_plain, only_our_dispatch, readable, through_public, type_name
+from . import _extension
+from . import _ops
+from . import _reference
+from .formats import AbsRange
+from .formats import TensorHealth
+from .readable import is_plain
+from .readable import only_our_dispatch
+from .readable import readable
+from .readable import through_public
+from .readable import type_name
 
 
 def _abs_range(x: Tensor) -> AbsRange:
@@ -197,3 +207,16 @@ def fingerprint(x: Tensor) -> int:
                 " dtypes. Pass the tensors that it is made of, or a dense copy."
             )
         return int(_ops.fingerprint(x)) % 2**64
+
+
+def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:
+    """Return `abs_range` and `fingerprint` of `x` from one read; None for a tensor that has no fingerprint.
+
+    Raises TypeError as `abs_range` does.
+    """
+    with only_our_dispatch():
+        x = readable(x, "abs_range")
+        if not is_plain(x):
+            return _to_range(_range_row(x).tolist()), None
+        row, number = _ops.range_and_fingerprint(x)
+        return _to_range(row.tolist()), int(number) % 2**64

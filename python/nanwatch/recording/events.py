@@ -37,6 +37,7 @@ class Settings:
     measure_time: bool = False
     gradients: bool = False
     counts: bool = False
+    fingerprints: bool = False
     check: Check = "auto"
 
 

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..report.record import Row, is_fault
 from ..util.job import rank_and_world_size
 from .events import Arrival, Part
-from .observe import observe, past_torch_function
+from .observe import Observe, past_torch_function
 
 _KEPT = 16  # the latest of one backward; see csrc/gradients/recent_gradients.h
 
@@ -134,7 +134,7 @@ class PythonGradients:
         self,
         started: Callable[[], None],
         keep: Callable[..., None],
-        counts: bool,
+        observe: Observe,
         lock: AbstractContextManager[object],
     ) -> None:
         self.tensors_read = 0
@@ -142,7 +142,7 @@ class PythonGradients:
         self.sums_looked_at = 0
         self._started = started
         self._keep = keep
-        self._counts = counts
+        self._observe = observe
         self._lock = lock
         self._backwards: dict[int, _Backward] = {}
         self._calls = 0
@@ -202,7 +202,7 @@ class PythonGradients:
             time = backward.times
             known = backward.find(place, state)
             self.tensors_read += known is None
-        row = observe(gradient, "", "gradient", counts=self._counts) if known is None else known
+        row = self._observe(gradient, "", "gradient") if known is None else known
         with self._lock:
             backward.latest = (place, state, row)
             backward.is_nonfinite = backward.is_nonfinite or is_fault(row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ..numerics._reference import without_repeats
 from ..numerics.exponents import exponent_histogram
 from ..numerics.formats import HealthWithExponents, TensorHealth, limits
-from ..numerics.ranges import abs_range, health_of, tensor_health
+from ..numerics.ranges import abs_range, health_of, range_and_fingerprint, tensor_health
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..report.histogram import StoredHistogram
 from ..report.record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
@@ -68,19 +69,48 @@ def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
     return list(found.values())
 
 
+class Observe(Protocol):
+    """`observe` with the extras that somebody asked for."""
+
+    def __call__(  # noqa: D102
+        self, value: Any, label: str, role: Role, allow_inf: bool | MaskedScores = False, /
+    ) -> Row: ...
+
+
+class Extras(Protocol):
+    """The options that say what a row has besides the range."""
+
+    @property
+    def counts(self) -> bool: ...  # noqa: D102
+    @property
+    def fingerprints(self) -> bool: ...  # noqa: D102
+
+
+def observe_with(wanted: Extras) -> Observe:
+    """Return `observe` for these options."""
+    return partial(observe, counts=wanted.counts, fingerprints=wanted.fingerprints)
+
+
 def observe(
-    value: Any, label: str, role: Role, allow_inf: bool | MaskedScores = False, *, counts: bool = False
+    value: Any,
+    label: str,
+    role: Role,
+    allow_inf: bool | MaskedScores = False,
+    *,
+    counts: bool = False,
+    fingerprints: bool = False,
 ) -> Row:
     """Return the row of `value`: its range when it is a tensor that can be read, else the note with the reason.
 
     Never raises, builds no graph, and calls no function or dispatch mode of the user's. A non-finite tensor, or one
     that looks like an additive mask, is read a second time for the counts and the index. With `counts` every tensor is.
+    With `fingerprints` the row has that of `nanwatch.fingerprint`.
     `allow_inf` says that its infinities are meant, or is the MaskedScores of the softmax that takes or makes it.
     """
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
-        row = _read(value, label, role)
+        row = _read(value, label, role, fingerprints)
         return row if row.isfinite is None else _examine(value, row, allow_inf, counts)
 
 
@@ -99,15 +129,15 @@ def _no_tensor(value: Any, label: str, role: Role) -> Row:
     return Row(label, role, None, "", None, None, None, None, note)
 
 
-def _read(value: Tensor, label: str, role: Role) -> Row:
+def _read(value: Tensor, label: str, role: Role, fingerprints: bool = False) -> Row:
     # Any attribute of a tensor may raise: that of a subclass is its own code, and a nested one has no shape.
     try:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and value.is_cuda:
             return _unchecked(label, role, _shape(value), dtype_name(value), _CAPTURING)
-        abs_min, abs_max, isfinite = abs_range(value)
+        found, bits = range_and_fingerprint(value) if fingerprints else (abs_range(value), None)
         # By name: importing DTensor where nobody uses it costs 0.3 s.
         note = shard_note(value) if type(value).__name__ == "DTensor" else ""
-        return Row(label, role, _shape(value), dtype_name(value), abs_min, abs_max, isfinite, None, note)
+        return Row(label, role, _shape(value), dtype_name(value), *found, None, note, bits)
     except Exception as error:
         return _unread(value, label, role, error)
 

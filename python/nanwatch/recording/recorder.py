@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from .events import Event, PeakName, RecorderEvents, Settings, Subscription, Sub
 from .frame_ring import FrameRing, PeakMagnitudes
 from .gradients import PythonGradients
 from .masked_scores import MaskedScores
-from .observe import call_values, completed_row, observe
+from .observe import Observe, call_values, completed_row, observe_with
 from .walk import Unwalked, is_container, leaves, spell_key
 
 # A call may be watched from inside torch.compile, which follows every Python frame, also those of the recorder. With
@@ -86,6 +85,7 @@ class PythonRecorder(RecordsBackwards):
             ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits"), 0
         )
         self._settings = settings
+        self._observe = observe_with(settings)
         self._events = events
         self._subscriptions = Subscriptions()
         self._traced = frozenset(settings.traced)
@@ -104,7 +104,7 @@ class PythonRecorder(RecordsBackwards):
             self._gradients = PythonGradients(
                 lambda: None if (own := this()) is None else own._report_backward_start(),
                 lambda *found: None if (own := this()) is None else own._keep_backward(*found),
-                settings.counts,
+                self._observe,
                 self.lock,
             )
 
@@ -261,7 +261,7 @@ class PythonRecorder(RecordsBackwards):
         completed = False
         try:
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
-                class_name, rows, read = planned_rows(plan, tensors, node.allow_inf, self._settings.counts)
+                class_name, rows, read = planned_rows(plan, tensors, node.allow_inf, self._observe)
                 self._count(rows)
                 if thread.compiled is not None:
                     thread.given = (tuple(x for one in thread.compiled if (x := one()) is not None), None)
@@ -329,8 +329,7 @@ class PythonRecorder(RecordsBackwards):
     ) -> tuple[list[Row], list[tuple[Role, str, Tensor]]]:
         """Return the rows of a call and their tensors."""
         values = call_values(self._settings, module, args, kwargs, output)
-        counts = self._settings.counts
-        found = [observe(x, label, role, node.allow_inf, counts=counts) for role, label, x in values]
+        found = [self._observe(x, label, role, node.allow_inf) for role, label, x in values]
         self._count(found)
         return found, [one for one in values if isinstance(one[2], Tensor)]
 
@@ -360,7 +359,7 @@ _VALUES: dict[str, Any] = {"n": None, "x": 0}
 
 
 def planned_rows(
-    plan: str, tensors: Sequence[Tensor], allow_inf: bool | MaskedScores, counts: bool
+    plan: str, tensors: Sequence[Tensor], allow_inf: bool | MaskedScores, observe: Observe
 ) -> tuple[str, list[Row], list[tuple[Role, str, Tensor]]]:
     """Return class, rows and tensors of a call in compiled code. call_recorder_compiled.cpp explains plans."""
     class_name, *lines = plan.split("\n")
@@ -377,7 +376,7 @@ def planned_rows(
             own.add(id(value))
         if isinstance(value, Tensor):
             read.append((role, label, value))
-        rows.append(observe(value, label, role, allow_inf, counts=counts))
+        rows.append(observe(value, label, role, allow_inf))
     return class_name, rows, read
 
 
@@ -386,7 +385,7 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Any:
     if _extension.C is None:
         return PythonRecorder(settings, events)
     helpers = {
-        "observe": partial(observe, counts=True) if settings.counts else observe,
+        "observe": observe_with(settings),
         "leaves": leaves,
         "is_container": is_container,
         "spell_key": spell_key,

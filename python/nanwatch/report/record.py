@@ -11,9 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from dataclasses import field
+from typing import Literal
+from typing import NamedTuple
+from typing import TypeAlias
 
 from ..numerics.formats import TensorHealth
+from ..util import reading
 
 _CLAUSE = re.compile(r"(?P<kind>\w+(?:\([^()]*\))?) at (?P<dim>[^=,]*)=(?P<coordinate>\d+) of (?P<size>\d+)")
 _FROM = re.compile(r"from \[(?P<index>\d+(?:, \d+)*)\]")
@@ -76,6 +80,15 @@ def read_placement(words: str) -> Placement | None:
     return Placement(tuple(places), tuple(map(int, last["index"].split(", "))))
 
 
+def is_same_part(note: str, other: str) -> bool:
+    """Return whether two ranks hold the same part of a tensor, by the notes of its records."""
+    if LOCAL_SHARD in (note, other):  # nothing says which one
+        return False
+    parts = [read_placement(one.removeprefix(f"{LOCAL_SHARD}: ")) for one in (note, other)]
+    shards = [[one for one in part.places if one.kind != "Replicate"] if part else [] for part in parts]
+    return shards[0] == shards[1]
+
+
 Role: TypeAlias = Literal["weight", "buffer", "input", "output", "gradient"]
 ROLES: tuple[Role, ...] = ("weight", "buffer", "input", "output", "gradient")
 
@@ -108,7 +121,8 @@ class Record:
     DTensor: all that was read), "local shard: Shard(0) at dp=1 of 4, from [8, 0]" (and which one: `placement`), "mask"
     (an additive mask, whose -inf is meant), "allowed inf" (as `allow_inf` says),
     "skipped step (scale 65536 → 32768)" (a gradient that no step took), "not in the step's gradients" (one that never
-    reached them) or "not checked: <reason>".
+    reached them) or "not checked: <reason>". `fingerprint` is that of `nanwatch.fingerprint`, None without
+    `watch(fingerprints=True)`.
 
     Examples:
         >>> import nanwatch, torch
@@ -129,6 +143,7 @@ class Record:
     isfinite: bool | None
     health: TensorHealth | None = None
     note: str = ""
+    fingerprint: int | None = field(default=None, metadata=reading.LEFT_OUT)
 
     @property
     def is_shard(self) -> bool:
@@ -167,6 +182,7 @@ class Row(NamedTuple):
     isfinite: bool | None
     health: TensorHealth | None
     note: str
+    fingerprint: int | None = None
 
 
 def is_fault(row: Row) -> bool:
@@ -176,9 +192,8 @@ def is_fault(row: Row) -> bool:
 
 def to_record(row: Row) -> Record:
     """Return the record of a row, its shape a plain tuple."""
-    label, role, shape, dtype, abs_min, abs_max, isfinite, health, note = row
-    plain = None if shape is None else tuple(shape)
-    return Record(label, role, plain, dtype, abs_min, abs_max, isfinite, health, note)
+    shape = None if row.shape is None else tuple(row.shape)
+    return Record(*row._replace(shape=shape))
 
 
 Phase: TypeAlias = Literal["forward", "backward", "step"]

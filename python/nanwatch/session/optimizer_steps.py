@@ -24,7 +24,7 @@ from ..instrumentation.global_hooks import Handles, after_steps, before_steps
 from ..instrumentation.wrapped_names import find_module, named_modules, parameter_names
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Recorder
-from ..recording.observe import observe
+from ..recording.observe import Observe, observe, observe_with
 from ..report.finding import find, finding_of
 from ..report.record import FrameRows, Row, is_fault
 from ..report.report import Report
@@ -270,7 +270,8 @@ class OptimizerSteps:
         if self._recorder.paused or batch < 0 or batch % self._options.every:
             return
         model = self._model()
-        rows = state_rows(optimizer, {} if model is None else parameter_names(model))
+        names = {} if model is None else parameter_names(model)
+        rows = state_rows(optimizer, names, observe_with(self._options))
         self._recorder.add_frame(batch, self._node, rows)
         if not any(map(is_fault, rows)):
             return
@@ -280,7 +281,7 @@ class OptimizerSteps:
         self._failures.step_follows(replace(report, finding=finding))
 
 
-def state_rows(optimizer: Optimizer, names: dict[int, str]) -> list[Row]:
+def state_rows(optimizer: Optimizer, names: dict[int, str], observe: Observe = observe) -> list[Row]:
     """Return the rows of an optimizer's state: `exp_avg[0.weight]`, with the name of its parameter.
 
     `names` are those of the model's parameters, by id. Another parameter, such as a float32 copy of a weight, is called

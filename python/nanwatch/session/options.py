@@ -242,6 +242,9 @@ class Options:
         _FLAG,
         "count zeros, subnormals, nans and infinities of every tensor, for reports and traces (slow)",
     )
+    fingerprints: bool = _option(
+        False, _FLAG, "keep a hash of the bits of every tensor, with which 'nanwatch diff' compares two runs"
+    )
     max_skipped_steps: int = _option(
         20,
         _whole_from(0),
@@ -329,21 +332,9 @@ class Options:
 
     def recorder_settings(self, *, max_frames: int, verify_hits: bool, measure_time: bool) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""
-        return Settings(
-            max_frames=max_frames,
-            every=self.every,
-            traced=tuple(self.trace_batches),
-            weights=self.weights,
-            buffers=self.buffers,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            reread_weights=self.reread_weights,
-            verify_hits=verify_hits,
-            measure_time=measure_time,
-            gradients=self.gradients,
-            counts=self.counts,
-            check=self.check,
-        )
+        shared = {one.name: getattr(self, one.name) for one in fields(Settings) if hasattr(self, one.name)}
+        own = {"max_frames": max_frames, "verify_hits": verify_hits, "measure_time": measure_time}
+        return Settings(**{**shared, **own, "traced": tuple(self.trace_batches)})
 
 
 def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:

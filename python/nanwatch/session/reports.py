@@ -15,7 +15,7 @@ from ..instrumentation.wrapped_names import is_recorded
 from ..instrumentation.wrapped_names import named_modules
 from ..recording.events import Recorder
 from ..recording.observe import call_values
-from ..recording.observe import observe
+from ..recording.observe import observe_with
 from ..recording.shard import parameter_mesh
 from ..recording.walk import call_leaves
 from ..report.finding import Finding
@@ -112,10 +112,10 @@ def left_frames(calls: list[LeftCall], batch: int, model: nn.Module, options: Op
         if is_recorded(one.module) and options.observes(one.name)
     }
     own = [(names[id(call.module)], call) for call in calls if id(call.module) in names]
-    frames = []
+    frames, observe = [], observe_with(options)
     for name, call in own:
         rows = [
-            observe(x, label, role, options.allows_inf(name, call.module), counts=options.counts)
+            observe(x, label, role, options.allows_inf(name, call.module))
             for role, label, x in call_values(options, *call)
         ]
         frames.append(FrameRows(batch, name, type(call.module).__name__, rows))

@@ -13,20 +13,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..instrumentation.calls import Attachment, check_model
-from ..instrumentation.wrapped_names import named_modules, original_module
+from ..instrumentation.calls import Attachment
+from ..instrumentation.calls import check_model
+from ..instrumentation.wrapped_names import named_modules
+from ..instrumentation.wrapped_names import original_module
 from ..monitoring.monitor import Monitor
-from ..recording.events import Arrival, BackwardCall, Check, Event, Recorder
+from ..recording.events import Arrival
+from ..recording.events import BackwardCall
+from ..recording.events import Check
+from ..recording.events import Event
+from ..recording.events import Recorder
 from ..recording.recorder import make_recorder
 from ..report import text
-from ..report.record import Frame, FrameRows
-from ..report.report import BatchLimitError, Report
-from ..trace.tracer import Tracer, ring_size, start_tracer
+from ..report.record import Frame
+from ..report.record import FrameRows
+from ..report.report import BatchLimitError
+from ..report.report import Report
+from ..trace.tracer import Tracer
+from ..trace.tracer import ring_size
+from ..trace.tracer import start_tracer
 from ..util.visible import warn_user
 from .failure_handler import FailureHandler
-from .optimizer_guard import OptimizerGuard, SkippedStep, is_inside_step
-from .optimizer_steps import BackwardWatch, OptimizerSteps
-from .options import OnNonfinite, Options, check_options
+from .optimizer_guard import OptimizerGuard
+from .optimizer_guard import SkippedStep
+from .optimizer_guard import is_inside_step
+from .optimizer_steps import BackwardWatch
+from .optimizer_steps import OptimizerSteps
+from .options import OnNonfinite
+from .options import Options
+from .options import check_options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
 
@@ -43,6 +58,7 @@ def watch(
     outputs: bool = True,
     gradients: bool = False,
     counts: bool = False,
+    fingerprints: bool = False,
     max_skipped_steps: int = 20,
     scaler: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -85,6 +101,8 @@ def watch(
         counts: count zeros, subnormals, nans and infinities of every tensor, for its record's `health` and the columns
             of a trace, and for a trace its elements by power of two (docs/formats.md). This reads each tensor three
             times more and waits for a GPU: use it for a few batches, or with `every`.
+        fingerprints: keep the `nanwatch.fingerprint` of every tensor in its record and in a trace, so that two runs can
+            be compared bit by bit (docs/traces.md). Every tensor on a GPU is then waited for.
         max_skipped_steps: how many steps in a row a GradScaler may skip; one more is a failure. A scale of 65536 is
             down to 1 after 16. Needs `gradients`.
         scaler: the GradScaler, whose scale each skipped step reports. None looks for the one that is in use. Needs

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from math import inf, log2
-from typing import TYPE_CHECKING, Any, TypeAlias
+from math import inf
+from math import log2
+from typing import TYPE_CHECKING
+from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
 from ..numerics.formats import limits
+from ..report.record import is_same_part
 from ..util.progress import Tell
 from ..util.visible import without_wrappers
-from .align import Ints, Rows, align
-from .difference import KINDS, Difference, Growth, Kind, Place, Series
-from .trace_file import Trace, batch_words, strings
+from .align import Ints
+from .align import Rows
+from .align import align
+from .difference import KINDS
+from .difference import Difference
+from .difference import Growth
+from .difference import Kind
+from .difference import Place
+from .difference import Series
+from .trace_file import Trace
+from .trace_file import batch_words
+from .trace_file import strings
 
 if TYPE_CHECKING:
     Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -30,8 +43,9 @@ _POINTS = 2000
 
 _COLUMNS = (
     "batch", "call", "module", "class", "label", "role", "shape", "dtype", "abs_min", "abs_max", "isfinite",
-    "recomputed",
+    "recomputed", "phase", "note", "fingerprint",
 )  # fmt: skip
+_TEXTS = ("module", "class", "label", "role", "shape", "dtype", "phase", "note")
 
 
 def diff(
@@ -49,6 +63,10 @@ def diff(
     abs_min or abs_max differ by more than `rtol` of the larger. An abs_min must also differ by more than rounding may
     account for: 4 units in the last place of abs_max, in the coarser dtype of the two. A tensor that was not read on
     either side equals anything.
+
+    With `watch(fingerprints=True)` on both sides records of one shape and dtype also part when their bits differ,
+    unless `batches` names two different batches. Of traces of two ranks, only what both should have in common is then
+    compared: weights and optimizer state, where they hold the same part of them.
 
     Args:
         a, b: traces, or their paths. Without `b`, two batches of `a` are compared. A Trace that was opened with `tell`
@@ -82,7 +100,15 @@ def diff(
     pairs, remarks = _batches(one, other, batches)
     sides = _Side(one, [i for i, _ in pairs]), _Side(other, [j for _, j in pairs])
     one.tell("aligning")
-    comparison = _Comparison(*sides, pairs, rtol, frozenset(ignore), one.tell)
+    ignored: set[Kind] = {*ignore}
+    if batches is not None and batches[0] != batches[1]:
+        ignored.add("bits")
+    comparison = _Comparison(*sides, pairs, rtol, frozenset(ignored), one.tell)
+    if one.rank != other.rank and comparison.has_bits.any():
+        comparison.compare_replicas()
+        remarks += (
+            f"all that ranks {one.rank} and {other.rank} need not have in common, as inputs and outputs",
+        )
     one.tell("comparing")
     names = [str(trace.path) for trace in (one, other)]
     if batches is not None:
@@ -150,6 +176,9 @@ class _Side:
         self.was_read: Flags = known.is_valid().to_numpy()
         self.is_finite: Flags = known.fill_null(False).to_numpy()
         self.again: Ints = table["recomputed"].to_numpy().astype(np.int64)
+        bits = table["fingerprint"]
+        self.has_bits: Flags = bits.is_valid().to_numpy()
+        self.bits: np.ndarray[Any, np.dtype[np.uint64]] = bits.fill_null(0).to_numpy()
 
     def numbers(self, column: str, names: _Names) -> Ints:
         """Return a column of strings as numbers that both sides share."""
@@ -178,7 +207,7 @@ class _Comparison:
         tell: Tell,
     ) -> None:
         self.a, self.b, self.batches, self.rtol, self.ignored = a, b, batches, rtol, ignored
-        self.names = {name: _Names() for name in ("module", "class", "label", "role", "shape", "dtype")}
+        self.names = {name: _Names() for name in _TEXTS}
         self.numbers = [
             {name: side.numbers(name, self.names[name]) for name in self.names} for side in (a, b)
         ]
@@ -191,6 +220,19 @@ class _Comparison:
         self.in_a, self.in_b = align(rows[0], rows[1], batches, tell)
         if len(self.in_a) == 0:
             raise ValueError("the two have no call of a module in common; are they of the same model?")
+        self.has_bits: Flags = a.has_bits[self.in_a] & b.has_bits[self.in_b]
+        self.is_compared: Flags = np.ones(len(self.in_a), np.bool_)
+
+    def compare_replicas(self) -> None:
+        """Compare only the tensors that two ranks of a data-parallel job have in common."""
+        role, phase = (self.pair(name)[0] for name in ("role", "phase"))
+        step = self.names["phase"].number("step")
+        common = (role == self.names["role"].number("weight")) | (phase == step)
+        both = np.stack(self.pair("note"), 1)
+        kinds, which = np.unique(both, axis=0, return_inverse=True)
+        texts = self.names["note"]
+        same = [is_same_part(texts.text(int(one)), texts.text(int(other))) for one, other in kinds]
+        self.is_compared = common & np.array(same, np.bool_)[which.reshape(-1)]
 
     def pair(self, name: str) -> tuple[Ints, Ints]:
         """Return a column of strings of the matched rows, as numbers."""
@@ -221,7 +263,13 @@ class _Comparison:
             "dtype": (dtype_a != dtype_b) & (dtype_a >= 0) & (dtype_b >= 0),
             "range": finite_a & finite_b & (part_low | part_high),
         }
-        return {kind: flags for kind, flags in found.items() if kind not in self.ignored}
+        found = {kind: flags & self.is_compared for kind, flags in found.items() if kind not in self.ignored}
+        if "bits" not in self.ignored:
+            bits = self.a.bits[self.in_a] != self.b.bits[self.in_b]
+            # What differs in another way has other bits as well, and a shape or a dtype is a part of them.
+            known = np.logical_or.reduce([shape_a != shape_b, dtype_a != dtype_b, *found.values()])
+            found["bits"] = self.has_bits & self.is_compared & bits & ~known
+        return found
 
     def difference(self, a: str, b: str, remarks: tuple[str, ...]) -> Difference:
         """Return the result of the comparison."""
@@ -238,8 +286,9 @@ class _Comparison:
             first=firsts[0] if firsts else None,
             firsts=firsts,
             grew=grew,
-            num_records=len(self.in_a),
+            num_records=int(self.is_compared.sum()),
             num_apart=int(np.logical_or.reduce(list(apart.values())).sum()) if apart else 0,
+            num_bits=int((self.has_bits & self.is_compared).sum()) if "bits" in apart else 0,
             batches=tuple(self.batches),
             only_a=self.only(0, self.a, self.in_a),
             only_b=self.only(1, self.b, self.in_b),
@@ -277,8 +326,15 @@ class _Comparison:
             )
         ]
         # The largest magnitude says more, unless it is not what differs.
-        difference, name, one, other = ends[0] if ends[0][0] > self.rtol else ends[1]
-        return f"{name} {one:.6g} against {other:.6g} (relative difference {difference:.2g})"
+        difference, name, one, other = ends[0] if ends[0][0] > self.rtol else max(ends)
+        words = f"{name} {one:.6g} against {other:.6g} (relative difference {difference:.2g})"
+        if kind == "range":
+            return words
+        return (
+            f"other bits, {words}"
+            if difference
+            else f"other bits in the same range (abs_max {ends[0][2]:.6g})"
+        )
 
     def grew(self) -> tuple[tuple[Growth, ...], list[int]]:
         """Return the records that grew most, and the pairs of rows that show it."""
@@ -357,7 +413,8 @@ def _unit(dtype: str) -> float:
 
 
 def _relative(a: float, b: float) -> float:
-    return abs(a - b) / max(a, b) if a != b else 0.0
+    both_nan = a != a and b != b
+    return 0.0 if a == b or both_nan else abs(a - b) / max(a, b)
 
 
 def _value(side: _Side, row: int) -> str:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
 from math import isfinite
-from typing import Any, Literal, TypeAlias
+from typing import Any
+from typing import Literal
+from typing import TypeAlias
 
 from ..report.html import page
-from ..util.visible import module_name, visible
+from ..util.visible import module_name
+from ..util.visible import visible
 
-Kind: TypeAlias = Literal["isfinite", "shape", "dtype", "range"]
+Kind: TypeAlias = Literal["isfinite", "shape", "dtype", "range", "bits"]
 _SHOWN = 5
 # In one record the first of these that differs is named.
-KINDS: tuple[Kind, ...] = ("isfinite", "shape", "dtype", "range")
+KINDS: tuple[Kind, ...] = ("isfinite", "shape", "dtype", "range", "bits")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """A record in which two traces differ. `batch` and `module` are A's, `batch_b` and `module_b` their match in B.
 
-    `kind` is "isfinite", "shape", "dtype" or "range". `what` says it in words, A's value first.
+    `kind` is "isfinite", "shape", "dtype", "range" or "bits". `what` says it in words, A's value first.
     """
 
     batch: int
@@ -66,7 +71,8 @@ class Difference:
     """Result of `diff`.
 
     `first` is the first place where the two part, None where they do not; `firsts` the first of each kind. `grew` are
-    the weights, buffers and outputs that grew most, by the factor. `num_records` were compared. `only_a` and `only_b`
+    the weights, buffers and outputs that grew most, by the factor. `num_records` were compared, `num_bits` of them bit
+    by bit. `only_a` and `only_b`
     are the modules, with the number of records, for which the other side has nothing; they are no difference.
 
     Examples:
@@ -93,6 +99,7 @@ class Difference:
     grew: tuple[Growth, ...]
     num_records: int
     num_apart: int
+    num_bits: int
     batches: tuple[tuple[int, int], ...]
     only_a: tuple[tuple[str, int], ...]
     only_b: tuple[tuple[str, int], ...]
@@ -135,9 +142,9 @@ def diff_lines(found: Difference) -> Iterator[str]:
     yield f"B: {found.b}"
     many = f"{found.num_records:,} records of {_plural(len(found.batches), 'batch', 'batches')}"
     if found.first is None:
-        yield f"No difference in {many} (rtol {found.rtol:g})."
+        yield f"No difference in {many} ({comparison_words(found)})."
     else:
-        yield f"They part in {found.num_apart:,} of {many} (rtol {found.rtol:g})."
+        yield f"They part in {found.num_apart:,} of {many} ({comparison_words(found)})."
         yield ""
         yield f"First: {place_line(found.first)}"
         for place in found.firsts[1:]:
@@ -156,6 +163,12 @@ def diff_lines(found: Difference) -> Iterator[str]:
     if notes:
         yield ""
         yield from (f"Not compared: {note}." for note in notes)
+
+
+def comparison_words(found: Difference) -> str:
+    """Return `rtol 0.001`, and of how many records the bits were compared."""
+    bits = f"; {found.num_bits:,} of them bit by bit" if found.num_bits else ""
+    return f"rtol {found.rtol:g}{bits}"
 
 
 def place_line(place: Place) -> str:
@@ -200,6 +213,7 @@ def diff_html(found: Difference) -> str:
         found=found,
         headline=_headline(found),
         place_line=place_line,
+        comparison_words=comparison_words(found),
         module_name=module_name,
         charts=bool(found.calls.x) or many,
     )

@@ -9,24 +9,34 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib import import_module
 from itertools import chain
 from math import isnan
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
 from ..numerics.formats import TensorHealth
-from ..report.record import PHASES, ROLES, Frame, FrameRows, Record, Row
+from ..report.record import PHASES
+from ..report.record import ROLES
+from ..report.record import Frame
+from ..report.record import FrameRows
+from ..report.record import Record
+from ..report.record import Row
 from ..util import reading
 from ..util.imports import needed
-from ..util.progress import Tell, silent
-from ..util.visible import visible, with_utf8
+from ..util.progress import Tell
+from ..util.progress import silent
+from ..util.visible import visible
+from ..util.visible import with_utf8
 
-VERSION = 3
-READ_VERSIONS = (1, 2, 3)
+VERSION = 4
+READ_VERSIONS = (1, 2, 3, 4)
 SUFFIX = ".parquet"
 # Key in the metadata of every part's schema: a JSON object with the members of FACTS.
 METADATA_KEY = b"nanwatch.trace"
@@ -59,9 +69,10 @@ COLUMNS = (
     ("first_nonfinite", "string", True),
     ("weight_version", "int64", True),
     ("exponents", "string", True),
+    ("fingerprint", "uint64", True),
 )
 # Columns that files before the version of this number lack; read there, they are null.
-ADDED = {"weight_version": 2, "exponents": 3}
+ADDED = {"weight_version": 2, "exponents": 3, "fingerprint": 4}
 STRINGS = tuple(name for name, kind, _ in COLUMNS if kind == "string")
 _COUNTS = ("numel", "num_nan", "num_posinf", "num_neginf", "num_zero", "num_subnormal")
 
@@ -162,7 +173,7 @@ class Tabulator:
         """Return one row a record, in the order of the frames; `frames` hold a record at least."""
         pa = import_module("pyarrow")
         rows = list(chain.from_iterable(frame.rows for frame in frames))
-        label, role, shape, dtype, abs_min, abs_max, isfinite, health, note = zip(*rows, strict=True)
+        label, role, shape, dtype, abs_min, abs_max, isfinite, health, note, bits = zip(*rows, strict=True)
         counts = [len(frame.rows) for frame in frames]
 
         def each(values: Iterable[Any], kind: Any) -> Any:
@@ -190,6 +201,7 @@ class Tabulator:
             "weight_version": pa.array(
                 list(chain.from_iterable(map(self._versions.column, frames))), pa.int64()
             ),
+            "fingerprint": pa.array(bits, pa.uint64()),
         }
         for name, kind, _ in COLUMNS:
             if name in columns:
@@ -273,6 +285,7 @@ def _record(row: dict[str, Any]) -> Record:
         isfinite=row["isfinite"],
         health=None if row["numel"] is None else _health(row),
         note=row["note"],
+        fingerprint=row["fingerprint"],
     )
 
 
@@ -341,7 +354,7 @@ class WeightVersions:
         key = (module, row.label)
         # A nan differs from itself.
         range_ = tuple(None if x is None or isnan(x) else x for x in (row.abs_min, row.abs_max))
-        now = (row.shape, row.dtype, *range_, row.isfinite)
+        now = (row.shape, row.dtype, *range_, row.isfinite, row.fingerprint)
         count = self._counts.get(key, 0)
         before = self._seen.get(key)
         if before is not None and before[1] == count and before[0] != now:

@@ -1,0 +1,214 @@
+"""`nanwatch diff` of traces with fingerprints: the first record whose bits differ, though its range does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import __main__ as command
+from nanwatch.report.record import LOCAL_SHARD, FrameRows, Row
+from nanwatch.session.api import watch
+from nanwatch.trace import trace
+from nanwatch.trace.comparison import diff
+from nanwatch.trace.difference import Place
+from nanwatch.trace.trace_file import Trace
+from support.architectures import built, inputs_of
+
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+def run(path: Path, model: nn.Module, inputs: dict[str, Any], **options: Any) -> Path:
+    """The path of a trace of two batches."""
+    with watch(model, trace=path, on_nonfinite="record", fingerprints=True, **options), torch.no_grad():
+        for _ in range(2):
+            model(**inputs)
+    return path
+
+
+def swapped(x: Tensor) -> None:
+    """Two elements change places: the range stays."""
+    flat = x.reshape(-1)
+    other = int((flat != flat[0]).nonzero()[0])
+    flat[0], flat[other] = flat[other].item(), flat[0].item()
+
+
+def one_ulp(x: Tensor) -> None:
+    """The element nearest to the middle of the range moves by one unit in the last place."""
+    x.reshape(-1)[1] = torch.nextafter(x.reshape(-1)[1], torch.tensor(torch.inf))
+
+
+@pytest.mark.parametrize("change", [swapped, one_ulp])
+def test_the_first_tensor_that_was_changed_is_named(tmp_path: Path, change: Any) -> None:
+    """In each of the linear layers of a GPT-2. Without fingerprints their weights are equal."""
+    torch.manual_seed(0)
+    model, inputs = built("gpt2").eval(), inputs_of("gpt2", 0)
+    before = run(tmp_path / "a.parquet", model, inputs)
+    again = diff(before, run(tmp_path / "same.parquet", model, inputs))
+    assert not again.differs
+    tensors = Trace.open(before).table(["dtype"])["dtype"].is_valid().to_numpy().sum()
+    assert again.num_bits == tensors > 50
+    assert f"{tensors} of them bit by bit" in again.to_text()
+    modules = [name for name, module in model.named_modules() if name.endswith(("c_fc", "c_attn"))]
+    assert modules
+    for name in modules:
+        weight = model.get_submodule(name).weight
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            change(weight)
+        after = run(tmp_path / f"{name}.parquet", model, inputs)
+        with torch.no_grad():
+            weight.copy_(kept)
+        found = diff(before, after)
+        assert found.first is not None
+        assert (found.first.batch, found.first.module, found.first.label) == (0, name, "weight")
+        assert (found.first.kind, found.first.what[:27]) == ("bits", "other bits in the same rang")
+        by_range = diff(before, after, ignore=["bits"])
+        assert by_range.first is None or by_range.first.label != "weight"
+
+
+FACTS = {"version": 4, "nanwatch": "0", "torch": "0", "every": 1, "lost_frames": 0}
+
+
+def row(label: str, bits: int | None, high: float = 1.0, role: Any = None, note: str = "") -> Row:
+    role = role or label.partition("[")[0]
+    return Row(label, role, (2,), "float32", 0.5, high, high < torch.inf, None, note, bits)
+
+
+def written(path: Path, *rows: Row, rank: int = 0, batches: int = 1, phase: Any = "forward") -> Path:
+    """A trace with a frame of these rows in each of the batches."""
+    frames = [FrameRows(batch, "m", "M", list(rows), False, phase) for batch in range(batches)]
+    table = trace.Tabulator(rank).table(frames)
+    facts = {**FACTS, "rank": rank}
+    parquet.write_table(table.replace_schema_metadata(trace.schema(facts).metadata), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "found"),
+    [
+        (row("output", 1), row("output", 1), None),
+        (row("output", 1), row("output", None), None),
+        (row("output", 1), row("output", 2), ("bits", "other bits in the same range (abs_max 1)")),
+        (row("output", 1), row("output", 2, 1 + 1e-6), ("bits", "other bits, abs_max 1 against 1 ")),
+        (row("output", 1), row("output", 2, 1.1), ("range", "abs_max 1 against 1.1")),
+        (row("output", 1), row("output", 2, torch.inf), ("isfinite", "finite against inf")),
+        (
+            row("output", 1, torch.nan),
+            row("output", 2, torch.nan),
+            ("bits", "other bits in the same range (abs"),
+        ),
+        (
+            row("output", 1),
+            row("output", 2)._replace(dtype="float16"),
+            ("dtype", "dtype float32 against float16"),
+        ),
+    ],
+)
+def test_two_records(tmp_path: Path, a: Row, b: Row, found: tuple[str, str] | None) -> None:
+    """What else differs is named before the bits, and each record is counted once."""
+    result = diff(written(tmp_path / "a.parquet", a), written(tmp_path / "b.parquet", b))
+    if found is None:
+        assert result.first is None
+    else:
+        (first,) = result.firsts
+        assert first.kind == found[0]
+        assert first.what.startswith(found[1])
+        assert result.num_apart == 1
+
+
+def test_a_range_that_is_passed_over_leaves_the_bits(tmp_path: Path) -> None:
+    paths = (
+        written(tmp_path / "a.parquet", row("output", 1)),
+        written(tmp_path / "b.parquet", row("output", 2, 3.0)),
+    )
+    first = diff(*paths, ignore=["range"]).first
+    assert isinstance(first, Place)
+    assert first.kind == "bits"
+    assert not diff(*paths, ignore=["range", "bits"]).differs
+    same = diff(*paths, ignore=["range", "dtype"], rtol=0.9).first
+    assert same == first
+
+
+def test_two_batches_are_of_different_data(tmp_path: Path) -> None:
+    """The bits of two batches are not compared, those of one batch with itself are."""
+    path = written(tmp_path / "a.parquet", row("output", 1), batches=2)
+    other = written(tmp_path / "b.parquet", row("output", 2), batches=2)
+    assert not diff(path, other, batches=(0, 1)).differs
+    assert diff(path, other, batches=(1, 1)).differs
+
+
+def shard(words: str) -> str:
+    return f"{LOCAL_SHARD}: {words}"
+
+
+@pytest.mark.parametrize(
+    ("label", "role", "notes", "is_compared"),
+    [
+        ("weight", "weight", ("", ""), True),
+        ("exp_avg[weight]", "buffer", ("", ""), True),
+        ("input[0]", "input", ("", ""), False),
+        ("weight.grad", "gradient", ("", ""), False),
+        ("weight", "weight", (LOCAL_SHARD, LOCAL_SHARD), False),
+        (
+            "weight",
+            "weight",
+            (shard("Shard(0) at dp=0 of 2, from [0]"), shard("Shard(0) at dp=1 of 2, from [2]")),
+            False,
+        ),
+        (
+            "weight",
+            "weight",
+            (
+                shard("Replicate at dp=0 of 2, Shard(0) at tp=1 of 2, from [2]"),
+                shard("Replicate at dp=1 of 2, Shard(0) at tp=1 of 2, from [2]"),
+            ),
+            True,
+        ),
+    ],
+)
+def test_two_ranks_share_weights_and_optimizer_state(
+    tmp_path: Path, label: str, role: str, notes: tuple[str, str], is_compared: bool
+) -> None:
+    """Inputs, outputs and gradients differ between replicas, and so do the shards of a weight."""
+    phase = "step" if label.startswith("exp") else "forward"
+    paths = [
+        written(tmp_path / f"{rank}.parquet", row(label, rank, 1 + rank, role, note), rank=rank, phase=phase)
+        for rank, note in enumerate(notes)
+    ]
+    found = diff(*paths)
+    assert found.differs == is_compared
+    assert found.num_records == is_compared
+    assert "Not compared: all that ranks 0 and 1 need not have in common" in found.to_text()
+    same_rank = written(tmp_path / "c.parquet", row(label, 7, 2.0, role, notes[0]), phase=phase)
+    assert diff(paths[0], same_rank).differs
+
+
+def test_the_command_says_so_and_its_status_is_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(written(tmp_path / f"{bits}.parquet", row("output", bits))) for bits in (1, 2)]
+    assert command.main(["diff", *paths]) == 1
+    text = capsys.readouterr().out
+    assert "They part in 1 of 1 records of 1 batch (rtol 0.001; 1 of them bit by bit)." in text
+    assert "First: `output` of m (M) in batch 0: other bits in the same range (abs_max 1)" in text
+    assert command.main(["diff", *paths, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["first"]["what"] == "other bits in the same range (abs_max 1)"
+    assert command.main(["diff", *paths, "--ignore", "bits"]) == 0
+    pytest.importorskip("plotly")
+    page = diff(*paths).to_html()
+    assert "other bits in the same range" in page
+    assert "1 of them bit by bit" in page
+
+
+def test_a_trace_without_fingerprints_is_compared_by_ranges(tmp_path: Path) -> None:
+    """Also one of an older version, whose column is not there."""
+    new = written(tmp_path / "new.parquet", row("output", 1))
+    table = parquet.read_table(new).drop_columns(["fingerprint"])
+    metadata = trace.schema({**FACTS, "version": 3, "rank": 0}).metadata
+    parquet.write_table(table.replace_schema_metadata(metadata), tmp_path / "old.parquet")
+    found = diff(new, Trace.open(tmp_path / "old.parquet"))
+    assert not found.differs
+    assert found.num_bits == 0

@@ -1,0 +1,166 @@
+"""`watch(fingerprints=True)`: every record has the fingerprint of its tensor as it was at the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch.report.record import Frame
+from support.recorders import RECORDERS, WITH_DEVICE, watched
+
+
+class Views(nn.Module):
+    """Returns its argument in many shapes, dtypes and layouts, some of which share elements with others."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x * self.weight.sum())
+
+
+def same_elements(x: Tensor) -> list[Tensor]:
+    """Views that the cache of ranges takes for one tensor, as their range is the same."""
+    return [x, x.reshape(-1), x.reshape(2, -1), x.T, x.T.contiguous(), x.flatten()[1:], x]
+
+
+def lazy_bits(x: Tensor) -> list[Tensor]:
+    z = torch.complex(x, x + 1)
+    return [z, z.conj(), z.imag, z.conj().imag, z.real]
+
+
+def of_other_dtypes(x: Tensor) -> list[Tensor]:
+    return [
+        *(x.to(torch.bfloat16), x.to(torch.float64), x.long(), x > 0, x.view(torch.int32)),
+        *(x[:0], x[0, 0], x.expand(3, *x.shape), x.to(torch.float8_e5m2)),
+    ]
+
+
+def not_finite(x: Tensor) -> list[Tensor]:
+    """Rows that Python makes: failures and masks."""
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).tril() == 0, torch.finfo(torch.float32).min)
+    return [x / 0, x.log() * torch.inf, mask, torch.full((3,), torch.nan)]
+
+
+def written(x: Tensor) -> list[Tensor]:
+    before = x.clone()
+    return [before, x.add_(1)]
+
+
+class Chain(nn.Sequential):
+    """Hands each output of the first to a module of its own, as a tensor that was read before."""
+
+    def forward(self, x: Tensor) -> Any:
+        return [self[1](one) for one in self[0](x)]
+
+
+def seen(model: nn.Module) -> list[list[int]]:
+    """Fill a list with the fingerprints of each call's weights, inputs and outputs, by plain hooks."""
+    calls: list[list[int]] = []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        values = [*module.parameters(recurse=False), *args]
+        values += output if isinstance(output, list) else [output]
+        calls.append([nanwatch.fingerprint(x.detach()) for x in values])
+
+    for module in model.modules():
+        module.register_forward_hook(hook)
+    return calls
+
+
+def recorded(frames: tuple[Frame, ...]) -> list[list[int | None]]:
+    return [[record.fingerprint for record in frame.records] for frame in frames]
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+@pytest.mark.parametrize("make", [same_elements, lazy_bits, of_other_dtypes, not_finite, written])
+def test_each_record_has_the_fingerprint_of_its_tensor(make: Any, recorder: str) -> None:
+    """Also where the range is known from another view, and in a second batch, which knows the weights."""
+    torch.manual_seed(0)
+    model = Chain(Views(make), nn.Identity())
+    calls = seen(model)
+    with watched(model, recorder, fingerprints=True, max_frames=100, on_nonfinite="record") as w:
+        for _ in range(2):
+            model(torch.randn(3, 4))
+        frames = w.frames
+    assert recorded(frames) == calls
+    assert w.counters.get("stale_hits", 0) == 0
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_gradients_and_the_optimizers_state_have_theirs(recorder: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with watched(
+        model, recorder, fingerprints=True, gradients=True, optimizer=optimizer, max_frames=100
+    ) as w:
+        y = model(torch.randn(3, 4))
+        y.sum().backward()
+        optimizer.step()
+        frames = w.frames
+    found = {
+        (frame.name or frame.class_name, record.label): record.fingerprint
+        for frame in frames
+        if frame.phase != "forward"
+        for record in frame.records
+    }
+    for name, x in model.named_parameters():
+        module, _, label = name.rpartition(".")
+        assert x.grad is not None
+        assert found[module, f"{label}.grad"] == nanwatch.fingerprint(x.grad)
+        state = optimizer.state[x]["momentum_buffer"]
+        assert found["(optimizer)", f"momentum_buffer[{name}]"] == nanwatch.fingerprint(state)
+    assert found["Sequential", "output.grad"] == nanwatch.fingerprint(torch.ones_like(y))
+    # One gradient under two names.
+    assert found["1", "output.grad"] == found["2", "input[0].grad"] is not None
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_without_the_option_there_is_none_and_nothing_is_counted_otherwise(recorder: str) -> None:
+    """The documents of reports are as they were, and the same tensors are read."""
+    counters, documents = [], []
+    for fingerprints in (False, True):
+        torch.manual_seed(0)
+        model = Chain(Views(same_elements), nn.Identity())
+        with watched(model, recorder, fingerprints=fingerprints) as w:
+            model(torch.randn(3, 4))
+            report = w.report()
+        counters.append({name: n for name, n in w.counters.items() if name != "nanoseconds"})
+        documents.append(report.to_json())
+        assert nanwatch.Report.from_json(report.to_json()) == report
+        assert all((one is not None) == fingerprints for call in recorded(report.frames) for one in call)
+    assert counters[0] == counters[1]
+    assert "fingerprint" not in documents[0]
+    assert "fingerprint" in documents[1]
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_a_trace_has_them_as_unsigned_numbers(tmp_path: Path, recorder: str) -> None:
+    pytest.importorskip("pyarrow")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    calls = seen(model)
+    path = tmp_path / "run.parquet"
+    with watched(model, recorder, fingerprints=True, trace=path):
+        for _ in range(8):
+            model(torch.randn(1, 2))
+    trace = nanwatch.Trace.open(path)
+    assert recorded(tuple(frame for batch in range(8) for frame in trace.frames(batch))) == calls
+    assert trace.table(["fingerprint"])["fingerprint"].to_pylist() == [one for call in calls for one in call]
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_a_tensor_without_a_fingerprint_keeps_its_range(recorder: str) -> None:
+    model = nn.Identity()
+    with watched(model, recorder, fingerprints=True) as w:
+        model(torch.eye(3).to_sparse())
+        (record, *_) = w.frames[0].records
+    assert record.abs_max == 1
+    assert record.fingerprint is None
