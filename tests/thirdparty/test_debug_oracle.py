@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +15,11 @@ import torch
 from torch import nn
 from transformers import debug_utils as oracle
 
+import nanwatch
 from nanwatch.integrations import debug
-from support.architectures import ARCHITECTURES, built, inputs_of
+from support.architectures import ARCHITECTURES
+from support.architectures import built
+from support.architectures import inputs_of
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = list(ARCHITECTURES)
@@ -36,7 +42,7 @@ def transcript(
     out = io.StringIO()
     before = {module: set(module._forward_hooks) for module in model.modules()}
     raised = False
-    make(model)
+    made = make(model)
     added = [(module, set(module._forward_hooks) - before[module]) for module in before]
     try:
         with contextlib.redirect_stdout(out):
@@ -49,7 +55,8 @@ def transcript(
     finally:
         for module, keys in added:
             for key in keys:
-                del module._forward_hooks[key]
+                module._forward_hooks.pop(key, None)
+        getattr(made, "stop", lambda: None)()
     return out.getvalue(), raised
 
 
@@ -127,6 +134,39 @@ def test_abort_after_batch_num_is_the_same(last: int) -> None:
     assert expected[1]
     assert f"batch number={last} " in expected[0]
     assert f"batch number={last + 1} " not in expected[0]
+
+
+def test_the_error_has_the_report_of_watch() -> None:
+    """The error of the drop-in has the finding of nanwatch.watch, operation and line included, and its summary."""
+    findings = []
+    for attach in (debug.DebugUnderflowOverflow, nanwatch.watch):
+        model = built("gpt2").eval()
+        with overflowing(model, "middle", None):
+            watcher: Any = attach(model)
+            with (
+                pytest.raises(nanwatch.NonFiniteError, match="first seen in") as error,
+                contextlib.redirect_stdout(io.StringIO()),
+            ):
+                model(**inputs_of("gpt2", seed=0))
+            watcher.stop()
+        findings.append(error.value.report.finding)
+    assert findings[0] == findings[1]
+    assert findings[0].operation == "aten.mm.default"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_runs_unwatched(copied: Callable[[nn.Module], nn.Module]) -> None:
+    """A copy has the hooks of its model, as with the oracle, and prints nothing; the model itself is still watched."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    watcher = debug.DebugUnderflowOverflow(model)
+    bad = torch.full((1, 2), float("nan"))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        copied(model)(bad)
+        assert out.getvalue() == ""
+        with pytest.raises(nanwatch.NonFiniteError):
+            model(bad)
+    watcher.stop()
 
 
 VALUES = {

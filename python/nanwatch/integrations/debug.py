@@ -6,61 +6,125 @@ in its own module each time it begins to train. Only that name is replaced: `tra
 
 from __future__ import annotations
 
+import copyreg
 import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Collection, Container, Iterator
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Collection
+from collections.abc import Container
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from typing import ClassVar
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..numerics._reference import without_repeats
-from ..numerics.ranges import abs_range, tensor_health
-from ..recording.observe import own_tensors, read
+from ..instrumentation.wrapped_names import is_recorded
+from ..instrumentation.wrapped_names import module_names
+from ..instrumentation.wrapped_names import original_module
+from ..numerics.ranges import abs_range
+from ..numerics.ranges import tensor_health
+from ..recording.observe import observe
+from ..recording.observe import own_tensors
 from ..report import text
-from ..report.record import Role, Row, to_record
+from ..report.record import NONE
+from ..report.record import NOT_A_TENSOR
+from ..report.record import FrameRows
+from ..report.record import Role
+from ..report.record import Row
+from ..report.record import is_excused
+from ..report.record import to_record
 from ..report.report import BatchLimitError
-from ..session.options import MAX_BATCH, whole
-from ..util.imports import WhenImported, when_imported
-from ..util.visible import module_name, visible, warn_user
+from ..report.report import NonFiniteError
+from ..session.options import MAX_BATCH
+from ..session.options import Options
+from ..session.options import whole
+from ..session.watch import Watch
+from ..util.imports import WhenImported
+from ..util.imports import when_imported
+from ..util.visible import visible
+from ..util.visible import warn_user
+from ..util.visible import with_utf8
 
 SWITCH = "NANWATCH_TRANSFORMERS"
 _TRAINER = "transformers.trainer"
 _NAME = "DebugUnderflowOverflow"
+_MOST_FRAMES = 100_000  # the recorder reserves 0.2 kB for each
 
 _original: Any = None  # Trainer's own class while ours replaces it
 _waiting: WhenImported | None = None
 
 
-class OverflowDetectedError(ValueError):
-    """A nan or an inf in a module call; the frames that led to it are on stdout."""
+class _Call(NamedTuple):
+    """A call of a module before it is printed. Nothing is formatted earlier.
 
-
-class _SavedFrame(NamedTuple):
-    """A frame before it is printed. Nothing is formatted earlier."""
+    `args` and `output` are the types of the values, in tuples where the values were: the rows of the recorder do not
+    say what was a tuple, what a list, and what was empty. `number` is the number of frames that the recorder had kept
+    before. `recorded` is the name of its frame. It is "(not recorded)" for a call that was read at once into `rows`.
+    """
 
     header: list[str]
     name: str
     class_name: str
+    recorded: str
+    number: int
+    args: Any
+    output: Any
     rows: list[Row]
 
-    def __str__(self) -> str:
+    def shown(self, frame: FrameRows) -> list[Row]:
+        """Return the rows that the original prints, of all in the frame."""
+        rows = [row for row in frame.rows if row.role == "weight"]
+        read = {(row.role, row.label): row for row in reversed(frame.rows)}
+        for kind, label, role in _values(self.args, self.output):
+            note = NONE if kind is type(None) else NOT_A_TENSOR
+            row = read.get((role, label)) if issubclass(kind, Tensor) else None
+            rows.append(row or Row(label, role, None, "", None, None, None, None, note))
+        return rows
+
+    def text(self, rows: list[Row]) -> str:
+        """Return the lines of the call, with the header above it."""
+        plain = [row._replace(note="") if is_excused(row.note) else row for row in rows]
         lines = [*self.header, text.frame_line(self.name, self.class_name)]
-        return "\n".join(lines + [text.record_line(to_record(row)) for row in self.rows])
+        return "\n".join(lines + [text.record_line(to_record(row)) for row in plain])
+
+
+class _DebugWatch(Watch):
+    """Watch that fails only where DebugUnderflowOverflow looks, once the frames are printed."""
+
+    # Weak: the wrappers in the slot hold this, and must not hold the model.
+    debug: weakref.ref[DebugUnderflowOverflow]
+
+    def on_nonfinite(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Print the frames and raise, unless the original would see nothing in this call."""
+        debug = self.debug()
+        if debug is not None and debug._detects(frame):
+            super().on_nonfinite(frame, caller, args, kwargs)
+            raise NonFiniteError(self.report())  # the forward has caught the first error of the batch
+
+    def on_batch_end(self, batch: int, completed: bool) -> None:
+        """End the run when asked to."""
+        super().on_batch_end(batch, completed)
+        debug = self.debug()
+        limit = None if debug is None else debug.abort_after_batch_num
+        if completed and debug is not None and limit is not None and debug.batch_number > limit:
+            raise BatchLimitError(debug.batch_number - 1, "abort_after_batch_num")
 
 
 class DebugUnderflowOverflow:
     """Prints the frames that led to the first nan or inf, then raises; or prints whole batches.
 
     A drop-in for transformers.debug_utils.DebugUnderflowOverflow: same arguments, same stdout. docs/compatibility.md
-    lists the intended differences. `nanwatch.watch` sees more of a call and returns its report as an object.
+    lists the intended differences. The error is a NonFiniteError with the report that `nanwatch.watch` makes.
 
     Args:
         model: the module to watch, from now until `stop()`.
-        max_frames_to_save: how many frames to keep until something is found; None keeps all.
+        max_frames_to_save: how many frames to keep until something is found; None keeps 100,000.
         trace_batch_nums: numbers of batches, from 0, to print whole and without detection.
         abort_after_batch_num: raise a ValueError when the batch of this number is done.
 
@@ -82,6 +146,9 @@ class DebugUnderflowOverflow:
         >>> debug.reset_saved_frames()
         >>> debug.stop()
     """
+
+    # Copies and pickles of the model take its hooks along. They are not watched.
+    _recorder: Any = SimpleNamespace(paused=True)
 
     def __init__(
         self,
@@ -108,15 +175,40 @@ class DebugUnderflowOverflow:
         self.prefix = text.PREFIX
         self.module_names = {module: name for name, module in model.named_modules()}
         self._header: list[str] = []
-        self._saved: deque[_SavedFrame] = deque(maxlen=max_frames_to_save)
+        self._saved: deque[_Call] = deque(maxlen=max_frames_to_save)
+        self._latest: _Call | None = None
+        self._batch = 0  # of the latest call
+        watched = original_module(model)
+        room = max(1, _MOST_FRAMES if max_frames_to_save is None else min(max_frames_to_save, _MOST_FRAMES))
+        # "module": the original prints at the call that holds the value.
+        options = Options(max_frames=room, check="module", buffers=False, forecast=False)
+        self._watch = _DebugWatch(watched, options)
+        self._watch.debug = weakref.ref(self)
+        self._watch._batch_ends.active = abort_after_batch_num is not None
+        self._recorder = self._watch._recorder
+        self._recorded = {
+            module: with_utf8(name) for module, name in module_names(watched).items() if is_recorded(module)
+        }
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(self.forward_hook) for module in self.module_names
         ]
 
+    def __reduce__(self) -> Any:
+        return copyreg.__newobj__, (type(self),)  # type: ignore[attr-defined]
+
     @property
     def frames(self) -> list[str]:
         """The saved frames as text, oldest first."""
-        return list(map(str, self._saved))
+        # A call whose frame is missing was left by an exception from a later hook.
+        found: list[str] = []
+        number = self._saved[0].number if self._saved else 0
+        kept, frames = self._recorder.frames_since(number)
+        first = kept - len(frames)
+        for call in list(self._saved):
+            own = (one for one in frames[max(0, call.number - first) :] if one.name == call.recorded)
+            rows = call.rows or ((frame := next(own, None)) and call.shown(frame))
+            found += [] if rows is None else [call.text(rows)]
+        return found
 
     @property
     def frame(self) -> list[str]:
@@ -127,6 +219,7 @@ class DebugUnderflowOverflow:
         """Take the hooks off the model; a second time does nothing."""
         while self._handles:
             self._handles.pop().remove()
+        self._watch.stop()
 
     def reset_saved_frames(self) -> None:
         """Forget the saved frames."""
@@ -142,51 +235,61 @@ class DebugUnderflowOverflow:
         self._dump(self.batch_number)
 
     def forward_hook(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Look at one call; PyTorch calls this when a module's forward returns."""
-        batch = self.batch_number
-        is_traced = batch in self.trace_batch_nums
+        """Note the structure of a call, which the recorder reads next; PyTorch calls this when a forward returns."""
+        if self._recorder.paused:  # by stop(), or for a re-run
+            return
+        self._batch = batch = self.batch_number
         if self.total_calls == 0:
             self._header += text.batch_lines(batch)
         self.total_calls += 1
-        # The root's own forward ends last, and with it the batch.
-        is_root = module is self.model
-        if is_root:
-            self.batch_number += 1
-
+        is_traced = batch in self.trace_batch_nums
+        recorded = None if is_traced else self._recorded.get(module)
         rows: list[Row] = []
-        overflowed = False
-        for value, label, role in _values(module, args, output):
-            rows.append(read(value, label, role))
-            if rows[-1].isfinite is False and _print_kinds(value, visible(label)):
-                overflowed = True
-        frame = _SavedFrame(self._header, self.module_names[module], type(module).__name__, rows)
+        if recorded is None:
+            rows = [observe(x, name, "weight") for name, x in own_tensors(module._parameters)]
+            rows += [observe(x, label, role) for x, label, role in _values(args, output)]
+        call = _Call(
+            self._header,
+            self.module_names[module],
+            type(module).__name__,
+            "(not recorded)" if recorded is None else recorded,
+            self._recorder.frames_kept,
+            tuple(map(type, args)),
+            _types(output),
+            rows,
+        )
         self._header = []
+        self._latest = call
         if is_traced:
             self.reset_saved_frames()
-            print(frame)
+            self.detected_overflow |= _print_kinds(rows)
+            print(call.text(rows))
         else:
-            self._saved.append(frame)
-        if is_root:
+            self._saved.append(call)
+        # The root's own forward ends last, and with it the batch.
+        if module is self.model:
+            self.batch_number += 1
             self._header += text.batch_lines(self.batch_number)
 
-        if overflowed:
-            self.detected_overflow = True
-            if not is_traced:
-                self._dump(batch)
-                raise OverflowDetectedError(
-                    f"nan or inf in batch {batch}, in a call of {module_name(frame.name)}"
-                    f" ({visible(frame.class_name)}); the frames that led to it were printed above"
-                )
-        if self.abort_after_batch_num is not None and self.batch_number > self.abort_after_batch_num:
-            raise BatchLimitError(self.batch_number - 1, "abort_after_batch_num")
+    def _detects(self, frame: FrameRows) -> bool:
+        """Print the saved frames if the original sees a non-finite value in this one, and return whether it does."""
+        calls = (one for one in (self._latest, *reversed(self._saved)) if one is not None)
+        call = next((one for one in calls if one.recorded == frame.name), None)
+        if call is None or not _print_kinds(call.shown(frame)):
+            return False
+        self.detected_overflow = True
+        self._dump(self._batch)
+        return True
 
     def _dump(self, batch: int) -> None:
+        frames = self.frames
         print(f"\nDetected inf/nan during batch_number={batch}")
-        print(f"Last {len(self._saved)} forward frames:")
+        print(f"Last {len(frames)} forward frames:")
         print(text.COLUMNS)
-        print("\n".join(self.frames))
+        print("\n".join(frames))
         print("\n\n")
         self._saved.clear()
+        self._latest = None
 
 
 def _batches(value: Container[int]) -> Container[int]:
@@ -213,29 +316,34 @@ def detect_overflow(var: Tensor, ctx: str) -> bool:
         loss has nans
         True
     """
-    return not abs_range(var).isfinite and _print_kinds(var, ctx)
+    if abs_range(var).isfinite:
+        return False
+    # Complex parts are read one by one, not the modulus: (inf, nan) has both kinds and one modulus.
+    parts = torch.view_as_real(var.resolve_conj()) if var.is_complex() else var
+    health = tensor_health(parts)
+    return _print_kind(ctx, health.num_nan, health.num_posinf + health.num_neginf)
 
 
-def _print_kinds(x: Tensor, ctx: str) -> bool:
-    """Print the kinds of non-finite value that `x` holds. Return whether there is one."""
-    if x.is_complex():
-        # Read the parts, not the modulus: (inf, nan) has both kinds and one modulus.
-        x, _ = without_repeats(x)
-        has_nan, has_inf = bool(torch.isnan(x).any()), bool(torch.isinf(x).any())
-    else:
-        health = tensor_health(x)
-        has_nan, has_inf = health.num_nan > 0, health.num_posinf + health.num_neginf > 0
-    if has_nan:
-        print(f"{ctx} has nans")
-    if has_inf:
-        print(f"{ctx} has infs")
-    return has_nan or has_inf
+def _print_kinds(rows: list[Row]) -> bool:
+    """Print the kinds of non-finite value that these rows hold. Return whether there is one."""
+    found = False
+    for row in rows:
+        if row.isfinite is False and row.health is not None:
+            found = True
+            _print_kind(visible(row.label), row.health.num_nan, row.health.num_posinf + row.health.num_neginf)
+    return found
 
 
-def _values(module: nn.Module, args: Any, output: Any) -> Iterator[tuple[Any, str, Role]]:
-    """Yield the values of a frame: weights, positional inputs, and outputs of up to two levels of tuples."""
-    for name, weight in own_tensors(module._parameters):
-        yield weight, name, "weight"
+def _print_kind(label: str, nans: int, infs: int) -> bool:
+    if nans:
+        print(f"{label} has nans")
+    if infs:
+        print(f"{label} has infs")
+    return bool(nans or infs)
+
+
+def _values(args: Any, output: Any) -> Iterator[tuple[Any, str, Role]]:
+    """Yield positional inputs, and outputs of up to two levels of tuples."""
     for position, value in enumerate(args):
         yield value, f"input[{position}]", "input"
     if not isinstance(output, tuple):
@@ -247,6 +355,13 @@ def _values(module: nn.Module, args: Any, output: Any) -> Iterator[tuple[Any, st
                 yield element, f"output[{position}][{inner}]", "output"
         else:
             yield value, f"output[{position}]", "output"
+
+
+def _types(output: Any) -> Any:
+    """Return the type of a value, or those inside it in as many tuples as `_values` enters."""
+    if not isinstance(output, tuple):
+        return type(output)
+    return tuple(tuple(map(type, one)) if isinstance(one, tuple) else type(one) for one in output)
 
 
 class TrainerDebug(DebugUnderflowOverflow):
