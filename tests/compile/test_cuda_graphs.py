@@ -8,27 +8,22 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch._inductor import config
 
 from nanwatch.instrumentation.compile import dynamo
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.api import Watch
-from nanwatch.session.api import watch
-from support.paths import ROOT
-from support.paths import SCRIPTS
+from nanwatch.session.api import Watch, watch
+from support.paths import ROOT, SCRIPTS
 from support.processes import environment
-from support.stand_in_device import StandIn
-from support.stand_in_device import stand_in
+from support.stand_in_device import StandIn, stand_in
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder is never captured")
 INF = float("inf")

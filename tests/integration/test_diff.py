@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable
-from collections.abc import Sequence
-from math import inf
-from math import nan
+from collections.abc import Callable, Sequence
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.report.record import FrameRows
-from nanwatch.report.record import Row
+from nanwatch.report.record import FrameRows, Row
 from nanwatch.session.api import watch
 from nanwatch.trace import trace
 from nanwatch.trace.comparison import diff
 from nanwatch.trace.difference import Difference
 from nanwatch.trace.trace_file import Trace
-from support.architectures import built
-from support.architectures import inputs_of
-from support.html_page import HOSTILE
-from support.html_page import Page
-from support.toys import Scale
-from support.toys import mlp
+from support.architectures import built, inputs_of
+from support.html_page import HOSTILE, Page
+from support.toys import Scale, mlp
 
 parquet = pytest.importorskip("pyarrow.parquet")
 

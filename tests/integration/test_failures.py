@@ -11,8 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,10 +19,7 @@ from nanwatch.numerics import _extension
 from nanwatch.report.finding import Finding
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
-from support.failures import CASES
-from support.failures import Case
-from support.failures import Setup
-from support.failures import table
+from support.failures import CASES, Case, Setup, table
 from support.overflows import is_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:(var|std)\\(\\):UserWarning")

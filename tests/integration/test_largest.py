@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
@@ -17,14 +16,10 @@ from nanwatch.numerics.formats import limits
 from nanwatch.recording import frame_ring
 from nanwatch.recording.events import PeakName
 from nanwatch.recording.frame_ring import PeakMagnitudes
-from nanwatch.report.record import MASK
-from nanwatch.report.record import Frame
-from nanwatch.report.record import FrameRows
-from nanwatch.report.record import Row
+from nanwatch.report.record import MASK, Frame, FrameRows, Row
 from nanwatch.session.api import watch
 from nanwatch.session.watch import Watch
-from support.architectures import built
-from support.architectures import inputs_of
+from support.architectures import built, inputs_of
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 

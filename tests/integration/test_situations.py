@@ -10,21 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
-from torch.nn.utils import parametrizations
-from torch.nn.utils import parametrize
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
-from support.architectures import built
-from support.architectures import inputs_of
-from support.toys import Scale
-from support.toys import fault_of
-from support.toys import in_threads
-from support.toys import mlp
-from support.toys import names
+from support.architectures import built, inputs_of
+from support.toys import Scale, fault_of, in_threads, mlp, names
 
 INF = float("inf")
 

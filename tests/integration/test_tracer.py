@@ -15,23 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
 from nanwatch.report.record import Frame
-from nanwatch.report.report import BatchLimitError
-from nanwatch.report.report import NonFiniteError
+from nanwatch.report.report import BatchLimitError, NonFiniteError
 from nanwatch.session.api import watch
 from nanwatch.session.options import Check
 from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
-from support.architectures import built
-from support.architectures import inputs_of
+from support.architectures import built, inputs_of
 from support.stand_in_device import stand_in
-from support.toys import Scale
-from support.toys import mlp
+from support.toys import Scale, mlp
 
 pytest.importorskip("pyarrow")
 

@@ -14,20 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.report.record import Frame
-from nanwatch.report.record import Record
-from nanwatch.report.report import BatchLimitError
-from nanwatch.report.report import NonFiniteError
-from nanwatch.report.report import Report
-from nanwatch.session.api import Watch
-from nanwatch.session.api import watch
-from support.architectures import ARCHITECTURES
-from support.architectures import built
-from support.architectures import inputs_of
+from nanwatch.report.record import Frame, Record
+from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
+from nanwatch.session.api import Watch, watch
+from support.architectures import ARCHITECTURES, built, inputs_of
 from support.toys import Scale
 
 INF = float("inf")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import http.server
 import re
 import threading
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import inf
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,11 @@ import pytest
 
 from nanwatch.report.finding import find
 from nanwatch.report.histogram import StoredHistogram
-from nanwatch.report.record import Frame
-from nanwatch.report.record import Record
+from nanwatch.report.record import Frame, Record
 from nanwatch.report.report import Report
 from support import chromium
-from support.chromium import Browser
-from support.chromium import Tab
-from support.chromium import overlaps
-from support.html_page import HOSTILE
-from support.html_page import growing
-from support.html_page import many
-from support.html_page import record
+from support.chromium import Browser, Tab, overlaps
+from support.html_page import HOSTILE, growing, many, record
 
 pytestmark = [
     pytest.mark.skipif(chromium.PATH is None, reason="needs Chromium: apt-get install chromium"),

@@ -7,15 +7,12 @@ import gzip
 import json
 import re
 from html.parser import HTMLParser
-from math import inf
-from math import isnan
-from math import nan
+from math import inf, isnan, nan
 from typing import Any
 
 from nanwatch.numerics.formats import TensorHealth
 from nanwatch.report.finding import find
-from nanwatch.report.record import Frame
-from nanwatch.report.record import Record
+from nanwatch.report.record import Frame, Record
 from nanwatch.report.report import Report
 
 VOID = {"meta", "link", "input", "br"}

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from math import inf
-from math import nan
+from math import inf, nan
 from pathlib import Path
 
 from hypothesis import strategies as st
 
-from nanwatch.distributed.merge import Digest
-from nanwatch.distributed.merge import Merged
-from nanwatch.distributed.merge import Place
+from nanwatch.distributed.merge import Digest, Merged, Place
 from nanwatch.distributed.merge_pages import document
-from nanwatch.report.record import Frame
-from nanwatch.report.record import Record
+from nanwatch.report.record import Frame, Record
 from nanwatch.report.report import Report
 from nanwatch.util.job import Attempt
 from support.sightings import finding

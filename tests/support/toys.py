@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from nanwatch.report.record import Record
-from nanwatch.report.report import NonFiniteError
-from nanwatch.report.report import Report
-from nanwatch.session.api import Watch
-from nanwatch.session.api import watch
+from nanwatch.report.report import NonFiniteError, Report
+from nanwatch.session.api import Watch, watch
 
 
 class Scale(nn.Module):

@@ -15,41 +15,30 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module
 from ..recording.walk import leaves
-from ..report.finding import Cure
-from ..report.finding import Finding
-from ..report.finding import value_of
-from ..report.finding import working_first
-from ..report.record import Frame
-from ..report.record import Record
+from ..report.finding import Cure, Finding, value_of, working_first
+from ..report.record import Frame, Record
 from ..util.suppressed import suppressed
 from ..util.visible import spell
-from .backward_cures import BACKWARD_RUNS
-from .backward_cures import gradient_record
-from .backward_cures import try_backward_cures
-from .batch_snapshot import BatchSnapshot
-from .batch_snapshot import may_be_narrow
-from .batch_snapshot import no_second_run
-from .diagnosis import Diagnosis
-from .diagnosis import Place
-from .diagnosis import bad_rows
-from .diagnosis import enrich
-from .experiment import NO_CONDITIONS
-from .experiment import BackwardStart
-from .experiment import Conditions
-from .experiment import mean_gradients
-from .experiment import run_backward
-from .experiment import with_graph
-from .experiment import with_leaves
-from .experiment import without_hooks
-from .patching.patches import MOST_RUNS
-from .patching.patches import try_patches
+from .backward_cures import BACKWARD_RUNS, gradient_record, try_backward_cures
+from .batch_snapshot import BatchSnapshot, may_be_narrow, no_second_run
+from .diagnosis import Diagnosis, Place, bad_rows, enrich
+from .experiment import (
+    NO_CONDITIONS,
+    BackwardStart,
+    Conditions,
+    mean_gradients,
+    run_backward,
+    with_graph,
+    with_leaves,
+    without_hooks,
+)
+from .patching.patches import MOST_RUNS, try_patches
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')

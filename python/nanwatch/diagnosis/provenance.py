@@ -9,15 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import isinf
-from math import isnan
+from math import isinf, isnan
 from pathlib import Path
-from types import CodeType
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -26,20 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..numerics import _reference
 from ..numerics.ranges import tensor_health
-from ..numerics.readable import is_plain
-from ..numerics.readable import only_our_dispatch
+from ..numerics.readable import is_plain, only_our_dispatch
 from ..recording.observe import read
 from ..report.histogram import StoredHistogram
-from ..report.record import MASK
-from ..report.record import Record
+from ..report.record import MASK, Record
 from ..util.visible import spell
-from .diagnosis import BadRows
-from .diagnosis import Place
-from .diagnosis import bad_rows
-from .operation import Operands
-from .operation import Operation
-from .operation import StorageWriteLog
-from .operation import operation_of
+from .diagnosis import BadRows, Place, bad_rows
+from .operation import Operands, Operation, StorageWriteLog, operation_of
 
 SKIPPED_FILES = (
     str(Path(torch.__file__).parent),

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..diagnosis.operation import Operation, operation_of, tensors_in
 from ..diagnosis.provenance import program_frame
-from ..numerics.fingerprint import fingerprint
+from ..numerics.ranges import fingerprint
 from ..numerics.readable import is_plain, only_our_dispatch
 from ..recording.walk import leaves
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..instrumentation.global_hooks import after_steps, before_steps
 from ..instrumentation.slot import default_call, set_default_call
-from ..numerics.fingerprint import fingerprint
+from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..recording.walk import call_leaves, leaves
 from ..util.modules import WeakIdentityDict, each_module
@@ -103,10 +103,10 @@ class EnoughError(BaseException):
 class Recorder:
     """Context that records the calls of all modules, the gradients of their outputs, and all optimizer steps.
 
-    With `window`, a pair of places in the prints, operations between these are recorded too. With `fill`, memory that an
-    operation allocates and leaves unwritten is filled with that number. With `most_batches` a
-    further call of the first model ends the run by EnoughError. The first model is the first module with parameters
-    that is called from outside any other; its calls are the batches, unless `batch` is set from outside.
+    With `window`, a pair of places in the prints, operations between these are recorded too. With `fill`, memory that
+    an operation allocates and leaves unwritten is filled with that number. With `most_batches` a further call of the
+    first model ends the run by EnoughError. The first model is the first module with parameters that is called from
+    outside any other; its calls are the batches, unless `batch` is set from outside.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..instrumentation.execution_context import RngState
 from ..numerics._extension import instances_of
-from ..numerics.fingerprint import fingerprint
+from ..numerics.ranges import fingerprint
 from ..recording.walk import leaves
 from ..util.modules import each_module
 

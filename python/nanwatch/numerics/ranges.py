@@ -6,26 +6,16 @@ cannot be read raises TypeError with the reason. It never counts as finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import TYPE_CHECKING
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from . import _extension
-from . import _ops
-from . import _reference
-from .formats import AbsRange
-from .formats import TensorHealth
-from .readable import is_plain
-from .readable import only_our_dispatch
-from .readable import readable
-from .readable import through_public
-from .readable import type_name
+from . import _extension, _ops, _reference
+from .formats import AbsRange, TensorHealth
+from .readable import is_plain, only_our_dispatch, readable, through_public, type_name
 
 
 def _abs_range(x: Tensor) -> AbsRange:

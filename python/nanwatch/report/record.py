@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from typing import Literal
-from typing import NamedTuple
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
 
 from ..numerics.formats import TensorHealth
 from ..util import reading

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..instrumentation.calls import check_model
+from ..instrumentation.wrapped_names import named_modules, original_module
+from ..recording.events import Check
 from ..trace.trace import arrow
 from ..util.modules import each_module
-from .options import MAX_FRAMES, check_place
-from .watch import Watch, watch
+from .options import MAX_FRAMES, OnNonfinite, Options, check_options, check_place
+from .watch import Watch
 
 __all__ = ["DeferredWatch", "Watch", "watch"]
 
@@ -18,6 +23,120 @@ __all__ = ["DeferredWatch", "Watch", "watch"]
 _CALLS = 4
 # Options that `start` checks, because they need the model or open a file.
 _CONFIRMED_LATER = ("include", "exclude", "allow_inf", "trace")
+
+
+def watch(
+    model: nn.Module,
+    *,
+    max_frames: int = 21,
+    on_nonfinite: OnNonfinite = "raise",
+    check: Check = "auto",
+    weights: bool = True,
+    buffers: bool = True,
+    inputs: bool = True,
+    outputs: bool = True,
+    gradients: bool = False,
+    counts: bool = False,
+    fingerprints: bool = False,
+    max_skipped_steps: int = 20,
+    scaler: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    allow_inf: str | Iterable[str] = (),
+    every: int = 1,
+    reread_weights: int = 64,
+    trace_batches: Iterable[int] = (),
+    trace: str | os.PathLike[str] | None = None,
+    log_to: Any = None,
+    log_every: int = 50,
+    abort_after_batch: int | None = None,
+    forecast: bool = True,
+    microscope: bool | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    peer_timeout: float = 30.0,
+    enabled: bool = True,
+    _measure_time: bool = False,
+    _verify_hits: bool = False,
+    _room: int = 0,
+) -> Watch:
+    """Start to watch `model` and return the Watch, which is also a context manager.
+
+    Args:
+        model: any nn.Module, also a compiled one. Modules that it gets later are watched too.
+        max_frames: keep this many of the latest frames.
+        on_nonfinite: "raise" a NonFiniteError; "warn" when non-finite values begin, change or end, and in sum at
+            `stop()` (docs/watching.md); only "record"; or a callable that gets the Report of each non-finite batch. A
+            callable lives until the model is freed or `stop()`. If it refers to the model, it keeps the model alive.
+        check: when to act on a non-finite value: at the "module" that holds it, at the end of the "batch", or "async",
+            when the device has delivered, at most one batch later. An optimizer's step waits for the forwards since the
+            last step, so that their failure is raised before a parameter changes (docs/cuda.md). The report is the
+            same. "auto" is "module" for tensors of the CPU, which are read without a wait, and "batch" for those of a
+            GPU. On the CPU "async" is "batch".
+        weights, buffers, inputs, outputs: which tensors to read; of the buffers, those of floating point.
+        gradients: in every backward, read the gradients of the tensors that are read in the forward. Act on a failure
+            when an optimizer's step is about to take it, before any weight changes (docs/gradients.md). On a GPU that
+            step waits for them once, unless a GradScaler has. Without it no gradient is read.
+        counts: count zeros, subnormals, nans and infinities of every tensor, for its record's `health` and the columns
+            of a trace, and for a trace its elements by power of two (docs/formats.md). This reads each tensor three
+            times more and waits for a GPU: use it for a few batches, or with `every`.
+        fingerprints: keep the `nanwatch.fingerprint` of every tensor in its record and in a trace, so that two runs can
+            be compared bit by bit (docs/traces.md). Every tensor on a GPU is then waited for.
+        max_skipped_steps: how many steps in a row a GradScaler may skip; one more is a failure. A scale of 65536 is
+            down to 1 after 16. Needs `gradients`.
+        scaler: the GradScaler, whose scale each skipped step reports. None looks for the one that is in use. Needs
+            `gradients`.
+        optimizer: an optimizer whose state is read after each of its steps: moments, weights of its own.
+        include, exclude: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots. Names are
+            those in your own model, without what DistributedDataParallel and other wrappers put before them.
+        allow_inf: glob patterns on the names of modules whose infinities are meant; a nan in them still counts.
+            Additive attention masks are recognised without it.
+        every: read only every n-th batch.
+        reread_weights: read a weight again after this many batches though nothing says that it changed; 1 is always.
+            An optimizer's step, `load_state_dict` and writes that PyTorch sees are noticed at once.
+        trace_batches: numbers of batches, from 0, whose frames are printed as they come.
+        trace: a file (`run.parquet`) or a folder to write every frame into, one row per record, while the run lasts;
+            with `trace_batches` only the frames of these batches, which are then not printed. A path that is taken gets
+            a number, and with several processes the rank: see `Watch.trace_path`. Needs `pyarrow` (docs/traces.md).
+        log_to: where to log headroom by module, ranges, forecasts and whether all was finite: a SummaryWriter of
+            TensorBoard, a run of wandb, the path of a folder for TensorBoard, or a callable that takes a dict of them
+            and the number of the batch (docs/trackers.md). If it raises, there is one warning and the log ends.
+        log_every: log every n-th batch, fewer where that would take more than 2 % of the time; failures at once. Needs
+            `log_to`.
+        abort_after_batch: raise BatchLimitError at the end of the batch of this number.
+        forecast: warn of the module that will overflow first, when its headroom shrinks so steadily that the batch can
+            be predicted; at most three lines in 10,000 batches. Reads each of the first batches, then fewer, down to
+            one in 16 (docs/forecasts.md).
+        microscope: after a failure run the batch once more to find the operation and the line that made the first
+            non-finite value, and to try cures. Until then it costs a few microseconds a batch. None does so if the
+            failure ends the batch ("raise"). True does so also if the run goes on; a model with state may notice the
+            second forward.
+        output_dir: a folder into which each failure's report (text, JSON, HTML) and capsule are written.
+        peer_timeout: in a job of several ranks, how many seconds a rank that fails, or learns that another has, waits
+            at most for all to agree where it began. Then each raises an error that says so. Only with "raise". 0 turns
+            this off: each rank speaks for itself, and the others may hang (docs/distributed.md).
+        enabled: False makes a Watch that watches nothing. The environment goes first: NANWATCH=0 or NANWATCH=1.
+
+    Raises TypeError or ValueError, naming the given and the accepted values, for a `model` whose calls cannot be seen,
+    an option with a wrong value or without effect, and an `output_dir` or `trace` where nothing can be written;
+    ImportError, naming the package, where `trace` or `log_to` needs one that is not installed.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.LayerNorm(2, eps=0.0))
+        >>> watch = nanwatch.watch(model)
+        >>> try:
+        ...     model(torch.zeros(1, 2))
+        ... except nanwatch.NonFiniteError as error:
+        ...     print(str(error).splitlines()[0])
+        nan first seen in `output` of 1 (LayerNorm) in batch 0
+        >>> watch.stop()
+    """
+    check_model(model)
+    model = original_module(model)
+    given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
+    options = check_options([one.name for one in named_modules(model)], given)
+    return Watch(model, options, measure_time=_measure_time, verify_hits=_verify_hits, room=_room)
 
 
 class DeferredWatch:

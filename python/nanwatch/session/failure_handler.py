@@ -9,35 +9,22 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..diagnosis.batch_snapshot import left_calls
 from ..distributed.coordinator import RankCoordinator
-from ..recording.events import Event
-from ..recording.events import Recorder
+from ..recording.events import Event, Recorder
 from ..recording.observe import observe
 from ..recording.walk import call_leaves
 from ..report import text
 from ..report.finding import Finding
-from ..report.record import FrameRows
-from ..report.record import Record
-from ..report.record import is_fault
-from ..report.record import to_record
-from ..report.report import BatchLimitError
-from ..report.report import NonFiniteError
-from ..report.report import Report
-from ..report.report import add_note
-from ..report.report import report_of
+from ..report.record import FrameRows, Record, is_fault, to_record
+from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..util.suppressed import suppressed
 from ..util.visible import warn_user
-from .reports import NonFiniteBatch
-from .reports import NonFiniteBatches
-from .reports import NonFiniteWarnings
-from .reports import Reports
-from .reports import left_frames
+from .reports import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings, Reports, left_frames
 
 if TYPE_CHECKING:
     from ..monitoring.monitor import Monitor

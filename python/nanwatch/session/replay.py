@@ -22,8 +22,8 @@ from ..instrumentation.execution_context import RngState
 from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.visible import close_names, visible, without_wrappers
+from .api import watch
 from .options import SWITCH
-from .watch import watch
 
 Model: TypeAlias = "nn.Module | Callable[[], nn.Module]"
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from math import inf
-from math import log2
-from typing import TYPE_CHECKING
-from typing import Any
-from typing import TypeAlias
+from math import inf, log2
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -16,18 +13,9 @@ from ..numerics.formats import limits
 from ..report.record import is_same_part
 from ..util.progress import Tell
 from ..util.visible import without_wrappers
-from .align import Ints
-from .align import Rows
-from .align import align
-from .difference import KINDS
-from .difference import Difference
-from .difference import Growth
-from .difference import Kind
-from .difference import Place
-from .difference import Series
-from .trace_file import Trace
-from .trace_file import batch_words
-from .trace_file import strings
+from .align import Ints, Rows, align
+from .difference import KINDS, Difference, Growth, Kind, Place, Series
+from .trace_file import Trace, batch_words, strings
 
 if TYPE_CHECKING:
     Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
-from typing import Literal
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ..report.html import page
-from ..util.visible import module_name
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 
 Kind: TypeAlias = Literal["isfinite", "shape", "dtype", "range", "bits"]
 _SHOWN = 5

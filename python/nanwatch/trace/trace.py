@@ -9,31 +9,21 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
 from itertools import chain
 from math import isnan
 from pathlib import Path
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..numerics.formats import TensorHealth
-from ..report.record import PHASES
-from ..report.record import ROLES
-from ..report.record import Frame
-from ..report.record import FrameRows
-from ..report.record import Record
-from ..report.record import Row
+from ..report.record import PHASES, ROLES, Frame, FrameRows, Record, Row
 from ..util import reading
 from ..util.imports import needed
-from ..util.progress import Tell
-from ..util.progress import silent
-from ..util.visible import visible
-from ..util.visible import with_utf8
+from ..util.progress import Tell, silent
+from ..util.visible import visible, with_utf8
 
 VERSION = 4
 READ_VERSIONS = (1, 2, 3, 4)

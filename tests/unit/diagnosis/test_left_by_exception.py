@@ -12,12 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from nanwatch import NonFiniteError
-from nanwatch import Report
-from nanwatch import watch
+from nanwatch import NonFiniteError, Report, watch
 from nanwatch.diagnosis.batch_snapshot import left_calls
 from support.toys import Scale
 

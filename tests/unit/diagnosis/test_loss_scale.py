@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.diagnosis.backward_cures import try_smaller
@@ -22,9 +20,7 @@ from nanwatch.report.finding import Cure
 from nanwatch.report.record import Record
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
-from support.gradient_models import Length
-from support.gradient_models import dead
-from support.gradient_models import failing_backward
+from support.gradient_models import Length, dead, failing_backward
 
 END = torch.finfo(torch.float16).max
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
@@ -18,10 +17,7 @@ from nanwatch.diagnosis.diagnosis import enrich
 from nanwatch.diagnosis.forward_rerun import rerun_forward
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch
-from support.examined import Does
-from support.examined import culprit
-from support.examined import exponential
-from support.examined import look
+from support.examined import Does, culprit, exponential, look
 
 INF, NAN = math.inf, math.nan
 

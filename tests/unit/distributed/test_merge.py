@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 import nanwatch
 from nanwatch import Report
 from nanwatch import __main__ as doctor
-from nanwatch.distributed.merge import Digest
-from nanwatch.distributed.merge import by_attempt
-from nanwatch.distributed.merge import merge
+from nanwatch.distributed.merge import Digest, by_attempt, merge
 from nanwatch.report import headroom
 from nanwatch.util.job import Attempt
 from support.sightings import finding

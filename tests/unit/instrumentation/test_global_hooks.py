@@ -11,15 +11,11 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from nanwatch.instrumentation.global_hooks import GlobalHooks
-from nanwatch.instrumentation.global_hooks import after_steps
-from nanwatch.instrumentation.global_hooks import before_steps
-from nanwatch.instrumentation.global_hooks import children
+from nanwatch.instrumentation.global_hooks import GlobalHooks, after_steps, before_steps, children
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
 from support.gradient_models import Sick
-from support.toys import in_threads
-from support.toys import mlp
+from support.toys import in_threads, mlp
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

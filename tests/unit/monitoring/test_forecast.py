@@ -17,17 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.monitoring.forecast import Ending
-from nanwatch.monitoring.forecast import Forecast
-from nanwatch.monitoring.forecast import Forecaster
-from nanwatch.monitoring.forecast import HeadroomHistory
+from nanwatch.monitoring.forecast import Ending, Forecast, Forecaster, HeadroomHistory
 from nanwatch.recording.frame_ring import PeakMagnitudes
-from nanwatch.report.record import FrameRows
-from nanwatch.report.record import Row
+from nanwatch.report.record import FrameRows, Row
 
 END = 65504.0
 

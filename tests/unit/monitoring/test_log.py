@@ -12,17 +12,13 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.monitoring import backends
-from nanwatch.monitoring import monitor
-from nanwatch.monitoring.backends import CallableBackend
-from nanwatch.monitoring.backends import LogEntry
+from nanwatch.monitoring import backends, monitor
+from nanwatch.monitoring.backends import CallableBackend, LogEntry
 from nanwatch.monitoring.forecast import Forecast
 from nanwatch.monitoring.monitor import Log
-from nanwatch.report.record import FrameRows
-from nanwatch.report.record import Row
+from nanwatch.report.record import FrameRows, Row
 from support.paths import ROOT
-from support.toys import Scale
-from support.toys import mlp
+from support.toys import Scale, mlp
 
 
 class Clock:

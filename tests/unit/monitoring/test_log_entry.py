@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
-from math import isfinite
-from math import log2
+from math import inf, isfinite, log2
 from typing import Any
 
 import numpy as np
@@ -14,13 +12,11 @@ from hypothesis import strategies as st
 
 from nanwatch.monitoring.backends import Histogram
 from nanwatch.monitoring.forecast import Forecast
-from nanwatch.monitoring.monitor import BatchLog
-from nanwatch.monitoring.monitor import nonfinite_entry
+from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
 from nanwatch.numerics.ranges import tensor_health
 from nanwatch.report.finding import find
 from nanwatch.report.headroom import by_module
-from nanwatch.report.record import FrameRows
-from nanwatch.report.record import Row
+from nanwatch.report.record import FrameRows, Row
 from nanwatch.report.text import summary
 
 magnitudes = st.floats(min_value=0, max_value=60000.0, allow_subnormal=False)

@@ -13,15 +13,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanwatch.netcheck import command
-from nanwatch.netcheck import steps
-from nanwatch.netcheck.meeting import Arrival
-from nanwatch.netcheck.meeting import Meeting
-from nanwatch.netcheck.meeting import Outcome
-from nanwatch.netcheck.meeting import Place
-from nanwatch.netcheck.meeting import PlaceError
-from nanwatch.netcheck.meeting import StepError
-from nanwatch.netcheck.meeting import Trouble
+from nanwatch.netcheck import command, steps
+from nanwatch.netcheck.meeting import Arrival, Meeting, Outcome, Place, PlaceError, StepError, Trouble
 from support.netcheck_ranks import free_port
 
 HOST = socket.gethostname()

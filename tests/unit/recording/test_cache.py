@@ -15,16 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
-from support.toys import Own
-from support.toys import fresh
-from support.toys import latest
-from support.toys import seen
+from support.toys import Own, fresh, latest, seen
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")
 NAN = float("nan")

@@ -5,22 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from nanwatch.report.report import NonFiniteError
-from support.forks import SIDE
-from support.forks import Fork
-from support.forks import Hook
-from support.forks import batch
-from support.forks import doubles
-from support.forks import fork_backward
-from support.forks import gained
-from support.forks import range_of
-from support.forks import ranges
-from support.recorders import RECORDERS
-from support.recorders import WITH_DEVICE
-from support.recorders import watched
+from support.forks import SIDE, Fork, Hook, batch, doubles, fork_backward, gained, range_of, ranges
+from support.recorders import RECORDERS, WITH_DEVICE, watched
 from support.toys import Scale
 
 

@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.api import Watch
-from nanwatch.session.api import watch
-from support.stand_in_device import StandIn
-from support.stand_in_device import stand_in
+from nanwatch.session.api import Watch, watch
+from support.stand_in_device import StandIn, stand_in
 from support.toys import names
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")

@@ -13,43 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
-from nanwatch.report.report import NonFiniteError
-from nanwatch.report.report import Report
-from nanwatch.session.api import Watch
-from nanwatch.session.api import watch
-from support.forks import SIDE
-from support.forks import Fork
-from support.forks import fork_backward
-from support.forks import range_of
-from support.forks import ranges
-from support.gradient_models import Narrow
-from support.gradient_models import Net
-from support.gradient_models import Sick
-from support.gradient_models import Spoil
-from support.gradient_models import Spoiling
-from support.gradient_models import backward_frames
-from support.gradient_models import loss_of
-from support.stand_in_device import BROKEN
-from support.stand_in_device import OLD_DRIVER
-from support.stand_in_device import ReadsFoundInf
-from support.stand_in_device import StandIn
-from support.stand_in_device import stand_in
-from support.toys import Plant
-from support.toys import chain
-from support.toys import in_threads
-from support.toys import mlp
-from support.toys import text_of
-from support.training import are_unchanged
-from support.training import copies
-from support.training import stopped
+from nanwatch.report.report import NonFiniteError, Report
+from nanwatch.session.api import Watch, watch
+from support.forks import SIDE, Fork, fork_backward, range_of, ranges
+from support.gradient_models import Narrow, Net, Sick, Spoil, Spoiling, backward_frames, loss_of
+from support.stand_in_device import BROKEN, OLD_DRIVER, ReadsFoundInf, StandIn, stand_in
+from support.toys import Plant, chain, in_threads, mlp, text_of
+from support.training import are_unchanged, copies, stopped
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 X = torch.ones(2, 3)

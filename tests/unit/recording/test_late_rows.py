@@ -8,31 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
-from nanwatch.report.report import BatchLimitError
-from nanwatch.report.report import NonFiniteError
-from nanwatch.session.api import Watch
-from nanwatch.session.api import watch
-from support.random_trees import run
-from support.random_trees import tree
-from support.stand_in_device import BROKEN
-from support.stand_in_device import OLD_DRIVER
-from support.stand_in_device import StandIn
-from support.stand_in_device import stand_in
-from support.toys import Plant
-from support.toys import Scale
-from support.toys import chain
-from support.toys import in_threads
-from support.toys import mlp
-from support.toys import names
-from support.toys import text_of
+from nanwatch.report.report import BatchLimitError, NonFiniteError
+from nanwatch.session.api import Watch, watch
+from support.random_trees import run, tree
+from support.stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
+from support.toys import Plant, Scale, chain, in_threads, mlp, names, text_of
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 INF = float("inf")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanwatch.numerics import _extension
 from nanwatch.recording.observe import observe
-from nanwatch.report.report import NonFiniteError
-from nanwatch.report.report import Report
+from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 
 INF = float("inf")
@@ -132,8 +130,7 @@ def test_a_look_leaves_the_trace_on() -> None:
 
 def test_the_mask_of_a_dtensor_is_that_of_its_shard(one_process_mesh: Any) -> None:
     """The local shard of a distributed mask is read, without a collective operation of its own."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import Replicate, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
     mask = distribute_tensor(mask_of(-INF), one_process_mesh, [Replicate()])

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections import UserDict
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from nanwatch.recording.walk import MAX_DEPTH
-from nanwatch.recording.walk import MAX_LEAVES
-from nanwatch.recording.walk import MAX_SCALARS
-from nanwatch.recording.walk import call_leaves
-from nanwatch.recording.walk import leaves
+from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, call_leaves, leaves
 from nanwatch.report.record import Frame
 from support.oracle import values_of
-from support.random_trees import Plain
-from support.random_trees import run
-from support.random_trees import tree
-from support.recorders import RECORDERS
-from support.recorders import needs_native
-from support.recorders import watched
+from support.random_trees import Plain, run, tree
+from support.recorders import RECORDERS, needs_native, watched
 
 # Random models
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from decimal import Decimal
-from decimal import localcontext
-from math import inf
-from math import nan
+from decimal import Decimal, localcontext
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -15,13 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch.numerics.formats import limits
-from nanwatch.report.headroom import Shrinking
-from nanwatch.report.headroom import by_module
-from nanwatch.report.headroom import has_vanished
-from nanwatch.report.headroom import headroom_bits
-from nanwatch.report.headroom import shrinking
-from nanwatch.report.record import Frame
-from nanwatch.report.record import Record
+from nanwatch.report.headroom import Shrinking, by_module, has_vanished, headroom_bits, shrinking
+from nanwatch.report.record import Frame, Record
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 FORMATS = ("float64", "float32", "float16", "bfloat16", *FLOAT8)

@@ -7,30 +7,19 @@ import hashlib
 import importlib
 import json
 import sys
-from dataclasses import dataclass
-from dataclasses import fields
-from dataclasses import replace
-from math import inf
-from math import isfinite
-from math import log2
+from dataclasses import dataclass, fields, replace
+from math import inf, isfinite, log2
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanwatch.report.finding import Cure
-from nanwatch.report.finding import Finding
-from nanwatch.report.record import Frame
-from nanwatch.report.record import Record
+from nanwatch.report.finding import Cure, Finding
+from nanwatch.report.record import Frame, Record
 from nanwatch.report.report import Report
 from nanwatch.util.visible import visible
-from support.html_page import HOSTILE
-from support.html_page import Page
-from support.html_page import growing
-from support.html_page import many
-from support.html_page import record
+from support.html_page import HOSTILE, Page, growing, many, record
 
 plotly_offline = pytest.importorskip("plotly.offline", reason="the page needs plotly: pip install plotly")
 pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")

@@ -7,29 +7,18 @@ import io
 import json
 import pickle
 import sys
-from dataclasses import FrozenInstanceError
-from dataclasses import replace
-from math import inf
-from math import isnan
-from math import nan
+from dataclasses import FrozenInstanceError, replace
+from math import inf, isnan, nan
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanwatch.numerics.formats import TensorHealth
-from nanwatch.report.finding import Cure
-from nanwatch.report.finding import Finding
-from nanwatch.report.finding import find
-from nanwatch.report.record import MASK
-from nanwatch.report.record import Frame
-from nanwatch.report.record import Record
-from nanwatch.report.record import Role
-from nanwatch.report.report import BatchLimitError
-from nanwatch.report.report import NonFiniteError
-from nanwatch.report.report import Report
+from nanwatch.report.finding import Cure, Finding, find
+from nanwatch.report.record import MASK, Frame, Record, Role
+from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
 
 
 def record(label: str, role: Role, abs_max: float = 1.0, **changes: Any) -> Record:

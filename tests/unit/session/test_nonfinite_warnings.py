@@ -14,15 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 import nanwatch
 from nanwatch import watch
 from nanwatch.util.visible import warn_user
-from support.toys import Root
-from support.toys import Scale
-from support.toys import in_threads
+from support.toys import Root, Scale, in_threads
 
 INF = float("inf")
 

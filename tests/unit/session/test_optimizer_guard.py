@@ -9,20 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from nanwatch.instrumentation.global_hooks import after_steps
-from nanwatch.instrumentation.global_hooks import before_steps
-from nanwatch.report.report import NonFiniteError
-from nanwatch.report.report import Report
-from nanwatch.session.api import Watch
-from nanwatch.session.api import watch
+from nanwatch.instrumentation.global_hooks import after_steps, before_steps
+from nanwatch.report.report import NonFiniteError, Report
+from nanwatch.session.api import Watch, watch
 from nanwatch.session.optimizer_guard import SkippedStep
-from support.gradient_models import Narrow
-from support.gradient_models import Sick
-from support.recorders import WITH_DEVICE
-from support.recorders import watched
+from support.gradient_models import Narrow, Sick
+from support.recorders import WITH_DEVICE, watched
 from support.training import assert_same_bits
 
 KINDS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]

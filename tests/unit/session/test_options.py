@@ -12,21 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.cli.run import run_parser
-from nanwatch.report.report import NonFiniteError
-from nanwatch.report.report import Report
-from nanwatch.session.api import DeferredWatch
-from nanwatch.session.api import watch
+from nanwatch.report.report import NonFiniteError, Report
+from nanwatch.session.api import DeferredWatch, watch
 from nanwatch.session.options import Options
-from support.toys import Scale
-from support.toys import fault_of
-from support.toys import latest
-from support.toys import mlp
-from support.toys import names
+from support.toys import Scale, fault_of, latest, mlp, names
 
 INF = float("inf")
 NAN = float("nan")

@@ -10,30 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.instrumentation.global_hooks import after_steps
-from nanwatch.instrumentation.global_hooks import before_steps
+from nanwatch.instrumentation.global_hooks import after_steps, before_steps
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.api import Watch
-from nanwatch.session.api import watch
-from support.stand_in_device import ReadsFoundInf
-from support.stand_in_device import StandIn
-from support.stand_in_device import stand_in
-from support.toys import Plant
-from support.toys import Scale
-from support.toys import chain
-from support.toys import in_threads
-from support.toys import mlp
-from support.training import are_unchanged
-from support.training import copies
-from support.training import stopped
+from nanwatch.session.api import Watch, watch
+from support.stand_in_device import ReadsFoundInf, StandIn, stand_in
+from support.toys import Plant, Scale, chain, in_threads, mlp
+from support.training import are_unchanged, copies, stopped
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 INF = float("inf")

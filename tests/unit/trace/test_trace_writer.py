@@ -14,14 +14,11 @@ from typing import Any
 
 import pytest
 
-from nanwatch.report.record import FrameRows
-from nanwatch.report.record import Row
+from nanwatch.report.record import FrameRows, Row
 from nanwatch.trace import trace_writer
 from nanwatch.trace.trace_file import Trace
-from nanwatch.trace.trace_writer import TraceWriter
-from nanwatch.trace.trace_writer import claim
-from support.traces import batches
-from support.traces import until
+from nanwatch.trace.trace_writer import TraceWriter, claim
+from support.traces import batches, until
 
 parquet = pytest.importorskip("pyarrow.parquet")
 

@@ -15,8 +15,7 @@ from torch import nn
 
 import nanwatch
 from nanwatch.instrumentation.global_hooks import after_steps
-from nanwatch.report.record import FrameRows
-from nanwatch.report.record import Row
+from nanwatch.report.record import FrameRows, Row
 from nanwatch.trace import trace
 from nanwatch.trace.trace import WeightVersions
 from nanwatch.trace.trace_file import Trace
