@@ -20,6 +20,7 @@ from ..numerics._extension import instances_of
 from ..numerics.ranges import fingerprint
 from ..recording.walk import leaves
 from ..util.modules import each_module
+from ..util.suppressed import suppressed
 
 # A step that refers to more objects than these is not searched to the end.
 _MOST_OBJECTS = 20_000
@@ -360,6 +361,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, dict(memo))
     except Exception:  # an object that cannot be copied is left alone
+        suppressed("an object of the step could not be copied")
         return None
 
 

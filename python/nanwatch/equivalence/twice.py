@@ -65,9 +65,9 @@ def twice(
     Afterwards state and random states are as before the call. Takes 2 runs of the step when it is repeatable, some 6 to
     20 when it is not. Raises what `step` raises.
 
-    >>> import torch
+    >>> import nanwatch, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout())
-    >>> print(twice(lambda: model(torch.ones(2, 4)).sum()).to_text())
+    >>> print(nanwatch.twice(lambda: model(torch.ones(2, 4)).sum()).to_text())
     Repeatable: 2 runs of the step are bit-equal over 1 batch (9 tensors each).
     """
     if not callable(step):
