@@ -101,7 +101,7 @@ def _look(
     if diagnosis is None:
         return finding, None
     closer = enrich(finding, diagnosis)
-    if diagnosis.transient is False or (finding.origin == "data" and diagnosis.place is not None):
+    if diagnosis.transient is False or (finding.origin in ("data", "buffer") and diagnosis.place):
         if doubts := snapshot.doubts():
             remarks.append(f"no cure was tried, as {doubts[0]}")
         else:

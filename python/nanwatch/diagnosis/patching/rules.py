@@ -19,6 +19,11 @@ _EPS = ("normalize", "cosine_similarity", "logit", "layer_norm", "batch_norm", "
 _DECOMPOSITIONS = ("svd", "eigh")
 _LOSSES = ("nll_loss", "nll_loss_forward", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy")
 
+# Operations whose value is not finite for some finite operands, and those of which that holds for the derivative only.
+POLES = frozenset(
+    {*_EXP, *_LOG, *_ARC, "div", "reciprocal", "rsqrt", "log1p", "logit", "acosh", "tan", "xlogy"}
+)
+DERIVATIVE_POLES = frozenset({"sqrt", "pow", "acos", "asin", "acosh", "angle", "linalg_svd", "linalg_eigh"})
 # By the name of an operation in the source: the guards of its operands.
 _GUARDS: dict[str, tuple[Guard, ...]] = {
     **dict.fromkeys(("div", "reciprocal", "fmod", "remainder"), (guards.guard_division,)),
