@@ -44,6 +44,7 @@ CASES: list[tuple[str, str, Any, Any]] = [
     ("acos", "torch.acos(x)", 1.5, 0.5),
     ("asin", "x.clamp(-1, 1).asin()", 1.0, 0.5),
     ("atanh", "torch.arctanh(x)", 1.0, 0.5),
+    ("acosh", "torch.acosh(x)", 1.0, 2.0),
     ("erfinv", "torch.erfinv(x)", 1.0, 0.5),
     ("logit", "x.logit()", 0.0, 0.5),
     ("_softmax", "torch.softmax(x.expand(1, 2), dim=-1)[:, :1]", -INF, 2.0),

@@ -14,7 +14,7 @@ from .source import Change, Edit, Rewrite, Site, Span, Spelt
 _ROOT = ("sqrt", "rsqrt", "pow")
 _EXP = ("exp", "exp2", "expm1", "sinh", "cosh")
 _LOG = ("log", "log2", "log10", "lgamma", "digamma")
-_ARC = ("acos", "asin", "atanh", "erfinv")
+_ARC = ("acos", "asin", "atanh", "acosh", "erfinv")
 _EPS = ("normalize", "cosine_similarity", "logit", "layer_norm", "batch_norm", "group_norm", "instance_norm")
 _DECOMPOSITIONS = ("svd", "eigh")
 _LOSSES = ("nll_loss", "nll_loss_forward", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy")
