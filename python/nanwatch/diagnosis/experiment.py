@@ -182,7 +182,7 @@ def run_backward(
     roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor], hook: Callable[[Any], Any]
 ) -> None:
     """A backward from these gradients of the roots to what is wanted, with what `hook(node)` gives at each node."""
-    handles = [node.register_hook(hook(node)) for node in _nodes(x.grad_fn for x in roots) if node]
+    handles = [node.register_hook(hook(node)) for node in graph_nodes(x.grad_fn for x in roots) if node]
     try:
         with without_hooks(wanted):
             torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
@@ -204,12 +204,12 @@ def without_hooks(tensors: list[Tensor]) -> Iterator[None]:
             hooks.update(before)
 
 
-def _nodes(roots: Any) -> list[Any]:
-    """All nodes of the graph from these roots on, each once."""
+def graph_nodes(roots: Any, since: int = 0) -> list[Any]:
+    """Return all nodes of the graph from these roots on, each once, back to the autograd sequence number `since`."""
     left, known, found = list(roots), set(), []
     while left:
         node = left.pop()
-        if node is not None and node not in known:
+        if node is not None and node not in known and node._sequence_nr() >= since:
             known.add(node)
             found.append(node)
             left += [following for following, _ in node.next_functions]

@@ -6,27 +6,44 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
 
-from ..capsule.capsule import make_numbered, write_capsule
+from ..capsule.capsule import make_numbered
+from ..capsule.capsule import write_capsule
 from ..instrumentation.wrapped_names import module_names
-from ..report.finding import Finding, working_first
+from ..report.finding import Finding
+from ..report.finding import working_first
 from ..report.record import Frame
 from ..report.report import Report
 from ..util.visible import spell
 from .backward_rerun import rerun_backward
-from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run
-from .cures import MAX_RUNS, try_cures
-from .diagnosis import Call, Diagnosis, enrich
-from .experiment import Allows, Conditions, module_words, nothing_allowed
+from .batch_snapshot import BatchSnapshot
+from .batch_snapshot import Forwards
+from .batch_snapshot import may_be_narrow
+from .batch_snapshot import no_second_run
+from .cures import MAX_RUNS
+from .cures import try_cures
+from .diagnosis import Call
+from .diagnosis import Diagnosis
+from .diagnosis import enrich
+from .experiment import Allows
+from .experiment import Conditions
+from .experiment import module_words
+from .experiment import nothing_allowed
 from .forward_rerun import rerun_forward
-from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_patches
-from .samples import dataset_indices, find_samples
+from .patching.patches import KEPT_FOR_FORMATS
+from .patching.patches import MOST_FORWARDS
+from .patching.patches import MOST_RUNS
+from .patching.patches import try_patches
+from .samples import dataset_indices
+from .samples import find_samples
 
 PATCH_FILE = "cure.patch"
 
@@ -100,7 +117,7 @@ def _look(
     if diagnosis is None:
         return finding, None
     closer = enrich(finding, diagnosis)
-    if diagnosis.transient is False or (finding.origin == "data" and diagnosis.place is not None):
+    if diagnosis.transient is False or (finding.origin in ("data", "buffer") and diagnosis.place):
         if doubts := snapshot.doubts():
             remarks.append(f"no cure was tried, as {doubts[0]}")
         else:

@@ -12,25 +12,39 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.global_hooks import Handles, after_steps, before_steps
-from ..instrumentation.wrapped_names import find_module, named_modules, parameter_names
+from ..instrumentation.global_hooks import Handles
+from ..instrumentation.global_hooks import after_steps
+from ..instrumentation.global_hooks import before_steps
+from ..instrumentation.wrapped_names import find_module
+from ..instrumentation.wrapped_names import named_modules
+from ..instrumentation.wrapped_names import parameter_names
 from ..recording.backward import find_in_backward
-from ..recording.events import Arrival, BackwardCall, Recorder
-from ..recording.observe import Observe, observe, observe_with
-from ..report.finding import find, finding_of
-from ..report.record import FrameRows, Row, is_fault
+from ..recording.events import Arrival
+from ..recording.events import BackwardCall
+from ..recording.events import Recorder
+from ..recording.observe import Observe
+from ..recording.observe import observe
+from ..recording.observe import observe_with
+from ..report.finding import find
+from ..report.finding import finding_of
+from ..report.record import FrameRows
+from ..report.record import Row
+from ..report.record import is_fault
 from ..report.report import Report
 from ..util.job import rank
 from ..util.modules import each_parameter
-from .optimizer_guard import OptimizerGuard, Weight
+from .optimizer_guard import OptimizerGuard
+from .optimizer_guard import Weight
 from .reports import Reports
 
 if TYPE_CHECKING:
@@ -90,7 +104,7 @@ class BackwardWatch:
         # The recorder keeps and counts the frames of a backward after this call.
         num_before, place = self._recorder.frames_of_batch(batch), fault.finding.sequence
         sequence = None if num_before is None or place is None else num_before + place
-        finding = replace(fault.finding, sequence=sequence)
+        finding = self._failures.rerun.behind_model(replace(fault.finding, sequence=sequence))
         report = self._reports.latest(finding, batch, fault.frames)
         nonfinite = [(call.frame, row) for call in calls for row in call.frame.rows if is_fault(row)]
         self._defer(report, batch, nonfinite, scale)

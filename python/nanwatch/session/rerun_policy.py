@@ -7,17 +7,25 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
+from typing import Any
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from ..diagnosis import postmortem
-from ..diagnosis.batch_snapshot import BatchSnapshot, call_under_way, num_processes
+from ..diagnosis.backward_rerun import behind_model
+from ..diagnosis.batch_snapshot import BatchSnapshot
+from ..diagnosis.batch_snapshot import call_under_way
+from ..diagnosis.batch_snapshot import num_processes
 from ..instrumentation.slot import ExclusiveRun
 from ..instrumentation.wrapped_names import find_module
+from ..report.finding import Finding
 from ..report.report import Report
 from ..util.suppressed import suppressed
-from ..util.visible import spell, warn_user
+from ..util.visible import spell
+from ..util.visible import warn_user
 
 if TYPE_CHECKING:
     from .options import Options
@@ -49,6 +57,8 @@ class _Ended(NamedTuple):
     batch: int
     module: weakref.ref[nn.Module]
     rest: BatchSnapshot
+    # That of the first node of autograd that is no part of the batch's forward.
+    sequence: int
 
     def start(self) -> BatchSnapshot | None:
         """Return the start of the batch, or None once its module is gone."""
@@ -134,9 +144,20 @@ class RerunPolicy:
             self._ended.clear()
             held = None if graph is None else graph()
             if self._keeps_ended and start is not None and start.grad and held is not None:
-                self._ended[held] = _Ended(
-                    batch, weakref.ref(start.module), replace(start, module=_NO_MODULE)
-                )
+                sequence = torch._C._autograd._get_sequence_nr()
+                rest = replace(start, module=_NO_MODULE)
+                self._ended[held] = _Ended(batch, weakref.ref(start.module), rest, sequence)
+
+    def behind_model(self, finding: Finding) -> Finding:
+        """Return the finding of a backward under way with what the graph tells, if its loss made the value."""
+        ended = next((one for one in list(self._ended.values()) if one.batch == finding.batch), None)
+        if ended is None or (finding.origin, finding.source_module) != ("received", None):
+            return finding
+        try:
+            return behind_model(finding, ended.sequence)
+        except Exception:
+            suppressed("the graph of the loss could not be read")
+            return finding
 
     def backward_failed(self, batch: int) -> None:
         """Keep the start of the batch also when its graph is gone, until a step takes the gradients."""

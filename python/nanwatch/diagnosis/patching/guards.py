@@ -214,8 +214,12 @@ def guard_exponential(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrit
 
 
 def guard_arc(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Keep the operand of acos, asin, atanh or erfinv inside (-1, 1)."""
+    """Keep the operand of acos, asin, atanh or erfinv inside (-1, 1), that of acosh above 1."""
     node = spelt.args[0]
+    if spelt.name == "acosh":
+        for gap in (_NEAR_ONE.get(facts.dtype, "1e-6"), "1e-4"):
+            yield Rewrite(node, clamped(site, node, f"1 + {gap}"), "keep the operand of acosh above 1")
+        return
     words = f"keep the operand of {spelt.name} inside -1 to 1"
     if not facts.backward and spelt.name in ("acos", "asin"):
         yield Rewrite(node, clamped(site, node, "-1", "1"), words)
@@ -272,7 +276,10 @@ def guard_spread(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
         if name in spelt.kwargs:
             yield Rewrite(spelt.kwargs[name], text, words)
             return
-    yield Rewrite(call, with_argument(site.text(call), "unbiased=False"), words)
+    text = with_argument(site.text(call), "unbiased=False")
+    yield Rewrite(call, text, words)
+    # The spread of one value is 0, and is often a divisor.
+    yield Rewrite(call, f"{text}.clamp(min={small(facts)})", f"{words}, and keep it away from 0")
 
 
 def with_argument(call: str, argument: str) -> str:

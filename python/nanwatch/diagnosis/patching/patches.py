@@ -90,7 +90,7 @@ def try_patches(
             place.counts,
             place.numbers,
         )
-        is_given = finding.origin == "data"
+        is_given = finding.origin in ("data", "buffer")
         _Search(snapshot, model, site, conditions, start, most_runs, is_given, found).go(
             facts, _position(site.file, place)
         )

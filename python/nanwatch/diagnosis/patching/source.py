@@ -161,6 +161,7 @@ _ALIASES = {
     "arccos": "acos",
     "arcsin": "asin",
     "arctanh": "atanh",
+    "arccosh": "acosh",
     "clip": "clamp",
     "float_power": "pow",
     "vector_norm": "norm",
