@@ -22,6 +22,7 @@ from .numerics import _ops as _ops  # torch.ops.nanwatch.*
 if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule
     from .capsule.files import CapsuleError
+    from .equivalence.bisect import bisect
     from .equivalence.twice import twice
     from .integrations.debug import (
         DebugUnderflowOverflow,
@@ -51,6 +52,7 @@ else:
     _MODULES = {
         "capsule.capsule": ("Capsule", "write_capsule"),
         "capsule.files": ("CapsuleError",),
+        "equivalence.bisect": ("bisect",),
         "equivalence.twice": ("twice",),
         "integrations.debug": (
             "DebugUnderflowOverflow",
@@ -110,6 +112,7 @@ __all__ = [
     "__version__",
     "abs_range",
     "abs_ranges",
+    "bisect",
     "detect_overflow",
     "diff",
     "exponent_histogram",

@@ -20,7 +20,7 @@ from ..equivalence.trials import TRIALS
 from ..equivalence.twice import Request, examine
 from ..util.progress import shown
 from ..util.visible import spell, visible
-from .commands import command_parser, failed
+from .commands import UseError, command_parser, failed
 from .script import check_script, run_script
 
 _DIFFER = 1
@@ -38,10 +38,6 @@ examples:
 """
 
 
-class _ScriptError(Exception):
-    """Error for stderr, with exit status 2."""
-
-
 def main(arguments: list[str]) -> int:
     """Run the command and return the exit status."""
     options = _parser().parse_args(arguments)
@@ -55,7 +51,7 @@ def main(arguments: list[str]) -> int:
         with shown() as tell, tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
             runs = _Runs(Path(folder), [*(["-m"] if is_module else []), target, *rest], options.batches)
             found = examine(runs.run, os.path.basename(target), options.times, runs.trials, tell)
-    except (ValueError, OSError, _ScriptError) as error:
+    except (ValueError, OSError, UseError) as error:
         return failed("twice", error)
     print(found.to_json() if options.json else found.to_text())
     return 0 if found.equal else _DIFFER
@@ -100,7 +96,7 @@ class _Runs:
         }
 
     def run(self, request: Request) -> Recording:
-        """Run the script and return its recording. Raise _ScriptError when it fails before its model is called."""
+        """Run the script and return its recording. Raise UseError when it fails before its model is called."""
         most = request.most_batches if self._most_batches is None else self._most_batches
         if request.most_batches is not None and most is not None:
             most = min(most, request.most_batches)
@@ -116,11 +112,11 @@ class _Runs:
             command, env=environment, capture_output=True, text=True, errors="replace", check=False
         )
         if not file.exists():
-            raise _ScriptError(f"the script ended by status {done.returncode}: {_last_line(done.stderr)}")
+            raise UseError(f"the script ended by status {done.returncode}: {_last_line(done.stderr)}")
         recording = Recording.from_json(file.read_text(encoding="utf-8"))
         if not recording.prints:
             why = recording.error or "it called no module and made no optimizer step in its own process"
-            raise _ScriptError(f"there is nothing to compare in {self._command[-1]}: {why}")
+            raise UseError(f"there is nothing to compare in {self._command[-1]}: {why}")
         if recording.error and request.trials:
             raise RuntimeError(recording.error)
         return recording

@@ -103,9 +103,9 @@ class EnoughError(BaseException):
 class Recorder:
     """Context that records the calls of all modules, the gradients of their outputs, and all optimizer steps.
 
-    With `window`, a pair of places in the prints, operations between these are recorded too. With `fill`, memory that an
-    operation allocates and leaves unwritten is filled with that number. With `most_batches` a
-    further call of the first model ends the run by EnoughError. The first model is the first module with parameters
+    With `window`, a pair of places in the prints, operations between these are recorded too. With `fill`, memory that
+    an operation allocates and leaves unwritten is filled with that number. With `most_batches` a further call of the
+    first model ends the run by EnoughError. The first model is the first module with parameters
     that is called from outside any other; its calls are the batches, unless `batch` is set from outside.
     """
 
