@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..equivalence.recording import EnoughError, Recorder, Recording
+from ..equivalence.recording import EnoughError, Print, Recorder, Recording
 from ..equivalence.trials import TRIALS
 from ..equivalence.twice import Request, examine
 from ..util.progress import shown
@@ -51,6 +51,8 @@ def main(arguments: list[str]) -> int:
         with shown() as tell, tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
             runs = _Runs(Path(folder), [*(["-m"] if is_module else []), target, *rest], options.batches)
             found = examine(runs.run, os.path.basename(target), options.times, runs.trials, tell)
+            if found.equal and runs.error:
+                raise UseError(f"the runs are bit-equal, but each ended by {runs.error}")
     except (ValueError, OSError, UseError) as error:
         return failed("twice", error)
     print(found.to_json() if options.json else found.to_text())
@@ -89,6 +91,7 @@ class _Runs:
         self._command = command
         self._most_batches = most_batches
         self._since = time.time()
+        self.error = ""  # the exception that ended the last run
         self.trials = {
             name: one
             for name, one in TRIALS.items()
@@ -103,7 +106,8 @@ class _Runs:
         file = self._folder / "recording.json"
         file.unlink(missing_ok=True)
         asked = {**asdict(request), "most_batches": most, "file": str(file), "since": self._since}
-        environment = {**os.environ, _VARIABLE: json.dumps(asked)}
+        # A watch in the script would be before the calls that are to be recorded.
+        environment = {**os.environ, "NANWATCH": "0", _VARIABLE: json.dumps(asked)}
         for name in request.trials:
             environment |= self.trials[name].environment
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -114,11 +118,12 @@ class _Runs:
         if not file.exists():
             raise UseError(f"the script ended by status {done.returncode}: {_last_line(done.stderr)}")
         recording = Recording.from_json(file.read_text(encoding="utf-8"))
-        if not recording.prints:
+        if len(recording.prints) == bool(recording.error):
             why = recording.error or "it called no module and made no optimizer step in its own process"
             raise UseError(f"there is nothing to compare in {self._command[-1]}: {why}")
         if recording.error and request.trials:
             raise RuntimeError(recording.error)
+        self.error = recording.error
         return recording
 
 
@@ -148,6 +153,9 @@ def _run_here(request: dict[str, Any], target: str, arguments: list[str], *, is_
             except BaseException as error:
                 traceback.print_exc()
                 recording.error, status = spell(error), 1
+    if recording.error:
+        last = Print("", max(recording.batches - 1, 0), "result", "", "", "exception", recording.error, 0)
+        recording.prints.append(last)
     if os.getpid() == process:  # else a forked child that has come to the script's end
         Path(request["file"]).write_text(recording.to_json(), encoding="utf-8")
     return status

@@ -174,7 +174,7 @@ class _Bisection:
         remarks = [] if exact else self._measure_floor(plainest)
         largest = self._look(len(self._switches))
         if largest is None:
-            return self._result(None, self._last)
+            return self._result(None, self._last, remarks)
         # Of the numbers of switches, `low` is one without a change and `high` one with a change.
         low, high = 0, len(self._switches)
         while high - low > 1:

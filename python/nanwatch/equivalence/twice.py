@@ -7,8 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
+from ..instrumentation.slot import wrappers
+from ..util.modules import each_module
 from ..util.progress import Tell, silent
-from ..util.visible import spell
+from ..util.visible import module_name, spell
 from .causes import explain
 from .operations import OperationDifference, first_operation
 from .recording import Recorder, Recording, first_difference
@@ -81,9 +85,19 @@ def twice(
     if given is not None:
         reach.rest["batches"] = given
         reach.rest |= {f"batches[{i}]": one for i, one in enumerate(given) if hasattr(one, "untyped_storage")}
+    _check_unwatched(reach.state)
     runner = _Runner(step, given, State(reach.state if state is None else state), reach)
     with runner.state.kept():
         return examine(runner.run, "the step", times, runner.trials)
+
+
+def _check_unwatched(state: Iterable[object]) -> None:
+    for root in state:
+        for name, module in each_module(root) if isinstance(root, nn.Module) else ():
+            if wrappers(module):
+                raise ValueError(
+                    f"{module_name(name)} is watched, so its calls cannot be followed; stop the watch before"
+                )
 
 
 class _Runner:
@@ -142,7 +156,7 @@ def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tel
         tell(f"making run {number + 1}")
         other = run(Request())
         found = first_difference(first, other)
-        if found is not None or bool(first.error) != bool(other.error):
+        if found is not None:
             break
     remarks = _remarks(first)
     if found is None:

@@ -272,3 +272,10 @@ def test_bad_use(arguments: dict[str, Any], error: type[Exception], words: str) 
     """What came and what is accepted."""
     with pytest.raises(error, match=words):
         nanwatch.twice(**arguments)
+
+
+def test_a_watched_model_is_refused() -> None:
+    """The watch is before the calls."""
+    model = nn.Linear(2, 2)
+    with nanwatch.watch(model), pytest.raises(ValueError, match="root module is watched"):
+        nanwatch.twice(lambda: model(torch.ones(1, 2)))
