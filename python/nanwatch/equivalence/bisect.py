@@ -72,12 +72,9 @@ class Bisection:
         if self.label and not self.raised:
             lines.append(f"Largest:    `{self.label}`, {self._errors}")
         if self.class_name:
-            parts = (
-                "its own forward, and what is fused across its parts: each alone is right"
-                if self.parts
-                else "it"
-            )
-            lines.append(f"Look at:    {parts}. Kept eager by torch.compiler.disable, it computes as before")
+            fused = "its own forward, and what is fused across its parts: each alone is right"
+            lines.append(f"Look at:    {fused if self.parts else 'its operations'}.")
+            lines.append("            Kept eager by torch.compiler.disable, it computes as before")
         lines += ["", *(f"Note: {remark}" for remark in self.remarks)] if self.remarks else []
         return "\n".join(map(visible, lines))
 
