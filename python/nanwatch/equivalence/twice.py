@@ -15,9 +15,10 @@ from ..util.progress import Tell, silent
 from ..util.visible import module_name, spell
 from .causes import explain
 from .operations import OperationDifference, first_operation
+from .reach import Leftovers, Reach
 from .recording import Recorder, Recording, first_difference
 from .repetition import FirstDifference, Repetition, Tried, operation_fields
-from .state import Leftovers, Reach, State
+from .state import State
 from .trials import TRIALS, Trial
 
 # Runs beside the first two that have to be equal too before a change is said to make the runs equal.
@@ -66,8 +67,8 @@ def twice(
     batch and name the first that differs, its module and line. Then changes are tried that take one source of chance
     away each (a deterministic kernel, one thread, no clock, ...), until the runs are equal.
 
-    Afterwards state and random states are as before the call. Takes 2 runs of the step when it is repeatable, some 6 to
-    20 when it is not. Raises what `step` raises.
+    Afterwards state, random states and the objects that `step` refers to are as before the call. Takes 2 runs of the
+    step when it is repeatable, some 6 to 20 when it is not. Raises what `step` raises.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout())
@@ -87,7 +88,8 @@ def twice(
         reach.rest |= {f"batches[{i}]": one for i, one in enumerate(given) if hasattr(one, "untyped_storage")}
     _check_unwatched(reach.state)
     runner = _Runner(step, given, State(reach.state if state is None else state), reach)
-    with runner.state.kept():
+    with runner.state.kept(), ExitStack() as after:
+        after.callback(runner.leftovers.restore)
         return examine(runner.run, "the step", times, runner.trials)
 
 
@@ -109,7 +111,7 @@ class _Runner:
         self._step = step
         self._batches = batches
         self.state = state
-        self._leftovers = Leftovers(reach)
+        self.leftovers = Leftovers(reach)
         self.trials = {
             "kept": Trial(
                 "kept",
@@ -122,7 +124,8 @@ class _Runner:
     def run(self, request: Request) -> Recording:
         self.state.restore()
         if "kept" in request.trials:
-            self._leftovers.restore()
+            self.leftovers.restore()
+            self.leftovers.clear_caches()
         recorder = Recorder(
             request.window,
             fill=request.fill,
@@ -136,7 +139,7 @@ class _Runner:
             with recorder.running() as recording:
                 self._run_batches(recorder, request.most_batches)
         if "kept" in request.trials:
-            notes += self._leftovers.changed()
+            notes += self.leftovers.changed()
         return recording
 
     def _run_batches(self, recorder: Recorder, most: int | None) -> None:
