@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
+import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,17 +27,9 @@ from .state import Restore, restorer, saved
 # A step that refers to more objects than these is not searched to the end.
 _MOST_OBJECTS = 20_000
 _MOST_ITEMS = 1000
-_LIBRARIES = (
-    "torch",
-    "numpy",
-    "nanwatch",
-    "transformers",
-    "builtins",
-    "typing",
-    "functools",
-    "_pytest",
-    "pytest",
-)
+# Objects of these are not entered: what they hold is not the program's.
+_TORCH = (*SKIPPED_FILES, os.path.dirname(str(numpy.__file__)))
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 _MODULE_PARTS = frozenset(vars(nn.Module()))
 
 
@@ -106,12 +102,26 @@ class Reach:
         wrapped = getattr(one, "__wrapped__", None)
         if wrapped is not None:
             return [(name, wrapped)]
-        if type(one).__module__.partition(".")[0] in _LIBRARIES:
+        file = _file_of(type(one))
+        if file is None or isinstance(one, threading.Thread):
             return []
         if not hasattr(one, "__dict__"):
             return []
-        self.rest[name] = one
+        if not _is_installed(file):  # a library's own state may be that of a thread or a file
+            self.rest[name] = one
         return [(f"{name}.{key}" if name else key, value) for key, value in vars(one).items()]
+
+
+def _file_of(one: Any) -> str | None:
+    """Return the file of a class or function, "" where it has none, or None for PyTorch's, Python's and nanwatch's."""
+    name = getattr(one, "__module__", None) or ""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    is_pythons = name in sys.builtin_module_names or (file.startswith(_PYTHON) and not _is_installed(file))
+    return None if is_pythons or file.startswith(_TORCH) else file
+
+
+def _is_installed(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file
 
 
 def _is_of_numpy(one: Any) -> bool:
@@ -119,7 +129,7 @@ def _is_of_numpy(one: Any) -> bool:
 
 
 def _of_function(one: types.FunctionType) -> list[tuple[str, Any]]:
-    if one.__module__ is not None and one.__module__.partition(".")[0] in _LIBRARIES:
+    if _file_of(one) is None:
         return []
     found: list[tuple[str, Any]] = []
     for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
@@ -207,10 +217,14 @@ def _refill(one: Any, content: Any) -> None:
 
 def _caches() -> list[Any]:
     """Return the functions under functools.lru_cache that are neither PyTorch's nor another library's."""
-    library = (*SKIPPED_FILES, random.__file__.rpartition("/")[0])
     found = [one for one in instances_of(functools._lru_cache_wrapper) if hasattr(one, "__wrapped__")]
-    files = [(one, getattr(one.__wrapped__, "__code__", None)) for one in found]
-    return [one for one, code in files if code is not None and not code.co_filename.startswith(library)]
+    files = [getattr(getattr(one.__wrapped__, "__code__", None), "co_filename", _PYTHON) for one in found]
+    library = (*_TORCH, _PYTHON)
+    return [
+        one
+        for one, file in zip(found, files, strict=True)
+        if not file.startswith(library) and not _is_installed(file)
+    ]
 
 
 def _digest(value: Any) -> str:
