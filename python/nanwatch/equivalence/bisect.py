@@ -111,6 +111,7 @@ def bisect(
             By default those that are on at present, and "compile".
         backend: that of torch.compile.
         exact: count a difference in any bit, not only errors above the noise floor.
+        tell: called with the progress.
 
     The first run has all switches off: eager, one thread, the plainest kernels. Another has all of them on. Where that
     one differs, halving finds the first switch with which a run does. Modules come after their parts, so a module that

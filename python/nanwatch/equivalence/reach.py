@@ -67,6 +67,9 @@ class Reach:
             with suppressing("an object that a step refers to could not be entered"):
                 ahead += self._enter(name, one)
 
+    def _keep(self, name: str, one: Any) -> None:
+        self.rest[name if name not in self.rest else f"{name} ({len(self.rest)})"] = one
+
     def _enter(self, name: str, one: Any) -> list[tuple[str, Any]]:
         if isinstance(one, nn.Module):
             self.state.append(one)
@@ -76,6 +79,8 @@ class Reach:
                 where = f"{name}.{path}" if path else name
                 own = {key: value for key, value in vars(module).items() if key not in _MODULE_PARTS}
                 found += [(f"{where}.{key}", value) for key, value in own.items()]
+                hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
+                found += [(f"{where}.hook", hook) for one in hooks for hook in one.values()]
                 if not type(module).__module__.startswith("torch."):
                     found.append((f"{where}.forward", type(module).forward))
             return found
@@ -83,11 +88,11 @@ class Reach:
             self.state.append(one)
             return []
         if isinstance(one, Tensor | torch.Generator | random.Random) or _is_of_numpy(one):
-            self.rest[name] = one
+            self._keep(name, one)
             return []
         if isinstance(one, list | tuple | set | dict):
             if not isinstance(one, tuple):
-                self.rest[name] = one
+                self._keep(name, one)
             items = one.items() if isinstance(one, dict) else enumerate(one)
             return [(f"{name}[{key!r}]", value) for key, value in list(items)[:_MOST_ITEMS]]
         if isinstance(one, functools.partial):
@@ -108,7 +113,7 @@ class Reach:
         if not hasattr(one, "__dict__"):
             return []
         if not _is_installed(file):  # a library's own state may be that of a thread or a file
-            self.rest[name] = one
+            self._keep(name, one)
         return [(f"{name}.{key}" if name else key, value) for key, value in vars(one).items()]
 
 
