@@ -63,12 +63,17 @@ NANWATCH_HD constexpr uint64_t block_fingerprint(uint64_t digest, uint64_t index
   return mix64(digest ^ split_mix(index));
 }
 
-// The sum of the blocks with the format (a number per dtype) and the shape mixed in.
-inline uint64_t sealed_fingerprint(uint64_t sum, int64_t format, int64_t dims, const int64_t* sizes) {
+// The format (a number per dtype) and the shape.
+inline uint64_t fingerprint_seal(int64_t format, int64_t dims, const int64_t* sizes) {
   // Each step hashes the one before, so that format 1 with size 2 differs from format 2 with size 1.
   uint64_t state = split_mix(uint64_t(format) ^ (uint64_t(dims) << 32));
   for (int64_t d = 0; d < dims; ++d) state = split_mix(state + uint64_t(sizes[d]));
-  return mix64(sum ^ state);
+  return state;
+}
+
+// The sum of the blocks with the seal mixed in.
+inline uint64_t sealed_fingerprint(uint64_t sum, int64_t format, int64_t dims, const int64_t* sizes) {
+  return mix64(sum ^ fingerprint_seal(format, dims, sizes));
 }
 
 }  // namespace nanwatch
