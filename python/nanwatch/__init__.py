@@ -22,6 +22,7 @@ from .numerics import _ops as _ops  # torch.ops.nanwatch.*
 if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule
     from .capsule.files import CapsuleError
+    from .instrumentation.functions import span, watched
     from .integrations.debug import (
         DebugUnderflowOverflow,
         detect_overflow,
@@ -47,6 +48,7 @@ else:
     _MODULES = {
         "capsule.capsule": ("Capsule", "write_capsule"),
         "capsule.files": ("CapsuleError",),
+        "instrumentation.functions": ("span", "watched"),
         "integrations.debug": (
             "DebugUnderflowOverflow",
             "detect_overflow",
@@ -111,9 +113,11 @@ __all__ = [
     "patch_transformers",
     "replay",
     "run_in_fp32",
+    "span",
     "tensor_health",
     "unpatch_transformers",
     "watch",
+    "watched",
     "would_fit",
     "write_capsule",
 ]

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..diagnosis import postmortem
 from ..diagnosis.batch_snapshot import BatchSnapshot
+from ..instrumentation.functions import Function
 from ..instrumentation.slot import ExclusiveRun
 from ..report.report import Report
 from ..util.suppressed import suppressed
@@ -96,7 +97,8 @@ class RerunPolicy:
         except Exception:
             suppressed("the start of a batch could not be kept, so it has no second run")
             start = None
-        self.let_go()
+        if not isinstance(module, Function):  # a loss after the model's call, before the backward of both
+            self.let_go()
         graph = _Graph()
         here = threading.get_ident()
         while True:
@@ -112,7 +114,8 @@ class RerunPolicy:
         with self._door:
             start, graph = self._starts.pop(threading.get_ident(), (None, None))
             self._door.notify_all()
-            self._ended.clear()
+            if start is None or not isinstance(start.module, Function):
+                self._ended.clear()
             held = None if graph is None else graph()
             if self._keeps_ended and start is not None and start.grad and held is not None:
                 self._ended[held] = _Ended(
