@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nanwatch
+from nanwatch.instrumentation import functions
+
+
+@pytest.fixture(autouse=True)
+def _forget_functions() -> Iterator[None]:
+    # Each later watch of this process would attach to these.
+    yield
+    functions._spans.clear()
+    functions._functions.clear()
 
 
 def dpo(chosen: Tensor, rejected: Tensor) -> Tensor:
