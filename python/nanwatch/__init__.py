@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .capsule.files import CapsuleError
     from .equivalence.bisect import bisect
     from .equivalence.twice import twice
+    from .instrumentation.functions import span
+    from .instrumentation.functions import watched
     from .integrations.debug import DebugUnderflowOverflow
     from .integrations.debug import detect_overflow
     from .integrations.debug import patch_transformers
@@ -63,6 +65,7 @@ else:
         "capsule.files": ("CapsuleError",),
         "equivalence.bisect": ("bisect",),
         "equivalence.twice": ("twice",),
+        "instrumentation.functions": ("span", "watched"),
         "integrations.debug": (
             "DebugUnderflowOverflow",
             "detect_overflow",
@@ -128,10 +131,12 @@ __all__ = [
     "patch_transformers",
     "replay",
     "run_in_fp32",
+    "span",
     "tensor_health",
     "twice",
     "unpatch_transformers",
     "watch",
+    "watched",
     "would_fit",
     "write_capsule",
 ]

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from transformers import debug_utils as oracle
 
 import nanwatch
 from nanwatch.integrations import debug
-from support.architectures import ARCHITECTURES, built, inputs_of
+from support.architectures import ARCHITECTURES
+from support.architectures import built
+from support.architectures import inputs_of
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = list(ARCHITECTURES)
@@ -149,6 +152,25 @@ def test_the_error_has_the_report_of_watch() -> None:
         findings.append(error.value.report.finding)
     assert findings[0] == findings[1]
     assert findings[0].operation == "aten.mm.default"
+
+
+@pytest.mark.compile
+def test_stdout_is_the_same_in_compiled_code(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under torch.compile every hook breaks the graph, the text is the same, and the values are those of each batch."""
+    texts = []
+    for kind in (oracle.DebugUnderflowOverflow, debug.DebugUnderflowOverflow):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        kind(model)
+        compiled = torch.compile(model, backend="eager")
+        for value in (1.0, 2.0):
+            compiled(torch.full((1, 2), value))
+        with pytest.raises(ValueError, match=r"nan|inf"):
+            compiled(torch.full((1, 2), float("inf")))
+        torch._dynamo.reset()
+        texts.append(capsys.readouterr().out)
+    assert texts[1] == texts[0]
+    assert "batch number=2 " in texts[0]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

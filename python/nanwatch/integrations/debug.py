@@ -11,24 +11,46 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection
+from collections.abc import Container
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
+from typing import ClassVar
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
-from ..instrumentation.wrapped_names import is_recorded, module_names, original_module
-from ..numerics.ranges import abs_range, tensor_health
-from ..recording.observe import observe, own_tensors
+from ..instrumentation.wrapped_names import is_recorded
+from ..instrumentation.wrapped_names import module_names
+from ..instrumentation.wrapped_names import original_module
+from ..numerics.ranges import abs_range
+from ..numerics.ranges import tensor_health
+from ..recording.observe import observe
+from ..recording.observe import own_tensors
 from ..report import text
-from ..report.record import NONE, NOT_A_TENSOR, FrameRows, Role, Row, is_excused, to_record
-from ..report.report import BatchLimitError, NonFiniteError
-from ..session.options import MAX_BATCH, Options, whole
+from ..report.record import NONE
+from ..report.record import NOT_A_TENSOR
+from ..report.record import FrameRows
+from ..report.record import Role
+from ..report.record import Row
+from ..report.record import is_excused
+from ..report.record import to_record
+from ..report.report import BatchLimitError
+from ..report.report import NonFiniteError
+from ..session.options import MAX_BATCH
+from ..session.options import Options
+from ..session.options import whole
 from ..session.watch import Watch
-from ..util.imports import WhenImported, when_imported
-from ..util.visible import visible, warn_user, with_utf8
+from ..util.imports import WhenImported
+from ..util.imports import when_imported
+from ..util.visible import visible
+from ..util.visible import warn_user
+from ..util.visible import with_utf8
 
 SWITCH = "NANWATCH_TRANSFORMERS"
 _TRAINER = "transformers.trainer"
@@ -215,6 +237,10 @@ class DebugUnderflowOverflow:
 
     def forward_hook(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note the structure of a call, which the recorder reads next; PyTorch calls this when a forward returns."""
+        if (
+            is_compiling()
+        ):  # Dynamo would put off all of this to the end of its graph, and lose it where one raises
+            torch._dynamo.graph_break()
         if self._recorder.paused:  # by stop(), or for a re-run
             return
         self._batch = batch = self.batch_number

@@ -13,21 +13,32 @@ import gzip
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from functools import lru_cache
 from importlib import import_module
-from math import inf, isfinite
-from typing import TYPE_CHECKING, Any
+from math import inf
+from math import isfinite
+from typing import TYPE_CHECKING
+from typing import Any
 
 from ..numerics.formats import limits
 from ..util.imports import needed
-from ..util.progress import Tell, silent
-from ..util.visible import module_name, visible
+from ..util.progress import Tell
+from ..util.progress import silent
+from ..util.visible import module_name
+from ..util.visible import visible
 from . import text
-from .cure_text import Kind, patch_lines
-from .headroom import NEAR_FACTOR, by_module, headroom_bits, shrinking
-from .histogram import SHOWN_FORMATS, exponent_figure
-from .record import Frame, Record
+from .cure_text import Kind
+from .cure_text import patch_lines
+from .headroom import NEAR_FACTOR
+from .headroom import by_module
+from .headroom import headroom_bits
+from .headroom import shrinking
+from .histogram import SHOWN_FORMATS
+from .histogram import exponent_figure
+from .record import Frame
+from .record import Record
 
 if TYPE_CHECKING:
     from .finding import Finding
@@ -64,6 +75,7 @@ def report_html(
     rank: int,
     mesh: Sequence[str],
     tell: Tell = silent,
+    told: Sequence[str] = (),
 ) -> str:
     """Return a report as one HTML document, to be written as UTF-8. Raises ImportError without jinja2 and plotly."""
     data = _data(frames, finding, tell)
@@ -79,6 +91,7 @@ def report_html(
         rank=rank,
         mesh=mesh,
         finding=finding,
+        told=told,
         advice=_advice(frames, finding),
         headline=next(text.styled_lines(frames, finding, batch))[1],  # which knows when nothing was read
         patch_lines=patch_lines,

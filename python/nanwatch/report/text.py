@@ -186,6 +186,21 @@ def _where(finding: Finding, record: Record | None) -> str:
     return f"{where}; the {record.note} of {record.dtype} of shape {list(record.shape)}"
 
 
+_MOST_NAMED = 5
+
+
+def never_called_lines(names: Sequence[str]) -> list[str]:
+    """Return the line that names modules which nobody called, if there are any."""
+    if not names:
+        return []
+    named = [module_name(name) for name in names[:_MOST_NAMED]]
+    more = f" and {len(names) - len(named):,} more" if len(names) > len(named) else ""
+    return [
+        f"Never called as modules, though their weights are trained: {', '.join(named)}{more}."
+        " What they compute is seen only where a watched module receives it."
+    ]
+
+
 def mesh_coordinates(frames: Sequence[Frame]) -> tuple[str, ...]:
     """Return `dp=1 of 4` for each dimension of the device meshes that sharded tensors of these frames are on."""
     placements = (record.placement for frame in frames for record in frame.records if record.is_shard)
@@ -193,14 +208,22 @@ def mesh_coordinates(frames: Sequence[Frame]) -> tuple[str, ...]:
 
 
 def styled_lines(
-    frames: Sequence[Frame], finding: Finding | None, batch: int | None, mesh: Sequence[str] = ()
+    frames: Sequence[Frame],
+    finding: Finding | None,
+    batch: int | None,
+    mesh: Sequence[str] = (),
+    told: Sequence[str] = (),
 ) -> Iterator[tuple[Style, str]]:
-    """Return the lines of a report, each with its style."""
-    return ((style, visible(line)) for style, line in _styled_lines(frames, finding, batch, mesh))
+    """Return the lines of a report, each with its style; `told` are the last of them."""
+    return ((style, visible(line)) for style, line in _styled_lines(frames, finding, batch, mesh, told))
 
 
 def _styled_lines(
-    frames: Sequence[Frame], finding: Finding | None, batch: int | None, mesh: Sequence[str]
+    frames: Sequence[Frame],
+    finding: Finding | None,
+    batch: int | None,
+    mesh: Sequence[str],
+    told: Sequence[str],
 ) -> Iterator[tuple[Style, str]]:
     until = "" if batch is None else f" up to batch {batch}"
     if finding is not None:
@@ -236,10 +259,12 @@ def _styled_lines(
                 yield "nonfinite", f"{record_line(record)}  <-- {finding.value}, first"
             else:
                 yield ("quiet" if record.abs_max is None else "plain"), record_line(record)
-    if finding is not None:
+    if finding is not None or told:
         yield "plain", ""
-        for line in finding_lines(finding, frames):
-            yield "plain", line
+    for line in [] if finding is None else finding_lines(finding, frames):
+        yield "plain", line
+    for line in told:
+        yield "plain", line
 
 
 def report_text(
@@ -247,11 +272,12 @@ def report_text(
     finding: Finding | None,
     batch: int | None,
     mesh: Sequence[str] = (),
+    told: Sequence[str] = (),
     *,
     color: bool = False,
 ) -> str:
     """Return the whole report as text, without a newline at its end; with ANSI colours for `color`."""
-    lines = list(styled_lines(frames, finding, batch, mesh))
+    lines = list(styled_lines(frames, finding, batch, mesh, told))
     return _colored(lines) if color else "\n".join(line for _, line in lines)
 
 

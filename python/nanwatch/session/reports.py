@@ -3,41 +3,55 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from torch import nn
 
 from ..diagnosis.batch_snapshot import LeftCall
-from ..instrumentation.wrapped_names import is_recorded, named_modules
+from ..instrumentation.wrapped_names import is_recorded
+from ..instrumentation.wrapped_names import named_modules
 from ..recording.events import Recorder
-from ..recording.observe import call_values, observe_with
+from ..recording.observe import call_values
+from ..recording.observe import observe_with
 from ..recording.shard import parameter_mesh
 from ..recording.walk import call_leaves
-from ..report.finding import Finding, find
-from ..report.record import Frame, FrameRows, Record, Row
-from ..report.report import Report, report_of
+from ..report.finding import Finding
+from ..report.finding import find
+from ..report.record import Frame
+from ..report.record import FrameRows
+from ..report.record import Record
+from ..report.record import Row
+from ..report.report import Report
+from ..report.report import report_of
 from ..util.job import rank
 
 if TYPE_CHECKING:
     from .options import Options
+    from .suspicion import Suspicion
 
 import threading
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import Counter
+from collections import deque
+from dataclasses import dataclass
+from dataclasses import field
 
 from ..report import text
 from ..report.report import NonFiniteError
-from ..util.visible import module_name, warn_user
+from ..util.visible import module_name
+from ..util.visible import warn_user
 
 
 class Reports:
     """Makes reports of the frames that a recorder holds, each with at most the latest `max_frames`."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder, max_frames: int) -> None:
+    def __init__(self, model: nn.Module, recorder: Recorder, max_frames: int, suspicion: Suspicion) -> None:
         self._model = weakref.ref(model)
         self._recorder = recorder
         self._max_frames = max_frames
+        self._suspicion = suspicion
         self._mesh: tuple[str, ...] = ()  # kept, because a report may be asked for when the model has gone
 
     def look_at_mesh(self) -> None:
@@ -47,7 +61,9 @@ class Reports:
     def of(self, frames: tuple[Frame, ...], finding: Finding | None, batch: int | None) -> Report:
         """Return the report of these frames, the oldest first."""
         self.look_at_mesh()
-        return report_of(frames[-self._max_frames :], finding, batch, self._mesh)
+        never_called = self._suspicion.never_called(frames)
+        suspects = () if finding is None else self._suspicion.suspects(frames)
+        return report_of(frames[-self._max_frames :], finding, batch, self._mesh, never_called, suspects)
 
     def latest(self, finding: Finding | None, batch: int | None, more: Iterable[FrameRows] = ()) -> Report:
         """Return a report of the recorder's frames, and of `more` that it has not kept."""

@@ -19,6 +19,7 @@ from ..diagnosis.backward_rerun import behind_model
 from ..diagnosis.batch_snapshot import BatchSnapshot
 from ..diagnosis.batch_snapshot import call_under_way
 from ..diagnosis.batch_snapshot import num_processes
+from ..instrumentation.functions import Function
 from ..instrumentation.slot import ExclusiveRun
 from ..instrumentation.wrapped_names import find_module
 from ..report.finding import Finding
@@ -109,7 +110,8 @@ class RerunPolicy:
         except Exception:
             suppressed("the start of a batch could not be kept, so it has no second run")
             start = None
-        self.let_go()
+        if not isinstance(module, Function):  # a loss after the model's call, before the backward of both
+            self.let_go()
         graph = _Graph()
         here = threading.get_ident()
         while True:
@@ -141,7 +143,8 @@ class RerunPolicy:
         with self._door:
             start, graph = self._starts.pop(threading.get_ident(), (None, None))
             self._door.notify_all()
-            self._ended.clear()
+            if start is None or not isinstance(start.module, Function):
+                self._ended.clear()
             held = None if graph is None else graph()
             if self._keeps_ended and start is not None and start.grad and held is not None:
                 sequence = torch._C._autograd._get_sequence_nr()
