@@ -23,23 +23,14 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from _steps import Step
-from _steps import cases
-from _timing import duration
-from _timing import keep_freed_memory
-from _timing import machine
-from _timing import table
-from _timing import write_json
-from _ways import NAMES
-from _ways import OF_BACKWARDS
-from _ways import SLOW
-from _ways import Ways
+from _steps import Step, cases
+from _timing import duration, keep_freed_memory, machine, table, write_json
+from _ways import NAMES, OF_BACKWARDS, SLOW, Ways
 from bench_range import load_floor
 from torch import nn
 

@@ -20,39 +20,26 @@ from .numerics import _extension as _extension
 from .numerics import _ops as _ops  # torch.ops.nanwatch.*
 
 if TYPE_CHECKING:
-    from .capsule.capsule import Capsule
-    from .capsule.capsule import write_capsule
+    from .capsule.capsule import Capsule, write_capsule
     from .capsule.files import CapsuleError
     from .equivalence.bisect import bisect
     from .equivalence.twice import twice
-    from .instrumentation.functions import span
-    from .instrumentation.functions import watched
-    from .integrations.debug import DebugUnderflowOverflow
-    from .integrations.debug import detect_overflow
-    from .integrations.debug import patch_transformers
-    from .integrations.debug import unpatch_transformers
-    from .numerics.exponents import ExponentHistogram
-    from .numerics.exponents import exponent_histogram
-    from .numerics.fit import Fit
-    from .numerics.fit import narrowest
-    from .numerics.fit import would_fit
-    from .numerics.formats import AbsRange
-    from .numerics.formats import TensorHealth
-    from .numerics.ranges import abs_range
-    from .numerics.ranges import abs_ranges
-    from .numerics.ranges import fingerprint
-    from .numerics.ranges import tensor_health
-    from .precision.precision import fp32_modules
-    from .precision.precision import run_in_fp32
-    from .report.finding import Cure
-    from .report.finding import Finding
-    from .report.record import Frame
-    from .report.record import Record
-    from .report.report import BatchLimitError
-    from .report.report import NonFiniteError
-    from .report.report import Report
-    from .session.api import Watch
-    from .session.api import watch
+    from .instrumentation.functions import span, watched
+    from .integrations.debug import (
+        DebugUnderflowOverflow,
+        detect_overflow,
+        patch_transformers,
+        unpatch_transformers,
+    )
+    from .numerics.exponents import ExponentHistogram, exponent_histogram
+    from .numerics.fit import Fit, narrowest, would_fit
+    from .numerics.formats import AbsRange, TensorHealth
+    from .numerics.ranges import abs_range, abs_ranges, fingerprint, tensor_health
+    from .precision.precision import fp32_modules, run_in_fp32
+    from .report.finding import Cure, Finding
+    from .report.record import Frame, Record
+    from .report.report import BatchLimitError, NonFiniteError, Report
+    from .session.api import Watch, watch
     from .session.replay import replay
     from .trace.comparison import diff
     from .trace.difference import Difference

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.paths import CUDA_HOST
-from support.paths import ROOT
+from support.paths import CUDA_HOST, ROOT
 
 BUILT = ROOT / "build" / "cuda_host"
 # One for each path through the sources: without minima of 16-bit halves and reductions over a warp, and with.

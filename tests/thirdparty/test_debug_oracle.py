@@ -6,8 +6,7 @@ import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,9 +16,7 @@ from transformers import debug_utils as oracle
 
 import nanwatch
 from nanwatch.integrations import debug
-from support.architectures import ARCHITECTURES
-from support.architectures import built
-from support.architectures import inputs_of
+from support.architectures import ARCHITECTURES, built, inputs_of
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = list(ARCHITECTURES)

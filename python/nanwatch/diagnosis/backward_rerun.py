@@ -17,46 +17,32 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module
 from ..recording.walk import leaves
-from ..report.finding import Cure
-from ..report.finding import Finding
-from ..report.finding import value_of
-from ..report.finding import working_first
-from ..report.record import Frame
-from ..report.record import Record
+from ..report.finding import Cure, Finding, value_of, working_first
+from ..report.record import Frame, Record
 from ..util.suppressed import suppressed
 from ..util.visible import spell
-from .backward_cures import BACKWARD_RUNS
-from .backward_cures import gradient_record
-from .backward_cures import try_backward_cures
-from .batch_snapshot import BatchSnapshot
-from .batch_snapshot import is_narrow
-from .batch_snapshot import may_be_narrow
-from .batch_snapshot import no_second_run
-from .diagnosis import Diagnosis
-from .diagnosis import Place
-from .diagnosis import bad_rows
-from .diagnosis import enrich
-from .experiment import NO_CONDITIONS
-from .experiment import BackwardStart
-from .experiment import Conditions
-from .experiment import graph_nodes
-from .experiment import mean_gradients
-from .experiment import run_backward
-from .experiment import with_graph
-from .experiment import with_leaves
-from .experiment import without_hooks
-from .patching.patches import MOST_RUNS
-from .patching.patches import try_patches
-from .patching.rules import DERIVATIVE_POLES
-from .patching.rules import POLES
-from .patching.rules import operation_name
+from .backward_cures import BACKWARD_RUNS, gradient_record, try_backward_cures
+from .batch_snapshot import BatchSnapshot, is_narrow, may_be_narrow, no_second_run
+from .diagnosis import Diagnosis, Place, bad_rows, enrich
+from .experiment import (
+    NO_CONDITIONS,
+    BackwardStart,
+    Conditions,
+    graph_nodes,
+    mean_gradients,
+    run_backward,
+    with_graph,
+    with_leaves,
+    without_hooks,
+)
+from .patching.patches import MOST_RUNS, try_patches
+from .patching.rules import DERIVATIVE_POLES, POLES, operation_name
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
@@ -159,7 +145,7 @@ def behind_model(finding: Finding, since: int) -> Finding:
 
 
 def _roots() -> Sequence[Tensor]:
-    """The tensors that the backward under way began at: the engine may run hooks in a thread of its own."""
+    """Return the tensors that the backward under way began at: the engine may run hooks in a thread of its own."""
     found = []
     for innermost in sys._current_frames().values():
         frame: FrameType | None = innermost
@@ -173,7 +159,7 @@ def _roots() -> Sequence[Tensor]:
 
 
 def _is_whole_power(node: Any) -> bool:
-    """Whether the node is that of a power without a pole, as of a square."""
+    """Return whether the node is that of a power without a pole, as of a square."""
     exponent = getattr(node, "_saved_exponent", None) if node.name().startswith("PowBackward0") else None
     return isinstance(exponent, int | float) and exponent >= 1
 
@@ -229,7 +215,7 @@ def _with_cures(
 
 
 def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[str, list[float]]:
-    """For the labels of the guilty call's outputs the sizes of gradients to try, the smaller first."""
+    """Return for the labels of the guilty call's outputs the sizes of gradients to try, the smaller first."""
     found: dict[str, list[float]] = {}
     for frame in frames:
         if (frame.name, frame.batch, frame.phase) != (name, finding.batch, "backward"):
@@ -307,7 +293,7 @@ class _BackwardProbe:
 
 
 def _signs(roots: list[Tensor], weight: Tensor, index: tuple[int, ...] | None) -> list[Tensor]:
-    """For each root ones with the signs that make all it adds to this element of the weight's gradient positive.
+    """Return for each root ones with the signs that make all its terms of this weight gradient's element positive.
 
     Empty where that cannot be told, as where an operation has no second derivative.
     """
@@ -352,7 +338,7 @@ def _looker(node: Any, steps: list[Diagnosis]) -> Any:
 
 
 def _saved(node: Any) -> list[Record]:
-    """The tensors that the forward kept for this operation's backward."""
+    """Return the tensors that the forward kept for this operation's backward."""
     found = []
     for name in dir(node):
         if name.startswith("_saved_"):
@@ -367,7 +353,7 @@ def _saved(node: Any) -> list[Record]:
 
 
 def _place(traceback: Sequence[str]) -> Place | None:
-    """The innermost line of the program, which is neither PyTorch's nor ours, of a formatted stack."""
+    """Return the innermost line of a formatted stack that is neither PyTorch's nor nanwatch's."""
     for entry in reversed(traceback):
         match = _LINE.search(entry)
         if match and not match[1].startswith(SKIPPED_FILES):

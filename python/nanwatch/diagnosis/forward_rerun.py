@@ -99,7 +99,7 @@ def _with_spread(found: Diagnosis, snapshot: BatchSnapshot) -> Diagnosis:
 
 
 def _spread(snapshot: BatchSnapshot) -> Step | None:
-    """The operation that makes the most of a bad value of the data or a buffer: the first to turn inf into nan.
+    """Return the operation that makes the most of a bad value of the data or a buffer: the first to turn inf into nan.
 
     Else the first product, which should have masked it, else the first operation that passed it on.
     """
@@ -120,7 +120,7 @@ def _histograms(x: Tensor, label: str) -> tuple[StoredHistogram, ...]:
 
 
 def _is_that(x: Tensor, finding: Finding) -> bool:
-    """Whether `x` may be the tensor of the finding: as large, and non-finite at as many places, the first the same."""
+    """Return whether `x` may be the finding's tensor: as large, as many non-finite places, the first the same."""
     health = observe(x, "", "output")[7]
     if health is None or finding.index is None:
         return False
@@ -220,7 +220,7 @@ class CallProbe:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the calls of both modules are looked at."""
+        """Examine the calls of both modules in the block."""
         try:
             with wrap_calls([self._suspect, self._examined], self._run):
                 yield

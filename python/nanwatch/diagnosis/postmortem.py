@@ -6,44 +6,27 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
 
-from ..capsule.capsule import make_numbered
-from ..capsule.capsule import write_capsule
+from ..capsule.capsule import make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
-from ..report.finding import Finding
-from ..report.finding import working_first
+from ..report.finding import Finding, working_first
 from ..report.record import Frame
 from ..report.report import Report
 from ..util.visible import spell
 from .backward_rerun import rerun_backward
-from .batch_snapshot import BatchSnapshot
-from .batch_snapshot import Forwards
-from .batch_snapshot import may_be_narrow
-from .batch_snapshot import no_second_run
-from .cures import MAX_RUNS
-from .cures import try_cures
-from .diagnosis import Call
-from .diagnosis import Diagnosis
-from .diagnosis import enrich
-from .experiment import Allows
-from .experiment import Conditions
-from .experiment import module_words
-from .experiment import nothing_allowed
+from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run
+from .cures import MAX_RUNS, try_cures
+from .diagnosis import Call, Diagnosis, enrich
+from .experiment import Allows, Conditions, module_words, nothing_allowed
 from .forward_rerun import rerun_forward
-from .patching.patches import KEPT_FOR_FORMATS
-from .patching.patches import MOST_FORWARDS
-from .patching.patches import MOST_RUNS
-from .patching.patches import try_patches
-from .samples import dataset_indices
-from .samples import find_samples
+from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_patches
+from .samples import dataset_indices, find_samples
 
 PATCH_FILE = "cure.patch"
 
@@ -68,7 +51,7 @@ def post_mortem(
     gradients: bool = False,
     call: BatchSnapshot | None = None,
 ) -> Report:
-    """The report with what a second run of the batch shows, if it `examines`, and written to `output_dir` if any.
+    """Return the report with the results of a re-run, if it `examines`, and write it to `output_dir`, if any.
 
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
     that of the batch, where it is known, `allows` says which infinities are meant, and `gradients` whether
@@ -109,7 +92,7 @@ def _look(
     conditions: Conditions,
     remarks: list[str],
 ) -> tuple[Finding, Diagnosis | None]:
-    """The finding with what a second run of the batch shows, and with the cures where it failed again."""
+    """Return the finding with the results of a re-run, and with the cures where it failed again."""
     if finding.phase == "backward":
         seen = rerun_backward(snapshot, finding, frames, model=model, conditions=conditions)
         return enrich(finding, seen), seen
@@ -133,7 +116,7 @@ def _cured(
     conditions: Conditions,
     remarks: list[str],
 ) -> Finding:
-    """The finding with the cures that were tried: changes of the source first, as they are the smallest."""
+    """Return the finding with the cures that were tried: changes of the source first, as they are the smallest."""
     is_narrow = may_be_narrow(snapshot, finding)
     most = MOST_RUNS - (KEPT_FOR_FORMATS if is_narrow else 1)
     found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, conditions=conditions)
@@ -158,7 +141,7 @@ def _sampled(
     allows: Allows,
     remarks: list[str],
 ) -> Finding:
-    """The finding with the samples that carry the failure, where the forwards that are left show them."""
+    """Return the finding with the samples that carry the failure, if the remaining forwards show them."""
     made = 0 if snapshot.forwards is None else snapshot.forwards.made
     if not diagnosis.rows or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
         return finding
@@ -265,7 +248,7 @@ def _written(path: Path, report: Report, remarks: list[str]) -> bool:
 
 
 def _write_whole(path: Path, text: str) -> Path:
-    """All of the text or no file of this name: a launcher may end this process while it writes."""
+    """Write all of the text, or leave no file of this name: a launcher may end this process meanwhile."""
     under_way = path.with_name(f".{path.name}.tmp")
     try:
         under_way.write_text(text, encoding="utf-8")

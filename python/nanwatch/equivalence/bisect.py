@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import name_of, unwrapped
-from ..numerics.fingerprint import fingerprint
+from ..numerics.ranges import fingerprint
 from ..precision.casting import replaced
 from ..recording.walk import leaves
 from ..util.progress import Tell, silent

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..diagnosis.provenance import SKIPPED_FILES
 from ..numerics._extension import instances_of
-from ..numerics.fingerprint import fingerprint
+from ..numerics.ranges import fingerprint
 from ..recording.walk import leaves
 from ..util.modules import each_module
 from ..util.suppressed import suppressing

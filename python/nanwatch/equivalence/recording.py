@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import ExitStack
-from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from ..instrumentation.global_hooks import after_steps
-from ..instrumentation.global_hooks import before_steps
-from ..instrumentation.slot import default_call
-from ..instrumentation.slot import set_default_call
+from ..instrumentation.global_hooks import after_steps, before_steps
+from ..instrumentation.slot import default_call, set_default_call
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
-from ..recording.walk import call_leaves
-from ..recording.walk import leaves
-from ..util.modules import WeakIdentityDict
-from ..util.modules import each_module
+from ..recording.walk import call_leaves, leaves
+from ..util.modules import WeakIdentityDict, each_module
 from ..util.visible import spell
-from .operations import OperationLog
-from .operations import OperationRecord
+from .operations import OperationLog, OperationRecord
 
 
 class Print(NamedTuple):

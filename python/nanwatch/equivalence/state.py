@@ -5,21 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from contextlib import ExitStack
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from ..instrumentation.execution_context import RngState
-from ..numerics.ranges import fingerprint
 from ..util.modules import each_module
 from ..util.suppressed import suppressed
 

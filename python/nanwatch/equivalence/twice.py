@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ..instrumentation.slot import wrappers
 from ..util.modules import each_module
-from ..util.progress import Tell
-from ..util.progress import silent
-from ..util.visible import module_name
-from ..util.visible import spell
+from ..util.progress import Tell, silent
+from ..util.visible import module_name, spell
 from .causes import explain
-from .operations import OperationDifference
-from .operations import first_operation
-from .reach import Leftovers
-from .reach import Reach
-from .recording import Recorder
-from .recording import Recording
-from .recording import first_difference
-from .repetition import FirstDifference
-from .repetition import Repetition
-from .repetition import Tried
-from .repetition import operation_fields
+from .operations import OperationDifference, first_operation
+from .reach import Leftovers, Reach
+from .recording import Recorder, Recording, first_difference
+from .repetition import FirstDifference, Repetition, Tried, operation_fields
 from .state import State
-from .trials import TRIALS
-from .trials import Trial
+from .trials import TRIALS, Trial
 
 # Runs beside the first two that have to be equal too before a change is said to make the runs equal.
 _CONFIRMING = 2

@@ -11,46 +11,25 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Collection
-from collections.abc import Container
-from collections.abc import Iterator
+from collections.abc import Collection, Container, Iterator
 from types import SimpleNamespace
-from typing import Any
-from typing import ClassVar
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
-from ..instrumentation.wrapped_names import is_recorded
-from ..instrumentation.wrapped_names import module_names
-from ..instrumentation.wrapped_names import original_module
-from ..numerics.ranges import abs_range
-from ..numerics.ranges import tensor_health
-from ..recording.observe import observe
-from ..recording.observe import own_tensors
+from ..instrumentation.wrapped_names import is_recorded, module_names, original_module
+from ..numerics.ranges import abs_range, tensor_health
+from ..recording.observe import observe, own_tensors
 from ..report import text
-from ..report.record import NONE
-from ..report.record import NOT_A_TENSOR
-from ..report.record import FrameRows
-from ..report.record import Role
-from ..report.record import Row
-from ..report.record import is_excused
-from ..report.record import to_record
-from ..report.report import BatchLimitError
-from ..report.report import NonFiniteError
-from ..session.options import MAX_BATCH
-from ..session.options import Options
-from ..session.options import whole
+from ..report.record import NONE, NOT_A_TENSOR, FrameRows, Role, Row, is_excused, to_record
+from ..report.report import BatchLimitError, NonFiniteError
+from ..session.options import MAX_BATCH, Options, whole
 from ..session.watch import Watch
-from ..util.imports import WhenImported
-from ..util.imports import when_imported
-from ..util.visible import visible
-from ..util.visible import warn_user
-from ..util.visible import with_utf8
+from ..util.imports import WhenImported, when_imported
+from ..util.visible import visible, warn_user, with_utf8
 
 SWITCH = "NANWATCH_TRANSFORMERS"
 _TRAINER = "transformers.trainer"

@@ -9,44 +9,23 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from dataclasses import dataclass
-from typing import Any
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from ..numerics import _extension
-from ..report.record import NOT_CHECKED
-from ..report.record import FrameRows
-from ..report.record import Role
-from ..report.record import Row
-from ..report.record import is_fault
+from ..report.record import NOT_CHECKED, FrameRows, Role, Row, is_fault
 from .backward import RecordsBackwards
-from .events import Event
-from .events import PeakName
-from .events import RecorderEvents
-from .events import Settings
-from .events import Subscription
-from .events import Subscriptions
-from .frame_ring import FrameRing
-from .frame_ring import PeakMagnitudes
+from .events import Event, PeakName, RecorderEvents, Settings, Subscription, Subscriptions
+from .frame_ring import FrameRing, PeakMagnitudes
 from .gradients import PythonGradients
 from .masked_scores import MaskedScores
-from .observe import Observe
-from .observe import call_values
-from .observe import completed_row
-from .observe import observe_with
-from .walk import Unwalked
-from .walk import is_container
-from .walk import leaves
-from .walk import spell_key
+from .observe import Observe, call_values, completed_row, observe_with
+from .walk import Unwalked, is_container, leaves, spell_key
 
 # A call may be watched from inside torch.compile, which follows every Python frame, also those of the recorder. With
 # None it follows nothing. The function returns the compiler that was set before.

@@ -13,32 +13,21 @@ import gzip
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
-from math import inf
-from math import isfinite
-from typing import TYPE_CHECKING
-from typing import Any
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any
 
 from ..numerics.formats import limits
 from ..util.imports import needed
-from ..util.progress import Tell
-from ..util.progress import silent
-from ..util.visible import module_name
-from ..util.visible import visible
+from ..util.progress import Tell, silent
+from ..util.visible import module_name, visible
 from . import text
-from .cure_text import Kind
-from .cure_text import patch_lines
-from .headroom import NEAR_FACTOR
-from .headroom import by_module
-from .headroom import headroom_bits
-from .headroom import shrinking
-from .histogram import SHOWN_FORMATS
-from .histogram import exponent_figure
-from .record import Frame
-from .record import Record
+from .cure_text import Kind, patch_lines
+from .headroom import NEAR_FACTOR, by_module, headroom_bits, shrinking
+from .histogram import SHOWN_FORMATS, exponent_figure
+from .record import Frame, Record
 
 if TYPE_CHECKING:
     from .finding import Finding

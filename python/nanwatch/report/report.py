@@ -5,22 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-from typing import Any
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..util import reading
-from ..util.job import Attempt
-from ..util.job import current_attempt
-from ..util.job import rank
-from ..util.job import read_attempt
-from ..util.progress import Tell
-from ..util.progress import silent
-from ..util.progress import wants_color
+from ..util.job import Attempt, current_attempt, rank, read_attempt
+from ..util.progress import Tell, silent, wants_color
 from ..util.suppressed import suppressed
 from . import text
-from .finding import Finding
-from .finding import read_finding
+from .finding import Finding, read_finding
 from .record import Frame
 from .suspect import Suspect
 
@@ -40,8 +32,8 @@ class Report:
     first batch, and `rank` that of the process. `parameter_mesh` is the position of this rank in the device meshes over
     which the model's parameters are sharded, also while they are gathered. `mesh` adds the meshes of tensors in the
     frames. `attempt` is the start of a torchrun job to which the report belongs, None without torchrun. `never_called`
-    are modules that nobody called, though their weights took part in the training. `suspects` are weights that grew much
-    or are far from their siblings, in the report of a failure.
+    are modules that nobody called, though their weights took part in the training. `suspects`, in the report of a
+    failure, are weights that grew much or are far from their siblings.
 
     Examples:
         >>> import nanwatch, pathlib, torch

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
 from ..diagnosis.batch_snapshot import LeftCall
-from ..instrumentation.wrapped_names import is_recorded
-from ..instrumentation.wrapped_names import named_modules
+from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..recording.events import Recorder
-from ..recording.observe import call_values
-from ..recording.observe import observe_with
+from ..recording.observe import call_values, observe_with
 from ..recording.shard import parameter_mesh
 from ..recording.walk import call_leaves
-from ..report.finding import Finding
-from ..report.finding import find
-from ..report.record import Frame
-from ..report.record import FrameRows
-from ..report.record import Record
-from ..report.record import Row
-from ..report.report import Report
-from ..report.report import report_of
+from ..report.finding import Finding, find
+from ..report.record import Frame, FrameRows, Record, Row
+from ..report.report import Report, report_of
 from ..util.job import rank
 
 if TYPE_CHECKING:
@@ -33,15 +24,12 @@ if TYPE_CHECKING:
     from .suspicion import Suspicion
 
 import threading
-from collections import Counter
-from collections import deque
-from dataclasses import dataclass
-from dataclasses import field
+from collections import Counter, deque
+from dataclasses import dataclass, field
 
 from ..report import text
 from ..report.report import NonFiniteError
-from ..util.visible import module_name
-from ..util.visible import warn_user
+from ..util.visible import module_name, warn_user
 
 
 class Reports:

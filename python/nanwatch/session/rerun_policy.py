@@ -7,26 +7,21 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING
-from typing import Any
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..diagnosis import postmortem
 from ..diagnosis.backward_rerun import behind_model
-from ..diagnosis.batch_snapshot import BatchSnapshot
-from ..diagnosis.batch_snapshot import call_under_way
-from ..diagnosis.batch_snapshot import num_processes
+from ..diagnosis.batch_snapshot import BatchSnapshot, call_under_way, num_processes
 from ..instrumentation.functions import Function
 from ..instrumentation.slot import ExclusiveRun
 from ..instrumentation.wrapped_names import find_module
 from ..report.finding import Finding
 from ..report.report import Report
 from ..util.suppressed import suppressed
-from ..util.visible import spell
-from ..util.visible import warn_user
+from ..util.visible import spell, warn_user
 
 if TYPE_CHECKING:
     from .options import Options

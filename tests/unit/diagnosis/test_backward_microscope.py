@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from nanwatch.report.report import NonFiniteError
-from nanwatch.report.report import Report
+from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
-from support.recorders import WITH_DEVICE
-from support.recorders import watched
+from support.recorders import WITH_DEVICE, watched
 from support.training import assert_same_bits
 
 

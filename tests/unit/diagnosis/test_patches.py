@@ -12,15 +12,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from nanwatch import NonFiniteError
-from nanwatch import watch
+from nanwatch import NonFiniteError, watch
 from nanwatch.diagnosis.patching import patches as patches_module
 from nanwatch.diagnosis.patching.patches import effect_of
-from nanwatch.report.finding import Cure
-from nanwatch.report.finding import Finding
+from nanwatch.report.finding import Cure, Finding
 
 INF, NAN = float("inf"), float("nan")
 

@@ -38,7 +38,7 @@ _LONG = 40  # characters of an operand that may be written twice
 
 
 def small(facts: Facts) -> str:
-    """A number that may be added to a divisor."""
+    """Return a number that may be added to a divisor."""
     return _SMALL.get(facts.dtype, "1e-8")
 
 
@@ -53,7 +53,7 @@ def _bounds(site: Site, node: ast.expr) -> tuple[ast.expr, dict[str, ast.expr]] 
 
 
 def clamped(site: Site, node: ast.expr, least: str = "", most: str = "") -> str:
-    """The text of the node clamped; bounds that it has already are replaced where they are given here."""
+    """Return the text of the node clamped; bounds that it has already are replaced where they are given here."""
     given: dict[str, str] = {}
     if (inner := _bounds(site, node)) is not None:
         node = inner[0]
@@ -64,7 +64,7 @@ def clamped(site: Site, node: ast.expr, least: str = "", most: str = "") -> str:
 
 
 def _epsilon(site: Site, node: ast.expr) -> ast.expr | None:
-    """The small number that the node adds to something, None where it adds none."""
+    """Return the small number that the node adds to something, None where it adds none."""
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
         return None
     for side in (node.right, node.left):
@@ -85,7 +85,7 @@ def at_least(site: Site, node: ast.expr, least: str) -> Iterator[tuple[ast.expr,
 
 
 def divisors(spelt: Spelt) -> list[tuple[int, ast.expr]]:
-    """The divisor of a division, with its position among the operands."""
+    """Return the divisor of a division, with its position among the operands."""
     if spelt.name in ("div", "fmod", "remainder", "floor_divide") and len(spelt.args) > 1:
         return [(1, spelt.args[1])]
     if spelt.name in ("reciprocal",):
@@ -111,7 +111,7 @@ _SIZES = ("mask", "count", "num", "std", "sigma", "var", "norm", "degree", "leng
 
 
 def is_nonnegative(site: Site, node: ast.expr, depth: int = 4) -> bool:
-    """Whether the source says that the value is never negative: a norm, a sum of squares, a sum of a mask."""
+    """Return whether the source says that the value is never negative: a norm, a sum of squares, a sum of a mask."""
     value = site.constant(node)
     if isinstance(value, int | float):
         return value >= 0

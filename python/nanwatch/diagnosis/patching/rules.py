@@ -62,7 +62,7 @@ _SPELLINGS = {
 
 
 def operation_name(operation: str) -> str:
-    """The name in torch.ops.aten of `aten.div.Tensor`, or of the forward of `DivBackward0`."""
+    """Return the name in torch.ops.aten of `aten.div.Tensor`, or of the forward of `DivBackward0`."""
     if operation.startswith("aten."):
         return operation.split(".")[1].removesuffix("_")
     name = re.sub(r"Backward\d*$", "", operation.split("::")[-1])
@@ -152,7 +152,7 @@ def _untaken(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
 
 
 def _variable(spelt: Spelt) -> ast.expr | None:
-    """The only operand that has names in it."""
+    """Return the only operand that has names in it."""
     found = [x for x in spelt.args if any(isinstance(y, ast.Name) for y in ast.walk(x))]
     return found[0] if len(found) == 1 else None
 
@@ -163,7 +163,7 @@ def _guarded(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
 
 
 def _infinities(site: Site, facts: Facts) -> Iterator[Change]:
-    """Finite numbers for the infinities that the function writes."""
+    """Propose finite numbers for the infinities that the function writes."""
     lowest = "-6e4" if facts.dtype == "float16" else "-1e30"
     for node in ast.walk(site.target.node):
         if isinstance(node, ast.expr) and (value := site.constant(node)) in (float("inf"), -float("inf")):
@@ -194,7 +194,7 @@ def _change(site: Site, spelt: Spelt | None, rewrites: list[Rewrite]) -> Change:
 
 
 def _outermost(site: Site, node: ast.expr) -> Span:
-    """The span of the expression whose value matters: of the `where` around it, as not all values are taken."""
+    """Return the span of the expression whose value matters: of the `where` around it, as not all values are taken."""
     above = (site.spelt(one) for one in site.ancestors(node))
     return site.span(next((one.node for one in above if one is not None and one.name == "where"), node))
 
@@ -280,7 +280,7 @@ def _log_of(site: Site, node: ast.expr, depth: int = 4) -> str:
 
 
 def _squared_tanh(site: Site, spelt: Spelt | None) -> ast.expr | None:
-    """The operand of a tanh that is squared."""
+    """Return the operand of a tanh that is squared."""
     if spelt is None or not (
         spelt.name == "square"
         or (spelt.name == "pow" and len(spelt.args) > 1 and site.constant(spelt.args[1]) == 2)
@@ -291,7 +291,7 @@ def _squared_tanh(site: Site, spelt: Spelt | None) -> ast.expr | None:
 
 
 def _entropy(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
-    """p * log(p), which is 0 at 0."""
+    """Propose p * log(p) in a form that is 0 at 0."""
     for factor, other in (spelt.args, spelt.args[::-1]):
         log = site.meaning(other)
         if (
