@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from ..instrumentation.wrapped_names import is_recorded, named_modules
+from ..instrumentation.wrapped_names import Named, is_recorded, named_modules
 from ..monitoring.growth import WeightGrowth
 from ..recording.observe import observe, past_torch_function
 from ..report.record import Frame
@@ -60,25 +60,30 @@ class Suspicion:
             return ()
 
     def _never_called(self, model: nn.Module, called: set[str]) -> Iterator[str]:
+        named = [(one, own) for one in named_modules(model) if (own := _weights(one.module))]
+        left = [(one, own) for one, own in named if one.name not in called and self._may_be_called(one)]
+        if not left:  # most models: no tensor is asked for anything
+            return
         # A weight may be shared with a module that was called.
-        used = {id(x): x for one in named_modules(model) if one.name in called for x in _weights(one.module)}
-        # A checkpoint that was loaded changed each weight once; the steps changed the trained ones as often.
-        steps = max((self._num_writes(x) for x in used.values()), default=0)
-        for name, _, module in named_modules(model):
-            own = _weights(module)
+        used = {id(x): x for one, own in named if one.name in called for x in own}
+        # A checkpoint that was loaded changed each weight once. Steps change all trained ones equally often.
+        steps = max(map(self._num_writes, used.values()), default=0)
+        for one, own in left:
             if (
-                own
-                and name not in called
-                and self._observes(name)
-                and is_recorded(module)
-                and type(module).__name__ != _HOLDS_WEIGHTS
-                and type(module).forward is not nn.Module.forward
-                and any(self._is_trained(x, steps) for x in own)
+                any(self._is_trained(x, steps) for x in own)
                 and not any(id(x) in used for x in own)
                 # A module that is all zero has no magnitude by which it would be known.
                 and any(observe(x, "", "weight").abs_max for x in own)
             ):
-                yield name
+                yield one.name
+
+    def _may_be_called(self, one: Named) -> bool:
+        return (
+            self._observes(one.name)
+            and is_recorded(one.module)
+            and type(one.module).__name__ != _HOLDS_WEIGHTS
+            and type(one.module).forward is not nn.Module.forward
+        )
 
     def _is_trained(self, x: Tensor, steps: int) -> bool:
         if x.is_leaf and x.grad is not None:
@@ -86,11 +91,12 @@ class Suspicion:
         return self._num_writes(x) >= max(2, steps / 2)
 
     def _num_writes(self, x: Tensor) -> int:
-        return _version(x) - self._versions.get(id(x), _version(x))
+        version = _version(x)
+        return version - self._versions.get(id(x), version)
 
 
 def _weights(module: nn.Module) -> list[Tensor]:
-    return [x for x in module._parameters.values() if x is not None and x.is_floating_point()]
+    return [x for x in module._parameters.values() if x is not None]
 
 
 def _version(x: Tensor) -> int:
