@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 _FORMS: dict[str, Callable[[Report], str]] = {
     "report.html": lambda report: report.to_html(),
     "report.json": lambda report: report.to_json(),
-    "report.txt": lambda report: report.to_text(),
+    "report.txt": lambda report: report.to_text(whole=True),
 }
 
 

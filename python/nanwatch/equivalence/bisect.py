@@ -119,6 +119,12 @@ def bisect(
 
     The noise floor is the error of the first run against one in float64. An error ten times as large is a change. Where
     the model cannot run in float64 (or float32), every bit counts. State, gradients and random numbers are put back.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        >>> print(nanwatch.bisect(model, torch.ones(2, 4), switches=["threads"]).to_text().splitlines()[0])
+        Nothing changes the numbers beyond rounding (1 switch, 3 runs).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model should be a torch.nn.Module, got {type(model).__name__}")

@@ -63,6 +63,19 @@ def watched(function: Any = None, /, *, name: str | None = None) -> Any:
     name: its name in reports; its own by default.
 
     Raises TypeError for an object that is no function, and for a module, which `watch` records.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.Linear(2, 2)
+        >>> @nanwatch.watched
+        ... def ratio_loss(x, y):
+        ...     return (x / y).mean()
+        >>> with nanwatch.watch(model):
+        ...     try:
+        ...         ratio_loss(torch.zeros(2), torch.zeros(2))
+        ...     except nanwatch.NonFiniteError as error:
+        ...         print(str(error).splitlines()[0])
+        nan first seen in `output` of ratio_loss (Function) in batch 0
     """
     _check_name(name)
     if function is None:
@@ -90,6 +103,17 @@ class span:  # noqa: N801  (used like a function)
     frames have the arguments too, also in compiled code, where a block is not seen.
 
     Raises TypeError for a name that is no text.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.Linear(2, 2)
+        >>> with nanwatch.watch(model):
+        ...     try:
+        ...         with nanwatch.span("loss") as seen:
+        ...             loss = seen(torch.zeros(2).log().mean())
+        ...     except nanwatch.NonFiniteError as error:
+        ...         print(str(error).splitlines()[0])
+        inf first seen in `output` of loss (Function) in batch 0
     """
 
     def __init__(self, name: str) -> None:

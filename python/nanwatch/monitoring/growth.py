@@ -37,7 +37,12 @@ class WeightGrowth:
 
     def __init__(self, model: nn.Module) -> None:
         self.called: set[str] = set()
-        self._weights = {(one.name, key) for one in named_modules(model) for key in one.module._parameters}
+        self._weights = {
+            # A scripted module's dict cannot be iterated without `keys()`.
+            (one.name, key)
+            for one in named_modules(model)
+            for key in one.module._parameters.keys()  # noqa: SIM118
+        }
         self._names: list[_Key] = []
         self._first: Floats = np.zeros(0)
         self._latest: Floats = np.zeros(0)

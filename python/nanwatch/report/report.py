@@ -77,10 +77,16 @@ class Report:
         """Return the position of this rank in the device meshes of parameters and frames' tensors, as `dp=1 of 4`."""
         return tuple(dict.fromkeys((*self.parameter_mesh, *text.mesh_coordinates(self.frames))))
 
-    def to_text(self, color: bool = False) -> str:
-        """Return the frames in columns and the finding in words; with ANSI colours for `color`, which needs `rich`."""
+    def to_text(self, color: bool = False, *, whole: bool = False) -> str:
+        """Return the frames in columns and the finding in words; with ANSI colours for `color`, which needs `rich`.
+
+        With a finding the text fits a screen of forty lines: it shows the frames closest to the finding. `whole` shows
+        all of `frames`.
+        """
         told = self._told()
-        return text.report_text(self.frames, self.finding, self.batch, self.mesh, told, color=color)
+        return text.report_text(
+            self.frames, self.finding, self.batch, self.mesh, told, color=color, whole=whole
+        )
 
     def __str__(self) -> str:
         return self.to_text()
