@@ -41,6 +41,11 @@ def show(browser: Browser, path: Path, rows: list[dict[str, Any]], width: int = 
     return tab
 
 
+def complaints(tab: Tab) -> list[str]:
+    """What Chromium complained of, but that this test reads the canvas."""
+    return [one for one in tab.complaints if "getImageData" not in one]
+
+
 def made(modules: int, batches: int) -> list[dict[str, Any]]:
     """Outputs of 16 bits in float16, but one in the middle of everything that is not finite, and a skipped step."""
     rows = [
@@ -57,7 +62,8 @@ def mouse(tab: Tab, kind: str, at: tuple[float, float], count: int = 1) -> None:
     """The mouse at this row and column of the whole map."""
     x, y = tab.ask(
         "(() => { map.scrollIntoView({block: 'center'}); const box = map.getBoundingClientRect();"
-        f" return [box.x + plot.left + plot.width * {at[1]} / columns, box.y + MARKS + plot.height * {at[0]} / rows]; }})()"
+        f" const [right, down] = [{at[1]} / columns, {at[0]} / rows];"
+        " return [box.x + plot.left + plot.width * right, box.y + MARKS + plot.height * down]; })()"
     )
     button = "none" if kind == "mouseMoved" else "left"
     event = {"type": kind, "x": x, "y": y, "button": button, "clickCount": count}
@@ -93,18 +99,18 @@ def test_levels_marks_and_words(browser: Browser, tmp_path: Path) -> None:
     mouse(tab, "mouseMoved", (low + 0.5, 2.5))
     assert tab.ask("told.textContent") == "low · batch 20 · 5.0 bits · abs max 2.05e+3"
     assert tab.ask("words(0, 3)") == "gone · batch 30 · not finite · abs max inf"
-    assert (tab.requests, tab.complaints) == ([], [])
+    assert (tab.requests, complaints(tab)) == ([], [])
 
 
 def test_one_failure_among_many_cells_is_seen_and_zoomed_at(browser: Browser, tmp_path: Path) -> None:
     """Of 900 modules in 640 pixels none is passed over. A drag shows its part, a double click all again."""
     tab = show(browser, tmp_path, made(900, 60))
-    row = tab.ask("Math.round((450.5 / 900) * plot.height - 0.5)")
-    red = "[...context.getImageData(plot.left, MARKS, plot.width, plot.height).data]"
-    assert row
-    count = f"(() => {{ const all = {red}; const gone = rgb('gone'); let n = 0;"
-    count += " for (let i = 0; i < all.length; i += 4) n += gone.every((part, k) => all[i + k] === part); return n; })()"
-    assert 0 < tab.ask(count) < 200
+    red = """(() => {
+      const all = [...context.getImageData(plot.left, MARKS, plot.width, plot.height).data];
+      const gone = rgb("gone");
+      return all.filter((_, i) => i % 4 === 0 && gone.every((part, k) => all[i + k] === part)).length;
+    })()"""
+    assert 0 < tab.ask(red) < 200  # pixels
     mouse(tab, "mousePressed", (440, 20))
     mouse(tab, "mouseMoved", (450, 30))
     mouse(tab, "mouseMoved", (459.9, 39.9))
@@ -124,7 +130,7 @@ def test_one_failure_among_many_cells_is_seen_and_zoomed_at(browser: Browser, tm
     assert tab.ask("[view.row, view.toRow, view.column, view.toColumn]") == [0, 900, 0, 60]
     assert tab.ask("[data.failed, data.skipped]") == [[30], [1]]
     assert tab.ask("words(0, 1)").endswith("· step skipped")
-    assert tab.complaints == []
+    assert complaints(tab) == []
 
 
 @pytest.mark.parametrize("width", [1280, 400])
