@@ -38,6 +38,7 @@ COMMANDS = {
     "show": ("show",),
     "merge": ("merge",),
     "formats": ("formats",),
+    "top": ("top",),
     "diff": ("diff", "--batches", "0", "1"),
     "replay": ("replay", "--model", "torch.nn:Identity"),
 }

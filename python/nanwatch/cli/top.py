@@ -152,6 +152,7 @@ def _app(options: argparse.Namespace) -> Any:
             self._by: str = options.by
             self._picture: Picture | None = None
             self._is_looking = False
+            self._shown: list[list[str]] = []
 
         def compose(self) -> Any:
             yield widgets.Static(id="heading", markup=False)
@@ -189,11 +190,16 @@ def _app(options: argparse.Namespace) -> Any:
         def _fill(self) -> None:
             if self._picture is None:
                 return
+            rows = _sorted(self._picture, self._by)
+            cells = [_cells(row) for row in rows]
+            if cells == self._shown:
+                return
+            self._shown = cells
             table = self.query_one(widgets.DataTable)
             row, top = table.cursor_row, table.scroll_y
             table.clear()
-            for one in _sorted(self._picture, self._by):
-                words = [text.Text(visible(cell), justify="right") for cell in _cells(one)]
+            for one, line in zip(rows, cells, strict=True):
+                words = [text.Text(visible(cell), justify="right") for cell in line]
                 words[0].stylize(_COLORS[level_of(one.bits)])
                 words[-1].justify = "left"
                 table.add_row(*words)
