@@ -158,7 +158,7 @@ class Picture:
         return tenths
 
     def _log2(self) -> Array:
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
             logarithm: Array = np.log2(self.abs_max)
         return logarithm
 
