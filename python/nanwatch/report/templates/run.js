@@ -8,11 +8,12 @@ const bytes = (base64) => Uint8Array.from(atob(base64), (letter) => letter.charC
 const [rows, columns] = [data.modules.length, data.first.length];
 const tenths = new Int16Array(bytes(data.bits)); // of a bit, by row and column
 const log2 = new Float32Array(bytes(data.log2)); // of the abs max
+const longest = data.modules.reduce((most, name) => Math.max(most, name.length), 0);
 const map = $("map");
 const context = map.getContext("2d");
 
-// Pixels: marks above the plot, batches below it, a row that has its name beside it.
-const [MARKS, AXIS, NAMED] = [14, 22, 11];
+// Pixels: marks above the plot, batches below it, room for half a mark at its right, a row with its name beside it.
+const [MARKS, AXIS, RIGHT, NAMED] = [14, 22, 6, 11];
 const [LEAST_HEIGHT, MOST_HEIGHT, ROW_HEIGHT] = [120, 640, 16];
 const PALEST = 0.18; // share of its colour that a cell with the most room keeps
 
@@ -96,8 +97,11 @@ function draw() {
   const width = map.clientWidth;
   const seen = { rows: view.toRow - view.row, columns: view.toColumn - view.column };
   const height = Math.max(LEAST_HEIGHT, Math.min(MOST_HEIGHT, rows * ROW_HEIGHT));
-  const left = Math.round(Math.min(240, width * 0.3));
-  plot = { left, width: Math.max(1, width - left), height };
+  const font = `11px ${getComputedStyle(document.documentElement).getPropertyValue("--mono")}`;
+  context.font = font;
+  const letter = context.measureText("0").width;
+  const left = Math.round(Math.min(longest * letter + 12, 280, width * 0.3));
+  plot = { left, width: Math.max(1, width - left - RIGHT), height };
   map.style.height = `${MARKS + height + AXIS}px`;
   map.width = Math.round(width * ratio);
   map.height = Math.round((MARKS + height + AXIS) * ratio);
@@ -107,13 +111,13 @@ function draw() {
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
 
   const quiet = color("quiet");
-  context.font = `11px ${getComputedStyle(document.documentElement).getPropertyValue("--mono")}`;
+  context.font = font; // a canvas whose size is set forgets it
   context.fillStyle = quiet;
   context.textBaseline = "middle";
   context.textAlign = "right";
   const size = height / seen.rows;
   const step = Math.max(1, Math.ceil(NAMED / size));
-  const letters = Math.floor((left - 10) / context.measureText("0").width);
+  const letters = Math.floor((left - 10) / letter);
   for (let row = view.row; row < view.toRow; row += step) {
     context.fillText(clip(data.modules[row], letters), left - 6, MARKS + (row - view.row + 0.5) * size);
   }
