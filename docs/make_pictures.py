@@ -1,4 +1,4 @@
-"""Make the pictures of the documentation, light and dark: the pages of a report, a diff, a merge and a run, and the flow.
+"""Make the pictures of the documentation, light and dark: the pages of a report, a diff, a merge and a run; the flow.
 
     python docs/make_pictures.py            all of them, into docs/pictures
     python docs/make_pictures.py flow       only those named
