@@ -62,7 +62,9 @@ def test_a_run_that_still_writes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert path.is_file()
     assert status == 0
     assert run(capsys, str(path), "--json") == (0, running, "")
-    modules = {one["module"]: one["bits"] for one in json.loads(running)["modules"]}
+    found = json.loads(running)
+    assert found["batches"] == [0, 2]
+    modules = {one["module"]: one["bits"] for one in found["modules"]}
     assert modules == pytest.approx(dict.fromkeys(("0", "1", ""), log2(65504 / 1024)))
 
 

@@ -48,11 +48,7 @@ def main(arguments: list[str]) -> int:
         return failed("top", error)
     rows = _sorted(picture, options.by)
     if options.json:
-        print(
-            json.dumps(
-                {"heading": heading, "modules": [plain(row) for row in rows]}, allow_nan=False, indent=2
-            )
-        )
+        print(json.dumps(_document(picture, rows), allow_nan=False, indent=2))
         return 0
     print("\n".join(map(visible, [heading, *_table(rows[:_LINES])])))
     if len(rows) > _LINES:
@@ -111,6 +107,17 @@ def _sorted(picture: Picture, by: str) -> list[Row]:
         return list(picture.rows)
     # Modules without a trend come last.
     return sorted(picture.rows, key=lambda row: (math.isnan(row.trend), row.trend))
+
+
+def _document(picture: Picture, rows: list[Row]) -> dict[str, Any]:
+    """Return the JSON document. `batches` are the first and the last that were looked at."""
+    return {
+        "trace": str(picture.path),
+        "rank": picture.rank,
+        "lost_frames": picture.lost_frames,
+        "batches": [int(picture.first[0]), int(picture.last[-1])],
+        "modules": [plain(row) for row in rows],
+    }
 
 
 def _cells(row: Row) -> list[str]:
