@@ -1,4 +1,4 @@
-"""Make the pictures of the documentation, light and dark: the report, the diff page, the merged report, the flow.
+"""Make the pictures of the documentation, light and dark: the pages of a report, a diff, a merge and a run; the flow.
 
     python docs/make_pictures.py            all of them, into docs/pictures
     python docs/make_pictures.py flow       only those named
@@ -80,7 +80,19 @@ def merged(folder: Path) -> Path:
     return folder / "merged.html"
 
 
-PAGES = {"report": (report, 1100, 1250), "diff": (diff, 1100, 1000), "merged": (merged, 1100, 620)}
+def heat(folder: Path) -> Path:
+    (folder / "train.py").write_text(script("tutorials/slow-divergence.md"), encoding="utf-8")
+    run(folder, *NANWATCH, "run", "--trace", "run.parquet", "train.py")
+    run(folder, *NANWATCH, "show", "run.parquet", "--html", "run.html")
+    return folder / "run.html"
+
+
+PAGES = {
+    "report": (report, 1100, 1250),
+    "diff": (diff, 1100, 1000),
+    "merged": (merged, 1100, 620),
+    "run": (heat, 1100, 760),
+}
 
 
 def shoot(page: Path, picture: Path, scheme: int, width: int, height: int) -> None:

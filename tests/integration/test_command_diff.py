@@ -119,7 +119,10 @@ def test_pages_are_written_beside_the_text(place: Path, capsys: pytest.CaptureFi
     plain = run(capsys, "diff", "a.parquet", "b.parquet")
     assert run(capsys, "diff", "a.parquet", "b.parquet", "--html", "d.html") == plain
     assert "They part at weight of 2" in (place / "d.html").read_text(encoding="utf-8")
-    assert run(capsys, "show", "a.parquet", "--html", "s.html")[0] == 0
+    plain = run(capsys, "show", "a.parquet")
+    assert run(capsys, "show", "a.parquet", "--html", "s.html") == plain
+    assert "Headroom of every module over the run" in (place / "s.html").read_text(encoding="utf-8")
+    assert run(capsys, "show", "a.parquet", "--batch", "1", "--html", "s.html") == plain
     assert "All finite up to batch 1" in (place / "s.html").read_text(encoding="utf-8")
 
 

@@ -38,6 +38,7 @@ COMMANDS = {
     "show": ("show",),
     "merge": ("merge",),
     "formats": ("formats",),
+    "top": ("top",),
     "diff": ("diff", "--batches", "0", "1"),
     "replay": ("replay", "--model", "torch.nn:Identity"),
 }
@@ -132,7 +133,7 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> int:
     return status
 
 
-@pytest.mark.parametrize("name", ["show", "formats", "diff"])
+@pytest.mark.parametrize("name", ["show", "formats", "diff", "top"])
 def test_a_truncated_trace_is_refused(
     name: str, whole: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +144,7 @@ def test_a_truncated_trace_is_refused(
         assert outcome(capsys, *COMMANDS[name], str(path)) == 2
 
 
-@pytest.mark.parametrize("name", ["show", "formats", "diff"])
+@pytest.mark.parametrize("name", ["show", "formats", "diff", "top"])
 def test_a_damaged_trace_ends_no_command_by_a_traceback(
     name: str, whole: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

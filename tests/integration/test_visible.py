@@ -310,6 +310,8 @@ def test_a_trace_is_shown_safely(name: str, tmp_path: Path, capsys: pytest.Captu
     for arguments, status in (
         (("show", paths[0]), 0),
         (("formats", paths[0]), 0),
+        (("top", paths[0], "--once"), 0),
+        (("show", paths[0], "--html", str(tmp_path / "run.html")), 0),
         (("diff", *paths), 1),
         (("diff", *paths, "--html", str(page)), 1),
     ):
@@ -318,4 +320,5 @@ def test_a_trace_is_shown_safely(name: str, tmp_path: Path, capsys: pytest.Captu
         assert printed.err == ""
         assert_safe(printed.out)
         assert spelt(f"layer{name}") in printed.out
-    assert_safe(Page(page.read_text(encoding="utf-8")).text.replace("\r", ""))
+    for one in (page, tmp_path / "run.html"):
+        assert_safe(Page(one.read_text(encoding="utf-8")).text.replace("\r", ""))

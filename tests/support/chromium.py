@@ -19,7 +19,7 @@ from typing import Any
 PATH = next(
     (
         path
-        for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
+        for name in ("chromium", "chromium-browser", "google-chrome", "chrome", "chromium-headless-shell")
         if (path := shutil.which(name))
     ),
     None,

@@ -98,6 +98,7 @@ COMMANDS = {
     ),
     "run": Command("watch the model of an unchanged training script", ".run", only_prints=False),
     "show": Command("the frames of a trace, or a saved report", ".show"),
+    "top": Command("the modules of a running trace by headroom and trend, live", ".top"),
     "twice": Command("does a script compute the same when it is run twice, and if not, why", ".twice"),
 }
 

@@ -6,17 +6,22 @@ import argparse
 from pathlib import Path
 
 from ..report.report import Report
-from ..trace.trace_file import Trace, batch_words
+from ..trace.picture import draw
+from ..trace.trace_file import Trace
+from ..trace.trace_file import batch_words
 from ..util import reading
-from ..util.progress import Tell, shown
+from ..util.progress import Tell
+from ..util.progress import shown
 from ..util.visible import visible
-from .commands import command_parser, failed
+from .commands import command_parser
+from .commands import failed
 
 _EXAMPLES = """\
 exit status: 0, or 2 when there is nothing to show
 
 examples:
   nanwatch show run.parquet                      the latest batch
+  nanwatch show run.parquet --html run.html      and a heat map of the whole run
   nanwatch show run.parquet --batch 149 --html batch.html
   nanwatch show out/report.json
 """
@@ -27,9 +32,12 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         with shown() as tell:
-            report, heading = _report(options.file, options.batch, tell)
+            trace = None if _is_json(options.file) else Trace.open(options.file, tell)
+            report, heading = _report(options.file, trace, options.batch, tell)
             if options.html is not None:
-                options.html.write_text(report.to_html(tell), encoding="utf-8")
+                run = trace if options.batch is None else None
+                page = draw(run).to_html() if run is not None else report.to_html(tell)
+                options.html.write_text(page, encoding="utf-8")
             tell("making the text")
             printed = (
                 report.to_json()
@@ -48,18 +56,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="a trace, or a report.json")
     parser.add_argument("--batch", type=int, metavar="N", help="of a trace: this batch (default: the latest)")
-    parser.add_argument("--html", type=Path, metavar="PAGE", help="write the report as a page too")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="PAGE",
+        help="write a page too: the report, or of a trace without --batch a heat map of the whole run",
+    )
     return parser
 
 
-def _report(file: Path, batch: int | None, tell: Tell) -> tuple[Report, list[str]]:
+def _report(file: Path, trace: Trace | None, batch: int | None, tell: Tell) -> tuple[Report, list[str]]:
     """Return the report, and the lines above it."""
-    if _is_json(file):
+    if trace is None:
         if batch is not None:
             raise ValueError(f"--batch is for a trace, and {file} is a report; leave it out")
         tell(f"reading {file.name}")
         return Report.from_json(reading.file_text(file)), []
-    trace = Trace.open(file, tell)
     if not trace.batches:
         raise ValueError(f"{trace.path} has no batch")
     heading = [f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}"]

@@ -97,18 +97,19 @@ def report_html(
     )
 
 
-def page(name: str, who: str, data: Any, **values: Any) -> str:
+def page(name: str, who: str, data: Any, *, with_plotly: bool = True, **values: Any) -> str:
     """Return the template of this name as a page with its script behind chart.js, the report's style and plotly.
 
-    `data` is what the script draws from.
+    `data` is what the script draws from. A page that draws by itself leaves out plotly.
     `who` is named by the ImportError that is raised without jinja2 and plotly.
     """
     environment = _environment(who, _INSTEAD)
     script = "\n".join(_source(environment, file) for file in ("chart.js", f"{name}.js"))
-    needed("plotly.offline", who, "report", _INSTEAD)
-    packed, plotly_hash = _packed_plotly()
-    hashes = [_hash(script), plotly_hash]
-    parts = {"data": _json(data), "script": script, "packed_plotly": packed, "script_hashes": hashes}
+    parts: dict[str, Any] = {"data": _json(data), "script": script, "script_hashes": [_hash(script)]}
+    if with_plotly:
+        needed("plotly.offline", who, "report", _INSTEAD)
+        parts["packed_plotly"], plotly_hash = _packed_plotly()
+        parts["script_hashes"].append(plotly_hash)
     return _rendered(environment, name, {**parts, **values})
 
 

@@ -1,0 +1,254 @@
+"""Picture of a run: the least headroom of each module over the batches of a trace, its table and its page."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, isnan
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..numerics.formats import limits
+from ..report.html import LOW_BITS, NEAR_BITS, WIDEST_BAR, bits_words, level_of, page
+from ..report.record import SKIPPED_STEP, is_excused
+from ..util.visible import module_name
+from .trace_file import Strings, Trace, strings
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+# A screen is hardly wider than this, and the page takes 8 bytes for each cell.
+COLUMNS = 1000
+_CELLS = 1_000_000
+# Fewer points than these have no trend: the batches of a warm-up differ by more than they drift.
+_LEAST_POINTS = 8
+_TABLE = 200  # rows of the page's table, which holds the worst modules
+
+# Cells of the page are tenths of a bit in 16 bits, which float64's 2098 bits fit. These stand for other cells.
+_ABSENT, _GONE, _ZERO = -32768, -32767, 32767
+
+
+class Row(NamedTuple):
+    """One module: its least headroom in bits, the batch that had it, and where its headroom is heading.
+
+    `trend` is in bits per 100 batches, nan for a module with few points. `num_failed` counts columns.
+    """
+
+    module: str
+    bits: float
+    batch: int
+    abs_max: float
+    trend: float
+    num_failed: int
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Headroom of modules, in the order of their first calls, over neighbouring batches, a column for some of them.
+
+    `bits` has the least headroom of each cell as `headroom_bits` counts it: -inf where a value was non-finite, nan
+    where the module has no number. `abs_max` is the largest magnitude of the cell. `first` and `last` are the batches
+    at the ends of each column. `skipped` marks the columns in which the optimizer skipped a step. `failure` is the
+    first batch with a non-finite value and the first module in it, None without one.
+    """
+
+    modules: tuple[str, ...]
+    first: Array
+    last: Array
+    bits: Array
+    abs_max: Array
+    skipped: Array
+    failure: tuple[int, str] | None
+    num_batches: int
+    num_rows: int
+    path: Path
+    rank: int
+    lost_frames: int
+
+    @property
+    def failed(self) -> Array:
+        """Return for each column whether a value was non-finite in it."""
+        found: Array = np.logical_or.reduce(np.isneginf(self.bits), axis=0)
+        return found
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Return the modules that have a headroom, the one with the least first."""
+        known = ~np.isnan(self.bits)
+        least = np.where(known, self.bits, inf)
+        place = least.argmin(axis=1)
+        worst = least[np.arange(len(self.modules)), place] if least.size else np.empty(0)
+        failed = np.isneginf(self.bits).sum(axis=1)
+        trend = self._trend()
+        made = [
+            Row(
+                self.modules[i], float(worst[i]), int(self.first[place[i]]), float(self.abs_max[i, place[i]]),
+                float(trend[i]), int(failed[i]),
+            )
+            for i in np.flatnonzero(known.any(axis=1))[np.argsort(worst[known.any(axis=1)], kind="stable")]
+        ]  # fmt: skip
+        return tuple(made)
+
+    def _trend(self) -> Array:
+        """Return the slope of the least-squares line through the finite headroom of each module."""
+        is_point = np.isfinite(self.bits)
+        number = is_point.sum(axis=1)
+        x = np.where(is_point, (self.first + self.last) / 2, 0.0)
+        y = np.where(is_point, self.bits, 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            x = np.where(is_point, x - (x.sum(axis=1) / number)[:, None], 0.0)
+            slope = 100 * (x * y).sum(axis=1) / (x * x).sum(axis=1)
+        trend: Array = np.where(number >= _LEAST_POINTS, slope, np.nan)
+        return trend
+
+    def to_html(self) -> str:
+        """Return one page that opens offline, to be written as UTF-8. Needs `jinja2`."""
+        data = {
+            "modules": [module_name(name) for name in self.modules],
+            "first": self.first.tolist(),
+            "last": self.last.tolist(),
+            "failed": np.flatnonzero(self.failed).tolist(),
+            "skipped": np.flatnonzero(self.skipped).tolist(),
+            "bits": _packed(self._tenths(), "<i2"),
+            "log2": _packed(self._log2(), "<f4"),
+            "absent": _ABSENT, "gone": _GONE, "zero": _ZERO,
+            "low": LOW_BITS, "near": NEAR_BITS, "widest": WIDEST_BAR,
+        }  # fmt: skip
+        return page(
+            "run",
+            "a picture of a run",
+            data,
+            with_plotly=False,
+            headline=self._headline(),
+            path=str(self.path),
+            rank=self.rank,
+            lost_frames=self.lost_frames,
+            picture=self,
+            per_column=-(-self.num_batches // max(len(self.first), 1)),
+            num_failed=int(self.failed.sum()),
+            num_skipped=int(self.skipped.sum()),
+            rows=self.rows[:_TABLE],
+            trend_words=trend_words,
+            bits_words=bits_words,
+            level_of=level_of,
+            module_name=module_name,
+            low_bits=LOW_BITS,
+            near_bits=NEAR_BITS,
+        )
+
+    def _headline(self) -> str:
+        if self.failure is not None:
+            batch, module = self.failure
+            return f"First non-finite in batch {batch}, at {module_name(module)}"
+        if not self.rows:
+            return "No headroom was read in this trace"
+        least = self.rows[0]
+        return f"Least headroom: {bits_words(least.bits)} at {module_name(least.module)}"
+
+    def _tenths(self) -> Array:
+        # -0.5 bits of a complex tensor is the least that a finite value has.
+        known = np.where(np.isfinite(self.bits), self.bits, 0.0)
+        tenths: Array = np.rint(10 * known).astype(np.int64)
+        tenths[np.isnan(self.bits)] = _ABSENT
+        tenths[np.isneginf(self.bits)] = _GONE
+        tenths[np.isposinf(self.bits)] = _ZERO
+        return tenths
+
+    def _log2(self) -> Array:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logarithm: Array = np.log2(self.abs_max)
+        return logarithm
+
+
+def trend_words(bits: float) -> str:
+    """Return a trend with its sign, "" for none."""
+    return "" if isnan(bits) else f"{bits:+.1f}"
+
+
+def _packed(values: Array, kind: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(values, np.dtype(kind)).tobytes()).decode()
+
+
+def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
+    """Return the picture of these batches of a trace (default: all), of at most 1000 columns.
+
+    An input counts only where it is non-finite, as in `by_module`.
+    """
+    names = ("batch", "module", "role", "dtype", "abs_max", "isfinite", "note")
+    table = trace.table(names, batches)
+    trace.tell("drawing the page")
+    batch = table["batch"].to_numpy()
+    module = strings(table["module"])
+    role, dtype, note = (strings(table[name]) for name in ("role", "dtype", "note"))
+    abs_max = table["abs_max"].fill_null(np.nan).to_numpy()
+    is_bad = ~table["isfinite"].fill_null(True).to_numpy()
+
+    order, row = _by_first_call(module)
+    numbers = np.unique(batch)
+    num_columns = max(1, min(COLUMNS, len(numbers), _CELLS // max(len(order), 1)))
+    per_column = max(1, -(-len(numbers) // num_columns))
+    column = np.searchsorted(numbers, batch) // per_column
+    first = numbers[::per_column]
+    last = numbers[np.minimum(np.arange(len(first)) * per_column + per_column, len(numbers)) - 1]
+
+    excused = _each(note, is_excused, False)
+    is_fault = is_bad & ~excused
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bits = _each(dtype, _end_bits, np.nan) - np.log2(abs_max)  # two logarithms, as in headroom_bits
+    bits[is_fault] = -inf
+    counts = ~excused & ~np.isnan(bits) & (is_fault | ~_each(role, "input".__eq__, False))
+
+    shape = (len(order), len(first))
+    cell = (row[module.codes] * shape[1] + column)[counts]
+    least = np.full(shape, inf)
+    np.minimum.at(least.reshape(-1), cell, bits[counts])
+    largest = np.full(shape, np.nan)
+    np.fmax.at(largest.reshape(-1), cell, abs_max[counts])
+    seen = np.zeros(shape, bool)
+    seen.reshape(-1)[cell] = True
+    skipped = np.zeros(len(first), bool)
+    skipped[column[_each(note, lambda text: text.startswith(SKIPPED_STEP), False)]] = True
+    failure = None
+    if is_fault.any():
+        rows = np.flatnonzero(is_fault)
+        earliest = rows[batch[rows].argmin()]
+        failure = int(batch[earliest]), module.values[module.codes[earliest]]
+    return Picture(
+        tuple(module.values[code] for code in order.tolist()),
+        first,
+        last,
+        np.where(seen, least, np.nan),
+        largest,
+        skipped,
+        failure,
+        len(numbers),
+        len(batch),
+        trace.path,
+        trace.rank,
+        trace.lost_frames,
+    )
+
+
+def _by_first_call(module: Strings) -> tuple[Array, Array]:
+    """Return the codes in the order of their first rows, and for each code its place in that order."""
+    first = np.full(len(module.values), len(module.codes))
+    # The last of the values assigned to one place stays.
+    first[module.codes[::-1]] = np.arange(len(module.codes))[::-1]
+    order = np.argsort(first, kind="stable")[: np.count_nonzero(first < len(module.codes))]
+    place = np.zeros(len(first), np.int64)
+    place[order] = np.arange(len(order))
+    return order, place
+
+
+def _each(column: Strings, value: Any, absent: float | bool) -> Array:
+    """Return `value` of each row's string, which is asked once for each string; `absent` for none."""
+    found: Array = np.array([*map(value, column.values), absent])[column.codes]
+    return found
+
+
+def _end_bits(dtype: str) -> float:
+    ends = limits(dtype)
+    return np.nan if ends is None else float(np.log2(ends.largest))

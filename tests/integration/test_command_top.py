@@ -1,0 +1,165 @@
+"""`nanwatch top`: a trace that is still written, what comes first, and the live view on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from math import log2
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import nanwatch
+from nanwatch import __main__ as command
+from support.traces import until
+from support.written_traces import write_rows
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?<>=:]*[A-Za-z]")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    status = command.main(["top", *arguments])
+    return status, *capsys.readouterr()
+
+
+def part(folder: Path, number: int, falling: str = "falling") -> None:
+    """A part of 20 batches in which `falling` loses a bit each and `still` has the least room."""
+    folder.mkdir(exist_ok=True)
+    bits = {"still": lambda _: 4.0, falling: lambda i: 30.0 - i % 20, "whole": lambda _: 12.0}
+    rows = [
+        {"batch": i, "call": call, "module": module, "abs_max": 65504 * 2.0 ** -room(i)}
+        for i in range(20 * number, 20 * number + 20)
+        for call, (module, room) in enumerate(bits.items())
+    ]
+    whole = write_rows(folder.parent / "whole", rows)
+    whole.replace(folder / f"part-{number:05}.parquet")
+
+
+def test_a_run_that_still_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The modules of a folder of parts; once it is one file the numbers are the same."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU()).half()
+    nn.init.ones_(model[0].weight)
+    path = tmp_path / "run.parquet"
+    with nanwatch.watch(model, trace=path):
+        for scale in (1.0, 2.0, 512.0):
+            model(torch.full((1, 2), scale, dtype=torch.float16))
+        until(lambda: path.is_dir() and list(path.iterdir()))
+        status, running, _ = run(capsys, str(path), "--json")
+    assert path.is_file()
+    assert status == 0
+    assert run(capsys, str(path), "--json") == (0, running, "")
+    found = json.loads(running)
+    assert found["batches"] == [0, 2]
+    modules = {one["module"]: one["bits"] for one in found["modules"]}
+    assert modules == pytest.approx(dict.fromkeys(("0", "1", ""), log2(65504 / 1024)))
+
+
+def test_what_comes_first_and_of_which_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By headroom or by trend, in lines or as JSON; --latest leaves out what was before."""
+    folder = tmp_path / "run"
+    part(folder, 0)
+    part(folder, 1)
+    status, out, err = run(capsys, str(folder), "--once")
+    lines = [line.split() for line in out.splitlines()]
+    assert (status, err) == (0, "")
+    assert out.splitlines()[0] == f"{folder}: batches 0 to 39 (40 of them), rank 0"
+    assert lines[2:] == [
+        ["4.0", "bits", "+0.0", "0", "4.09e+03", "still"],
+        ["11.0", "bits", lines[3][2], "19", "3.20e+01", "falling"],
+        ["12.0", "bits", "+0.0", "0", "1.60e+01", "whole"],
+    ]
+    _, out, _ = run(capsys, str(folder), "--by", "trend", "--latest", "10")
+    assert "; below are the latest 10" in out.splitlines()[0]
+    assert out.splitlines()[2].split() == ["11.0", "bits", "-100.0", "39", "3.20e+01", "falling"]
+
+
+def test_bad_use_is_status_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No trace, a folder that is still empty, and a number that is none."""
+    (tmp_path / "empty").mkdir()
+    for name, words in (("none", "there is no trace"), ("empty", "nothing was written to it yet")):
+        status, out, err = run(capsys, str(tmp_path / name))
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert words in err
+    with pytest.raises(SystemExit):
+        run(capsys, "run", "--latest", "0")
+    assert "above 0, got '0'" in capsys.readouterr().err
+
+
+def test_without_textual_the_extra_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal, where the live view is wanted."""
+    part(tmp_path / "run", 0)
+    monkeypatch.setitem(sys.modules, "textual", None)
+    monkeypatch.setitem(sys.modules, "textual.app", None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    status, _, err = run(capsys, str(tmp_path / "run"))
+    assert status == 2
+    assert "pip install --no-build-isolation '.[top]'; or use --once" in err
+
+
+def test_the_live_view(tmp_path: Path) -> None:
+    """It shows a part that comes later and a name as text, sorts by a key, and ends at q with the terminal whole."""
+    pytest.importorskip("textual", reason="the live view needs textual: pip install textual")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nanwatch", "top", str(folder), "--every", "1"],
+        stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TERM": "xterm-256color"},
+    )  # fmt: skip
+    os.close(slave)
+    written = b""
+
+    def shown_until(*words: str) -> str:
+        """What was shown since the last call, as soon as the words are among it."""
+        nonlocal written
+        end = time.monotonic() + 60
+        while not all(one in (text := ESCAPES.sub("", written.decode(errors="replace"))) for one in words):
+            assert process.poll() is None, text
+            assert time.monotonic() < end, text
+            if select.select([master], [], [], 0.1)[0]:
+                written += os.read(master, 65536)
+        written = b""
+        return text
+
+    try:
+        shown_until("waiting:", "nothing was written to it yet")
+        part(folder, 0, "[red]falling")
+        text = shown_until("20 of them", "[red]falling", "whole")
+        assert text.index("still") < text.index("[red]falling")
+        os.write(master, b"t")
+        text = shown_until("[red]falling", "still")
+        assert text.index("[red]falling") < text.index("still")
+        part(folder, 1)
+        shown_until("40 of them")
+        os.write(master, b"q")
+        watchdog = threading.Timer(60, process.kill)
+        watchdog.start()
+        with contextlib.suppress(OSError):  # at the end of the last program on a terminal
+            while part_of_it := os.read(master, 65536):
+                written += part_of_it
+        process.wait(60)
+        watchdog.cancel()
+        assert process.returncode == 0
+        assert b"\x1b[?1049l" in written  # the screen that was there before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
