@@ -7,14 +7,11 @@ from pathlib import Path
 
 from ..report.report import Report
 from ..trace.picture import draw
-from ..trace.trace_file import Trace
-from ..trace.trace_file import batch_words
+from ..trace.trace_file import Trace, batch_words
 from ..util import reading
-from ..util.progress import Tell
-from ..util.progress import shown
+from ..util.progress import Tell, shown
 from ..util.visible import visible
-from .commands import command_parser
-from .commands import failed
+from .commands import command_parser, failed
 
 _EXAMPLES = """\
 exit status: 0, or 2 when there is nothing to show
