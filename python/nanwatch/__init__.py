@@ -22,6 +22,7 @@ from .numerics import _ops as _ops  # torch.ops.nanwatch.*
 if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule
     from .capsule.files import CapsuleError
+    from .equivalence.compare import compare
     from .equivalence.twice import twice
     from .integrations.debug import (
         DebugUnderflowOverflow,
@@ -48,6 +49,7 @@ else:
     _MODULES = {
         "capsule.capsule": ("Capsule", "write_capsule"),
         "capsule.files": ("CapsuleError",),
+        "equivalence.compare": ("compare",),
         "equivalence.twice": ("twice",),
         "integrations.debug": (
             "DebugUnderflowOverflow",
@@ -104,6 +106,7 @@ __all__ = [
     "__version__",
     "abs_range",
     "abs_ranges",
+    "compare",
     "detect_overflow",
     "diff",
     "exponent_histogram",

@@ -1,0 +1,327 @@
+"""Which module call of one implementation of a model is which call of another.
+
+Names come first, then weights (equal in both, or side by side in a fused projection). What is left is aligned in the
+order of execution, by class, name, place between the matched calls, and values. Containers match by what they hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..util.visible import without_wrappers
+from .sketches import Kept, Tokens, sketch
+
+_KIND = re.compile(
+    r"norm|ln_|embed|wte|wpe|rotary|attn|attention|mlp|ffn|drop|gelu|silu|act|linear|conv|block|layer"
+)
+_ALIKE = {
+    "ln_": "norm",
+    "wte": "embed",
+    "wpe": "embed",
+    "attn": "attention",
+    "ffn": "mlp",
+    "gelu": "act",
+    "silu": "act",
+}
+_ALIKE |= {"conv": "linear", "layer": "block"}
+_PROJECTIONS = 8
+# Weights in bfloat16 are within 0.4 % of those in float32.
+_SAME_WEIGHT = 0.02
+# A match by score alone needs more than a place between the same neighbours, which have 4.
+_LEAST_SCORE = 5.0
+
+
+@dataclass(eq=False)
+class Call:
+    """Call of a module. `start` and `end` count the starts and ends of calls; `parent` is the call around it."""
+
+    path: str
+    class_name: str
+    module: nn.Module
+    parent: Call | None
+    start: int
+    occurrence: int = 0
+    end: int = 0
+    is_leaf: bool = True
+    inputs: list[tuple[str, Kept]] = field(default_factory=list)
+    outputs: list[tuple[str, Kept]] = field(default_factory=list)
+    is_floating: bool = True
+
+    def holds(self, other: Call) -> bool:
+        """Return True if the other call happened during this one."""
+        return self.start < other.start and other.end < self.end
+
+    @property
+    def kind(self) -> str:
+        """The sort of module that its class or name speaks of."""
+        for text in (self.class_name.lower(), self.path.rpartition(".")[2].lower()):
+            if found := _KIND.search(text):
+                return _ALIKE.get(found[0], found[0])
+        return self.class_name.lower()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Calls that compute the same: one on each side, or several beside a fused one, in the order of its columns."""
+
+    a: tuple[Call, ...]
+    b: tuple[Call, ...]
+
+
+def weight_of(module: nn.Module) -> Tensor | None:
+    """Return the weight with a row for each output, or None."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.is_meta or not weight.is_floating_point():
+        return None
+    found = weight.detach()
+    return found.t() if type(module).__name__ == "Conv1D" and found.ndim == 2 else found  # transformers' own
+
+
+def _marks(call: Call) -> Tensor | None:
+    """Return projections of each row of the call's weight. Weights that are one number throughout mark nothing."""
+    weight = weight_of(call.module)
+    if weight is None or not weight.numel():
+        return None
+    rows = weight.flatten(1) if weight.ndim > 1 else weight[:, None]
+    rows = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
+    if float(rows.max() - rows.min()) == 0.0:
+        return None
+    generator = torch.Generator().manual_seed(rows.shape[-1])
+    return (
+        (rows @ torch.randn(rows.shape[-1], _PROJECTIONS, generator=generator).to(rows))
+        .cpu()
+        .to(torch.float32)
+    )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and float((a - b).norm()) <= _SAME_WEIGHT * float(a.norm())
+
+
+class Matcher:
+    """Matches the calls of two runs."""
+
+    def __init__(self, a: Sequence[Call], b: Sequence[Call], tokens: Tokens) -> None:
+        self._a, self._b = list(a), list(b)
+        self._sizes = {
+            id(one): {tokens.rows(kept).shape[0] * kept.shape[-1] for _, kept in one.outputs if kept.shape}
+            for one in (*a, *b)
+        }
+        self._tokens = tokens
+        self._marks: dict[int, Tensor | None] = {}
+        self._free_a = {id(one) for one in self._a}
+        self._free_b = {id(one) for one in self._b}
+        self.pairs: list[Pair] = []
+
+    def match(self) -> list[Pair]:
+        """Return the pairs in the order of the calls of `a`."""
+        self._match_names()
+        for one in (*self._a, *self._b):
+            if one.is_leaf:
+                known = self._marks.get(id(one.module))
+                self._marks[id(one)] = self._marks[id(one.module)] = _marks(one) if known is None else known
+        self._match_weights()
+        self._match_fused(self._a, self._b, swapped=False)
+        self._match_fused(self._b, self._a, swapped=True)
+        self._match_rest()
+        return sorted(self.pairs, key=lambda pair: pair.a[0].start)
+
+    def _add(self, a: tuple[Call, ...], b: tuple[Call, ...]) -> None:
+        self.pairs.append(Pair(a, b))
+        self._free_a -= {id(one) for one in a}
+        self._free_b -= {id(one) for one in b}
+
+    def _left(self) -> tuple[list[Call], list[Call]]:
+        return [one for one in self._a if id(one) in self._free_a], [
+            one for one in self._b if id(one) in self._free_b
+        ]
+
+    def _fit(self, a: Call, b: Call) -> bool:
+        return not self._sizes[id(a)].isdisjoint(self._sizes[id(b)])
+
+    def _match_names(self) -> None:
+        """Match calls of the same path; one side may have a prefix more, as `model.`."""
+        names = defaultdict(list)
+        for one in self._b:
+            names[without_wrappers(one.path), one.occurrence].append(one)
+        prefixes = {""}
+        paths = {without_wrappers(one.path) for one in self._b}
+        for one in self._a:
+            parts = without_wrappers(one.path).split(".")
+            prefixes |= {
+                ".".join(parts[:n]) + "."
+                for n in range(1, min(len(parts), 3))
+                if ".".join(parts[n:]) in paths
+            }
+        for prefix in sorted(prefixes, key=len):
+            for one in self._left()[0]:
+                path = without_wrappers(one.path)
+                if not path.startswith(prefix) or one.parent is None:
+                    continue
+                for other in names.get((path[len(prefix) :], one.occurrence), ()):
+                    if (
+                        id(other) in self._free_b
+                        and other.parent is not None
+                        and self._fit(one, other)
+                        and one.is_leaf == other.is_leaf
+                    ):
+                        self._add((one,), (other,))
+                        break
+
+    def _match_weights(self) -> None:
+        left_a, left_b = self._left()
+        for one in left_a:
+            mark = self._marks.get(id(one))
+            if mark is None:
+                continue
+            for other in left_b:
+                theirs = self._marks.get(id(other))
+                if (
+                    theirs is not None
+                    and id(other) in self._free_b
+                    and self._fit(one, other)
+                    and _equal(mark, theirs)
+                ):
+                    self._add((one,), (other,))
+                    break
+
+    def _match_fused(self, ones: list[Call], others: list[Call], *, swapped: bool) -> None:
+        """Match calls with the same input to the call whose weight has all their rows."""
+        groups: dict[int, list[Call]] = defaultdict(list)
+        free_ones, free_others = (self._free_b, self._free_a) if swapped else (self._free_a, self._free_b)
+        for one in ones:
+            if id(one) in free_ones and self._marks.get(id(one)) is not None and one.inputs:
+                groups[id(one.inputs[0][1])].append(one)
+        for other in others:
+            theirs = self._marks.get(id(other))
+            if theirs is None or id(other) not in free_others:
+                continue
+            for group in groups.values():
+                marks = [self._marks[id(one)] for one in group]
+                whole = torch.cat([mark for mark in marks if mark is not None])
+                if len(group) > 1 and all(id(one) in free_ones for one in group):
+                    order = self._order(group, theirs) if len(whole) == len(theirs) else None
+                    if order is not None:
+                        self._add(*(((other,), order) if swapped else (order, (other,))))
+                        break
+
+    def _order(self, group: list[Call], whole: Tensor) -> tuple[Call, ...] | None:
+        """Return the calls in the order in which the fused weight has them."""
+        found: list[Call] = []
+        at = 0
+        while at < len(whole):
+            for one in group:
+                mark = self._marks[id(one)]
+                if one not in found and mark is not None and _equal(mark, whole[at : at + len(mark)]):
+                    found.append(one)
+                    at += len(mark)
+                    break
+            else:
+                return None
+        return tuple(found)
+
+    def _match_rest(self) -> None:
+        """Align what is left in the order of execution, by the best total score."""
+        left_a, left_b = self._left()
+        if not left_a or not left_b:
+            return
+        scores = self._scores(left_a, left_b)
+        rows, columns = scores.shape
+        best = np.zeros((rows + 1, columns + 1))
+        for i in range(rows):
+            best[i + 1, 1:] = np.maximum(best[i, 1:], best[i, :-1] + scores[i])
+            best[i + 1] = np.maximum.accumulate(best[i + 1])
+        i, j = rows, columns
+        while i and j:
+            if best[i, j] == best[i - 1, j]:
+                i -= 1
+            elif best[i, j] == best[i, j - 1]:
+                j -= 1
+            else:
+                i, j = i - 1, j - 1
+                self._add((left_a[i],), (left_b[j],))
+
+    def _scores(self, a: list[Call], b: list[Call]) -> np.ndarray[Any, Any]:
+        firsts = [(pair.a[0], pair.b[0]) for pair in self.pairs if pair.a[0].is_leaf]
+        ends_a, ends_b = (np.array([pair[side].end for pair in firsts]) for side in (0, 1))
+        around_a, around_b = (
+            [
+                (
+                    frozenset(np.flatnonzero((ends > one.start) & (ends < one.end)).tolist()),
+                    _neighbours(ends, one),
+                )
+                for one in calls
+            ]
+            for ends, calls in ((ends_a, a), (ends_b, b))
+        )
+        values_a, values_b = ([self._values(one) for one in calls] for calls in (a, b))
+        scores = np.zeros((len(a), len(b)))
+        for i, one in enumerate(a):
+            for j, other in enumerate(b):
+                if (one.parent is None) != (other.parent is None):
+                    continue
+                if one.parent is None:
+                    scores[i, j] = 100.0
+                elif self._fit(one, other):
+                    score = _score(one, other, around_a[i], around_b[j], values_a[i], values_b[j])
+                    scores[i, j] = score if score >= _LEAST_SCORE else 0.0
+        return scores
+
+    def _values(self, call: Call) -> list[Tensor | None]:
+        """Return sketches of the first input and output, each as one vector."""
+        found: list[Tensor | None] = []
+        for leaves in (call.inputs, call.outputs):
+            kept = leaves[0][1] if leaves else None
+            if kept is None or not kept.rows.numel():
+                found.append(None)
+                continue
+            rows = self._tokens.rows(kept)
+            rows = (rows if kept.is_sketch else sketch(rows)).to(torch.float64).nan_to_num()
+            found.append(sketch(rows.t()).flatten() if len(rows) else None)
+        return found
+
+
+def _neighbours(ends: np.ndarray[Any, Any], call: Call) -> tuple[int, int]:
+    """Return the matched calls that end last before this one and first after it, by number."""
+    if not len(ends):
+        return -1, -1
+    before, after = np.where(ends < call.start, ends, -1), np.where(ends > call.end, ends, 1 << 40)
+    return (
+        int(before.argmax()) if before.max() >= 0 else -1,
+        int(after.argmin()) if after.min() < 1 << 40 else -1,
+    )
+
+
+def _close(a: Tensor | None, b: Tensor | None) -> float:
+    if a is None or b is None or a.shape != b.shape:
+        return 0.0
+    size = float(a.norm())
+    return max(0.0, 1.0 - float((a - b).norm()) / size) if size else 0.0
+
+
+def _score(a: Call, b: Call, around_a: Any, around_b: Any, values_a: Any, values_b: Any) -> float:
+    """Return how much speaks for two calls being the same, or 0 where something speaks against it."""
+    (inside_a, (before_a, after_a)), (inside_b, (before_b, after_b)) = around_a, around_b
+    share = len(inside_a & inside_b) / max(len(inside_a | inside_b), 1)
+    if (a.is_leaf != b.is_leaf and (inside_a or inside_b or a.kind != b.kind)) or (
+        (inside_a or inside_b) and share < 0.5
+    ):
+        return 0.0
+    is_named = a.path.rpartition(".")[2] == b.path.rpartition(".")[2]
+    near = _close(values_a[1], values_b[1])
+    is_bare = a.is_leaf and not any(True for _ in a.module.parameters(recurse=False))
+    if is_bare and not (is_named or a.class_name == b.class_name or near > 0.9):
+        return 0.0
+    if a.is_leaf and a.kind != b.kind and near < 0.9 and not is_named:
+        return 0.0
+    score = 2.0 * (a.kind == b.kind) + (a.class_name == b.class_name) + 2.0 * is_named
+    score += 2.0 * (before_a == before_b) + 2.0 * (after_a == after_b) + 4.0 * share
+    return score + 3.0 * near + 2.0 * _close(values_a[0], values_b[0])
