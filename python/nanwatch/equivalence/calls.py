@@ -1,4 +1,4 @@
-"""Which module call of one implementation of a model is which call of another.
+"""Module calls of a run, and which call of one implementation of a model is which of another.
 
 Names come first, then weights (equal in both, or side by side in a fused projection). What is left is aligned in the
 order of execution, by class, name, place between the matched calls, and values. Containers match by what they hold.
@@ -6,18 +6,25 @@ order of execution, by class, name, place between the matched calls, and values.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
+from ..instrumentation.slot import TemporaryWrapper, attached
+from ..recording.walk import Leaf, call_leaves, leaves
+from ..util.modules import each_module
 from ..util.visible import without_wrappers
-from .sketches import Kept, Tokens, sketch
+from .differences import Kept, Store, Tokens, sketch
 
 _KIND = re.compile(
     r"norm|ln_|embed|wte|wpe|rotary|attn|attention|mlp|ffn|drop|gelu|silu|act|linear|conv|block|layer"
@@ -41,19 +48,25 @@ _LEAST_SCORE = 5.0
 
 @dataclass(eq=False)
 class Call:
-    """Call of a module. `start` and `end` count the starts and ends of calls; `parent` is the call around it."""
+    """Call of a module. `key` is its path and which of the module's calls it is.
 
-    path: str
+    `start` and `end` count the starts and ends of all calls. `parent` is the call around it.
+    """
+
+    key: tuple[str, int]
     class_name: str
     module: nn.Module
     parent: Call | None
     start: int
-    occurrence: int = 0
     end: int = 0
     is_leaf: bool = True
-    inputs: list[tuple[str, Kept]] = field(default_factory=list)
-    outputs: list[tuple[str, Kept]] = field(default_factory=list)
-    is_floating: bool = True
+    inputs: list[Kept] = field(default_factory=list)
+    outputs: list[Kept] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        """The name of the module."""
+        return self.key[0]
 
     def holds(self, other: Call) -> bool:
         """Return True if the other call happened during this one."""
@@ -106,13 +119,76 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and float((a - b).norm()) <= _SAME_WEIGHT * float(a.norm())
 
 
+@contextmanager
+def recorded(model: nn.Module, most_bytes: int) -> Iterator[list[Call]]:
+    """Record the calls that this thread makes of the model and its parts, in the order in which they end."""
+    log = _Log(Store(most_bytes))
+    with attached(_Wrapper(module, path, log) for path, module in each_module(model)):
+        yield log.calls
+
+
+class _Wrapper(TemporaryWrapper):
+    """Wrapper that records the calls of its module."""
+
+    def __init__(self, module: nn.Module, path: str, log: _Log) -> None:
+        super().__init__(module)
+        self._path = path
+        self._log = log
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call."""
+        log = self._log
+        if is_compiling() or threading.get_ident() != log.thread:
+            return self.run_inner(module, args, kwargs)
+        call = log.begin(module, self._path, call_leaves(args, kwargs))
+        try:
+            result = self.run_inner(module, args, kwargs)
+        finally:
+            log.inside.pop()
+        log.end(call, leaves(result, "output"))
+        return result
+
+
+class _Log:
+    """Calls of one run."""
+
+    def __init__(self, store: Store) -> None:
+        self.calls: list[Call] = []
+        self.inside: list[Call] = []
+        self.thread = threading.get_ident()
+        self._store = store
+        self._clock = itertools.count()
+        self._occurrences: Counter[str] = Counter()
+
+    def begin(self, module: nn.Module, path: str, found: list[Leaf]) -> Call:
+        parent = self.inside[-1] if self.inside else None
+        if parent is not None:
+            parent.is_leaf = False
+        key = (path, self._occurrences[path])
+        self._occurrences[path] += 1
+        call = Call(key, type(module).__name__, module, parent, next(self._clock), inputs=self._keep(found))
+        self.inside.append(call)
+        return call
+
+    def end(self, call: Call, found: list[Leaf]) -> None:
+        call.end = next(self._clock)
+        call.outputs = [kept for kept in self._keep(found) if kept.rows.is_floating_point()]
+        self.calls.append(call)
+
+    def _keep(self, found: list[Leaf]) -> list[Kept]:
+        tensors = [
+            x for _, x in found if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_meta
+        ]
+        return [self._store.keep(x) for x in tensors if x.numel() and x.dtype is not torch.bool]
+
+
 class Matcher:
     """Matches the calls of two runs."""
 
     def __init__(self, a: Sequence[Call], b: Sequence[Call], tokens: Tokens) -> None:
         self._a, self._b = list(a), list(b)
         self._sizes = {
-            id(one): {tokens.rows(kept).shape[0] * kept.shape[-1] for _, kept in one.outputs if kept.shape}
+            id(one): {tokens.rows(kept).shape[0] * kept.shape[-1] for kept in one.outputs if kept.shape}
             for one in (*a, *b)
         }
         self._tokens = tokens
@@ -151,7 +227,7 @@ class Matcher:
         """Match calls of the same path; one side may have a prefix more, as `model.`."""
         names = defaultdict(list)
         for one in self._b:
-            names[without_wrappers(one.path), one.occurrence].append(one)
+            names[without_wrappers(one.path), one.key[1]].append(one)
         prefixes = {""}
         paths = {without_wrappers(one.path) for one in self._b}
         for one in self._a:
@@ -166,7 +242,7 @@ class Matcher:
                 path = without_wrappers(one.path)
                 if not path.startswith(prefix) or one.parent is None:
                     continue
-                for other in names.get((path[len(prefix) :], one.occurrence), ()):
+                for other in names.get((path[len(prefix) :], one.key[1]), ()):
                     if (
                         id(other) in self._free_b
                         and other.parent is not None
@@ -199,7 +275,7 @@ class Matcher:
         free_ones, free_others = (self._free_b, self._free_a) if swapped else (self._free_a, self._free_b)
         for one in ones:
             if id(one) in free_ones and self._marks.get(id(one)) is not None and one.inputs:
-                groups[id(one.inputs[0][1])].append(one)
+                groups[id(one.inputs[0])].append(one)
         for other in others:
             theirs = self._marks.get(id(other))
             if theirs is None or id(other) not in free_others:
@@ -278,8 +354,8 @@ class Matcher:
     def _values(self, call: Call) -> list[Tensor | None]:
         """Return sketches of the first input and output, each as one vector."""
         found: list[Tensor | None] = []
-        for leaves in (call.inputs, call.outputs):
-            kept = leaves[0][1] if leaves else None
+        for found_ones in (call.inputs, call.outputs):
+            kept = found_ones[0] if found_ones else None
             if kept is None or not kept.rows.numel():
                 found.append(None)
                 continue
