@@ -27,7 +27,11 @@ class Scale(nn.Module):
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         if self.fault == "norm in bf16":
             wide = x.bfloat16()
-        mean = wide.abs().mean(-1, keepdim=True) ** 2 if self.fault == "L1 norm" else wide.square().mean(-1, keepdim=True)
+        mean = (
+            wide.abs().mean(-1, keepdim=True) ** 2
+            if self.fault == "L1 norm"
+            else wide.square().mean(-1, keepdim=True)
+        )
         weight = 1 + self.weight if self.fault == "norm weight plus one" else self.weight
         return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * weight
 
@@ -60,7 +64,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: int) -> Tensor:
         sizes = [self.heads * self.size, self.groups * self.size, self.groups * self.size]
-        q, k, v = (y.view(batch, -1, y.shape[-1] // self.size, self.size) for y in self.wqkv(x).split(sizes, -1))
+        q, k, v = (
+            y.view(batch, -1, y.shape[-1] // self.size, self.size) for y in self.wqkv(x).split(sizes, -1)
+        )
         start = self.fault == "positions from one"
         q, k = self.turn(q, 0), self.turn(k, int(start))
         many = self.heads // self.groups
@@ -133,21 +139,33 @@ class Llama(nn.Module):
         super().__init__()
         config = other.config
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, fault if i == at else "") for i in range(config.num_hidden_layers))
-        self.final = Scale(config.hidden_size, config.rms_norm_eps, fault if fault == "norm weight plus one" and at < 0 else "")
+        self.blocks = nn.ModuleList(
+            Block(config, fault if i == at else "") for i in range(config.num_hidden_layers)
+        )
+        self.final = Scale(
+            config.hidden_size,
+            config.rms_norm_eps,
+            fault if fault == "norm weight plus one" and at < 0 else "",
+        )
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.fault = fault
         with torch.no_grad():
             self.tokens.weight.copy_(other.model.embed_tokens.weight)
             self.final.weight.copy_(other.model.norm.weight)
-            self.head.weight.copy_(other.model.embed_tokens.weight if fault == "tied head" else other.lm_head.weight)
+            self.head.weight.copy_(
+                other.model.embed_tokens.weight if fault == "tied head" else other.lm_head.weight
+            )
             for i, (mine, theirs) in enumerate(zip(self.blocks, other.model.layers, strict=True)):
                 mine.pre.weight.copy_(theirs.input_layernorm.weight)
                 mine.mid.weight.copy_(theirs.post_attention_layernorm.weight)
                 attention = theirs.self_attn
-                mine.mix.wqkv.weight.copy_(torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
+                mine.mix.wqkv.weight.copy_(
+                    torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+                )
                 mine.mix.wo.weight.copy_(attention.o_proj.weight)
-                mine.feed.w13.weight.copy_(torch.cat([theirs.mlp.gate_proj.weight, theirs.mlp.up_proj.weight]))
+                mine.feed.w13.weight.copy_(
+                    torch.cat([theirs.mlp.gate_proj.weight, theirs.mlp.up_proj.weight])
+                )
                 mine.feed.w2.weight.copy_(theirs.mlp.down_proj.weight)
                 if fault == "a row of a weight lost" and i == at:
                     mine.feed.w2.weight[3] = 0
@@ -169,7 +187,10 @@ class Layer(nn.Module):
         super().__init__()
         width = config.n_embd
         eps = config.layer_norm_epsilon
-        self.norm1, self.norm2 = nn.LayerNorm(width, eps), nn.LayerNorm(width, 1e-3 if fault == "eps" else eps)
+        self.norm1, self.norm2 = (
+            nn.LayerNorm(width, eps),
+            nn.LayerNorm(width, 1e-3 if fault == "eps" else eps),
+        )
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.out = nn.Linear(width, width, bias=fault != "missing bias")
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -178,7 +199,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        q, k, v = (part(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        q, k, v = (
+            part(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
         if self.fault == "heads mixed up":
             q = q.flip(1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
@@ -200,12 +224,19 @@ class GPT2(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.fault = fault
         with torch.no_grad():
-            pairs = [(self.words, theirs.wte), (self.places, theirs.wpe), (self.norm, theirs.ln_f), (self.head, other.lm_head)]
+            pairs = [
+                (self.words, theirs.wte),
+                (self.places, theirs.wpe),
+                (self.norm, theirs.ln_f),
+                (self.head, other.lm_head),
+            ]
             for mine, block in zip(self.layers, theirs.h, strict=True):
                 pairs += [(mine.norm1, block.ln_1), (mine.norm2, block.ln_2), (mine.out, block.attn.c_proj)]
                 pairs += [(mine.up, block.mlp.c_fc), (mine.down, block.mlp.c_proj)]
                 weights, biases = block.attn.c_attn.weight.t().chunk(3), block.attn.c_attn.bias.chunk(3)
-                for part, weight, bias in zip((mine.query, mine.key, mine.value), weights, biases, strict=True):
+                for part, weight, bias in zip(
+                    (mine.query, mine.key, mine.value), weights, biases, strict=True
+                ):
                     part.weight.copy_(weight)
                     part.bias.copy_(bias)
             for mine, one in pairs:

@@ -24,7 +24,7 @@ from ..instrumentation.slot import TemporaryWrapper, attached
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..util.modules import each_module
 from ..util.visible import without_wrappers
-from .differences import Kept, Store, Tokens, sketch
+from .differences import Kept, Store, Tokens, sketch, weight_of
 
 _KIND = re.compile(
     r"norm|ln_|embed|wte|wpe|rotary|attn|attention|mlp|ffn|drop|gelu|silu|act|linear|conv|block|layer"
@@ -89,30 +89,18 @@ class Pair:
     b: tuple[Call, ...]
 
 
-def weight_of(module: nn.Module) -> Tensor | None:
-    """Return the weight with a row for each output, or None."""
-    weight = module._parameters.get("weight")
-    if weight is None or weight.is_meta or not weight.is_floating_point():
-        return None
-    found = weight.detach()
-    return found.t() if type(module).__name__ == "Conv1D" and found.ndim == 2 else found  # transformers' own
-
-
 def _marks(call: Call) -> Tensor | None:
     """Return projections of each row of the call's weight. Weights that are one number throughout mark nothing."""
     weight = weight_of(call.module)
-    if weight is None or not weight.numel():
+    if weight is None:
         return None
     rows = weight.flatten(1) if weight.ndim > 1 else weight[:, None]
     rows = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
     if float(rows.max() - rows.min()) == 0.0:
         return None
     generator = torch.Generator().manual_seed(rows.shape[-1])
-    return (
-        (rows @ torch.randn(rows.shape[-1], _PROJECTIONS, generator=generator).to(rows))
-        .cpu()
-        .to(torch.float32)
-    )
+    projection = torch.randn(rows.shape[-1], _PROJECTIONS, generator=generator)
+    return (rows @ projection.to(rows)).to("cpu", torch.float32)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -224,33 +212,14 @@ class Matcher:
         return not self._sizes[id(a)].isdisjoint(self._sizes[id(b)])
 
     def _match_names(self) -> None:
-        """Match calls of the same path; one side may have a prefix more, as `model.`."""
-        names = defaultdict(list)
-        for one in self._b:
-            names[without_wrappers(one.path), one.key[1]].append(one)
-        prefixes = {""}
-        paths = {without_wrappers(one.path) for one in self._b}
+        """Match calls of the same path."""
+        names = {(without_wrappers(one.path), one.key[1]): one for one in self._b if one.parent is not None}
         for one in self._a:
-            parts = without_wrappers(one.path).split(".")
-            prefixes |= {
-                ".".join(parts[:n]) + "."
-                for n in range(1, min(len(parts), 3))
-                if ".".join(parts[n:]) in paths
-            }
-        for prefix in sorted(prefixes, key=len):
-            for one in self._left()[0]:
-                path = without_wrappers(one.path)
-                if not path.startswith(prefix) or one.parent is None:
-                    continue
-                for other in names.get((path[len(prefix) :], one.key[1]), ()):
-                    if (
-                        id(other) in self._free_b
-                        and other.parent is not None
-                        and self._fit(one, other)
-                        and one.is_leaf == other.is_leaf
-                    ):
-                        self._add((one,), (other,))
-                        break
+            other = names.get((without_wrappers(one.path), one.key[1]))
+            if other is None or one.parent is None or not self._fit(one, other):
+                continue
+            if id(other) in self._free_b:
+                self._add((one,), (other,))
 
     def _match_weights(self) -> None:
         left_a, left_b = self._left()
@@ -398,6 +367,6 @@ def _score(a: Call, b: Call, around_a: Any, around_b: Any, values_a: Any, values
         return 0.0
     if a.is_leaf and a.kind != b.kind and near < 0.9 and not is_named:
         return 0.0
-    score = 2.0 * (a.kind == b.kind) + (a.class_name == b.class_name) + 2.0 * is_named
+    score: float = 2.0 * (a.kind == b.kind) + (a.class_name == b.class_name) + 2.0 * is_named
     score += 2.0 * (before_a == before_b) + 2.0 * (after_a == after_b) + 4.0 * share
     return score + 3.0 * near + 2.0 * _close(values_a[0], values_b[0])

@@ -12,20 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..numerics.readable import dtype_name
 from ..util.modules import each_parameter
 from ..util.reading import plain
 from ..util.visible import module_name, spell, visible
-from .calls import Call, Matcher, Pair, recorded, weight_of
+from .calls import Call, Matcher, Pair, recorded
 from .differences import (
     Errors,
     Kept,
     Tokens,
     by_token,
+    module_differences,
     relative_errors,
     shape_of_difference,
     side_by_side,
+    spell_error,
     total,
 )
 from .state import State
@@ -35,6 +38,8 @@ Caller = Callable[[nn.Module, Any], Any]
 _LEAVES = 4
 # A difference that is this many times larger than what is left of it after the module is one of convention.
 _VANISHED = 100.0
+# Remarks in a result.
+_REMARKS = 5
 # By precision.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -101,19 +106,15 @@ class Comparison:
             lines = [f"No module can be named: {self.why}.", "", f"Compared:   {amount}"]
         else:
             found = self.first
-            lines = [f"Differ first in {found.name}.", ""]
-            lines += [
-                f"Input:      {_number(found.input_error)} apart",
-                f"Output:     {_number(found.error)} apart",
+            lines = [
+                f"Differ first in {found.name}.",
+                "",
+                f"Input:      {spell_error(found.input_error)}",
+                f"Output:     {spell_error(found.error)}, with a noise floor of {found.floor:.2g} times {self.factor:g}",
             ]
-            lines += [f"Floor:      {_number(found.floor)}, of which {self.factor:g} times are allowed"]
-            lines += (
-                textwrap.wrap(f"Where:      {self.where}", 100, subsequent_indent=" " * 12)
-                if self.where
-                else []
-            )
-            for one in self.likely:
-                lines += textwrap.wrap(f"Looks like: {one}", 100, subsequent_indent=" " * 12)
+            said = [("Where:      ", self.where), *(("Looks like: ", one) for one in self.likely)]
+            for head, text in said:
+                lines += textwrap.wrap(head + text, 100, subsequent_indent=" " * 12) if text else []
             lines += [f"Compared:   {amount}"]
         lines += [f"Noise:      {self.floor}"]
         lines += ["", *(f"Note: {remark}" for remark in self.remarks)] if self.remarks else []
@@ -163,9 +164,10 @@ def compare(
             raise TypeError(f"{name} should be a torch.nn.Module, got {type(model).__name__}")
     if not factor > 1:
         raise ValueError(f"factor should be above 1, the noise floor itself, got {factor}")
-    if tokens is None and isinstance(inputs, Mapping):
+    if isinstance(inputs, Mapping):
+        inputs = dict(inputs)  # transformers' BatchEncoding among them
         mask = inputs.get("attention_mask")
-        tokens = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        tokens = mask if tokens is None and isinstance(mask, Tensor) and mask.ndim == 2 else tokens
     state = State([model_a, model_b])
     with state.kept():
         sides = (
@@ -200,7 +202,11 @@ class _Side:
     def _run(self, model: nn.Module, dtype: torch.dtype | None) -> list[Call]:
         self._state.restore()
         device = next((x.device for x in each_parameter(model)), None)
-        inputs = _moved(self._inputs, device, dtype)
+
+        def moved(x: Tensor) -> Tensor:
+            return x.detach().clone().to(device, dtype if x.is_floating_point() else None)
+
+        inputs = tree_map_only(Tensor, moved, self._inputs)
         with torch.no_grad(), recorded(model, self._most_bytes) as calls:
             if self._call is not None:
                 self._call(model, inputs)
@@ -215,17 +221,6 @@ class _Side:
         return sorted(inside, key=lambda one: one.start)
 
 
-def _moved(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """Return inputs on the model's device. Floating ones are cast to `dtype` where it is given."""
-    if isinstance(value, Tensor):
-        return value.detach().clone().to(device, dtype if value.is_floating_point() else None)
-    if isinstance(value, Mapping):
-        return {key: _moved(one, device, dtype) for key, one in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_moved(one, device, dtype) for one in value)
-    return value
-
-
 @dataclass(frozen=True)
 class _Seen:
     """Comparison of an event: the errors, the floor, and how many times the floor the error is."""
@@ -233,14 +228,13 @@ class _Seen:
     errors: Errors
     floor: float
     ratio: float
-    values: tuple[Tensor, Tensor]
     shape: tuple[int, ...]
+    picks: tuple[tuple[int, ...], ...]
 
 
 _Runs = dict[tuple[str, int], Call]
 # "inputs" or "outputs", and of which calls.
 _Event = tuple[str, Pair]
-_Answer = tuple[bool | None, Pair | None, str, str]
 
 
 class _Comparer:
@@ -272,11 +266,16 @@ class _Comparer:
                 where = f"in its own code, between {_spell(last)}, which agrees, and {_spell(event)}, which does not"
                 pair = Pair((found[0],), (found[1],))
             first = self._error(pair)
-            words = _likely(pair, self._seen[event])
+            seen = self._seen[event]
+            if len(pair.a) == len(pair.b) == 1:
+                words = module_differences(pair.a[0].module, pair.b[0].module, is_leaf=pair.a[0].is_leaf)
+            values = None if seen is None else self._values(*event, *seen.picks)
+            if seen is not None and values is not None:
+                words += shape_of_difference(*values[1:], seen.errors, seen.shape, seen.floor)
         rows = tuple(row for pair in pairs if (row := self._error(pair)).error is not None)
         return Comparison(
             equal, first, where, tuple(words), why, floor, self._factor, len(calls_a), len(calls_b), rows,
-            tuple(self._remarks),
+            tuple(self._remarks[:_REMARKS]),
         )  # fmt: skip
 
     def _measure(self) -> str:
@@ -315,27 +314,35 @@ class _Comparer:
         return min((one for one in found if one is not None), key=lambda one: one.errors.total, default=None)
 
     def _see_one(self, kind: str, pair: Pair, *picks: tuple[int, ...]) -> _Seen | None:
-        a, b = (_value(side, kind, pick) for side, pick in zip((pair.a, pair.b), picks, strict=True))
-        values = None if a is None or b is None else self._tokens.pair(a, b)
-        if values is None or a is None:
+        values = self._values(kind, pair, *picks)
+        if values is None:
             return None
-        errors = relative_errors(*values)
+        shape, *both = values
+        errors = relative_errors(*both)
         floors = []
         for number, *runs in self._measured:
             keys = [one.key for one in (pair.a, pair.b)[number]]
             if all(key in run for key in keys for run in runs):
                 low, high = (_value([run[key] for key in keys], kind, picks[number]) for run in runs)
-                both = None if low is None or high is None else self._tokens.pair(high, low)
-                floors += [] if both is None else [relative_errors(*both)]
+                noise = None if low is None or high is None else self._tokens.pair(high, low)
+                floors += [] if noise is None else [relative_errors(*noise)]
         eps = torch.finfo(self._coarse).eps
         least = eps / 4 if floors else 4 * eps
         scale = eps / torch.finfo(torch.float32).eps if self._coarse is torch.float64 else 1.0
         whole = max(least, scale * min((one.total for one in floors), default=0.0))
         worst = max(least, scale * min((one.largest for one in floors), default=0.0))
-        return _Seen(errors, whole, max(errors.total / whole, errors.largest / worst), values, a.shape)
+        return _Seen(errors, whole, max(errors.total / whole, errors.largest / worst), shape, picks)
+
+    def _values(
+        self, kind: str, pair: Pair, *picks: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], Tensor, Tensor] | None:
+        """Return A's shape and the rows of both sides."""
+        a, b = (_value(side, kind, pick) for side, pick in zip((pair.a, pair.b), picks, strict=True))
+        rows = None if a is None or b is None else self._tokens.pair(a, b)
+        return None if rows is None or a is None else (a.shape, *rows)
 
     def _first(self, pairs: list[Pair]) -> tuple[bool | None, _Event | None, _Event | None, str]:
-        """Return whether the models are equal, the first event that differs, the last before it, and why there is none."""
+        """Return whether the models are equal, the first event that differs, the last before, and why none."""
         root = next((pair for pair in pairs if pair.a[0].parent is None), None)
         if root is None or self._seen["outputs", root] is None:
             return None, None, None, "the outputs of the two models have shapes that do not go together"
@@ -347,7 +354,9 @@ class _Comparer:
                 continue
             if not self._differs(event):
                 last = event
-            elif not self._is_convention(event):
+            elif (gone := self._gone(event)) is not None:
+                self._remarks.append(f"{_spell(event)} differs, which is gone at {_spell(gone)}")
+            else:
                 why = "" if last else f"nothing could be compared before {_spell(event)}, which differs"
                 return False, event, last, why
         return True, None, None, ""
@@ -356,8 +365,8 @@ class _Comparer:
         seen = self._seen[event]
         return seen is not None and seen.ratio > self._factor
 
-    def _is_convention(self, event: _Event) -> bool:
-        """Return True for a difference that is gone at the end of the module, or of one around it."""
+    def _gone(self, event: _Event) -> _Event | None:
+        """Return the output at which the difference is gone, of the module or of one around it: a convention."""
         (kind, pair), seen = event, self._seen[event]
         for outer in (pair for _, pair in self._seen):
             is_same = outer is pair and kind == "inputs"
@@ -366,17 +375,20 @@ class _Comparer:
                 if seen is None or after is None or self._differs(("outputs", outer)):
                     continue
                 if seen.errors.total > _VANISHED * after.errors.total:
-                    return True
-        return False
+                    return "outputs", outer
+        return None
 
     def _error(self, pair: Pair) -> ModuleError:
         before, after = (
             self._seen.get((kind, pair)) or self._see(kind, pair) for kind in ("inputs", "outputs")
         )
         along = None if after is None else by_token(after.errors.rows, after.shape)
+        path_a, path_b = (", ".join(one.path for one in side) for side in (pair.a, pair.b))
         return ModuleError(
-            *(", ".join(one.path for one in side) for side in (pair.a, pair.b)),
-            *(side[0].class_name for side in (pair.a, pair.b)),
+            path_a,
+            path_b,
+            pair.a[0].class_name,
+            pair.b[0].class_name,
             None if before is None else before.errors.total,
             None if after is None else after.errors.total,
             0.0 if after is None else after.floor,
@@ -408,41 +420,6 @@ def _around(calls: list[Call], side: int, last: _Event, event: _Event) -> Call:
     return max((one for one in calls if one.start <= start and one.end >= end), key=lambda one: one.start)
 
 
-def _likely(pair: Pair, seen: _Seen | None) -> list[str]:
-    """Return what the difference looks like, from the modules' settings, weights and values."""
-    found = []
-    if len(pair.a) == len(pair.b) == 1:
-        one, other = pair.a[0].module, pair.b[0].module
-        ours, theirs = _settings(one), _settings(other)
-        found = [
-            f"{name} is {ours[name]} in A and {theirs[name]} in B"
-            for name in ours
-            if theirs.get(name, ours[name]) != ours[name]
-        ]
-        biases = [module._parameters.get("bias") for module in (one, other)]
-        if (biases[0] is None) != (biases[1] is None) and pair.a[0].is_leaf and pair.b[0].is_leaf:
-            found.append(f"only {'A' if biases[1] is None else 'B'} has a bias")
-        for name, (x, y) in {"weight": (weight_of(one), weight_of(other)), "bias": biases}.items():
-            if x is not None and y is not None and x.shape == y.shape:
-                wide = [w.detach().cpu().to(torch.float64).reshape(len(w), -1) for w in (x, y)]
-                error = relative_errors(*wide).total
-                if error > max(torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps):
-                    found.append(f"its {name}s are {_number(error)} apart")
-    if seen is not None:
-        found += shape_of_difference(*seen.values, seen.errors, seen.shape, seen.floor)
-    return found
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """Return the numbers and words that a module keeps, by name; any name with eps is eps."""
-    kept = {name: one for name, one in vars(module).items() if isinstance(one, bool | int | float | str)}
-    return {"eps" if "eps" in name else name: one for name, one in kept.items() if name != "training"}
-
-
 def _spell(event: _Event) -> str:
     one, other = (", ".join(module_name(call.path) for call in side) for side in (event[1].a, event[1].b))
     return f"the {event[0][:-1]} of {one if one == other else f'{one} | {other}'}"
-
-
-def _number(error: float | None) -> str:
-    return "not comparable" if error is None else f"{error:.2g}"
