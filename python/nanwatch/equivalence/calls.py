@@ -7,7 +7,6 @@ order of execution, by class, name, place between the matched calls, and values.
 from __future__ import annotations
 
 import itertools
-import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -24,26 +23,17 @@ from ..instrumentation.slot import TemporaryWrapper, attached
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..util.modules import each_module
 from ..util.visible import without_wrappers
-from .differences import Kept, Store, Tokens, sketch, weight_of
+from .differences import Kept, Store, Tokens, side_by_side, sketch, total, weight_of
 
-_KIND = re.compile(
-    r"norm|ln_|embed|wte|wpe|rotary|attn|attention|mlp|ffn|drop|gelu|silu|act|linear|conv|block|layer"
-)
-_ALIKE = {
-    "ln_": "norm",
-    "wte": "embed",
-    "wpe": "embed",
-    "attn": "attention",
-    "ffn": "mlp",
-    "gelu": "act",
-    "silu": "act",
-}
-_ALIKE |= {"conv": "linear", "layer": "block"}
 _PROJECTIONS = 8
 # Weights in bfloat16 are within 0.4 % of those in float32.
 _SAME_WEIGHT = 0.02
 # A match by score alone needs more than a place between the same neighbours, which have 4.
 _LEAST_SCORE = 5.0
+# Containers of which less is alike, by the matched calls inside, are not the same.
+_LEAST_SHARE = 0.5
+# Values that close are those of one tensor, with a fault or without.
+_NEAR = 0.9
 
 
 @dataclass(eq=False)
@@ -72,14 +62,6 @@ class Call:
         """Return True if the other call happened during this one."""
         return self.start < other.start and other.end < self.end
 
-    @property
-    def kind(self) -> str:
-        """The sort of module that its class or name speaks of."""
-        for text in (self.class_name.lower(), self.path.rpartition(".")[2].lower()):
-            if found := _KIND.search(text):
-                return _ALIKE.get(found[0], found[0])
-        return self.class_name.lower()
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -87,6 +69,30 @@ class Pair:
 
     a: tuple[Call, ...]
     b: tuple[Call, ...]
+
+    def time(self, kind: str, side: int) -> int:
+        """Return when the "inputs" or "outputs" were there, on side 0 or 1."""
+        calls = (self.a, self.b)[side]
+        return calls[0].start if kind == "inputs" else calls[-1].end
+
+
+def innermost(calls: list[Call], start: int, end: int) -> Call:
+    """Return the innermost call from one time to another."""
+    return max((one for one in calls if one.start <= start and one.end >= end), key=lambda one: one.start)
+
+
+def is_sum(values: Sequence[Kept]) -> bool:
+    """Return True if the first two values may be hidden and residual."""
+    return len(values) > 1 and values[0].shape == values[1].shape and values[0].rows.is_floating_point()
+
+
+def value(calls: Sequence[Call], kind: str, pick: tuple[int, ...]) -> Kept | None:
+    """Return a value of the call, or the sum of two; those of several calls, which had one input, side by side."""
+    found = [getattr(one, kind) for one in (calls if kind == "outputs" else calls[:1])]
+    if any(pick[-1] >= len(values) for values in found):
+        return None
+    sums = [total([values[i] for i in pick]) for values in found]
+    return sums[0] if len(sums) == 1 else side_by_side(sums)
 
 
 def _marks(call: Call) -> Tensor | None:
@@ -356,17 +362,15 @@ def _score(a: Call, b: Call, around_a: Any, around_b: Any, values_a: Any, values
     """Return how much speaks for two calls being the same, or 0 where something speaks against it."""
     (inside_a, (before_a, after_a)), (inside_b, (before_b, after_b)) = around_a, around_b
     share = len(inside_a & inside_b) / max(len(inside_a | inside_b), 1)
-    if (a.is_leaf != b.is_leaf and (inside_a or inside_b or a.kind != b.kind)) or (
-        (inside_a or inside_b) and share < 0.5
-    ):
+    if (inside_a or inside_b) and share < _LEAST_SHARE:
         return 0.0
+    weights = [weight_of(one.module) for one in (a, b)]
+    is_alike = a.class_name == b.class_name or (
+        weights[0] is not None and weights[1] is not None and weights[0].shape == weights[1].shape
+    )
     is_named = a.path.rpartition(".")[2] == b.path.rpartition(".")[2]
     near = _close(values_a[1], values_b[1])
-    is_bare = a.is_leaf and not any(True for _ in a.module.parameters(recurse=False))
-    if is_bare and not (is_named or a.class_name == b.class_name or near > 0.9):
+    if a.is_leaf and b.is_leaf and not (is_alike or is_named or near > _NEAR):
         return 0.0
-    if a.is_leaf and a.kind != b.kind and near < 0.9 and not is_named:
-        return 0.0
-    score: float = 2.0 * (a.kind == b.kind) + (a.class_name == b.class_name) + 2.0 * is_named
-    score += 2.0 * (before_a == before_b) + 2.0 * (after_a == after_b) + 4.0 * share
-    return score + 3.0 * near + 2.0 * _close(values_a[0], values_b[0])
+    score = 3.0 * is_alike + 2.0 * is_named + 2.0 * (before_a == before_b) + 2.0 * (after_a == after_b)
+    return score + 4.0 * share + 3.0 * near + 2.0 * _close(values_a[0], values_b[0])

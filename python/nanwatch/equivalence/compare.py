@@ -6,7 +6,7 @@ import copy
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +18,16 @@ from ..numerics.readable import dtype_name
 from ..util.modules import each_parameter
 from ..util.reading import plain
 from ..util.visible import module_name, spell, visible
-from .calls import Call, Matcher, Pair, recorded
+from .calls import Call, Matcher, Pair, innermost, is_sum, recorded, value
 from .differences import (
     Errors,
-    Kept,
     Tokens,
     by_token,
     module_differences,
     relative_errors,
     shape_of_difference,
-    side_by_side,
     spell_error,
-    total,
+    weight_of,
 )
 from .state import State
 
@@ -110,7 +108,7 @@ class Comparison:
                 f"Differ first in {found.name}.",
                 "",
                 f"Input:      {spell_error(found.input_error)}",
-                f"Output:     {spell_error(found.error)}, with a noise floor of {found.floor:.2g} times {self.factor:g}",
+                f"Output:     {spell_error(found.error)}, above {self.factor:g} x the floor of {found.floor:.2g}",
             ]
             said = [("Where:      ", self.where), *(("Looks like: ", one) for one in self.likely)]
             for head, text in said:
@@ -256,14 +254,25 @@ class _Comparer:
         calls_a, calls_b = (side.calls for side in self._sides)
         pairs = Matcher(calls_a, calls_b, self._tokens).match()
         self._seen = {(kind, pair): self._see(kind, pair) for pair in pairs for kind in ("inputs", "outputs")}
+        matched = {one for pair in pairs for one in (*pair.a, *pair.b)}
         equal, event, last, why = self._first(pairs)
         first, where, words = None, "", list[str]()
         if event is not None and last is not None:
             kind, pair = event
             is_fed = self._seen["inputs", pair] is not None or not (pair.a[0].inputs and pair.b[0].inputs)
             if not (kind == "outputs" and pair.a[0].is_leaf and is_fed):
-                found = [_around(side.calls, i, last, event) for i, side in enumerate(self._sides)]
                 where = f"in its own code, between {_spell(last)}, which agrees, and {_spell(event)}, which does not"
+                found = []
+                for number, side in enumerate(self._sides):
+                    start, end = sorted((last[1].time(last[0], number), pair.time(kind, number)))
+                    found.append(innermost(side.calls, start, end))
+                    alone = [one for one in side.calls if start < one.start and one.end < end and one.is_leaf]
+                    if names := [
+                        module_name(one.path)
+                        for one in alone
+                        if one not in matched and weight_of(one.module) is not None
+                    ]:
+                        where += f". Only {'AB'[number]} calls {', '.join(names)} there"
                 pair = Pair((found[0],), (found[1],))
             first = self._error(pair)
             seen = self._seen[event]
@@ -309,7 +318,7 @@ class _Comparer:
             (one for i, j in tried if (one := self._see_one(kind, pair, (i,), (j,))) is not None), None
         )
         # One side may pass hidden and residual apart, the other their sum.
-        sums = [picks for n, picks in ((1, ((0,), (0, 1))), (0, ((0, 1), (0,)))) if _is_sum(values[n])]
+        sums = [picks for n, picks in ((1, ((0,), (0, 1))), (0, ((0, 1), (0,)))) if is_sum(values[n])]
         found = [main, *(self._see_one(kind, pair, *picks) for picks in sums)]
         return min((one for one in found if one is not None), key=lambda one: one.errors.total, default=None)
 
@@ -323,7 +332,7 @@ class _Comparer:
         for number, *runs in self._measured:
             keys = [one.key for one in (pair.a, pair.b)[number]]
             if all(key in run for key in keys for run in runs):
-                low, high = (_value([run[key] for key in keys], kind, picks[number]) for run in runs)
+                low, high = (value([run[key] for key in keys], kind, picks[number]) for run in runs)
                 noise = None if low is None or high is None else self._tokens.pair(high, low)
                 floors += [] if noise is None else [relative_errors(*noise)]
         eps = torch.finfo(self._coarse).eps
@@ -337,7 +346,7 @@ class _Comparer:
         self, kind: str, pair: Pair, *picks: tuple[int, ...]
     ) -> tuple[tuple[int, ...], Tensor, Tensor] | None:
         """Return A's shape and the rows of both sides."""
-        a, b = (_value(side, kind, pick) for side, pick in zip((pair.a, pair.b), picks, strict=True))
+        a, b = (value(side, kind, pick) for side, pick in zip((pair.a, pair.b), picks, strict=True))
         rows = None if a is None or b is None else self._tokens.pair(a, b)
         return None if rows is None or a is None else (a.shape, *rows)
 
@@ -349,7 +358,7 @@ class _Comparer:
         if self._differs(("inputs", root)):
             return None, None, None, "the models were not given the same inputs"
         last = None
-        for event in sorted(self._seen, key=lambda one: _time(one, 0)):
+        for event in sorted(self._seen, key=lambda one: one[1].time(one[0], 0)):
             if self._seen[event] is None:
                 continue
             if not self._differs(event):
@@ -368,7 +377,7 @@ class _Comparer:
     def _gone(self, event: _Event) -> _Event | None:
         """Return the output at which the difference is gone, of the module or of one around it: a convention."""
         (kind, pair), seen = event, self._seen[event]
-        for outer in (pair for _, pair in self._seen):
+        for outer in reversed([pair for kind, pair in self._seen if kind == "outputs"]):
             is_same = outer is pair and kind == "inputs"
             if is_same or (outer.a[0].holds(pair.a[0]) and not self._differs(("inputs", outer))):
                 after = self._seen["outputs", outer]
@@ -394,30 +403,6 @@ class _Comparer:
             0.0 if after is None else after.floor,
             () if along is None else tuple(along.tolist()),
         )
-
-
-def _is_sum(values: Sequence[Kept]) -> bool:
-    return len(values) > 1 and values[0].shape == values[1].shape and values[0].rows.is_floating_point()
-
-
-def _value(calls: Sequence[Call], kind: str, pick: tuple[int, ...]) -> Kept | None:
-    """Return a value of the call, or the sum of two; those of several calls side by side, which had one input."""
-    found = [getattr(one, kind) for one in (calls if kind == "outputs" else calls[:1])]
-    if any(pick[-1] >= len(values) for values in found):
-        return None
-    sums = [total([values[i] for i in pick]) for values in found]
-    return sums[0] if len(sums) == 1 else side_by_side(sums)
-
-
-def _time(event: _Event, side: int) -> int:
-    calls = event[1].b if side else event[1].a
-    return calls[0].start if event[0] == "inputs" else calls[-1].end
-
-
-def _around(calls: list[Call], side: int, last: _Event, event: _Event) -> Call:
-    """Return the innermost call from the last agreement to the first difference."""
-    start, end = sorted((_time(last, side), _time(event, side)))
-    return max((one for one in calls if one.start <= start and one.end >= end), key=lambda one: one.start)
 
 
 def _spell(event: _Event) -> str:
