@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from ..instrumentation.slot import TemporaryWrapper, attached
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..util.modules import each_module
-from ..util.visible import without_wrappers
+from ..util.visible import module_name, without_wrappers
 from .differences import Kept, Store, Tokens, side_by_side, sketch, total, weight_of
 
 _PROJECTIONS = 8
@@ -79,6 +79,15 @@ class Pair:
 def innermost(calls: list[Call], start: int, end: int) -> Call:
     """Return the innermost call from one time to another."""
     return max((one for one in calls if one.start <= start and one.end >= end), key=lambda one: one.start)
+
+
+def alone(calls: list[Call], pairs: list[Pair], start: int, end: int) -> str:
+    """Name the modules with weights that one side calls between two times, and the other does not."""
+    known = {id(one) for pair in pairs for one in (*pair.a, *pair.b)}
+    between = [one for one in calls if start < one.start and one.end < end and one.is_leaf]
+    found = [one for one in between if id(one) not in known and weight_of(one.module) is not None]
+    rest = f" and {len(found) - 2} more" if len(found) > 2 else ""
+    return ", ".join(module_name(one.path) for one in found[:2]) + rest
 
 
 def is_sum(values: Sequence[Kept]) -> bool:
@@ -326,17 +335,16 @@ class Matcher:
                     scores[i, j] = score if score >= _LEAST_SCORE else 0.0
         return scores
 
-    def _values(self, call: Call) -> list[Tensor | None]:
-        """Return sketches of the first input and output, each as one vector."""
-        found: list[Tensor | None] = []
-        for found_ones in (call.inputs, call.outputs):
-            kept = found_ones[0] if found_ones else None
-            if kept is None or not kept.rows.numel():
-                found.append(None)
-                continue
-            rows = self._tokens.rows(kept)
-            rows = (rows if kept.is_sketch else sketch(rows)).to(torch.float64).nan_to_num()
-            found.append(sketch(rows.t()).flatten() if len(rows) else None)
+    def _values(self, call: Call) -> list[list[Tensor]]:
+        """Return sketches of the first input, and of the first output, each as one vector; and those of sums."""
+        found: list[list[Tensor]] = []
+        for values in (call.inputs, call.outputs):
+            vectors = []
+            for kept in values[: 2 if is_sum(values) else 1]:
+                rows = self._tokens.rows(kept)
+                rows = (rows if kept.is_sketch else sketch(rows)).to(torch.float64).nan_to_num()
+                vectors.append(sketch(rows.t()).flatten())
+            found.append([*vectors[:1], *([vectors[0] + vectors[1]] if len(vectors) > 1 else [])])
         return found
 
 
@@ -351,11 +359,9 @@ def _neighbours(ends: np.ndarray[Any, Any], call: Call) -> tuple[int, int]:
     )
 
 
-def _close(a: Tensor | None, b: Tensor | None) -> float:
-    if a is None or b is None or a.shape != b.shape:
-        return 0.0
-    size = float(a.norm())
-    return max(0.0, 1.0 - float((a - b).norm()) / size) if size else 0.0
+def _close(ones: list[Tensor], others: list[Tensor]) -> float:
+    pairs = [(a, b) for a in ones for b in others if a.shape == b.shape and a.any()]
+    return max((1.0 - float((a - b).norm() / a.norm()) for a, b in pairs), default=0.0)
 
 
 def _score(a: Call, b: Call, around_a: Any, around_b: Any, values_a: Any, values_b: Any) -> float:
@@ -372,5 +378,5 @@ def _score(a: Call, b: Call, around_a: Any, around_b: Any, values_a: Any, values
     near = _close(values_a[1], values_b[1])
     if a.is_leaf and b.is_leaf and not (is_alike or is_named or near > _NEAR):
         return 0.0
-    score = 3.0 * is_alike + 2.0 * is_named + 2.0 * (before_a == before_b) + 2.0 * (after_a == after_b)
-    return score + 4.0 * share + 3.0 * near + 2.0 * _close(values_a[0], values_b[0])
+    score: float = 3.0 * is_alike + 2.0 * is_named + 2.0 * (before_a == before_b) + 2.0 * (after_a == after_b)
+    return score + 4.0 * share + 3.0 * max(0.0, near) + 2.0 * max(0.0, _close(values_a[0], values_b[0]))

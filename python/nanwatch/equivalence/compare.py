@@ -18,7 +18,7 @@ from ..numerics.readable import dtype_name
 from ..util.modules import each_parameter
 from ..util.reading import plain
 from ..util.visible import module_name, spell, visible
-from .calls import Call, Matcher, Pair, innermost, is_sum, recorded, value
+from .calls import Call, Matcher, Pair, alone, innermost, is_sum, recorded, value
 from .differences import (
     Errors,
     Tokens,
@@ -27,7 +27,6 @@ from .differences import (
     relative_errors,
     shape_of_difference,
     spell_error,
-    weight_of,
 )
 from .state import State
 
@@ -36,8 +35,6 @@ Caller = Callable[[nn.Module, Any], Any]
 _LEAVES = 4
 # A difference that is this many times larger than what is left of it after the module is one of convention.
 _VANISHED = 100.0
-# Remarks in a result.
-_REMARKS = 5
 # By precision.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -63,8 +60,8 @@ class ModuleError:
     def name(self) -> str:
         """Both names in words."""
         one, other = (
-            f"{module_name(path)} ({visible(class_name)})"
-            for path, class_name in ((self.module_a, self.class_a), (self.module_b, self.class_b))
+            f"{module_name(self.module_a)} ({self.class_a})",
+            f"{module_name(self.module_b)} ({self.class_b})",
         )
         return one if one == other else f"{one} | {other}"
 
@@ -168,11 +165,9 @@ def compare(
         tokens = mask if tokens is None and isinstance(mask, Tensor) and mask.ndim == 2 else tokens
     state = State([model_a, model_b])
     with state.kept():
-        sides = (
-            _Side(model_a, call_a, inputs, state, most_bytes),
-            _Side(model_b, call_b, inputs, state, most_bytes),
-        )
-        return _Comparer(*sides, Tokens(tokens), factor).compare()
+        a = _Side(model_a, call_a, inputs, state, most_bytes)
+        b = _Side(model_b, call_b, inputs, state, most_bytes)
+        return _Comparer(a, b, Tokens(tokens), factor).compare()
 
 
 class _Side:
@@ -254,7 +249,6 @@ class _Comparer:
         calls_a, calls_b = (side.calls for side in self._sides)
         pairs = Matcher(calls_a, calls_b, self._tokens).match()
         self._seen = {(kind, pair): self._see(kind, pair) for pair in pairs for kind in ("inputs", "outputs")}
-        matched = {one for pair in pairs for one in (*pair.a, *pair.b)}
         equal, event, last, why = self._first(pairs)
         first, where, words = None, "", list[str]()
         if event is not None and last is not None:
@@ -262,17 +256,12 @@ class _Comparer:
             is_fed = self._seen["inputs", pair] is not None or not (pair.a[0].inputs and pair.b[0].inputs)
             if not (kind == "outputs" and pair.a[0].is_leaf and is_fed):
                 where = f"in its own code, between {_spell(last)}, which agrees, and {_spell(event)}, which does not"
-                found = []
-                for number, side in enumerate(self._sides):
-                    start, end = sorted((last[1].time(last[0], number), pair.time(kind, number)))
-                    found.append(innermost(side.calls, start, end))
-                    alone = [one for one in side.calls if start < one.start and one.end < end and one.is_leaf]
-                    if names := [
-                        module_name(one.path)
-                        for one in alone
-                        if one not in matched and weight_of(one.module) is not None
-                    ]:
-                        where += f". Only {'AB'[number]} calls {', '.join(names)} there"
+                times = [sorted((last[1].time(last[0], i), pair.time(kind, i))) for i in (0, 1)]
+                found = [innermost(side.calls, *when) for side, when in zip(self._sides, times, strict=True)]
+                for side, when, name in zip(self._sides, times, "AB", strict=True):
+                    names = alone(side.calls, pairs, *when)
+                    if names and not any(one.is_leaf for one in found):  # of a leaf nothing inside shows
+                        where += f". Only {name} calls {names} there"
                 pair = Pair((found[0],), (found[1],))
             first = self._error(pair)
             seen = self._seen[event]
@@ -284,7 +273,7 @@ class _Comparer:
         rows = tuple(row for pair in pairs if (row := self._error(pair)).error is not None)
         return Comparison(
             equal, first, where, tuple(words), why, floor, self._factor, len(calls_a), len(calls_b), rows,
-            tuple(self._remarks[:_REMARKS]),
+            tuple(self._remarks[:5]),
         )  # fmt: skip
 
     def _measure(self) -> str:
