@@ -146,7 +146,8 @@ def compare(
 
     Neither model is changed, and random states are as before. Gradients are off. Raises what the models raise.
 
-    >>> import copy
+    >>> import copy, torch
+    >>> from nanwatch import compare
     >>> a = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4, eps=1e-5))
     >>> b = copy.deepcopy(a)
     >>> b[1].eps = 1e-2

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import nanwatch
@@ -39,22 +38,17 @@ def with_step(function: Callable[[Tensor], Tensor]) -> nn.Sequential:
 X = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
 
 
-@given(
-    rows=st.integers(16, 64),
-    columns=st.integers(2, 500),
-    error=st.floats(1e-6, 1.0),
-    seed=st.integers(0, 1 << 30),
-)
-def test_a_sketch_has_the_relative_error_within_a_fifth(
-    rows: int, columns: int, error: float, seed: int
-) -> None:
-    """Over all rows, also for rows of very different size."""
-    generator = torch.Generator().manual_seed(seed)
-    a, noise = (torch.randn(rows, columns, generator=generator, dtype=torch.float64) for _ in range(2))
-    a *= torch.rand(rows, 1, generator=generator) + 0.5
-    b = a + error * noise
-    true = float((a - b).norm() / a.norm())
-    assert relative_errors(sketch(a), sketch(b)).total == pytest.approx(true, rel=0.2)
+def test_a_sketch_has_the_relative_error_within_a_fifth() -> None:
+    """Over all rows, also for rows of very different size, wide and narrow, and errors great and small."""
+    draw = random.Random(0)
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        rows, columns, error = draw.randint(16, 64), draw.randint(2, 500), 10 ** draw.uniform(-6, 0)
+        a, noise = (torch.randn(rows, columns, generator=generator, dtype=torch.float64) for _ in range(2))
+        a *= torch.rand(rows, 1, generator=generator) + 0.1
+        b = a + error * noise
+        true = float((a - b).norm() / a.norm())
+        assert relative_errors(sketch(a), sketch(b)).total == pytest.approx(true, rel=0.2)
 
 
 @pytest.mark.parametrize(
