@@ -189,108 +189,86 @@ class Matcher:
     """Matches the calls of two runs."""
 
     def __init__(self, a: Sequence[Call], b: Sequence[Call], tokens: Tokens) -> None:
-        self._a, self._b = list(a), list(b)
+        self._a, self._b = a, b
+        self._tokens = tokens
         self._sizes = {
-            id(one): {tokens.rows(kept).shape[0] * kept.shape[-1] for kept in one.outputs if kept.shape}
+            one: {tokens.rows(kept).shape[0] * kept.shape[-1] for kept in one.outputs if kept.shape}
             for one in (*a, *b)
         }
-        self._tokens = tokens
-        self._marks: dict[int, Tensor | None] = {}
-        self._free_a = {id(one) for one in self._a}
-        self._free_b = {id(one) for one in self._b}
+        self._free = {*a, *b}
+        self._marks: dict[Call, Tensor] = {}
         self.pairs: list[Pair] = []
 
     def match(self) -> list[Pair]:
         """Return the pairs in the order of the calls of `a`."""
         self._match_names()
-        for one in (*self._a, *self._b):
-            if one.is_leaf:
-                known = self._marks.get(id(one.module))
-                self._marks[id(one)] = self._marks[id(one.module)] = _marks(one) if known is None else known
+        leaves_left = [one for one in self._free if one.is_leaf]
+        self._marks = {one: mark for one in leaves_left if (mark := _marks(one)) is not None}
         self._match_weights()
-        self._match_fused(self._a, self._b, swapped=False)
-        self._match_fused(self._b, self._a, swapped=True)
+        for order, fused in self._fused(self._a, self._b):
+            self._add(order, (fused,))
+        for order, fused in self._fused(self._b, self._a):
+            self._add((fused,), order)
         self._match_rest()
         return sorted(self.pairs, key=lambda pair: pair.a[0].start)
 
     def _add(self, a: tuple[Call, ...], b: tuple[Call, ...]) -> None:
         self.pairs.append(Pair(a, b))
-        self._free_a -= {id(one) for one in a}
-        self._free_b -= {id(one) for one in b}
+        self._free.difference_update(a, b)
 
-    def _left(self) -> tuple[list[Call], list[Call]]:
-        return [one for one in self._a if id(one) in self._free_a], [
-            one for one in self._b if id(one) in self._free_b
-        ]
+    def _left(self, calls: Sequence[Call]) -> list[Call]:
+        return [one for one in calls if one in self._free]
 
     def _fit(self, a: Call, b: Call) -> bool:
-        return not self._sizes[id(a)].isdisjoint(self._sizes[id(b)])
+        return b in self._free and not self._sizes[a].isdisjoint(self._sizes[b])
 
     def _match_names(self) -> None:
         """Match calls of the same path."""
         names = {(without_wrappers(one.path), one.key[1]): one for one in self._b if one.parent is not None}
         for one in self._a:
             other = names.get((without_wrappers(one.path), one.key[1]))
-            if other is None or one.parent is None or not self._fit(one, other):
-                continue
-            if id(other) in self._free_b:
+            if other is not None and one.parent is not None and self._fit(one, other):
                 self._add((one,), (other,))
 
     def _match_weights(self) -> None:
-        left_a, left_b = self._left()
-        for one in left_a:
-            mark = self._marks.get(id(one))
-            if mark is None:
-                continue
-            for other in left_b:
-                theirs = self._marks.get(id(other))
-                if (
-                    theirs is not None
-                    and id(other) in self._free_b
-                    and self._fit(one, other)
-                    and _equal(mark, theirs)
-                ):
-                    self._add((one,), (other,))
+        """Match each call to the first one with the same weight."""
+        left = [one for one in self._left(self._b) if one in self._marks]
+        for one in self._left(self._a):
+            mark = self._marks.get(one)
+            if mark is not None:
+                same = (b for b in left if self._fit(one, b) and _equal(mark, self._marks[b]))
+                if (found := next(same, None)) is not None:
+                    self._add((one,), (found,))
+
+    def _fused(self, ones: Sequence[Call], others: Sequence[Call]) -> Iterator[tuple[tuple[Call, ...], Call]]:
+        """Yield calls with one input, and the call on the other side whose weight has all their rows."""
+        groups: dict[int, list[Call]] = defaultdict(list)
+        for one in self._left(ones):
+            if one in self._marks and one.inputs:
+                groups[id(one.inputs[0])].append(one)
+        for other in self._left(others):
+            for group in groups.values() if other in self._marks else ():
+                order = self._order(group, self._marks[other]) if self._free.issuperset(group) else ()
+                if len(order) > 1:
+                    yield order, other
                     break
 
-    def _match_fused(self, ones: list[Call], others: list[Call], *, swapped: bool) -> None:
-        """Match calls with the same input to the call whose weight has all their rows."""
-        groups: dict[int, list[Call]] = defaultdict(list)
-        free_ones, free_others = (self._free_b, self._free_a) if swapped else (self._free_a, self._free_b)
-        for one in ones:
-            if id(one) in free_ones and self._marks.get(id(one)) is not None and one.inputs:
-                groups[id(one.inputs[0])].append(one)
-        for other in others:
-            theirs = self._marks.get(id(other))
-            if theirs is None or id(other) not in free_others:
-                continue
-            for group in groups.values():
-                marks = [self._marks[id(one)] for one in group]
-                whole = torch.cat([mark for mark in marks if mark is not None])
-                if len(group) > 1 and all(id(one) in free_ones for one in group):
-                    order = self._order(group, theirs) if len(whole) == len(theirs) else None
-                    if order is not None:
-                        self._add(*(((other,), order) if swapped else (order, (other,))))
-                        break
-
-    def _order(self, group: list[Call], whole: Tensor) -> tuple[Call, ...] | None:
-        """Return the calls in the order in which the fused weight has them."""
+    def _order(self, group: list[Call], whole: Tensor) -> tuple[Call, ...]:
+        """Return the calls in the order in which the fused weight has them, or nothing."""
         found: list[Call] = []
         at = 0
         while at < len(whole):
-            for one in group:
-                mark = self._marks[id(one)]
-                if one not in found and mark is not None and _equal(mark, whole[at : at + len(mark)]):
-                    found.append(one)
-                    at += len(mark)
-                    break
-            else:
-                return None
+            left = ((one, self._marks[one]) for one in group if one not in found)
+            fits = (one for one, mark in left if _equal(mark, whole[at : at + len(mark)]))
+            if (one := next(fits, None)) is None:
+                return ()
+            found.append(one)
+            at += len(self._marks[one])
         return tuple(found)
 
     def _match_rest(self) -> None:
         """Align what is left in the order of execution, by the best total score."""
-        left_a, left_b = self._left()
+        left_a, left_b = self._left(self._a), self._left(self._b)
         if not left_a or not left_b:
             return
         scores = self._scores(left_a, left_b)
