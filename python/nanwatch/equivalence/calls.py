@@ -23,7 +23,7 @@ from ..instrumentation.slot import TemporaryWrapper, attached
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..util.modules import each_module
 from ..util.visible import module_name, without_wrappers
-from .differences import Kept, Store, Tokens, side_by_side, sketch, total, weight_of
+from .differences import Kept, Store, Tokens, relative_errors, side_by_side, sketch, total, weight_of
 
 _PROJECTIONS = 8
 # Weights in bfloat16 are within 0.4 % of those in float32.
@@ -70,6 +70,12 @@ class Pair:
     a: tuple[Call, ...]
     b: tuple[Call, ...]
 
+    @property
+    def name(self) -> str:
+        """The names of both sides."""
+        one, other = (", ".join(module_name(call.path) for call in side) for side in (self.a, self.b))
+        return one if one == other else f"{one} | {other}"
+
     def time(self, kind: str, side: int) -> int:
         """Return when the "inputs" or "outputs" were there, on side 0 or 1."""
         calls = (self.a, self.b)[side]
@@ -88,6 +94,18 @@ def alone(calls: list[Call], pairs: list[Pair], start: int, end: int) -> str:
     found = [one for one in between if id(one) not in known and weight_of(one.module) is not None]
     rest = f" and {len(found) - 2} more" if len(found) > 2 else ""
     return ", ".join(module_name(one.path) for one in found[:2]) + rest
+
+
+def part_of_difference(parts: Sequence[Call], a: Tensor, b: Tensor, limit: float) -> list[str]:
+    """Return in words which of the calls beside a fused one differ, unless all do."""
+    widths = [one.outputs[0].shape[-1] for one in parts]
+    if len(parts) < 2 or sum(widths) != a.shape[-1]:
+        return []
+    errors = [
+        relative_errors(*both).total for both in zip(a.split(widths, -1), b.split(widths, -1), strict=True)
+    ]
+    off = [module_name(one.path) for one, error in zip(parts, errors, strict=True) if error > limit]
+    return [f"in {', '.join(off)} only"] if 0 < len(off) < len(parts) else []
 
 
 def is_sum(values: Sequence[Kept]) -> bool:

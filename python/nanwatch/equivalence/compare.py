@@ -18,7 +18,7 @@ from ..numerics.readable import dtype_name
 from ..util.modules import each_parameter
 from ..util.reading import plain
 from ..util.visible import module_name, spell, visible
-from .calls import Call, Matcher, Pair, alone, innermost, is_sum, recorded, value
+from .calls import Call, Matcher, Pair, alone, innermost, is_sum, part_of_difference, recorded, value
 from .differences import (
     Errors,
     Tokens,
@@ -70,10 +70,9 @@ class ModuleError:
 class Comparison:
     """Result of `nanwatch.compare`.
 
-    `equal` is True when no difference is above the noise floor, False when one is, and None when nothing could be said.
-    `first` is the first module whose inputs agree and whose outputs do not, or None when no module can be named, with
-    the reason in `why`. `where` says where in it the difference begins, `likely` what it looks like. `modules` has all
-    compared modules in the order of their calls in A. `floor` says how the noise floor was measured.
+    `equal` is None when nothing could be said. `first` is the first module whose inputs agree and whose outputs do not,
+    or None with the reason in `why`. `where` says where in it the difference begins, `likely` what it looks like.
+    `modules` has all compared modules in the order of their calls in A. `floor` says how the noise was measured.
     """
 
     equal: bool | None
@@ -270,6 +269,8 @@ class _Comparer:
                 words = module_differences(pair.a[0].module, pair.b[0].module, is_leaf=pair.a[0].is_leaf)
             values = None if seen is None else self._values(*event, *seen.picks)
             if seen is not None and values is not None:
+                parts = max(pair.a, pair.b, key=len)
+                words += part_of_difference(parts, *values[1:], self._factor * seen.floor)
                 words += shape_of_difference(*values[1:], seen.errors, seen.shape, seen.floor)
         rows = tuple(row for pair in pairs if (row := self._error(pair)).error is not None)
         return Comparison(
@@ -396,5 +397,4 @@ class _Comparer:
 
 
 def _spell(event: _Event) -> str:
-    one, other = (", ".join(module_name(call.path) for call in side) for side in (event[1].a, event[1].b))
-    return f"the {event[0][:-1]} of {one if one == other else f'{one} | {other}'}"
+    return f"the {event[0][:-1]} of {event[1].name}"

@@ -96,6 +96,40 @@ def test_renamed_modules_are_matched_by_weights_and_order() -> None:
     assert names == [("", ""), ("0", "first"), ("1", "second"), ("2", "third")]
 
 
+class Projections(nn.Module):
+    """Three projections of one input, apart or in one layer, in an order of its own, with a fault in the second."""
+
+    def __init__(self, order: list[int] | None = None, fault: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        parts = [nn.Linear(16, width) for width in (16, 8, 8)]
+        self.parts = nn.ModuleList(parts if order is None else [nn.Linear(16, 32)])
+        self.order = order
+        if order is not None:
+            whole = self.parts[0]
+            whole.weight = nn.Parameter(torch.cat([parts[i].weight for i in order]))
+            whole.bias = nn.Parameter(torch.cat([parts[i].bias + fault * (i == 1) for i in order]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.order is None:
+            return self.parts[0](x) + torch.cat([self.parts[1](x), self.parts[2](x)], -1)
+        found = self.parts[0](x).split([16 if i == 0 else 8 for i in self.order], -1)
+        q, k, v = (found[self.order.index(i)] for i in range(3))
+        return q + torch.cat([k, v], -1)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_the_part_of_a_fused_projection_is_named(order: list[int]) -> None:
+    """Whatever order the columns have, and on whichever side the projection is fused."""
+    whole = Projections(order, fault=1e-3)
+    for found in (nanwatch.compare(Projections(), whole, X), nanwatch.compare(whole, Projections(), X)):
+        assert found.first is not None
+        names = sorted([found.first.module_a, found.first.module_b])
+        assert names == ["parts.0", ", ".join(f"parts.{i}" for i in order)]
+        assert found.likely[0] == "in parts.1 only"
+    assert nanwatch.compare(Projections(), Projections(order), X).equal
+
+
 class Looped(nn.Module):
     """Layer that is called three times; the fault is in the second call."""
 
