@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ Caller = Callable[[nn.Module, Any], Any]
 _LEAVES = 4
 # A difference that is this many times larger than what is left of it after the module is one of convention.
 _VANISHED = 100.0
+_KINDS = ("inputs", "outputs")
 # By precision.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -134,8 +136,7 @@ def compare(
         inputs: a tuple of positional arguments, a mapping of keyword arguments, or one argument.
         call_a: how to call A, as `lambda model, inputs: model(inputs["input_ids"])`, where `model(inputs)` will not do.
         call_b: the same for B.
-        tokens: mask of shape (batch, length) of the tokens that count, to leave out padding. By default `inputs` is
-            searched for a two-dimensional `attention_mask`.
+        tokens: mask (batch, length) of the tokens that count. Default: a two-dimensional `inputs["attention_mask"]`.
         factor: how many times the noise floor a difference must have.
         most_bytes: memory for copies of tensors, per run. Beyond it rows are kept as sketches of 32 numbers.
 
@@ -190,7 +191,10 @@ class _Side:
         """Return the calls of a copy in this dtype, or of the model itself where that is its own."""
         if dtype is self.dtype:
             return {one.key: one for one in self.calls}
-        return {one.key: one for one in self._run(copy.deepcopy(self._model).to(dtype), dtype)}
+        calls = self._run(copy.deepcopy(self._model).to(dtype), dtype)
+        for one in calls:
+            one.module = self._model  # so that the copy is freed
+        return {one.key: one for one in calls}
 
     def _run(self, model: nn.Module, dtype: torch.dtype | None) -> list[Call]:
         self._state.restore()
@@ -226,7 +230,7 @@ class _Seen:
 
 
 _Runs = dict[tuple[str, int], Call]
-# "inputs" or "outputs", and of which calls.
+# Kind of values, and of which calls.
 _Event = tuple[str, Pair]
 
 
@@ -248,7 +252,7 @@ class _Comparer:
         floor = self._measure()
         calls_a, calls_b = (side.calls for side in self._sides)
         pairs = Matcher(calls_a, calls_b, self._tokens).match()
-        self._seen = {(kind, pair): self._see(kind, pair) for pair in pairs for kind in ("inputs", "outputs")}
+        self._seen = {(kind, pair): self._see(kind, pair) for pair in pairs for kind in _KINDS}
         equal, event, last, why = self._first(pairs)
         first, where, words = None, "", list[str]()
         if event is not None and last is not None:
@@ -267,8 +271,7 @@ class _Comparer:
             seen = self._seen[event]
             if len(pair.a) == len(pair.b) == 1:
                 words = module_differences(pair.a[0].module, pair.b[0].module, is_leaf=pair.a[0].is_leaf)
-            values = None if seen is None else self._values(*event, *seen.picks)
-            if seen is not None and values is not None:
+            if seen is not None and (values := self._values(*event, *seen.picks)) is not None:
                 parts = max(pair.a, pair.b, key=len)
                 words += part_of_difference(parts, *values[1:], self._factor * seen.floor)
                 words += shape_of_difference(*values[1:], seen.errors, seen.shape, seen.floor)
@@ -305,9 +308,7 @@ class _Comparer:
             if all(one is not None for one in seen):
                 return max((one for one in seen if one is not None), key=lambda one: one.ratio)
         tried = sorted(((i, j) for i in range(counts[0]) for j in range(counts[1])), key=sum)
-        main = next(
-            (one for i, j in tried if (one := self._see_one(kind, pair, (i,), (j,))) is not None), None
-        )
+        main = next((one for i, j in tried if (one := self._see_one(kind, pair, (i,), (j,)))), None)
         # One side may pass hidden and residual apart, the other their sum.
         sums = [picks for n, picks in ((1, ((0,), (0, 1))), (0, ((0, 1), (0,)))) if is_sum(values[n])]
         found = [main, *(self._see_one(kind, pair, *picks) for picks in sums)]
@@ -319,13 +320,14 @@ class _Comparer:
             return None
         shape, *both = values
         errors = relative_errors(*both)
-        floors = []
+        floors: list[Errors] = []
         for number, *runs in self._measured:
             keys = [one.key for one in (pair.a, pair.b)[number]]
             if all(key in run for key in keys for run in runs):
                 low, high = (value([run[key] for key in keys], kind, picks[number]) for run in runs)
                 noise = None if low is None or high is None else self._tokens.pair(high, low)
                 floors += [] if noise is None else [relative_errors(*noise)]
+        floors = [one for one in floors if isfinite(one.total)]  # a low run may overflow
         eps = torch.finfo(self._coarse).eps
         least = eps / 4 if floors else 4 * eps
         scale = eps / torch.finfo(torch.float32).eps if self._coarse is torch.float64 else 1.0
@@ -379,9 +381,7 @@ class _Comparer:
         return None
 
     def _error(self, pair: Pair) -> ModuleError:
-        before, after = (
-            self._seen.get((kind, pair)) or self._see(kind, pair) for kind in ("inputs", "outputs")
-        )
+        before, after = (self._seen.get((kind, pair)) or self._see(kind, pair) for kind in _KINDS)
         along = None if after is None else by_token(after.errors.rows, after.shape)
         path_a, path_b = (", ".join(one.path for one in side) for side in (pair.a, pair.b))
         return ModuleError(

@@ -245,6 +245,14 @@ def test_a_model_that_knows_one_precision_has_the_floor_of_the_other() -> None:
     assert nanwatch.compare(hard, hard, X).floor == "not measured, taken for 4 eps of float32"
 
 
+def test_an_overflow_in_half_precision_is_a_difference() -> None:
+    """Though the floor, of the same format, overflows too."""
+    model = with_step(lambda x: 1e4 * x * 10)
+    found = nanwatch.compare(model, model, X, call_b=lambda model, x: model(x.half()))
+    assert found.equal is False
+    assert found.likely == ("non-finite numbers on one side only",)
+
+
 def test_the_result_as_json_and_text() -> None:
     a = mlp()
     b = copy.deepcopy(a)
