@@ -98,8 +98,8 @@ def alone(calls: list[Call], pairs: list[Pair], start: int, end: int) -> str:
 
 def part_of_difference(parts: Sequence[Call], a: Tensor, b: Tensor, limit: float) -> list[str]:
     """Return in words which of the calls beside a fused one differ, unless all do."""
-    widths = [one.outputs[0].shape[-1] for one in parts]
-    if len(parts) < 2 or sum(widths) != a.shape[-1]:
+    widths = [one.outputs[0].shape[-1] for one in parts] if len(parts) > 1 else []
+    if sum(widths) != a.shape[-1]:
         return []
     errors = [
         relative_errors(*both).total for both in zip(a.split(widths, -1), b.split(widths, -1), strict=True)
@@ -204,13 +204,13 @@ class _Log:
 
 
 class Matcher:
-    """Matches the calls of two runs."""
+    """Search for the calls of two runs that compute the same."""
 
     def __init__(self, a: Sequence[Call], b: Sequence[Call], tokens: Tokens) -> None:
         self._a, self._b = a, b
         self._tokens = tokens
         self._sizes = {
-            one: {tokens.rows(kept).shape[0] * kept.shape[-1] for kept in one.outputs if kept.shape}
+            one: {len(tokens.rows(kept)) * (kept.shape or (1,))[-1] for kept in one.outputs}
             for one in (*a, *b)
         }
         self._free = {*a, *b}

@@ -113,7 +113,7 @@ class Tokens:
                 b = Kept(a.shape, turned.reshape(-1, a.shape[-1]), is_sketch=False)
         one, other = self.rows(a), self.rows(b)
         if not whole:
-            if a.shape[-1] != b.shape[-1]:
+            if a.shape[-1:] != b.shape[-1:]:
                 return None
             one, other = (x if kept.is_sketch else sketch(x) for x, kept in ((one, a), (other, b)))
         if one.numel() != other.numel() or not one.numel():
@@ -204,9 +204,9 @@ def module_differences(a: nn.Module, b: nn.Module, *, is_leaf: bool) -> list[str
     if is_leaf and (biases[0] is None) != (biases[1] is None):
         found.append(f"only {'A' if biases[1] is None else 'B'} has a bias")
     for name, (x, y) in {"weight": (weight_of(a), weight_of(b)), "bias": biases}.items():
-        if x is not None and y is not None and x.shape == y.shape:
+        if x is not None and y is not None and x.shape == y.shape and x.is_floating_point():
             error = relative_errors(
-                *(w.detach().cpu().to(torch.float64).reshape(len(w), -1) for w in (x, y))
+                *(w.detach().cpu().to(torch.float64).reshape(1, -1) for w in (x, y))
             ).total
             if error > max(torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps):
                 found.append(f"its {name} is {spell_error(error)} apart")
@@ -216,7 +216,13 @@ def module_differences(a: nn.Module, b: nn.Module, *, is_leaf: bool) -> list[str
 def weight_of(module: nn.Module) -> Tensor | None:
     """Return the weight with a row for each output, or None."""
     weight = module._parameters.get("weight")
-    if weight is None or weight.is_meta or not weight.is_floating_point() or not weight.numel():
+    if (
+        weight is None
+        or weight.is_meta
+        or not weight.is_floating_point()
+        or not weight.numel()
+        or not weight.ndim
+    ):
         return None
     found = weight.detach()
     return found.t() if type(module).__name__ == "Conv1D" and found.ndim == 2 else found  # transformers' own

@@ -245,6 +245,26 @@ def test_a_model_that_knows_one_precision_has_the_floor_of_the_other() -> None:
     assert nanwatch.compare(hard, hard, X).floor == "not measured, taken for 4 eps of float32"
 
 
+class Scaled(nn.Module):
+    """Loss of no dimensions, with weight and bias of none."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.tensor(weight)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight + self.bias).mean()
+
+
+@pytest.mark.parametrize("most_bytes", [0, 1 << 20])
+def test_tensors_without_dimensions_are_compared(most_bytes: int) -> None:
+    a, b = (nn.Sequential(nn.Linear(16, 64), Scaled(weight)) for weight in (1.0, 2.0))
+    b[0] = a[0]
+    found = nanwatch.compare(a, b, X, most_bytes=most_bytes)
+    assert found.first is not None
+    assert found.first.module_a == "1"
+
+
 def test_an_overflow_in_half_precision_is_a_difference() -> None:
     """Though the floor, of the same format, overflows too."""
     model = with_step(lambda x: 1e4 * x * 10)
