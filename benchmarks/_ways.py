@@ -24,10 +24,13 @@ from nanwatch.instrumentation.slot import attach, detach, wrappers
 Way = Callable[[], AbstractContextManager[Any]]
 
 # By the name that `--ways` takes; those that look at backwards are for training alone. "async" is for a GPU.
-NAMES = ("nanwatch", "transformers", "hooks", "forecast-off", "trace", "gradients", "detect-anomaly")
+NAMES = (
+    *("nanwatch", "transformers", "hooks", "forecast-off", "trace", "fingerprints", "gradients"),
+    *("detect-anomaly", "debug-mode"),
+)
 OF_BACKWARDS = ("gradients", "detect-anomaly")
 # Far from 1 they need few rounds, and one of them takes as long as several of the others.
-SLOW = ("transformers", "detect-anomaly")
+SLOW = ("transformers", "detect-anomaly", "debug-mode")
 
 
 class Ways:
@@ -56,11 +59,15 @@ class Ways:
         if "trace" in names:
             self.by_name["trace"] = self._watching(trace=folder / "trace")
             self.trace = self._watches[-1]
+        if "fingerprints" in names:
+            self.by_name["fingerprints"] = self._watching(trace=folder / "bits", fingerprints=True)
         if "gradients" in names:
             self.by_name["gradients"] = self._watching(gradients=True)
             self._time("gradients", gradients=True)
         if "detect-anomaly" in names:
             self.by_name["detect-anomaly"] = _anomaly
+        if "debug-mode" in names:
+            self.by_name["debug-mode"] = _hashes_of_operations
         if "transformers" in names:
             from transformers.debug_utils import DebugUnderflowOverflow
 
@@ -116,6 +123,15 @@ def _anomaly() -> Iterator[None]:
         warnings.simplefilter("ignore")  # that it is slow
         with torch.autograd.detect_anomaly():
             yield
+
+
+@contextmanager
+def _hashes_of_operations() -> Iterator[None]:
+    """torch's own log of a hash, the L1 norm, of every operation's result."""
+    from torch.utils._debug_mode import DebugMode
+
+    with DebugMode(), DebugMode.log_tensor_hashes():
+        yield
 
 
 def _swap_hooks(model: nn.Module, install: Callable[[], object]) -> Way:

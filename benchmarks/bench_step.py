@@ -5,7 +5,8 @@
 
 The same model runs in several ways in turn, a round each: plain, with nanwatch.watch, with the transformers class, with
 an empty forward hook on every module (what PyTorch's own hook machinery costs), watched without forecasts, watched
-and traced, and, in training, watched with gradients and under torch.autograd.detect_anomaly. One model serves all: two
+and traced, traced with fingerprints, under torch's DebugMode with a hash of every operation, and, in training, watched
+with gradients and under torch.autograd.detect_anomaly. One model serves all: two
 copies of a model can lie in memory of two speeds. A ratio is taken within a round; the median over rounds counts.
 
 nanwatch's own time is measured from inside (time in the recorder over time of the step), that of gradients as what is
@@ -89,6 +90,8 @@ def _measured(ways: Ways, step: Step, budget: float, min_rounds: int, read_speed
             row[f"added_by_{name}"] = (
                 ratio(rounds, name, "nanwatch") - 1 + (share if name == "trace" else 0.0)
             )
+    if "fingerprints" in rounds and "trace" in rounds:
+        row["added_by_fingerprints"] = ratio(rounds, "fingerprints", "trace") - 1
     spent = {name: per_step(watch.counters, before[name], steps) for name, watch in ways.timed.items()}
     if "nanwatch" in spent:
         counters = spent["nanwatch"]
@@ -142,6 +145,7 @@ def misses(step: str, row: dict[str, Any]) -> list[str]:
     if step.startswith("training"):
         found |= {
             "trace added": row.get("added_by_trace", 0.0) > 0.02,
+            "fingerprints added": row.get("added_by_fingerprints", 0.0) > 0.03,
             "own time of gradients": row.get("own_share_gradients", 0.0) > 0.02,
         }
     return [what for what, missed in found.items() if missed]
@@ -158,8 +162,10 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "nanwatch": ratio_cell("nanwatch"),
     "no forecast": ratio_cell("forecast-off"),
     "trace": ratio_cell("trace"),
+    "bits": ratio_cell("fingerprints"),
     "gradients": ratio_cell("gradients"),
     "anomaly": ratio_cell("detect-anomaly", 2),
+    "DebugMode": ratio_cell("debug-mode", 2),
     "transf.": ratio_cell("transformers", 2),
     "hooks": ratio_cell("hooks"),
     "own": lambda row: f"{row['own_share']:.2%}",

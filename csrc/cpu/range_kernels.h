@@ -55,7 +55,8 @@ struct KernelTable {
   const char* name;
   void (*range[kNumFormats])(const Plane&, RangeBits*);
   void (*health[kNumFormats])(const Plane&, HealthBits*);
-  void (*fingerprint)(const char* blocks, int64_t count, uint64_t index, const FingerprintKeys&, uint64_t* sum);
+  void (*fingerprint)(const char* blocks, int64_t count, uint64_t index, const FingerprintKeys&, const char* end,
+                      uint64_t* sum);
 };
 
 const KernelTable& baseline_kernels();

@@ -48,6 +48,14 @@ struct Baseline {
   static V bit_xor(V a, V b) { return a ^ b; }
   static V add64(V a, V b) { return V(U<8>(a) + U<8>(b)); }
   static V multiply_halves(V v) { return V((U<8>(v) & 0xffffffffu) * (U<8>(v) >> 32)); }
+  template <uint64_t factor>
+  static V times64(V v) {
+    return V(U<8>(v) * factor);
+  }
+  template <int bits>
+  static V xor_shifted64(V v) {
+    return V(U<8>(v) ^ (U<8>(v) >> bits));
+  }
   static V swap64(V v) {  // neighbours
     const U<8> words = U<8>(v);
     return V(U<8>{words[1], words[0]});

@@ -12,6 +12,7 @@
 namespace nanwatch {
 
 constexpr int kThreads = 512, kWarpThreads = 32, kWarps = kThreads / kWarpThreads;
+constexpr unsigned kWholeWarp = 0xffffffffu;
 constexpr int kInFlight = 4;  // independent loads of a thread
 // Vectors that a warp reads in one step, neighbours in memory: its loads differ by constants, and DRAM pages are met
 // whole.

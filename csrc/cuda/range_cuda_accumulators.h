@@ -92,8 +92,6 @@ struct DeviceHealth {
 
 // ---- threads to a block ---------------------------------------------------------------------------------------------
 
-constexpr unsigned kWholeWarp = 0xffffffffu;
-
 __device__ __forceinline__ uint32_t warp_max(uint32_t value) {
 #if NANWATCH_CUDA_ARCH >= 800
   return __reduce_max_sync(kWholeWarp, value);

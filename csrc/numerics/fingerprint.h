@@ -18,11 +18,28 @@ constexpr int64_t kFingerprintBlock = 1024;  // bytes
 constexpr int kFingerprintLanes = 8;
 constexpr int kFingerprintWords = int(kFingerprintBlock / 8);
 
-// Finaliser of SplitMix64 (Steele, Lea, Flood 2014): each bit of the input changes each bit of the output.
+// Finaliser of SplitMix64 (Steele, Lea, Flood 2014): each bit of the input changes each bit of the output. `Set` has
+// the two operations on a word, or on a vector of them.
+template <class Set, typename Words>
+NANWATCH_HD constexpr Words mix_words(Words x) {
+  x = Set::template times64<0xbf58476d1ce4e5b9u>(Set::template xor_shifted64<30>(x));
+  x = Set::template times64<0x94d049bb133111ebu>(Set::template xor_shifted64<27>(x));
+  return Set::template xor_shifted64<31>(x);
+}
+
+struct OneWord {
+  template <uint64_t factor>
+  NANWATCH_HD static constexpr uint64_t times64(uint64_t x) {
+    return x * factor;
+  }
+  template <int bits>
+  NANWATCH_HD static constexpr uint64_t xor_shifted64(uint64_t x) {
+    return x ^ (x >> bits);
+  }
+};
+
 NANWATCH_HD constexpr uint64_t mix64(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
+  return mix_words<OneWord>(x);
 }
 
 // Output number i of SplitMix64 with the seed 0.
@@ -41,19 +58,22 @@ struct FingerprintKeys {
   }
 };
 
-// The share of block number `index` in the sum.
-NANWATCH_HD uint64_t block_fingerprint(const uint64_t* lanes, const uint64_t* lane_keys, uint64_t index) {
-  uint64_t digest = 0;
-  for (int j = 0; j < kFingerprintLanes; ++j) digest += mix64(lanes[j] ^ lane_keys[j]);
+// The share of block number `index` in the sum; `digest` is the sum of mix64(lane ^ its key).
+NANWATCH_HD constexpr uint64_t block_fingerprint(uint64_t digest, uint64_t index) {
   return mix64(digest ^ split_mix(index));
 }
 
-// The sum of the blocks with the format (a number per dtype) and the shape mixed in.
-inline uint64_t sealed_fingerprint(uint64_t sum, int64_t format, int64_t dims, const int64_t* sizes) {
+// The format (a number per dtype) and the shape.
+inline uint64_t fingerprint_seal(int64_t format, int64_t dims, const int64_t* sizes) {
   // Each step hashes the one before, so that format 1 with size 2 differs from format 2 with size 1.
   uint64_t state = split_mix(uint64_t(format) ^ (uint64_t(dims) << 32));
   for (int64_t d = 0; d < dims; ++d) state = split_mix(state + uint64_t(sizes[d]));
-  return mix64(sum ^ state);
+  return state;
+}
+
+// The sum of the blocks with the seal mixed in.
+inline uint64_t sealed_fingerprint(uint64_t sum, int64_t format, int64_t dims, const int64_t* sizes) {
+  return mix64(sum ^ fingerprint_seal(format, dims, sizes));
 }
 
 }  // namespace nanwatch

@@ -22,8 +22,10 @@ from .numerics import _ops as _ops  # torch.ops.nanwatch.*
 if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule
     from .capsule.files import CapsuleError
+    from .equivalence.bisect import bisect
     from .equivalence.compare import compare
     from .equivalence.twice import twice
+    from .instrumentation.functions import span, watched
     from .integrations.debug import (
         DebugUnderflowOverflow,
         detect_overflow,
@@ -49,8 +51,10 @@ else:
     _MODULES = {
         "capsule.capsule": ("Capsule", "write_capsule"),
         "capsule.files": ("CapsuleError",),
+        "equivalence.bisect": ("bisect",),
         "equivalence.compare": ("compare",),
         "equivalence.twice": ("twice",),
+        "instrumentation.functions": ("span", "watched"),
         "integrations.debug": (
             "DebugUnderflowOverflow",
             "detect_overflow",
@@ -106,6 +110,7 @@ __all__ = [
     "__version__",
     "abs_range",
     "abs_ranges",
+    "bisect",
     "compare",
     "detect_overflow",
     "diff",
@@ -116,10 +121,12 @@ __all__ = [
     "patch_transformers",
     "replay",
     "run_in_fp32",
+    "span",
     "tensor_health",
     "twice",
     "unpatch_transformers",
     "watch",
+    "watched",
     "would_fit",
     "write_capsule",
 ]

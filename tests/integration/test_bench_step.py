@@ -35,7 +35,8 @@ def test_a_row_has_every_way(bench: ModuleType) -> None:
     model = mlp()
     seen: list[object] = []
     row = bench.measure(model, lambda: training(model, seen), set(bench.NAMES), 0.0, 3, 1e9)
-    ways = ("nanwatch", "transformers", "hooks", "forecast_off", "trace", "gradients", "detect_anomaly")
+    ways = ["nanwatch", "transformers", "hooks", "forecast_off", "trace", "fingerprints", "gradients"]
+    ways += ["detect_anomaly", "debug_mode"]
     assert {key for key in row if key.startswith("ratio_")} == {f"ratio_{way}" for way in ways}
     assert all(row[f"ratio_{way}"] > 0 for way in ways)
     assert row["rounds"] == 3
@@ -44,8 +45,8 @@ def test_a_row_has_every_way(bench: ModuleType) -> None:
     assert row.keys() >= {"added_by_trace", "added_by_gradients", "added_ratio", "own_share", "floor_s"}
     assert row["floor_share_gradients"] == row["bytes_read_gradients"] / 1e9 / row["plain_s"] > 0
     assert row["own_share_gradients"] > 0
-    # Ten ways, two timed watches among them: two steps to warm up, one for the number of repeats, three rounds.
-    assert len(seen) == 10 * 2 + (10 - 2) * 3 + 2 * 3
+    # Twelve ways, two timed watches among them: two steps to warm up, one for the number of repeats, three rounds.
+    assert len(seen) == 12 * 2 + (12 - 2) * 3 + 2 * 3
     assert sum(anomaly for anomaly, _ in seen) == 2 + 3
     for module in model.modules():
         assert module._compiled_call_impl is None

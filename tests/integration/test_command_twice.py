@@ -119,6 +119,7 @@ def test_a_repeatable_script(
         (("missing.py",), "there is no script 'missing.py'"),
         (("--batches", "0", "raises.py"), "--batches at least 1"),
         (("raises.py",), "there is nothing to compare in raises.py: KeyError: 'mine'"),
+        (("later.py",), "the runs are bit-equal, but each ended by KeyError: 'mine'"),
     ],
 )
 def test_bad_use(
@@ -131,6 +132,7 @@ def test_bad_use(
     """Status 2, one line on stderr, nothing on stdout."""
     monkeypatch.chdir(tmp_path)
     Path("raises.py").write_text("raise KeyError('mine')\n")
+    Path("later.py").write_text("import torch\ntorch.nn.ReLU()(torch.ones(2))\nraise KeyError('mine')\n")
     status, out, err = run(capfd, *arguments)
     assert (status, out) == (2, "")
     assert words in err

@@ -16,7 +16,7 @@ from support.snippets import Commands, Page, difference, snippets
 DOCS = ROOT / "docs"
 TRANSLATIONS = sorted(DOCS.glob("getting-started.*.md"))
 PAGES = [ROOT / "README.md", *sorted(set(DOCS.rglob("*.md")) - set(TRANSLATIONS))]
-SLOW = {"t5-overflow.md", "two-runs.md", "four-ranks.md"}
+SLOW = {"t5-overflow.md", "two-runs.md", "four-ranks.md", "not-repeatable.md"}
 SOURCES = {".py", ".h", ".cpp", ".cu", ".md", ".pyi"}
 NEEDS = {
     "t5-overflow.md": ("transformers", "safetensors"),

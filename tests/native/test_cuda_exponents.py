@@ -6,9 +6,6 @@ The very source that nvcc compiles runs here (see cuda_emulation.py). Races and 
 from __future__ import annotations
 
 import ctypes
-import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -178,17 +175,6 @@ def test_what_cannot_be_read_is_a_code(host: Host) -> None:
 @pytest.mark.parametrize("architecture", ["75", "90"])
 def test_nvcc_has_no_complaint(architecture: str, tmp_path: Path) -> None:
     """The source compiles without a warning, spills nothing, and two blocks fit a multiprocessor's registers."""
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if nvcc is None:
-        pytest.skip("nvcc was not found")
-    command = [nvcc, "-cubin", "-O3", "-std=c++17", f"-arch=sm_{architecture}", "-Xptxas=-v"]
-    command += ["-Xcompiler=-Wall,-Wextra", f"-I{cuda_emulation.ROOT / 'csrc'}"]
-    command += [str(cuda_emulation.ROOT / "csrc/cuda/exponents_cuda.cu")]
-    done = subprocess.run([*command, "-o", str(tmp_path / "kernels.cubin")], capture_output=True, text=True)
-    report = done.stdout + done.stderr
-    assert done.returncode == 0, report
-    assert "warning" not in report
-    registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
+    registers = cuda_emulation.registers_of("csrc/cuda/exponents_cuda.cu", architecture, tmp_path)
     assert len(registers) == 21
     assert max(registers) <= 64
-    assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}

@@ -17,7 +17,7 @@ from support.processes import environment
 OPERATORS_SCRIPT = """
 import ctypes, sys, warnings
 import torch
-from nanwatch.numerics import _ops, _reference
+from nanwatch.numerics import _fingerprint, _ops, _reference
 
 torch.ops.load_library(sys.argv[1])
 library = ctypes.CDLL(sys.argv[1])
@@ -78,6 +78,14 @@ for op, more in counting:
     library.cuda_host_fail_next(209)
     check(op(x, *more), getattr(_reference, op.__name__)(x, *more))
     assert "view_as_real" in message(TypeError, op, c, *more)
+
+# The fingerprint: two launches; what is no aligned run is copied; without a kernel the reference serves it.
+launches()
+for each in (x, large.view(100, 1000).t(), large[1:], c, c.conj(), n, torch.empty(0, dtype=torch.int8)):
+    check(_ops.fingerprint(each), _fingerprint.fingerprint(each))
+assert launches() == 13  # the empty one has nothing to read
+library.cuda_host_fail_next(209)
+check(_ops.fingerprint(x), _fingerprint.fingerprint(x))
 
 # What cannot be walked or run here is served by the reference; what went wrong is an error.
 launches()

@@ -33,6 +33,6 @@ def test_git_applies_the_patches(verdicts: list[dict[str, Any]]) -> None:
 
 
 def test_the_budget_holds(verdicts: list[dict[str, Any]]) -> None:
-    """Eight forwards beyond the training's own, and a text that fits a screen behind the frames."""
+    """Eight forwards beyond the training's own, and a text that fits a screen."""
     assert max(one["runs"] for one in verdicts) <= 8
     assert max(one["text_lines"] for one in verdicts) < 40

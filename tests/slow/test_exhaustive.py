@@ -1,10 +1,12 @@
-"""All 2^32 patterns of float32."""
+"""All 2^32 patterns of float32, and a million corruptions of a tensor."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+import nanwatch
+from support.corruptions import missed
 from support.implementations import IMPLEMENTATIONS, active, missing
 from support.oracle import assert_rows
 
@@ -36,3 +38,10 @@ def test_all_fp32_patterns() -> None:
                 # The reference's counts take 0.5 s a chunk: some chunks and both ends of each sign.
                 if name != "reference" or (start // chunk) % 16 in (0, 15):
                     assert implementation.tensor_health(placed)[5:10] == counts, what
+
+
+def test_a_million_corruptions_are_seen() -> None:
+    """Of 16 matrices, of less than a block of the hash to ten of them."""
+    for seed in range(16):
+        shape = ((6, 5), (24, 20), (64, 40), (17, 61))[seed % 4]
+        assert missed(shape, 62_500, seed, nanwatch.fingerprint) == []

@@ -92,11 +92,15 @@ def generator_by_time(self: Forward, x: Tensor) -> Tensor:
     return x * torch.rand(x.shape, generator=generator)  # part
 
 
-def unwritten(self: Forward, x: Tensor) -> Tensor:
-    # Memory as another tensor has left it, of which a clock is the only part that is not repeatable.
-    torch.full((1 << 12,), time.time() % 1)
-    scratch = torch.empty(1 << 12)
-    return x + scratch[64:68]  # part
+class Unwritten(nn.Module):
+    """Module that reads memory as other tensors have left it, of which a clock is the part that differs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = [torch.full((1 << 12,), time.time() % 1) for _ in range(8)]
+        self.last = blocks.pop()  # or the heap would end here, and be given back
+        blocks.clear()
+        scratch = torch.empty(1 << 12)
+        return x + scratch[64:68]  # part
 
 
 class Remembers(nn.Module):
@@ -271,7 +275,7 @@ SOURCES = {
     "generator_by_time": Source(
         lambda: Forward(generator_by_time), "aten.rand.generator", "time.time_ns()", "clocks"
     ),
-    "unwritten": Source(lambda: Forward(unwritten), "aten.add.Tensor", "no operation wrote", "deterministic"),
+    "unwritten": Source(Unwritten, "aten.add.Tensor", "no operation wrote", "deterministic"),
     "memory": Source(Remembers, "aten.add.Tensor", "written in place by aten.add_.Tensor of 1", "keeps"),
     "counter": Source(Counts, "aten.div.Tensor", "1.calls", "keeps"),
     "branch": Source(Takes, "aten.relu.default", "another branch", "keeps"),

@@ -93,7 +93,9 @@ class Chance:
         if make is Plain:
             return Plain(items[0] if items else None, items[1:])
         if make is Answer:
-            return Answer(*[item for item in items[:3] if item is not None])
+            # transformers would take a first field that is no tensor for pairs of keys and values.
+            first = [item for item in items if isinstance(item, torch.Tensor)][:1]
+            return Answer(*first, *[item for item in items[1:3] if item is not None and first])
         if make is Pair:
             return Pair(items, None)
         return [*items, tuple(items)] if make == "mixed" else make(items)

@@ -191,6 +191,18 @@ def test_an_additive_mask_is_no_failure(capsys: pytest.CaptureFixture[str]) -> N
         other(mask)
 
 
+def test_a_complex_number_has_the_kind_of_its_modulus(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a frame (inf, nan) has infs, where the oracle also prints nans; `detect_overflow` prints both."""
+    x = torch.complex(torch.tensor([float("inf")]), torch.tensor([float("nan")]))
+    printed = []
+    for kind in (oracle.DebugUnderflowOverflow, DebugUnderflowOverflow):
+        kind(model := Feed())
+        with pytest.raises(ValueError, match=r"nan|inf"):
+            model(x)
+        printed.append([line for line in capsys.readouterr().out.splitlines() if "input[0] has" in line])
+    assert printed == [["input[0] has nans", "input[0] has infs"], ["input[0] has infs"]]
+
+
 def test_a_shared_module_gives_one_frame_a_call(capsys: pytest.CaptureFixture[str]) -> None:
     """A module under two parents has one hook, where the oracle registers one for each parent."""
     counts = []

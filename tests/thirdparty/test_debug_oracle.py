@@ -151,6 +151,25 @@ def test_the_error_has_the_report_of_watch() -> None:
     assert findings[0].operation == "aten.mm.default"
 
 
+@pytest.mark.compile
+def test_stdout_is_the_same_in_compiled_code(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under torch.compile every hook breaks the graph, the text is the same, and the values are those of each batch."""
+    texts = []
+    for kind in (oracle.DebugUnderflowOverflow, debug.DebugUnderflowOverflow):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        kind(model)
+        compiled = torch.compile(model, backend="eager")
+        for value in (1.0, 2.0):
+            compiled(torch.full((1, 2), value))
+        with pytest.raises(ValueError, match=r"nan|inf"):
+            compiled(torch.full((1, 2), float("inf")))
+        torch._dynamo.reset()
+        texts.append(capsys.readouterr().out)
+    assert texts[1] == texts[0]
+    assert "batch number=2 " in texts[0]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_the_model_runs_unwatched(copied: Callable[[nn.Module], nn.Module]) -> None:
     """A copy has the hooks of its model, as with the oracle, and prints nothing; the model itself is still watched."""

@@ -7,9 +7,11 @@ import importlib
 import io
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ..util.visible import visible
 
@@ -79,6 +81,11 @@ def _flush() -> None:
 
 
 COMMANDS = {
+    "bisect": Command(
+        "which module, compiled, or which setting changes what a model computes",
+        ".bisect",
+        runs_user_code=True,
+    ),
     "diff": Command("where two traces, or two batches of one, part", ".diff"),
     "doctor": Command("what is installed, what serves which device, and what is missing", ".doctor"),
     "formats": Command("the narrowest format that holds what each module makes, by a trace", ".formats"),
@@ -113,3 +120,31 @@ def command_parser(name: str, description: str, examples: str) -> argparse.Argum
         "--json", action="store_true", help="print one JSON document on stdout and nothing else"
     )
     return parser
+
+
+class UseError(Exception):
+    """Error for stderr, with exit status 2."""
+
+
+def imported(spelt: str, option: str) -> Any:
+    """Return the object that `pkg.mod:name` is, or what it makes when it is a function or a class.
+
+    It may be in the current folder too. Raises UseError, after the traceback of an error in the user's code.
+    """
+    module_name, _, path = spelt.partition(":")
+    if not module_name or not path:
+        raise UseError(f"{option} should be PKG.MOD:NAME, such as train:make_model, got {spelt!r}")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in path.split("."):
+            found = getattr(found, part)
+        # A module is an object that is called with inputs. Its class knows, without an import of torch.
+        is_made = isinstance(found, type) or not any(one.__name__ == "Module" for one in type(found).__mro__)
+        return found() if callable(found) and is_made else found
+    except Exception as error:
+        if not isinstance(error, ModuleNotFoundError) or error.name != module_name:
+            traceback.print_exc()
+        raise UseError(f"{option} {spelt}: {type(error).__name__}: {error}") from None

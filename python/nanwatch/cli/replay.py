@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
-import os
 import sys
-import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +16,7 @@ from ..report import text
 from ..session.replay import Replayed, dtype_of, rerun
 from ..util.progress import Tell, shown, wants_color
 from ..util.visible import module_name, spell, visible
-from .commands import command_parser, failed
+from .commands import UseError, command_parser, failed, imported
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE, _FAILED = 1, 2
@@ -34,10 +31,6 @@ examples:
   nanwatch replay run/capsule --model train:make_model --dtype float32 bfloat16
   nanwatch replay run/capsule --model train:make_model --device cpu --json
 """
-
-
-class _UseError(Exception):
-    """Error for stderr, with exit status 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +71,7 @@ def main(arguments: list[str]) -> int:
             capsule = Capsule.open(options.capsule)
             tell(f"importing {options.model}")
             model = _model(options.model)
-        except (_UseError, ValueError, ImportError) as error:
+        except (UseError, ValueError, ImportError) as error:
             return failed("replay", error)
         runs = _runs(capsule, model, options.dtype, options.device, tell)
     if options.json:
@@ -119,23 +112,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _model(spelt: str) -> torch.nn.Module:
     """Return the module that `pkg.mod:name` is, or that it makes."""
-    module_name, _, path = spelt.partition(":")
-    if not module_name or not path:
-        raise _UseError(f"--model should be PKG.MOD:NAME, such as train:make_model, got {spelt!r}")
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in path.split("."):
-            found = getattr(found, part)
-        made = found() if callable(found) and not isinstance(found, torch.nn.Module) else found
-    except Exception as error:
-        if not isinstance(error, ModuleNotFoundError) or error.name != module_name:
-            traceback.print_exc()
-        raise _UseError(f"--model {spelt}: {type(error).__name__}: {error}") from None
+    made = imported(spelt, "--model")
     if not isinstance(made, torch.nn.Module):
-        raise _UseError(f"--model {spelt} should be a torch.nn.Module or make one, got {type(made).__name__}")
+        raise UseError(f"--model {spelt} should be a torch.nn.Module or make one, got {type(made).__name__}")
     return made
 
 

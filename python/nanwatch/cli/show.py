@@ -32,7 +32,9 @@ def main(arguments: list[str]) -> int:
                 options.html.write_text(report.to_html(tell), encoding="utf-8")
             tell("making the text")
             printed = (
-                report.to_json() if options.json else "\n".join([*map(visible, heading), report.to_text()])
+                report.to_json()
+                if options.json
+                else "\n".join([*map(visible, heading), report.to_text(whole=True)])
             )
     except (ValueError, OSError, ImportError) as error:
         return failed("show", error)

@@ -15,12 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..equivalence.recording import EnoughError, Recorder, Recording
+from ..equivalence.recording import EnoughError, Print, Recorder, Recording
 from ..equivalence.trials import TRIALS
 from ..equivalence.twice import Request, examine
 from ..util.progress import shown
 from ..util.visible import spell, visible
-from .commands import command_parser, failed
+from .commands import UseError, command_parser, failed
 from .script import check_script, run_script
 
 _DIFFER = 1
@@ -38,10 +38,6 @@ examples:
 """
 
 
-class _ScriptError(Exception):
-    """Error for stderr, with exit status 2."""
-
-
 def main(arguments: list[str]) -> int:
     """Run the command and return the exit status."""
     options = _parser().parse_args(arguments)
@@ -55,7 +51,9 @@ def main(arguments: list[str]) -> int:
         with shown() as tell, tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
             runs = _Runs(Path(folder), [*(["-m"] if is_module else []), target, *rest], options.batches)
             found = examine(runs.run, os.path.basename(target), options.times, runs.trials, tell)
-    except (ValueError, OSError, _ScriptError) as error:
+            if found.equal and runs.error:
+                raise UseError(f"the runs are bit-equal, but each ended by {runs.error}")
+    except (ValueError, OSError, UseError) as error:
         return failed("twice", error)
     print(found.to_json() if options.json else found.to_text())
     return 0 if found.equal else _DIFFER
@@ -93,6 +91,7 @@ class _Runs:
         self._command = command
         self._most_batches = most_batches
         self._since = time.time()
+        self.error = ""  # the exception that ended the last run
         self.trials = {
             name: one
             for name, one in TRIALS.items()
@@ -100,14 +99,15 @@ class _Runs:
         }
 
     def run(self, request: Request) -> Recording:
-        """Run the script and return its recording. Raise _ScriptError when it fails before its model is called."""
+        """Run the script and return its recording. Raise UseError when it fails before its model is called."""
         most = request.most_batches if self._most_batches is None else self._most_batches
         if request.most_batches is not None and most is not None:
             most = min(most, request.most_batches)
         file = self._folder / "recording.json"
         file.unlink(missing_ok=True)
         asked = {**asdict(request), "most_batches": most, "file": str(file), "since": self._since}
-        environment = {**os.environ, _VARIABLE: json.dumps(asked)}
+        # A watch in the script would be before the calls that are to be recorded.
+        environment = {**os.environ, "NANWATCH": "0", _VARIABLE: json.dumps(asked)}
         for name in request.trials:
             environment |= self.trials[name].environment
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -116,13 +116,14 @@ class _Runs:
             command, env=environment, capture_output=True, text=True, errors="replace", check=False
         )
         if not file.exists():
-            raise _ScriptError(f"the script ended by status {done.returncode}: {_last_line(done.stderr)}")
+            raise UseError(f"the script ended by status {done.returncode}: {_last_line(done.stderr)}")
         recording = Recording.from_json(file.read_text(encoding="utf-8"))
-        if not recording.prints:
+        if len(recording.prints) == bool(recording.error):
             why = recording.error or "it called no module and made no optimizer step in its own process"
-            raise _ScriptError(f"there is nothing to compare in {self._command[-1]}: {why}")
+            raise UseError(f"there is nothing to compare in {self._command[-1]}: {why}")
         if recording.error and request.trials:
             raise RuntimeError(recording.error)
+        self.error = recording.error
         return recording
 
 
@@ -152,6 +153,9 @@ def _run_here(request: dict[str, Any], target: str, arguments: list[str], *, is_
             except BaseException as error:
                 traceback.print_exc()
                 recording.error, status = spell(error), 1
+    if recording.error:
+        last = Print("", max(recording.batches - 1, 0), "result", "", "", "exception", recording.error, 0)
+        recording.prints.append(last)
     if os.getpid() == process:  # else a forked child that has come to the script's end
         Path(request["file"]).write_text(recording.to_json(), encoding="utf-8")
     return status

@@ -52,7 +52,7 @@ def try_backward_cures(
     *,
     loss_scale: float | None,
 ) -> tuple[tuple[Cure, ...], tuple[str, ...]]:
-    """`(cures, remarks)`: a smaller loss scale, and float32 for the module `name` or one around it.
+    """Return `(cures, remarks)`: a smaller loss scale, and float32 for the module `name` or one around it.
 
     `gradients` are those of the outputs of its call `number`, by label, with which its backward fails. Tried only where
     half precision takes part in that backward. A cure works when every gradient from there on is finite and leaves a
@@ -92,14 +92,14 @@ class _Search:
         self._made: list[Record] = []
 
     def smaller_scale(self, present: float | None) -> Cure | None:
-        """A smaller loss scale; None where it is not known to help or not to."""
+        """Return the cure of a smaller loss scale; None where it is not known whether it helps."""
         given = [gradient_record(x, "") for x in self._gradients.values()]
         with self._backward() as backward:
             self._made = backward(1.0)
             return None if self._is_finite(self._made) else try_smaller(backward, given, present)
 
     def in_float32(self) -> Cure | None:
-        """The smallest module around the guilty one with which all is finite in float32; None where none is."""
+        """Return the smallest module around the guilty one that makes all finite in float32, or None."""
         if self._is_finite(self._made) or not any(one.dtype in _NARROW for one in self._made):
             return None
         for name in self._around():
@@ -112,7 +112,7 @@ class _Search:
         return None
 
     def _around(self) -> list[str]:
-        """The guilty module and those around it within the outermost call, the nearest first."""
+        """Return the guilty module and those around it within the outermost call, the nearest first."""
         names, name = [self._name], self._name
         outermost = unwrapped(self._snapshot.module)
         while name and len(names) < _MOST_MODULES:
@@ -131,7 +131,7 @@ class _Search:
 
     @contextmanager
     def _backward(self, hold: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[Backward]:
-        """Inside, the batch has run once more with its graph, under the change that `hold` makes."""
+        """Run the batch once more with its graph, under the change that `hold` makes, for the block."""
         found = find_module(self._model, self._name)
         if found is None:
             raise LookupError(f"the model has no module {self._name!r} any more")
@@ -182,7 +182,7 @@ _SCALED = "float16"
 def try_smaller(
     backward: Callable[[float], Sequence[Record]], given: Sequence[Record], scale: float | None
 ) -> Cure | None:
-    """The largest loss scale below the present one with which all gradients of a backward are finite.
+    """Return the largest loss scale below the present one with which all gradients of a backward are finite.
 
     `backward(factor)` makes it from gradients that are so many times those of the failure, which were `given`, and
     returns a record of each gradient that came up; with 1 it has failed. `scale` is the present loss scale, None where
@@ -207,7 +207,7 @@ def try_smaller(
 
 
 def _largest_divisor(given: Sequence[Record]) -> float:
-    """By how much these may be divided before the largest element of one is no normal number of its format."""
+    """Return by how much these may be divided before the largest element of one becomes subnormal."""
     divisors = [
         one.abs_max / ends.smallest_normal
         for one in given
@@ -218,7 +218,7 @@ def _largest_divisor(given: Sequence[Record]) -> float:
 
 
 def room_of(made: Sequence[Record], dtypes: Sequence[str] = (_SCALED,)) -> float:
-    """Bits between the largest gradient of these formats and the end; -inf where any gradient is not finite."""
+    """Return the bits between the largest gradient of these formats and the end; -inf where one is non-finite."""
     if any(one.isfinite is False for one in made):
         return -inf
     bits = least_bits(one for one in made if one.dtype in dtypes)

@@ -86,7 +86,7 @@ class BatchSnapshot:
     def capture(
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     ) -> BatchSnapshot:
-        """The start of a batch, now."""
+        """Return the state at the start of a batch, which is now."""
         kwargs = kwargs or _NOTHING
         given = [(f"args[{i}]", x) for i, x in enumerate(args)] + list(kwargs.items())
         with torch._C.DisableTorchFunction():  # looking is no business of the user's function modes
@@ -107,7 +107,7 @@ class BatchSnapshot:
 
     @contextmanager
     def again(self) -> Iterator[Callable[[], Any]]:
-        """Inside, everything is as it was at the start, and the callable that is given makes the call.
+        """Restore the state of the start for the block, which gets a callable that makes the call.
 
         It runs the model's hooks and no graph is built; compiled modules run eagerly, one operation after the other.
         What a forward draws from the modules random and numpy.random it draws anew. Afterwards random states, buffers,
@@ -144,7 +144,7 @@ class BatchSnapshot:
                 yield lambda: module(*self.args, **self.kwargs)
 
     def doubts(self) -> list[str]:
-        """In sentences, why a second call may not be the same as the first; empty when nothing speaks against it."""
+        """Return sentences on why a second call may differ from the first; none when nothing speaks against it."""
         found = [
             f"{name} was written to, in place, since the batch began"
             for name, x, version in self.versions
@@ -162,13 +162,13 @@ class BatchSnapshot:
 
 
 def num_processes() -> int:
-    """The number of processes of the job."""
+    """Return the number of processes of the job."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def no_second_run(root: nn.Module | None = None) -> str:
-    """Why no batch can be run a second time here and now, in words; else "".
+    """Return in words why no batch can be re-run here and now; else "".
 
     In a job of several processes one can where `root` computes alone, as a replica of DistributedDataParallel does.
     """
@@ -185,7 +185,7 @@ def no_second_run(root: nn.Module | None = None) -> str:
 
 
 def _computes_alone(root: nn.Module) -> bool:
-    """Whether no module in the tree belongs to a library that shards models, and no weight is spread over ranks.
+    """Return whether no module in the tree belongs to a library that shards models, and no weight is spread over ranks.
 
     A collective that the model's own code calls is refused when it comes; see `_NoCollectives`.
     """
@@ -212,7 +212,7 @@ class _NoCollectives(TorchDispatchMode):
 
 @contextmanager
 def _held(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Afterwards the buffers of the tree and the tensors of a call are the same tensors, with the values they had.
+    """Restore after the block the buffers of the tree and the tensors of a call: the same tensors, with their values.
 
     Their version counters too: the user's own call may still be under way, and have saved them for its backward.
     """
@@ -251,13 +251,13 @@ def _set_training(flags: list[tuple[nn.Module, bool]]) -> None:
 
 
 def is_narrow(dtype: str) -> bool:
-    """Whether the format has fewer bits than float32."""
+    """Return whether the format has fewer bits than float32."""
     name = dtype.removeprefix("torch.")
     return name in ("float16", "bfloat16") or name.startswith("float8")
 
 
 def may_be_narrow(snapshot: BatchSnapshot, finding: Finding) -> bool:
-    """Whether a format narrower than float32 may take part, as far as can be told before any run."""
+    """Return whether a format narrower than float32 may take part, as far as can be told before any run."""
     root = snapshot.module
     tensors = [*root.parameters(), *root.buffers()]
     tensors += [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]

@@ -53,7 +53,7 @@ def try_cures(
     conditions: Conditions = NO_CONDITIONS,
     most_runs: int = MAX_RUNS,
 ) -> tuple[tuple[Cure, ...], tuple[str, ...]]:
-    """`(cures, remarks)`: what ends the failure when the batch of `snapshot` runs again, at most `most_runs` times.
+    """Return `(cures, remarks)` from running the batch of `snapshot` again, at most `most_runs` times.
 
     Only where a format narrower than float32 takes part in what a module produced or received; for weights, buffers
     and data that were not finite before the call there is no cure here. `model` is the watched model, in which
@@ -144,7 +144,7 @@ class _Search:
         self._smaller_loss_scale(loss_scale)
 
     def _bfloat16(self) -> Experiment | None:
-        """All that is float16 in bfloat16, which has the range of float32; the experiment if that works."""
+        """Try bfloat16, which has the range of float32, for all float16. Return the experiment if it works."""
         autocast = any(call.autocast is torch.float16 for call in self.seen.calls)
         weights = any(p.dtype is torch.float16 for p in self.snapshot.module.parameters())
         given = any(
@@ -173,7 +173,7 @@ class _Search:
         return experiment if self._judge(" and ".join(what), experiment, healthy=self.seen.kept) else None
 
     def _whole(self) -> tuple[str, Experiment]:
-        """The outermost call in float32, in words and as an experiment."""
+        """Return the outermost call in float32, in words and as an experiment."""
         if self.root:
             # Its caller goes on in the format that it gave.
             return self._in_float32(self.root), self._run(lambda: run_in_fp32(self.modules[self.root]))
@@ -184,7 +184,7 @@ class _Search:
         )
 
     def _larger(self, wide: Experiment | None) -> Experiment | None:
-        """The smallest module around the guilty one that is enough in float32; None when even the whole is not.
+        """Return the smallest module around the guilty one that is enough in float32; None when even the whole is not.
 
         `wide` is a run in which all had the range of float32. It shows how large everything becomes, and so which
         modules cannot be enough, as what they hand out would not fit the format it is given back in.
@@ -216,7 +216,7 @@ class _Search:
         return wide
 
     def _clamp(self, wide: Experiment) -> None:
-        """A limit on what the guilty module is given, where that is near the end of the format."""
+        """Return the cure that clamps the guilty module's input, if that is near the end of the format."""
         rows = [row for call in self.seen.calls if call.name == self.guilty for row in call.rows]
         end = min(
             (ends.largest for row in rows if is_narrow(row.dtype) and (ends := limits(row.dtype))),
@@ -253,7 +253,7 @@ class _Search:
                 )
 
     def _smaller_loss_scale(self, scale: float | None) -> None:
-        """A smaller one, where the batch was called with it."""
+        """Return the cure of a smaller loss scale, if the batch was called with one."""
         if scale is None or scale <= 1:
             return
         smaller = max(1.0, scale / _LOSS_SCALE_STEP)
@@ -288,7 +288,7 @@ class _Search:
             )
 
     def _run_loaded(self, sources: tuple[torch.dtype, ...], to: torch.dtype, change: Change) -> Experiment:
-        """The batch as after `model.to(to)`, with its inputs of the dtypes `sources` in `to` as well."""
+        """Run the batch as after `model.to(to)`, with its inputs of the dtypes `sources` in `to` as well."""
         args = cast(self.snapshot.args, sources, to)
         kwargs = cast(dict(self.snapshot.kwargs), sources, to)
         snapshot = replace(self.snapshot, args=args, kwargs=kwargs, cached={})
@@ -326,7 +326,7 @@ class _Search:
         return set(experiment.nonfinite()) <= self._excused() and not experiment.bad_gradients
 
     def _room(self, experiment: Experiment, changed: str | None) -> float | None:
-        """Bits between the largest value and the end of its format, in the record that was not finite and in the
+        """Return bits between the largest value and the end of its format, in the record that was not finite and in the
         results of the changed module.
         """
         rows = self._records(experiment)
@@ -340,7 +340,7 @@ class _Search:
         return least_bits(map(to_record, rows))
 
     def _excused(self) -> set[tuple[str, str]]:
-        """Records that were not finite before the first one that anybody minded: infinities that are meant."""
+        """Return the records that were non-finite before the finding: infinities that are meant."""
         excused: set[tuple[str, str]] = set()
         for call in self.seen.calls:
             if call.name == self.finding.module:
@@ -354,7 +354,7 @@ class _Search:
     # Facts that need no run
 
     def _is_narrow(self) -> bool:
-        """Whether a narrow format takes part in the guilty call, or in the record that was not finite."""
+        """Return whether a narrow format takes part in the guilty call, or in the record that was not finite."""
         guilty = [call for call in self.seen.calls if call.name in (self.guilty, self.finding.module)]
         weights = self.modules[self.guilty].parameters() if self.guilty in self.modules else ()
         return (
@@ -365,7 +365,7 @@ class _Search:
         )
 
     def _ancestors(self) -> Iterator[str]:
-        """The modules around the guilty one that were called in this batch, the nearest first, without the root."""
+        """Return the modules around the guilty one that this batch called, the nearest first, without the root."""
         called = {call.name for call in self.seen.calls}
         name = self.guilty
         while name:
@@ -377,7 +377,7 @@ class _Search:
                 yield own
 
     def _would_fit(self, name: str, wide: Experiment) -> bool:
-        """Whether the results of the module fit the format that they would be given back in."""
+        """Return whether the results of the module fit the format to which they would be cast back."""
         given = next((call.given for call in self.seen.calls if call.name == name), None)
         if given not in NARROW:
             return True
@@ -390,7 +390,7 @@ class _Search:
 
 
 def _scaled(x: Any, scale: float, smaller: float) -> Any:
-    """`smaller` for what is the loss scale, as the same kind of number; else `x` itself."""
+    """Return `smaller` if `x` is the loss scale, as the same kind of number, else `x` itself."""
     if isinstance(x, Tensor):
         is_scale = x.numel() == 1 and x.dtype.is_floating_point and x.item() == scale
         return torch.full_like(x, smaller) if is_scale else x

@@ -93,11 +93,11 @@ class Diagnosis:
 
 
 def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
-    """Return the finding with the facts of the diagnosis."""
+    """Return the finding with the facts of the diagnosis, and those of its own that the diagnosis has not."""
     return replace(
         finding,
-        operation=diagnosis.operation,
-        source=diagnosis.source,
+        operation=diagnosis.operation or finding.operation,
+        source=diagnosis.source or finding.source,
         operands=diagnosis.operands,
         transient=diagnosis.transient,
         extent=diagnosis.extent,

@@ -70,11 +70,11 @@ class Experiment:
     kept: list[Tensor] = field(default_factory=list)
 
     def rows(self, name: str, label: str) -> list[Row]:
-        """The rows of that label in all calls of that module."""
+        """Return the rows of that label in all calls of that module."""
         return [row for call in self.calls if call.name == name for row in call.rows if row.label == label]
 
     def nonfinite(self) -> Iterator[tuple[str, str]]:
-        """`(module, label)` of each row that is not finite and should be."""
+        """Return `(module, label)` of each row that is non-finite and should not be."""
         for call in self.calls:
             yield from ((call.name, row.label) for row in call.rows if is_fault(row))
 
@@ -161,7 +161,7 @@ def run(
 
 
 def with_leaves(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, list[Tensor]]:
-    """The snapshot with tensors of its own for those that require a gradient, and what a backward gives gradients to.
+    """Return the snapshot with new leaves for tensors that require a gradient, and all leaves of a backward.
 
     The graph behind what the batch was called with is the user's.
     """
@@ -181,8 +181,8 @@ def with_leaves(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, list[Tensor]]:
 def run_backward(
     roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor], hook: Callable[[Any], Any]
 ) -> None:
-    """A backward from these gradients of the roots to what is wanted, with what `hook(node)` gives at each node."""
-    handles = [node.register_hook(hook(node)) for node in _nodes(x.grad_fn for x in roots) if node]
+    """Run a backward from these gradients of the roots to the wanted tensors, with `hook(node)` at each node."""
+    handles = [node.register_hook(hook(node)) for node in graph_nodes(x.grad_fn for x in roots) if node]
     try:
         with without_hooks(wanted):
             torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
@@ -193,7 +193,9 @@ def run_backward(
 
 @contextmanager
 def without_hooks(tensors: list[Tensor]) -> Iterator[None]:
-    """The user's hooks on these may add up what they are given. Emptied and filled again: the engine holds the dict."""
+    """Take the user's hooks off these for the block: they may add up gradients. The engine holds the dict, so it is
+    emptied and filled again.
+    """
     own = [(hooks, dict(hooks)) for x in tensors if (hooks := x._backward_hooks)]
     try:
         for hooks, _ in own:
@@ -204,12 +206,12 @@ def without_hooks(tensors: list[Tensor]) -> Iterator[None]:
             hooks.update(before)
 
 
-def _nodes(roots: Any) -> list[Any]:
-    """All nodes of the graph from these roots on, each once."""
+def graph_nodes(roots: Any, since: int = 0) -> list[Any]:
+    """Return all nodes of the graph from these roots on, each once, back to the autograd sequence number `since`."""
     left, known, found = list(roots), set(), []
     while left:
         node = left.pop()
-        if node is not None and node not in known:
+        if node is not None and node not in known and node._sequence_nr() >= since:
             known.add(node)
             found.append(node)
             left += [following for following, _ in node.next_functions]
@@ -217,20 +219,20 @@ def _nodes(roots: Any) -> list[Any]:
 
 
 def with_graph(output: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a module's output that have a graph, with their labels."""
+    """Return the tensors of a module's output that have a graph, with their labels."""
     yield from (
         (label, x) for label, x in leaves(output, "output") if isinstance(x, Tensor) and x.requires_grad
     )
 
 
 def mean_gradients(outputs: list[Tensor]) -> list[Tensor]:
-    """For each tensor the gradient that the mean of its elements gives it, as a loss would."""
+    """Return for each tensor the gradient that the mean of its elements gives it, as a loss would."""
     return [torch.full_like(x, 1 / max(x.numel(), 1)) for x in outputs]
 
 
 @contextmanager
 def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, `model` has the weights and buffers that `model.to(dtype)` would give it, and casts nothing else."""
+    """Give `model` for the block the weights and buffers of `model.to(dtype)`, and cast nothing else."""
     places: list[tuple[dict[str, Any], str, Tensor]] = [
         (table, name, own)
         for module in model.modules()
@@ -291,7 +293,7 @@ def _clamped(value: Any, limit: float) -> Any:
 
 
 def has_finite(x: Tensor) -> bool:
-    """Whether any element is finite."""
+    """Return whether any element is finite."""
     return bool(torch.isfinite(_to_arithmetic(x)).any())
 
 
@@ -303,7 +305,7 @@ def in_float64(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_close(values: list[Tensor], healthy: list[Tensor]) -> bool:
-    """Whether the finite ones among `healthy` are about the same in `values`, by the norm of the difference."""
+    """Return whether the finite ones among `healthy` are about the same in `values`, by the norm of the difference."""
     if [x.shape for x in values] != [x.shape for x in healthy]:
         return True
     difference = total = 0.0
@@ -315,18 +317,18 @@ def is_close(values: list[Tensor], healthy: list[Tensor]) -> bool:
 
 
 def module_words(name: str) -> str:
-    """The module in prose."""
+    """Return the module in prose."""
     return f"`{name}`" if name else "the model"
 
 
 def in_float32(model: nn.Module, name: str, *, cast_output: bool = True) -> str:
-    """The cure of running this module of `model` in float32."""
+    """Return the words of the cure that runs this module of `model` in float32."""
     option = "" if cast_output else ", cast_output=False"
     return f"run {module_words(name)} in float32, nanwatch.run_in_fp32({code_of(model, name)}{option})"
 
 
 def code_of(model: nn.Module, name: str) -> str:
-    """The expression that reaches the module in Python: `model.decoder.block[0]`."""
+    """Return the expression that reaches the module in Python: `model.decoder.block[0]`."""
     path = next((one.path for one in named_modules(model, remove_duplicate=False) if one.name == name), name)
     code, module = "model", model
     for part in path.split(".") if path else ():

@@ -30,12 +30,14 @@ def rerun_forward(snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module
     """Run the batch of `finding` again and find the operation that made the non-finite value.
 
     `model` is the watched root, in which the names of the finding are names. Takes one run of the batch, in which the
-    operations of the guilty module's calls are read, inputs and outputs; a value that was in a weight, a buffer or the
-    data is only described. Raises nothing of its own: what could not be done is a remark.
+    operations of the guilty module's calls are read, inputs and outputs. A value that was in a weight is only
+    described. For one that was in a buffer or the data, the operation that spreads it is found. Raises nothing of its
+    own: what could not be done is a remark.
     """
     try:
         if finding.origin in ("weight", "buffer"):
-            return _of_state(finding, model)
+            found = _of_state(finding, model)
+            return found if finding.origin == "weight" else _with_spread(found, snapshot)
         if finding.origin == "data":
             return _of_data(snapshot, finding, model)
         if reason := no_second_run(snapshot.module):
@@ -73,13 +75,7 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Dia
         if is_outermost
         else next((x for _, x in nonfinite if _is_that(x, finding)), None)
     )
-    spread = _spread(snapshot)
-    found = Diagnosis(
-        remarks=tuple(remarks),
-        operation=None if spread is None else spread.operation,
-        place=None if spread is None else spread.place,
-        operands=() if spread is None else spread.operands,
-    )
+    found = _with_spread(Diagnosis(remarks=tuple(remarks)), snapshot)
     if same is None:
         # The model has given it another shape.
         return replace(
@@ -94,8 +90,16 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Dia
     )
 
 
+def _with_spread(found: Diagnosis, snapshot: BatchSnapshot) -> Diagnosis:
+    """Return the diagnosis of a value that was there before, with the operation that spreads it."""
+    step = _spread(snapshot)
+    if step is None:
+        return found
+    return replace(found, operation=step.operation, place=step.place, operands=step.operands)
+
+
 def _spread(snapshot: BatchSnapshot) -> Step | None:
-    """The operation that makes the most of a bad value that the batch was given: the first to turn inf into nan.
+    """Return the operation that makes the most of a bad value of the data or a buffer: the first to turn inf into nan.
 
     Else the first product, which should have masked it, else the first operation that passed it on.
     """
@@ -116,7 +120,7 @@ def _histograms(x: Tensor, label: str) -> tuple[StoredHistogram, ...]:
 
 
 def _is_that(x: Tensor, finding: Finding) -> bool:
-    """Whether `x` may be the tensor of the finding: as large, and non-finite at as many places, the first the same."""
+    """Return whether `x` may be the finding's tensor: as large, as many non-finite places, the first the same."""
     health = observe(x, "", "output")[7]
     if health is None or finding.index is None:
         return False
@@ -216,7 +220,7 @@ class CallProbe:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the calls of both modules are looked at."""
+        """Examine the calls of both modules in the block."""
         try:
             with wrap_calls([self._suspect, self._examined], self._run):
                 yield

@@ -64,12 +64,12 @@ class Operation(NamedTuple):
         return self.base in _LOGARITHMS
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """`(name, value)` of the arguments that were given."""
+        """Return `(name, value)` of the arguments that were given."""
         yield from zip(self.arguments, args, strict=False)
         yield from kwargs.items()
 
     def targets(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
-        """The tensors that a call has written: its own arguments, and results that are new."""
+        """Return the tensors that a call has written: its own arguments, and results that are new."""
         found = [value for name, value in self.given(args, kwargs) if name in self.written]
         results = (result,) if self.num_results == 1 else result
         found += [results[i] for i in self.fresh]
@@ -78,7 +78,7 @@ class Operation(NamedTuple):
 
 @functools.cache
 def operation_of(func: torch._ops.OpOverload) -> Operation:
-    """The Operation of an overload."""
+    """Return the Operation of an overload."""
     schema = func._schema
     base = schema.name.split("::")[-1]
     written = tuple(one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write)
@@ -116,7 +116,7 @@ class Operands(NamedTuple):
         kwargs: Mapping[str, Any],
         is_known: Callable[[Tensor], bool],
     ) -> Operands:
-        """The operands of a call that is about to be made, or has been made and wrote to none of them.
+        """Return the operands of a call that is about to be made, or has been made and wrote to none of them.
 
         Of those that are known the range is enough: what is non-finite in them need not be counted once more.
         """
@@ -135,8 +135,9 @@ class Operands(NamedTuple):
         return cls(tensors, rows, numbers, zero_one)
 
     def records(self, *, written: Sequence[Tensor] = ()) -> tuple[Record, ...]:
-        """The records of the tensors. With a health where some elements are zero or subnormal, which a division or a
-        logarithm does not forgive; but not of those that share memory with what was `written` since."""
+        """Return the records of the tensors. They have a health where elements are zero or subnormal, which a division
+        or a logarithm does not forgive; but not of those that share memory with what was `written` since.
+        """
         gone = _memory(written)
         found = []
         for x, row in zip(self.tensors, self.rows, strict=True):
@@ -149,7 +150,9 @@ class Operands(NamedTuple):
         return tuple(found)
 
     def counts(self, *, written: Sequence[Tensor] = ()) -> frozenset[int]:
-        """The positions of the tensors that hold whole numbers only, not all of them zero, and were not `written`."""
+        """Return the positions of the tensors that hold whole numbers only, not all of them zero, and were not
+        `written`.
+        """
         gone = _memory(written)
         return frozenset(
             i
@@ -158,7 +161,7 @@ class Operands(NamedTuple):
         )
 
     def spreads(self, *, written: Sequence[Tensor] = ()) -> tuple[StoredHistogram, ...]:
-        """The spreads of the first tensors that have one and share no memory with what was `written` since."""
+        """Return the spreads of the first tensors that have one and share no memory with what was `written` since."""
         gone = _memory(written)
         there = [
             (x, row.label)
@@ -190,7 +193,7 @@ def _is_value(kind: str) -> bool:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of an argument or a result."""
+    """Return the tensors of an argument or a result."""
     if isinstance(value, Tensor):
         return [value]
     return [x for _, x in leaves(value, "") if isinstance(x, Tensor)]
@@ -222,7 +225,7 @@ class _Region:
         return cls(x.dtype, int(x.storage_offset()), shape, tuple(x.stride()))
 
     def inside(self, memory: Tensor, low: int) -> Tensor:
-        """These bytes of a tensor of one element for each byte from `low` on, with the bytes of an element last."""
+        """Return these bytes of a tensor, from `low` on, with the bytes of one element in the last dimension."""
         size = self.dtype.itemsize
         strides = [stride * size for stride in self.stride]
         return memory.as_strided((*self.shape, size), (*strides, 1), self.offset * size - low)
@@ -241,12 +244,12 @@ class _Region:
         return self.offset * size, (self.offset + self.length) * size
 
     def overlaps(self, other: _Region) -> bool:
-        """Whether the ends do; strided regions may still have no element in common."""
+        """Return whether the ends overlap; strided regions may still have no element in common."""
         (low, high), (other_low, other_high) = self.ends, other.ends
         return low < other_high and other_low < high
 
     def covers(self, other: _Region) -> bool:
-        """Whether all of the other is surely in this."""
+        """Return whether this region surely contains the other."""
         if self == other:
             return True
         (low, high), (other_low, other_high) = self.ends, other.ends
@@ -274,7 +277,7 @@ class StorageWriteLog(Generic[T]):
         self._places: dict[int, _Place[T]] = {}
 
     def put(self, x: Tensor, write: T | None) -> None:
-        """`x` was written: with something non-finite, that `write` tells of, or with finite values only (None)."""
+        """Note that `x` was written, by the non-finite `write`, or with finite values only (None)."""
         x, region, key, owner = _address(x)
         place = self._place(x, key)
         if place is None:
@@ -290,7 +293,7 @@ class StorageWriteLog(Generic[T]):
             del self._places[key]
 
     def __contains__(self, x: object) -> bool:
-        """Whether there are non-finite writes to the storage of the tensor `x`; touches no data."""
+        """Return whether there are non-finite writes to the storage of the tensor `x`; touches no data."""
         if not self._places or not isinstance(x, Tensor):
             return False
         x, _, key, _ = _address(x)
@@ -321,7 +324,7 @@ class StorageWriteLog(Generic[T]):
 
 
 def _address(x: Tensor) -> tuple[Tensor, _Region, int, torch.UntypedStorage | None]:
-    """The tensor, its shard of a DTensor, which elements it is, of what, and the storage if it is one.
+    """Return the tensor (of a DTensor its shard), the elements it covers, of which memory, and the storage, if any.
 
     A tensor without addresses is a place of its own.
     """
@@ -334,7 +337,7 @@ def _address(x: Tensor) -> tuple[Tensor, _Region, int, torch.UntypedStorage | No
 
 
 def _latest(x: Tensor, region: _Region, writes: list[tuple[_Region, T]]) -> list[tuple[_Region, T]]:
-    """Those that were the last to write to one of the non-finite elements of `x`, the oldest first."""
+    """Return the last writes to any non-finite element of `x`, the oldest first."""
     ends = [region.ends, *(where.ends for where, _ in writes)]
     low, high = min(one for one, _ in ends), max(one for _, one in ends)
     if high - low > _MOST_BYTES:

@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 _FORMS: dict[str, Callable[[Report], str]] = {
     "report.html": lambda report: report.to_html(),
     "report.json": lambda report: report.to_json(),
-    "report.txt": lambda report: report.to_text(),
+    "report.txt": lambda report: report.to_text(whole=True),
 }
 
 
@@ -51,7 +51,7 @@ def post_mortem(
     gradients: bool = False,
     call: BatchSnapshot | None = None,
 ) -> Report:
-    """The report with what a second run of the batch shows, if it `examines`, and written to `output_dir` if any.
+    """Return the report with the results of a re-run, if it `examines`, and write it to `output_dir`, if any.
 
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
     that of the batch, where it is known, `allows` says which infinities are meant, and `gradients` whether
@@ -92,7 +92,7 @@ def _look(
     conditions: Conditions,
     remarks: list[str],
 ) -> tuple[Finding, Diagnosis | None]:
-    """The finding with what a second run of the batch shows, and with the cures where it failed again."""
+    """Return the finding with the results of a re-run, and with the cures where it failed again."""
     if finding.phase == "backward":
         seen = rerun_backward(snapshot, finding, frames, model=model, conditions=conditions)
         return enrich(finding, seen), seen
@@ -100,7 +100,7 @@ def _look(
     if diagnosis is None:
         return finding, None
     closer = enrich(finding, diagnosis)
-    if diagnosis.transient is False or (finding.origin == "data" and diagnosis.place is not None):
+    if diagnosis.transient is False or (finding.origin in ("data", "buffer") and diagnosis.place):
         if doubts := snapshot.doubts():
             remarks.append(f"no cure was tried, as {doubts[0]}")
         else:
@@ -116,7 +116,7 @@ def _cured(
     conditions: Conditions,
     remarks: list[str],
 ) -> Finding:
-    """The finding with the cures that were tried: changes of the source first, as they are the smallest."""
+    """Return the finding with the cures that were tried: changes of the source first, as they are the smallest."""
     is_narrow = may_be_narrow(snapshot, finding)
     most = MOST_RUNS - (KEPT_FOR_FORMATS if is_narrow else 1)
     found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, conditions=conditions)
@@ -141,7 +141,7 @@ def _sampled(
     allows: Allows,
     remarks: list[str],
 ) -> Finding:
-    """The finding with the samples that carry the failure, where the forwards that are left show them."""
+    """Return the finding with the samples that carry the failure, if the remaining forwards show them."""
     made = 0 if snapshot.forwards is None else snapshot.forwards.made
     if not diagnosis.rows or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
         return finding
@@ -248,7 +248,7 @@ def _written(path: Path, report: Report, remarks: list[str]) -> bool:
 
 
 def _write_whole(path: Path, text: str) -> Path:
-    """All of the text or no file of this name: a launcher may end this process while it writes."""
+    """Write all of the text, or leave no file of this name: a launcher may end this process meanwhile."""
     under_way = path.with_name(f".{path.name}.tmp")
     try:
         under_way.write_text(text, encoding="utf-8")

@@ -111,7 +111,7 @@ class ProvenanceMode(TorchDispatchMode):
         return result
 
     def origin(self, x: Tensor, *, nan: bool) -> Step | None:
-        """The step that began what is non-finite in `x`, None when none was seen to; `nan`: what is nan in it."""
+        """Return the step that made the non-finite values of `x`, or its nans with `nan`; None if none was seen."""
         with only_our_dispatch(), torch.no_grad():
             return _origin(self._writes.find(x), nan)
 
@@ -231,7 +231,7 @@ def _positions(frame: FrameType) -> tuple[int | None, int | None, int | None, in
 
 
 def _origin(steps: Sequence[Step], nan: bool) -> Step | None:
-    """The first of the steps that these come from; of those that did it by accident, if any did."""
+    """Return the first of the steps that these come from; of those that did it by accident, if any did."""
     steps = [one for one in steps if not one.meant] or list(steps)
     if nan:
         steps = [one for one in steps if one.nan] or steps
@@ -242,7 +242,7 @@ def _origin(steps: Sequence[Step], nan: bool) -> Step | None:
 
 
 def _signs(nonfinite: Sequence[Tensor]) -> tuple[bool, bool]:
-    """Whether there is an inf and a -inf in these, which have no nan."""
+    """Return whether these tensors without nan hold both inf and -inf."""
     posinf = neginf = False
     for x in nonfinite:
         try:
@@ -272,7 +272,7 @@ def _nonfinite(x: Tensor) -> Tensor:
 
 
 def _is_elementwise(operation: Operation, given: Operands, nonfinite: Sequence[Tensor]) -> bool:
-    """Whether result and operands can be compared, element by element."""
+    """Return whether result and operands can be compared, element by element."""
     # An operation in place has overwritten an operand.
     is_one = operation.pointwise and not operation.written and len(nonfinite) == 1
     return is_one and all(map(is_plain, (*nonfinite, *given.tensors)))
@@ -286,7 +286,7 @@ def _is_meant(
     causes: Sequence[int],
     sources: Sequence[Step],
 ) -> bool:
-    """Whether infinities from sources that meant them are meant: written as such, or handed on from where they were."""
+    """Return whether infinities are meant: written as constants, or passed on from such."""
     if operation.base == "lift_fresh" or any(isinf(value) for _, value in given.numbers):
         return True
     masks = [i for i, row in enumerate(given.rows) if row.note == MASK]
@@ -311,7 +311,7 @@ def _of_meant(operand: int, origin: Step | None) -> str:
 
 
 def _masked_rows(operation: Operation, args: Sequence[Any], kwargs: Any) -> tuple[str, ...]:
-    """A remark when a softmax had rows with nothing to choose from."""
+    """Return a remark if a softmax had rows that are masked throughout."""
     given = dict(operation.given(args, kwargs))
     if operation.base in ("_softmax", "_log_softmax"):
         x, dim, what = given["self"], given["dim"], "its operand"

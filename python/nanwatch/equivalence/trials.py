@@ -48,7 +48,8 @@ def _deterministic(note: Note) -> Iterator[None]:
     cudnn = torch.backends.cudnn
     benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
     # cuBLAS reads it when it is first used. Without it, torch refuses matrix products on CUDA.
-    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    is_given = "CUBLAS_WORKSPACE_CONFIG" in os.environ
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     cudnn.benchmark, cudnn.deterministic = False, True
     try:
@@ -56,7 +57,7 @@ def _deterministic(note: Note) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was[0], warn_only=was[1])
         cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
-        if workspace == ":4096:8":
+        if not is_given:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 

@@ -7,13 +7,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
+from ..instrumentation.slot import wrappers
+from ..util.modules import each_module
 from ..util.progress import Tell, silent
-from ..util.visible import spell
+from ..util.visible import module_name, spell
 from .causes import explain
 from .operations import OperationDifference, first_operation
+from .reach import Leftovers, Reach
 from .recording import Recorder, Recording, first_difference
 from .repetition import FirstDifference, Repetition, Tried, operation_fields
-from .state import Leftovers, Reach, State
+from .state import State
 from .trials import TRIALS, Trial
 
 # Runs beside the first two that have to be equal too before a change is said to make the runs equal.
@@ -62,12 +67,12 @@ def twice(
     batch and name the first that differs, its module and line. Then changes are tried that take one source of chance
     away each (a deterministic kernel, one thread, no clock, ...), until the runs are equal.
 
-    Afterwards state and random states are as before the call. Takes 2 runs of the step when it is repeatable, some 6 to
-    20 when it is not. Raises what `step` raises.
+    Afterwards state, random states and the objects that `step` refers to are as before the call. Takes 2 runs of the
+    step when it is repeatable, some 6 to 20 when it is not. Raises what `step` raises.
 
-    >>> import torch
+    >>> import nanwatch, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout())
-    >>> print(twice(lambda: model(torch.ones(2, 4)).sum()).to_text())
+    >>> print(nanwatch.twice(lambda: model(torch.ones(2, 4)).sum()).to_text())
     Repeatable: 2 runs of the step are bit-equal over 1 batch (9 tensors each).
     """
     if not callable(step):
@@ -81,9 +86,20 @@ def twice(
     if given is not None:
         reach.rest["batches"] = given
         reach.rest |= {f"batches[{i}]": one for i, one in enumerate(given) if hasattr(one, "untyped_storage")}
+    _check_unwatched(reach.state)
     runner = _Runner(step, given, State(reach.state if state is None else state), reach)
-    with runner.state.kept():
+    with runner.state.kept(), ExitStack() as after:
+        after.callback(runner.leftovers.restore)
         return examine(runner.run, "the step", times, runner.trials)
+
+
+def _check_unwatched(state: Iterable[object]) -> None:
+    for root in state:
+        for name, module in each_module(root) if isinstance(root, nn.Module) else ():
+            if wrappers(module):
+                raise ValueError(
+                    f"{module_name(name)} is watched, so its calls cannot be followed; stop the watch before"
+                )
 
 
 class _Runner:
@@ -95,7 +111,7 @@ class _Runner:
         self._step = step
         self._batches = batches
         self.state = state
-        self._leftovers = Leftovers(reach)
+        self.leftovers = Leftovers(reach)
         self.trials = {
             "kept": Trial(
                 "kept",
@@ -108,7 +124,8 @@ class _Runner:
     def run(self, request: Request) -> Recording:
         self.state.restore()
         if "kept" in request.trials:
-            self._leftovers.restore()
+            self.leftovers.restore()
+            self.leftovers.clear_caches()
         recorder = Recorder(
             request.window,
             fill=request.fill,
@@ -122,7 +139,7 @@ class _Runner:
             with recorder.running() as recording:
                 self._run_batches(recorder, request.most_batches)
         if "kept" in request.trials:
-            notes += self._leftovers.changed()
+            notes += self.leftovers.changed()
         return recording
 
     def _run_batches(self, recorder: Recorder, most: int | None) -> None:
@@ -142,7 +159,7 @@ def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tel
         tell(f"making run {number + 1}")
         other = run(Request())
         found = first_difference(first, other)
-        if found is not None or bool(first.error) != bool(other.error):
+        if found is not None:
             break
     remarks = _remarks(first)
     if found is None:

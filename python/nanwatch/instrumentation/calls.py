@@ -21,6 +21,7 @@ from ..recording.recorder import PythonRecorder
 from ..util.modules import WeakIdentityDict
 from ..util.visible import with_utf8
 from .compile import dynamo, ops
+from .functions import watch_begins, watch_ends
 from .global_hooks import Handles, after_steps, children
 from .slot import CallWrapper, attach, detach, skip_shape_inference, wrappers
 from .wrapped_names import child_name, is_recorded, named_modules
@@ -139,7 +140,7 @@ class Attachment:
         for one in named_modules(model):
             if any(type(x).__name__ == "DTensor" for x in one.module._parameters.values()):
                 recorder.gathers_weights = True
-            self._add(one.name, one.module)
+            self.add(one.name, one.module)
         # torch's registries are global and outlive this: the hooks must keep neither it nor the model alive.
         this = weakref.ref(self)
 
@@ -153,8 +154,10 @@ class Attachment:
                 attachment._registered(parent, name, module)
 
         self._hooks = Handles(self, [after_steps.add(changed), children.add(registered)])
+        watch_begins(self, model)
 
-    def _add(self, name: str, module: nn.Module) -> None:
+    def add(self, name: str, module: nn.Module) -> None:
+        """Watch a module under this name, unless it is watched already."""
         if self._names.get(module) is not None:
             return
         records = is_recorded(module) and self._observed(name)
@@ -172,7 +175,7 @@ class Attachment:
         if (known := self._names.get(parent)) is None:
             return
         for one in named_modules(module, child_name(parent, known, name)):
-            self._add(one.name, one.module)
+            self.add(one.name, one.module)
 
     def put_sequence(self, call: Any, device: torch.device) -> None:
         """Set `call.device_sequence` to the tensor that operators write in a graph that is all on this device."""
@@ -183,6 +186,7 @@ class Attachment:
     def remove(self) -> None:
         """Leave every module as it was found. Does nothing the second time."""
         self.is_attached = False
+        watch_ends(self)
         self._recorder.paused = True
         ops.unregister_recorder(self._recorder)
         self._recorder.forget_tensors()

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from ..instrumentation.wrapped_names import is_recorded, module_names, original_module
@@ -215,6 +216,10 @@ class DebugUnderflowOverflow:
 
     def forward_hook(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note the structure of a call, which the recorder reads next; PyTorch calls this when a forward returns."""
+        if (
+            is_compiling()
+        ):  # Dynamo would put off all of this to the end of its graph, and lose it where one raises
+            torch._dynamo.graph_break()
         if self._recorder.paused:  # by stop(), or for a re-run
             return
         self._batch = batch = self.batch_number

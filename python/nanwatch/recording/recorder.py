@@ -126,6 +126,11 @@ class PythonRecorder(RecordsBackwards):
             self._num_suspended += 1 if on else -1
 
     @property
+    def is_under_way(self) -> bool:
+        """Return whether this thread is inside a watched call."""
+        return bool(self._thread.names)
+
+    @property
     def frames_kept(self) -> int:
         return self.counters["frames"]
 

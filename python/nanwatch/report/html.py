@@ -64,6 +64,7 @@ def report_html(
     rank: int,
     mesh: Sequence[str],
     tell: Tell = silent,
+    told: Sequence[str] = (),
 ) -> str:
     """Return a report as one HTML document, to be written as UTF-8. Raises ImportError without jinja2 and plotly."""
     data = _data(frames, finding, tell)
@@ -79,6 +80,7 @@ def report_html(
         rank=rank,
         mesh=mesh,
         finding=finding,
+        told=told,
         advice=_advice(frames, finding),
         headline=next(text.styled_lines(frames, finding, batch))[1],  # which knows when nothing was read
         patch_lines=patch_lines,

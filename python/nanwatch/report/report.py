@@ -14,12 +14,14 @@ from ..util.suppressed import suppressed
 from . import text
 from .finding import Finding, read_finding
 from .record import Frame
+from .suspect import Suspect
 
 if TYPE_CHECKING:
     from .rank_observation import Origin
 
 SCHEMA = "nanwatch.report"
 VERSION = 1
+_OFTEN_EMPTY = ("never_called", "suspects")  # left out of JSON when they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,9 @@ class Report:
     `frames` come oldest first. `finding` is None when all is finite. `batch` is the latest number, None before the
     first batch, and `rank` that of the process. `parameter_mesh` is the position of this rank in the device meshes over
     which the model's parameters are sharded, also while they are gathered. `mesh` adds the meshes of tensors in the
-    frames. `attempt` is the start of a torchrun job to which the report belongs, None without torchrun.
+    frames. `attempt` is the start of a torchrun job to which the report belongs, None without torchrun. `never_called`
+    are modules that nobody called, though their weights took part in the training. `suspects`, in the report of a
+    failure, are weights that grew much or are far from their siblings.
 
     Examples:
         >>> import nanwatch, pathlib, torch
@@ -65,15 +69,24 @@ class Report:
     rank: int = 0
     parameter_mesh: tuple[str, ...] = ()
     attempt: Attempt | None = None
+    never_called: tuple[str, ...] = ()
+    suspects: tuple[Suspect, ...] = ()
 
     @property
     def mesh(self) -> tuple[str, ...]:
         """Return the position of this rank in the device meshes of parameters and frames' tensors, as `dp=1 of 4`."""
         return tuple(dict.fromkeys((*self.parameter_mesh, *text.mesh_coordinates(self.frames))))
 
-    def to_text(self, color: bool = False) -> str:
-        """Return the frames in columns and the finding in words; with ANSI colours for `color`, which needs `rich`."""
-        return text.report_text(self.frames, self.finding, self.batch, self.mesh, color=color)
+    def to_text(self, color: bool = False, *, whole: bool = False) -> str:
+        """Return the frames in columns and the finding in words; with ANSI colours for `color`, which needs `rich`.
+
+        With a finding the text fits a screen of forty lines: it shows the frames closest to the finding. `whole` shows
+        all of `frames`.
+        """
+        told = self._told()
+        return text.report_text(
+            self.frames, self.finding, self.batch, self.mesh, told, color=color, whole=whole
+        )
 
     def __str__(self) -> str:
         return self.to_text()
@@ -85,7 +98,10 @@ class Report:
 
     def to_json(self) -> str:
         """Return one strict JSON document; nan and the infinities are the strings "nan", "inf" and "-inf"."""
-        document = {"schema": SCHEMA, "version": VERSION, **reading.plain(self)}
+        own = {
+            name: value for name, value in reading.plain(self).items() if value or name not in _OFTEN_EMPTY
+        }
+        document = {"schema": SCHEMA, "version": VERSION, **own}
         return json.dumps(document, allow_nan=False)
 
     def to_html(self, tell: Tell = silent) -> str:
@@ -95,7 +111,13 @@ class Report:
         """
         from .html import report_html
 
-        return report_html(self.frames, self.finding, self.batch, self.rank, self.mesh, tell)
+        return report_html(self.frames, self.finding, self.batch, self.rank, self.mesh, tell, self._told())
+
+    def _told(self) -> list[str]:
+        return [
+            *text.never_called_lines(self.never_called),
+            *(line for one in self.suspects for line in one.lines()),
+        ]
 
     @classmethod
     def from_json(cls, document: str) -> Report:
@@ -109,9 +131,11 @@ def report_of(
     finding: Finding | None = None,
     batch: int | None = None,
     parameter_mesh: tuple[str, ...] = (),
+    never_called: tuple[str, ...] = (),
+    suspects: tuple[Suspect, ...] = (),
 ) -> Report:
     """Return a report of this process, with its rank and its attempt in the job."""
-    return Report(frames, finding, batch, rank(), parameter_mesh, current_attempt())
+    return Report(frames, finding, batch, rank(), parameter_mesh, current_attempt(), never_called, suspects)
 
 
 # Reading back.
@@ -126,13 +150,16 @@ _REPORT: dict[str, reading.Reader[Any]] = {
     "rank": reading.count,
     "parameter_mesh": reading.tuple_of(reading.text),
     "attempt": reading.optional(read_attempt),
+    "never_called": reading.tuple_of(reading.text),
+    "suspects": reading.tuple_of(reading.of(Suspect)),
 }
 
 
 def _report(document: Any) -> Report:
     if isinstance(document, dict) and document.get("schema") == SCHEMA and document.get("version") != VERSION:
         raise ValueError(f"its version is {document.get('version')!r}, this nanwatch reads version {VERSION}")
-    found = reading.members(document, "report", _REPORT, added={"parameter_mesh": (), "attempt": None})
+    added: dict[str, Any] = {"parameter_mesh": (), "attempt": None, **dict.fromkeys(_OFTEN_EMPTY, ())}
+    found = reading.members(document, "report", _REPORT, added=added)
     return Report(**{name: value for name, value in found.items() if name not in ("schema", "version")})
 
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 
+_MOST_LINES = 39  # of a report with a finding: one screen
+_HEADER = 3
+
 Style: TypeAlias = Literal["plain", "head", "module", "quiet", "nonfinite"]
 _RICH_STYLES: dict[Style, str] = {
     "plain": "",
@@ -186,6 +189,21 @@ def _where(finding: Finding, record: Record | None) -> str:
     return f"{where}; the {record.note} of {record.dtype} of shape {list(record.shape)}"
 
 
+_MOST_NAMED = 5
+
+
+def never_called_lines(names: Sequence[str]) -> list[str]:
+    """Return the line that names modules which nobody called, if there are any."""
+    if not names:
+        return []
+    named = [module_name(name) for name in names[:_MOST_NAMED]]
+    more = f" and {len(names) - len(named):,} more" if len(names) > len(named) else ""
+    return [
+        f"Never called as modules, though their weights are trained: {', '.join(named)}{more}."
+        " What they compute is seen only where a watched module receives it."
+    ]
+
+
 def mesh_coordinates(frames: Sequence[Frame]) -> tuple[str, ...]:
     """Return `dp=1 of 4` for each dimension of the device meshes that sharded tensors of these frames are on."""
     placements = (record.placement for frame in frames for record in frame.records if record.is_shard)
@@ -193,14 +211,30 @@ def mesh_coordinates(frames: Sequence[Frame]) -> tuple[str, ...]:
 
 
 def styled_lines(
-    frames: Sequence[Frame], finding: Finding | None, batch: int | None, mesh: Sequence[str] = ()
+    frames: Sequence[Frame],
+    finding: Finding | None,
+    batch: int | None,
+    mesh: Sequence[str] = (),
+    told: Sequence[str] = (),
+    *,
+    whole: bool = False,
 ) -> Iterator[tuple[Style, str]]:
-    """Return the lines of a report, each with its style."""
-    return ((style, visible(line)) for style, line in _styled_lines(frames, finding, batch, mesh))
+    """Return the lines of a report, each with its style; `told` are the last of them.
+
+    With a finding there are fewer than forty, unless it is `whole`: of the frames those closest to the finding.
+    """
+    return (
+        (style, visible(line)) for style, line in _styled_lines(frames, finding, batch, mesh, told, whole)
+    )
 
 
 def _styled_lines(
-    frames: Sequence[Frame], finding: Finding | None, batch: int | None, mesh: Sequence[str]
+    frames: Sequence[Frame],
+    finding: Finding | None,
+    batch: int | None,
+    mesh: Sequence[str],
+    told: Sequence[str],
+    whole: bool,
 ) -> Iterator[tuple[Style, str]]:
     until = "" if batch is None else f" up to batch {batch}"
     if finding is not None:
@@ -222,9 +256,15 @@ def _styled_lines(
             yield "plain", f"Batch {number}: {note}."
     if mesh:
         yield "plain", f"This rank in the device mesh: {', '.join(mesh)}."
-    yield "plain", f"Last {len(frames)} frames, the oldest first:"
+    source, culprit = (None, None) if finding is None else _culprit(finding, frames)
+    ending = [] if finding is None else finding_lines(finding, frames)
+    ending = [*[""] * bool(ending or told), *ending, *told]
+    count = len(frames)
+    if finding is not None and not whole:
+        frames = _closest(frames, source, _MOST_LINES - _HEADER - bool(mesh) - len(ending))
+    which = f"Last {count} frames" if len(frames) == count else f"{len(frames)} of the last {count} frames"
+    yield "plain", f"{which}, the oldest first:"
     yield "quiet", COLUMNS
-    _, culprit = (None, None) if finding is None else _culprit(finding, frames)
     previous = frames[0].batch if frames else None
     for frame in frames:
         if frame.batch != previous:
@@ -236,10 +276,25 @@ def _styled_lines(
                 yield "nonfinite", f"{record_line(record)}  <-- {finding.value}, first"
             else:
                 yield ("quiet" if record.abs_max is None else "plain"), record_line(record)
-    if finding is not None:
-        yield "plain", ""
-        for line in finding_lines(finding, frames):
-            yield "plain", line
+    for line in ending:
+        yield "plain", line
+
+
+def _closest(frames: Sequence[Frame], source: Frame | None, room: int) -> Sequence[Frame]:
+    """Return the frames up to `source`, then those behind it, of which so many lines can be shown; at least one."""
+    last = next((i for i, frame in enumerate(frames) if frame is source), len(frames) - 1)
+    first = last
+    used = _height(frames, last)
+    while first > 0 and (more := used + _height(frames, first - 1)) <= room:
+        first, used = first - 1, more
+    while last + 1 < len(frames) and (more := used + _height(frames, last + 1)) <= room:
+        last, used = last + 1, more
+    return frames[first : last + 1]
+
+
+def _height(frames: Sequence[Frame], i: int) -> int:
+    """Return how many lines the frame takes, with the line of its batch."""
+    return 1 + len(frames[i].records) + (i + 1 < len(frames) and frames[i].batch != frames[i + 1].batch)
 
 
 def report_text(
@@ -247,11 +302,13 @@ def report_text(
     finding: Finding | None,
     batch: int | None,
     mesh: Sequence[str] = (),
+    told: Sequence[str] = (),
     *,
     color: bool = False,
+    whole: bool = False,
 ) -> str:
-    """Return the whole report as text, without a newline at its end; with ANSI colours for `color`."""
-    lines = list(styled_lines(frames, finding, batch, mesh))
+    """Return the report as text, without a newline at its end; with ANSI colours for `color`. See styled_lines."""
+    lines = list(styled_lines(frames, finding, batch, mesh, told, whole=whole))
     return _colored(lines) if color else "\n".join(line for _, line in lines)
 
 

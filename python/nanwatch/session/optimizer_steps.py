@@ -90,7 +90,7 @@ class BackwardWatch:
         # The recorder keeps and counts the frames of a backward after this call.
         num_before, place = self._recorder.frames_of_batch(batch), fault.finding.sequence
         sequence = None if num_before is None or place is None else num_before + place
-        finding = replace(fault.finding, sequence=sequence)
+        finding = self._failures.rerun.behind_model(replace(fault.finding, sequence=sequence))
         report = self._reports.latest(finding, batch, fault.frames)
         nonfinite = [(call.frame, row) for call in calls for row in call.frame.rows if is_fault(row)]
         self._defer(report, batch, nonfinite, scale)

@@ -9,12 +9,16 @@ from dataclasses import replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..diagnosis import postmortem
+from ..diagnosis.backward_rerun import behind_model
 from ..diagnosis.batch_snapshot import BatchSnapshot, call_under_way, num_processes
+from ..instrumentation.functions import Function
 from ..instrumentation.slot import ExclusiveRun
 from ..instrumentation.wrapped_names import find_module
+from ..report.finding import Finding
 from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.visible import spell, warn_user
@@ -49,6 +53,8 @@ class _Ended(NamedTuple):
     batch: int
     module: weakref.ref[nn.Module]
     rest: BatchSnapshot
+    # That of the first node of autograd that is no part of the batch's forward.
+    sequence: int
 
     def start(self) -> BatchSnapshot | None:
         """Return the start of the batch, or None once its module is gone."""
@@ -99,7 +105,8 @@ class RerunPolicy:
         except Exception:
             suppressed("the start of a batch could not be kept, so it has no second run")
             start = None
-        self.let_go()
+        if not isinstance(module, Function):  # a loss after the model's call, before the backward of both
+            self.let_go()
         graph = _Graph()
         here = threading.get_ident()
         while True:
@@ -131,12 +138,24 @@ class RerunPolicy:
         with self._door:
             start, graph = self._starts.pop(threading.get_ident(), (None, None))
             self._door.notify_all()
-            self._ended.clear()
+            if start is None or not isinstance(start.module, Function):
+                self._ended.clear()
             held = None if graph is None else graph()
             if self._keeps_ended and start is not None and start.grad and held is not None:
-                self._ended[held] = _Ended(
-                    batch, weakref.ref(start.module), replace(start, module=_NO_MODULE)
-                )
+                sequence = torch._C._autograd._get_sequence_nr()
+                rest = replace(start, module=_NO_MODULE)
+                self._ended[held] = _Ended(batch, weakref.ref(start.module), rest, sequence)
+
+    def behind_model(self, finding: Finding) -> Finding:
+        """Return the finding of a backward under way with what the graph tells, if its loss made the value."""
+        ended = next((one for one in list(self._ended.values()) if one.batch == finding.batch), None)
+        if ended is None or (finding.origin, finding.source_module) != ("received", None):
+            return finding
+        try:
+            return behind_model(finding, ended.sequence)
+        except Exception:
+            suppressed("the graph of the loss could not be read")
+            return finding
 
     def backward_failed(self, batch: int) -> None:
         """Keep the start of the batch also when its graph is gone, until a step takes the gradients."""

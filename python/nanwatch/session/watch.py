@@ -26,6 +26,7 @@ from .optimizer_steps import BackwardWatch, OptimizerSteps
 from .options import Options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
+from .suspicion import Suspicion
 
 
 class Watch:
@@ -89,7 +90,8 @@ class Watch:
             self._monitor.awaits_batches or self._tracer is not None or options.abort_after_batch is not None
         )
         guard = OptimizerGuard(self._recorder, options) if options.gradients and options.enabled else None
-        self._reports = Reports(model, self._recorder, options.max_frames)
+        suspicion = Suspicion(model, options.observes, self._monitor.growth)
+        self._reports = Reports(model, self._recorder, options.max_frames, suspicion)
         rerun = RerunPolicy(model, options)
         self._failures = FailureHandler(
             model, options, self._recorder, self._monitor, self._reports, rerun, guard

@@ -152,8 +152,7 @@ def _take(verdict: Verdict, folder: Path, runs: int, seconds: float) -> None:
     finding = nanwatch.Report.from_json(reports[0].read_text()).finding
     assert finding is not None
     verdict.finding = finding
-    text = reports[0].with_suffix(".txt").read_text()
-    verdict.text_lines = len(text[text.index("\nWhat:") :].strip().splitlines())
+    verdict.text_lines = len(nanwatch.Report.from_json(reports[0].read_text()).to_text().splitlines())
     module = finding.module if finding.origin == "produced" else finding.source_module
     verdict.is_module = (OUTSIDE if module is None else module) == cure.module
     verdict.is_operation = finding.operation is not None and operation_of(finding.operation) == cure.operation
@@ -331,7 +330,7 @@ def table(verdicts: Iterable[Verdict]) -> Iterator[str]:
     yield f"told and does not work: {sum(len(one.faults) for one in verdicts)}"
     yield f"patches applied by git that work: {sum(one.is_patched for one in verdicts)}"
     yield f"most forwards beyond the failed one: {max((one.runs for one in verdicts), default=0)}"
-    yield f"longest text behind the frames: {max((one.text_lines for one in verdicts), default=0)} lines"
+    yield f"longest text of a report: {max((one.text_lines for one in verdicts), default=0)} lines"
     failed: dict[str, list[str]] = {}
     for one in verdicts:
         if not one.works:

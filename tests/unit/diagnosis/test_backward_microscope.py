@@ -212,3 +212,53 @@ def test_where_signs_cannot_be_told_the_rest_stands() -> None:
     assert finding is not None
     assert (finding.module, finding.label, finding.operation) == ("0", "weight.grad", None)
     assert any("no operation made a bad gradient" in one for one in finding.remarks)
+
+
+def exponential(output: Tensor) -> Tensor:
+    return (output * 1e3).exp().mean()
+
+
+def root_at_zero(output: Tensor) -> Tensor:
+    return (output - output.detach()).square().sum().sqrt()
+
+
+def two_roots(output: Tensor) -> Tensor:
+    return root_at_zero(output) + (output * 0).square().sum().sqrt()
+
+
+def halved(output: Tensor) -> Tensor:
+    return root_at_zero(output.half().float())
+
+
+@pytest.mark.parametrize("detects", [False, True], ids=["plain", "anomaly mode"])
+@pytest.mark.parametrize(
+    ("loss", "operation", "value"),
+    [
+        (exponential, "ExpBackward0", "not finite"),
+        (root_at_zero, "SqrtBackward0", "finite"),
+        (two_roots, None, "finite"),
+        (halved, None, "finite"),
+    ],
+)
+def test_a_loss_outside_the_model_is_read_from_its_graph(
+    loss: Callable[[Tensor], Tensor], operation: str | None, value: str, detects: bool
+) -> None:
+    """Its only operation with a pole is named, in anomaly mode with the line; of two, or with a conversion, both."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    nn.init.ones_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with watch(model, gradients=True):
+        with torch.autograd.set_detect_anomaly(detects, check_nan=False):
+            loss(model(torch.ones(1, 2))).backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.origin, finding.source_module, finding.operation) == ("received", None, operation)
+    code = (loss if loss is not two_roots else root_at_zero).__code__
+    line = f"{code.co_filename}:{code.co_firstlineno + 1}"
+    assert finding.source == (line if detects and operation else None)
+    (told,) = (one for one in finding.remarks if one.startswith(f"the loss was {value};"))
+    assert ("SqrtBackward0" in told) == (loss is not exponential)
+    assert ("set_detect_anomaly" in told) != detects

@@ -98,6 +98,26 @@ def test_the_cure_is_the_line_and_its_effect_is_counted() -> None:
     assert cure.code == ""
 
 
+class Scaled(nn.Module):
+    """Multiplies by a buffer that holds an infinity, where the other factor may be 0."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([2.0, INF]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_bad_buffer_is_told_with_the_line_that_spreads_it() -> None:
+    finding = failed(Scaled(), torch.tensor([1.0, 0.0]))
+    assert (finding.origin, finding.label, finding.operation) == ("buffer", "scale", "aten.mul.Tensor")
+    assert new_line(works(finding)) == "return x * torch.where(x == 0, 0.0, self.scale)"
+    assert works(finding).effect == "changes 1 of 2 elements, the others bit-equal"
+
+
 class Norms(nn.Module):
     """Two norms that one line makes, with a positional epsilon."""
 

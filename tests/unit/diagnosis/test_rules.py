@@ -44,6 +44,7 @@ CASES: list[tuple[str, str, Any, Any]] = [
     ("acos", "torch.acos(x)", 1.5, 0.5),
     ("asin", "x.clamp(-1, 1).asin()", 1.0, 0.5),
     ("atanh", "torch.arctanh(x)", 1.0, 0.5),
+    ("acosh", "torch.acosh(x)", 1.0, 2.0),
     ("erfinv", "torch.erfinv(x)", 1.0, 0.5),
     ("logit", "x.logit()", 0.0, 0.5),
     ("_softmax", "torch.softmax(x.expand(1, 2), dim=-1)[:, :1]", -INF, 2.0),
@@ -59,6 +60,8 @@ CASES: list[tuple[str, str, Any, Any]] = [
     ("log", "torch.log(1 - torch.tanh(x).pow(2))", 20.0, 2.0),
     ("log", "torch.log(x / (1 - x))", 1.0, 0.5),
     ("cosh", "torch.log(x.cosh())", -200.0, 2.0),
+    ("log", "torch.log(x.exp() / torch.exp(x.expand(2, 1) - 1).sum(0))", -200.0, 2.0),
+    ("exp", "(x.exp() / (x.exp() + (x * 2).exp())).log()", 200.0, 2.0),
     ("exp", "x.exp().cumsum(0).log()", 200.0, 2.0),
 ]
 
@@ -207,3 +210,10 @@ def test_the_lines_that_define_the_names_are_known(write: Any) -> None:
 )
 def test_names_of_operations(name: str, expected: str) -> None:
     assert operation_name(name) == expected
+
+
+def test_a_name_that_is_defined_by_itself(write: Any) -> None:
+    """The search for what a name means ends."""
+    site = write("    x = x + 1\n    return torch.log(x)")
+    proposed = list(changes(site, Facts("log", "float32", backward=False)))
+    assert "torch.log(x.clamp(min=1e-12))" in edited(site, proposed[0])

@@ -208,6 +208,29 @@ def test_nothing_is_left_behind() -> None:
     assert random.getstate() == random_states[1]
 
 
+def test_objects_that_a_step_keeps_are_as_before() -> None:
+    """The same objects with the same contents: lists, counters, arrays, generators, and attributes that a run makes."""
+    model = nn.Sequential(SOURCES["counter"].part(), SOURCES["memory"].part())
+    item, counts, array = nn.Identity(), {"runs": 0}, np.zeros(3)
+    losses, generator = [item], torch.Generator()
+    state, memory = generator.get_state(), model[1].memory
+
+    def step() -> None:
+        counts["runs"] += 1
+        array[:] += 1
+        losses.append(model(torch.rand(3, 4, generator=generator)).sum())
+        model.extra = 1
+
+    assert not nanwatch.twice(step).equal
+    assert (counts, array.tolist(), model[0].calls) == ({"runs": 0}, [0, 0, 0], 0)
+    assert len(losses) == 1
+    assert losses[0] is item
+    assert torch.equal(generator.get_state(), state)
+    assert model[1].memory is memory
+    assert not memory.any()
+    assert not hasattr(model, "extra")
+
+
 def test_an_error_of_the_step_is_the_callers() -> None:
     """State is put back, and no hook stays."""
     model = nn.Linear(2, 2)
@@ -272,3 +295,10 @@ def test_bad_use(arguments: dict[str, Any], error: type[Exception], words: str) 
     """What came and what is accepted."""
     with pytest.raises(error, match=words):
         nanwatch.twice(**arguments)
+
+
+def test_a_watched_model_is_refused() -> None:
+    """The watch is before the calls."""
+    model = nn.Linear(2, 2)
+    with nanwatch.watch(model), pytest.raises(ValueError, match="root module is watched"):
+        nanwatch.twice(lambda: model(torch.ones(1, 2)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Sequence
+from itertools import permutations
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 import nanwatch
 from nanwatch.numerics import _ops
 from nanwatch.numerics._fingerprint import DTYPES
+from support.corruptions import missed
 from support.implementations import Implementation
 
 ONES = 2**64 - 1
@@ -89,14 +92,20 @@ def test_any_strides_are_read_in_c_order(implementation: Implementation, data: s
     assert read(x) == nanwatch.fingerprint(x.clone(memory_format=torch.contiguous_format)) == oracle(x.cpu())
 
 
+def inverse(order: Sequence[int]) -> list[int]:
+    return [list(order).index(i) for i in range(len(order))]
+
+
 def test_threads_share_a_large_tensor_and_change_nothing() -> None:
-    x = random_bits(torch.float32, 1500, 1001)
+    x = random_bits(torch.float32, 12, 150, 1001)
+    layouts = [x.permute(*order).contiguous().permute(*inverse(order)) for order in permutations(range(3))]
+    layouts.append(torch.stack([x, x], -1)[..., 1])
     before = torch.get_num_threads()
-    found = set()
+    found: set[int] = set()
     try:
-        for threads in (1, 2, 5):
+        for threads in range(1, 9):
             torch.set_num_threads(threads)
-            found |= {read(x), read(x.T.contiguous().T)}
+            found |= {read(one) for one in layouts}
     finally:
         torch.set_num_threads(before)
     assert len(found) == 1
@@ -124,6 +133,12 @@ def test_what_torch_hash_tensor_does_not_tell_apart() -> None:
         *(torch.empty(0), torch.empty(0, 3), torch.empty(3, 0)),
     ]
     assert len({nanwatch.fingerprint(one) for one in tensors}) == len(tensors)
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (24, 20), (64, 40)])
+def test_no_corruption_goes_unseen(shape: tuple[int, int]) -> None:
+    """20,000 of them; tests/slow/test_exhaustive.py makes a million."""
+    assert missed(shape, 6_700, 0, nanwatch.fingerprint) == []
 
 
 def test_each_bit_changes_about_half_of_the_fingerprint() -> None:

@@ -430,3 +430,28 @@ def test_print_without_rich_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     REPORT.print(terminal)
     assert terminal.getvalue() == REPORT.to_text() + "\n"
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=30), st.data())
+def test_a_text_with_a_finding_fits_a_screen(sizes: list[int], data: st.DataObject) -> None:
+    """It has fewer than forty lines and shows the guilty frame; `whole` shows all frames, as without a finding."""
+    guilty = data.draw(st.integers(0, len(sizes) - 1))
+    frames = [
+        frame(f"layer{i}", *(record(f"input[{j}]", "input") for j in range(size)), batch=i // 4)
+        for i, size in enumerate(sizes)
+    ]
+    frames[guilty] = frame(f"layer{guilty}", record("output", "output", inf), batch=guilty // 4)
+    report = Report(tuple(frames), find([frames[guilty]], num_frames=len(frames)), guilty // 4)
+    lines = report.to_text().splitlines()
+    assert len(lines) < 40
+    assert sum("<-- inf, first" in line for line in lines) == 1
+    shown = [line.split()[0] for line in lines if line.strip().startswith("layer")]
+    everything = report.to_text(whole=True).splitlines()
+    names = [line.split()[0] for line in everything if line.strip().startswith("layer")]
+    assert names == [one.name for one in frames]
+    # A run of frames without a gap, and one more would be too much.
+    first = names.index(shown[0])
+    assert shown == names[first : first + len(shown)]
+    assert len(everything) >= 40 or shown == names
+    if first > 0:
+        assert len(lines) + 1 + len(frames[first - 1].records) + 1 >= 40

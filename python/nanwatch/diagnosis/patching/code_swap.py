@@ -36,7 +36,7 @@ class Probe:
         self._exclusive = ExclusiveRun()
 
     def here(self) -> bool:
-        """Whether this call is one of the trial."""
+        """Return whether this call is one of the trial."""
         found = self._exclusive.is_ours()
         self.was_run = self.was_run or found
         return found
@@ -69,7 +69,7 @@ def find_target(filename: str, line: int) -> Target | str:
 
 @contextmanager
 def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Probe) -> Iterator[None]:
-    """Inside, calls of the target in this thread run what the edited `file` has for it.
+    """Let calls of the target in this thread run the code of the edited `file`, for the block.
 
     `looks` are spans in that file: the probe is given the value of the outermost expression inside each. Raises
     ValueError where the edited function cannot take the other's place.
@@ -148,7 +148,7 @@ def node_of(tree: ast.Module, code: CodeType) -> FunctionNode | None:
 
 
 def _compiled(tree: ast.Module, filename: str, code: CodeType) -> CodeType | None:
-    """The code of that name and first line in the compiled module."""
+    """Return the code of that name and first line in the compiled module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         left: list[CodeType] = [compile(tree, filename, "exec", dont_inherit=True)]
@@ -161,7 +161,7 @@ def _compiled(tree: ast.Module, filename: str, code: CodeType) -> CodeType | Non
 
 
 def _is_same(one: CodeType, other: CodeType) -> bool:
-    """Whether two codes do the same, wherever they were compiled."""
+    """Return whether two codes do the same, wherever they were compiled."""
     if (one.co_code, one.co_names, one.co_varnames, one.co_freevars) != (
         other.co_code,
         other.co_names,

@@ -38,7 +38,7 @@ _LONG = 40  # characters of an operand that may be written twice
 
 
 def small(facts: Facts) -> str:
-    """A number that may be added to a divisor."""
+    """Return a number that may be added to a divisor."""
     return _SMALL.get(facts.dtype, "1e-8")
 
 
@@ -53,7 +53,7 @@ def _bounds(site: Site, node: ast.expr) -> tuple[ast.expr, dict[str, ast.expr]] 
 
 
 def clamped(site: Site, node: ast.expr, least: str = "", most: str = "") -> str:
-    """The text of the node clamped; bounds that it has already are replaced where they are given here."""
+    """Return the text of the node clamped; bounds that it has already are replaced where they are given here."""
     given: dict[str, str] = {}
     if (inner := _bounds(site, node)) is not None:
         node = inner[0]
@@ -64,7 +64,7 @@ def clamped(site: Site, node: ast.expr, least: str = "", most: str = "") -> str:
 
 
 def _epsilon(site: Site, node: ast.expr) -> ast.expr | None:
-    """The small number that the node adds to something, None where it adds none."""
+    """Return the small number that the node adds to something, None where it adds none."""
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
         return None
     for side in (node.right, node.left):
@@ -85,7 +85,7 @@ def at_least(site: Site, node: ast.expr, least: str) -> Iterator[tuple[ast.expr,
 
 
 def divisors(spelt: Spelt) -> list[tuple[int, ast.expr]]:
-    """The divisor of a division, with its position among the operands."""
+    """Return the divisor of a division, with its position among the operands."""
     if spelt.name in ("div", "fmod", "remainder", "floor_divide") and len(spelt.args) > 1:
         return [(1, spelt.args[1])]
     if spelt.name in ("reciprocal",):
@@ -111,7 +111,7 @@ _SIZES = ("mask", "count", "num", "std", "sigma", "var", "norm", "degree", "leng
 
 
 def is_nonnegative(site: Site, node: ast.expr, depth: int = 4) -> bool:
-    """Whether the source says that the value is never negative: a norm, a sum of squares, a sum of a mask."""
+    """Return whether the source says that the value is never negative: a norm, a sum of squares, a sum of a mask."""
     value = site.constant(node)
     if isinstance(value, int | float):
         return value >= 0
@@ -214,8 +214,12 @@ def guard_exponential(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrit
 
 
 def guard_arc(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Keep the operand of acos, asin, atanh or erfinv inside (-1, 1)."""
+    """Keep the operand of acos, asin, atanh or erfinv inside (-1, 1), that of acosh above 1."""
     node = spelt.args[0]
+    if spelt.name == "acosh":
+        for gap in (_NEAR_ONE.get(facts.dtype, "1e-6"), "1e-4"):
+            yield Rewrite(node, clamped(site, node, f"1 + {gap}"), "keep the operand of acosh above 1")
+        return
     words = f"keep the operand of {spelt.name} inside -1 to 1"
     if not facts.backward and spelt.name in ("acos", "asin"):
         yield Rewrite(node, clamped(site, node, "-1", "1"), words)
@@ -272,7 +276,10 @@ def guard_spread(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
         if name in spelt.kwargs:
             yield Rewrite(spelt.kwargs[name], text, words)
             return
-    yield Rewrite(call, with_argument(site.text(call), "unbiased=False"), words)
+    text = with_argument(site.text(call), "unbiased=False")
+    yield Rewrite(call, text, words)
+    # The spread of one value is 0, and is often a divisor.
+    yield Rewrite(call, f"{text}.clamp(min={small(facts)})", f"{words}, and keep it away from 0")
 
 
 def with_argument(call: str, argument: str) -> str:

@@ -90,7 +90,7 @@ def try_patches(
             place.counts,
             place.numbers,
         )
-        is_given = finding.origin == "data"
+        is_given = finding.origin in ("data", "buffer")
         _Search(snapshot, model, site, conditions, start, most_runs, is_given, found).go(
             facts, _position(site.file, place)
         )
@@ -149,7 +149,7 @@ class _Option(NamedTuple):
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Inside, the modules have the value."""
+        """Give the modules the value for the block."""
         before = [getattr(one, self.name) for one in self.modules]
         try:
             for one in self.modules:
@@ -276,7 +276,9 @@ class _Search:
                 return
 
     def _proposed(self, facts: Facts, position: Span | None) -> list[Change]:
-        """The changes of the line itself, and of the lines that define the names in it, in the order of the trials."""
+        """Return the changes of the line itself, and of the lines that define the names in it, in the order of the
+        trials.
+        """
         own = list(changes(self._site, facts, position))
         around = [
             list(changes(Site(self._site.target, line), facts._replace(operation="", counts=frozenset())))

@@ -14,11 +14,16 @@ from .source import Change, Edit, Rewrite, Site, Span, Spelt
 _ROOT = ("sqrt", "rsqrt", "pow")
 _EXP = ("exp", "exp2", "expm1", "sinh", "cosh")
 _LOG = ("log", "log2", "log10", "lgamma", "digamma")
-_ARC = ("acos", "asin", "atanh", "erfinv")
+_ARC = ("acos", "asin", "atanh", "acosh", "erfinv")
 _EPS = ("normalize", "cosine_similarity", "logit", "layer_norm", "batch_norm", "group_norm", "instance_norm")
 _DECOMPOSITIONS = ("svd", "eigh")
 _LOSSES = ("nll_loss", "nll_loss_forward", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy")
 
+# Operations whose value is not finite for some finite operands, and those of which that holds for the derivative only.
+POLES = frozenset(
+    {*_EXP, *_LOG, *_ARC, "div", "reciprocal", "rsqrt", "log1p", "logit", "acosh", "tan", "xlogy"}
+)
+DERIVATIVE_POLES = frozenset({"sqrt", "pow", "acos", "asin", "acosh", "angle", "linalg_svd", "linalg_eigh"})
 # By the name of an operation in the source: the guards of its operands.
 _GUARDS: dict[str, tuple[Guard, ...]] = {
     **dict.fromkeys(("div", "reciprocal", "fmod", "remainder"), (guards.guard_division,)),
@@ -57,7 +62,7 @@ _SPELLINGS = {
 
 
 def operation_name(operation: str) -> str:
-    """The name in torch.ops.aten of `aten.div.Tensor`, or of the forward of `DivBackward0`."""
+    """Return the name in torch.ops.aten of `aten.div.Tensor`, or of the forward of `DivBackward0`."""
     if operation.startswith("aten."):
         return operation.split(".")[1].removesuffix("_")
     name = re.sub(r"Backward\d*$", "", operation.split("::")[-1])
@@ -147,7 +152,7 @@ def _untaken(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
 
 
 def _variable(spelt: Spelt) -> ast.expr | None:
-    """The only operand that has names in it."""
+    """Return the only operand that has names in it."""
     found = [x for x in spelt.args if any(isinstance(y, ast.Name) for y in ast.walk(x))]
     return found[0] if len(found) == 1 else None
 
@@ -158,7 +163,7 @@ def _guarded(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
 
 
 def _infinities(site: Site, facts: Facts) -> Iterator[Change]:
-    """Finite numbers for the infinities that the function writes."""
+    """Propose finite numbers for the infinities that the function writes."""
     lowest = "-6e4" if facts.dtype == "float16" else "-1e30"
     for node in ast.walk(site.target.node):
         if isinstance(node, ast.expr) and (value := site.constant(node)) in (float("inf"), -float("inf")):
@@ -189,7 +194,7 @@ def _change(site: Site, spelt: Spelt | None, rewrites: list[Rewrite]) -> Change:
 
 
 def _outermost(site: Site, node: ast.expr) -> Span:
-    """The span of the expression whose value matters: of the `where` around it, as not all values are taken."""
+    """Return the span of the expression whose value matters: of the `where` around it, as not all values are taken."""
     above = (site.spelt(one) for one in site.ancestors(node))
     return site.span(next((one.node for one in above if one is not None and one.name == "where"), node))
 
@@ -233,14 +238,8 @@ def _logarithm(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
             rest = site.meaning(other)
             if site.constant(one) == 1 and rest is not None and rest.name == "exp":
                 yield form(f"{f}.softplus({site.text(rest.args[0])})")
-    if inner.name in ("sum", "cumsum") and isinstance(inner.node, ast.Call):
-        rest = site.meaning(inner.args[0])
-        if rest is not None and rest.name == "exp":
-            name = "logsumexp" if inner.name == "sum" else "logcumsumexp"
-            others = [site.text(x) for x in inner.args[1:]]
-            others += [f"{key}={site.text(x)}" for key, x in inner.kwargs.items()]
-            if others and torch:
-                yield form(f"{torch}.{name}({', '.join((site.text(rest.args[0]), *others))})")
+    if inner.name in ("sum", "cumsum", "div", "add", "mul") and torch and (text := _log_of(site, node)):
+        yield form(text)
     if inner.name == "cosh" and f:
         a = f"{site.primary(inner.args[0])}.abs()"
         # log(cosh(x)), with log(2) as a number.
@@ -254,8 +253,34 @@ def _logarithm(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
             yield form(f"{torch}.logit({site.text(x)}, eps=1e-6)")
 
 
+def _log_of(site: Site, node: ast.expr, depth: int = 4) -> str:
+    """Return the logarithm of sums, products and quotients of exponentials without an exponential, else ""."""
+    # A name may be defined by itself, as in x = x + 1.
+    spelt = site.meaning(node) if depth else None
+    if spelt is None:
+        return ""
+    if spelt.name == "exp":
+        return site.operand(spelt.args[0])
+    if spelt.name in ("sum", "cumsum") and isinstance(spelt.node, ast.Call):
+        inner = site.meaning(spelt.args[0])
+        others = [site.text(x) for x in spelt.args[1:]]
+        others += [f"{key}={site.text(x)}" for key, x in spelt.kwargs.items()]
+        if inner is None or inner.name != "exp" or not others:
+            return ""
+        name = "logsumexp" if spelt.name == "sum" else "logcumsumexp"
+        return f"{site.torch}.{name}({', '.join((site.text(inner.args[0]), *others))})"
+    if spelt.name not in ("div", "add", "mul"):
+        return ""
+    a, b = (_log_of(site, one, depth - 1) for one in spelt.args[:2])
+    if not a or not b:
+        return ""
+    if spelt.name == "add":
+        return f"{site.torch}.logaddexp({a}, {b})"
+    return f"({a} {'-' if spelt.name == 'div' else '+'} {b})"
+
+
 def _squared_tanh(site: Site, spelt: Spelt | None) -> ast.expr | None:
-    """The operand of a tanh that is squared."""
+    """Return the operand of a tanh that is squared."""
     if spelt is None or not (
         spelt.name == "square"
         or (spelt.name == "pow" and len(spelt.args) > 1 and site.constant(spelt.args[1]) == 2)
@@ -266,7 +291,7 @@ def _squared_tanh(site: Site, spelt: Spelt | None) -> ast.expr | None:
 
 
 def _entropy(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
-    """p * log(p), which is 0 at 0."""
+    """Propose p * log(p) in a form that is 0 at 0."""
     for factor, other in (spelt.args, spelt.args[::-1]):
         log = site.meaning(other)
         if (

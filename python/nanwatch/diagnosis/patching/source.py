@@ -26,7 +26,7 @@ class Span(NamedTuple):
     end: int
 
     def covers(self, other: Span) -> bool:
-        """Whether the other lies inside this one."""
+        """Return whether the other lies inside this one."""
         return self.start <= other.start and other.end <= self.end
 
 
@@ -69,20 +69,20 @@ class SourceFile:
             return None
 
     def span(self, node: ast.AST) -> Span:
-        """The span of a node that has a place."""
+        """Return the span of a node that has a place."""
         places = ("lineno", "col_offset", "end_lineno", "end_col_offset")
         return self.between(*(getattr(node, name) for name in places))
 
     def between(self, line: int, column: int, end_line: int, end_column: int) -> Span:
-        """The span between two places; columns are in bytes."""
+        """Return the span between two places; columns are in bytes."""
         return Span(self._starts[line - 1] + column, self._starts[end_line - 1] + end_column)
 
     def line_of(self, span: Span) -> int:
-        """The number of the line in which the span begins."""
+        """Return the number of the line in which the span begins."""
         return bisect_right(self._starts, span.start)
 
     def bracketed(self, span: Span) -> Span:
-        """The span with the round brackets directly around it, if there is a pair; else the same."""
+        """Return the span with the round brackets directly around it, if there is a pair; else the same."""
         before, after = self._data[: span.start].rstrip(b" "), self._data[span.end :]
         gap = len(after) - len(after.lstrip(b" "))
         if before.endswith(b"(") and after[gap : gap + 1] == b")":
@@ -90,11 +90,11 @@ class SourceFile:
         return span
 
     def part(self, span: Span) -> str:
-        """The text of a span."""
+        """Return the text of a span."""
         return self._data[span.start : span.end].decode()
 
     def statement(self, line: int) -> ast.stmt | None:
-        """The innermost statement that covers the line."""
+        """Return the innermost statement that covers the line."""
         found: ast.stmt | None = None
         for node in ast.walk(self.tree):
             if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or node.lineno):
@@ -104,7 +104,7 @@ class SourceFile:
         return found
 
     def edited(self, edits: Sequence[Edit]) -> SourceFile:
-        """The file with these edits, which do not overlap."""
+        """Return the file with these edits, which do not overlap."""
         data = self._data
         for span, text in sorted(edits, reverse=True):
             data = data[: span.start] + text.encode() + data[span.end :]
@@ -112,13 +112,15 @@ class SourceFile:
 
     @staticmethod
     def moved(span: Span, edits: Sequence[Edit]) -> Span:
-        """The span in the edited text of what is at `span` in this one, which covers an edit or does not touch it."""
+        """Return the span in the edited text of what is at `span` in this one, which covers an edit or does not touch
+        it.
+        """
         start = span.start + sum(_growth(one) for one in edits if one.span.end <= span.start)
         inside = sum(_growth(one) for one in edits if span.covers(one.span))
         return Span(start, start + span.end - span.start + inside)
 
     def patch(self, after: SourceFile) -> str:
-        """A unified diff from this file to the other version, "" where nothing is on the disk."""
+        """Return a unified diff from this file to the other version, "" where nothing is on the disk."""
         if not self.is_file:
             return ""
         path = _relative(Path(self.name).resolve())
@@ -137,7 +139,7 @@ def _growth(edit: Edit) -> int:
 
 
 def _relative(path: Path) -> str:
-    """The path from the top of its git work tree, else from the current folder, else from its own."""
+    """Return the path from the top of its git work tree, else from the current folder, else from its own."""
     for folder in path.parents:
         if (folder / ".git").exists():
             return path.relative_to(folder).as_posix()
@@ -161,6 +163,7 @@ _ALIASES = {
     "arccos": "acos",
     "arcsin": "asin",
     "arctanh": "atanh",
+    "arccosh": "acosh",
     "clip": "clamp",
     "float_power": "pow",
     "vector_norm": "norm",
@@ -240,7 +243,7 @@ class Site:
                 yield spelt
 
     def spelt(self, node: ast.AST) -> Spelt | None:
-        """The operation that the node is, None for what is none."""
+        """Return the operation that the node is, or None."""
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return Spelt(node, _OPERATORS[type(node.op)], (node.left, node.right), {})
         if isinstance(node, ast.AugAssign) and type(node.op) in _OPERATORS:
@@ -267,7 +270,7 @@ class Site:
         return Spelt(node, _ALIASES.get(name, name), args, kwargs) if args else None
 
     def constant(self, node: ast.AST) -> Any:
-        """The module or number that a global name, or an attribute of one, stands for; else None."""
+        """Return the module or number that a global name, or an attribute of one, stands for; else None."""
         if isinstance(node, ast.Constant):
             return node.value if isinstance(node.value, int | float) else None
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -288,7 +291,7 @@ class Site:
         return value if isinstance(value, int | float | ModuleType) else None
 
     def definition(self, node: ast.AST) -> ast.expr | None:
-        """The value of a local name's last plain assignment before the statement, where there is one."""
+        """Return the value of a local name's last plain assignment before the statement, where there is one."""
         if not isinstance(node, ast.Name):
             return None
         before = [
@@ -303,20 +306,20 @@ class Site:
         return last.value if last is not None and plain else None
 
     def definitions(self) -> list[int]:
-        """The lines of the plain assignments before the statement that made the local values it names."""
+        """Return the lines of the plain assignments before the statement that made the local values it names."""
         found = (self.definition(node) for node in ast.walk(self.statement) if isinstance(node, ast.Name))
         return list(dict.fromkeys(one.lineno for one in found if one is not None))
 
     def meaning(self, node: ast.expr) -> Spelt | None:
-        """The operation that the node is, or that made the local value it names."""
+        """Return the operation that the node is, or that made the local value it names."""
         return self.spelt(self.definition(node) or node)
 
     def parent(self, node: ast.AST) -> ast.AST | None:
-        """The node around this one."""
+        """Return the node around this one."""
         return self._parents.get(node)
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """The expressions around this one, the nearest first."""
+        """Return the expressions around this one, the nearest first."""
         above = self.parent(node)
         while isinstance(above, ast.expr | ast.keyword):
             yield above
@@ -325,7 +328,7 @@ class Site:
     # Text
 
     def span(self, node: ast.AST) -> Span:
-        """The span of a node, with its brackets where they belong to it and not to a call."""
+        """Return the span of a node, with its brackets where they belong to it and not to a call."""
         span = self.file.span(node)
         above = self.parent(node)
         is_argument = isinstance(above, ast.Call) and node is not above.func
@@ -333,23 +336,23 @@ class Site:
         return span if is_argument or is_listed else self.file.bracketed(span)
 
     def text(self, node: ast.AST) -> str:
-        """The text of a node, without brackets around it."""
+        """Return the text of a node, without brackets around it."""
         return self.file.part(self.file.span(node))
 
     def primary(self, node: ast.expr) -> str:
-        """The text of a node as what an attribute can follow."""
+        """Return the text of a node in a form that an attribute can follow."""
         text = self.text(node)
         is_primary = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
         return text if is_primary else f"({text})"
 
     def operand(self, node: ast.expr) -> str:
-        """The text of a node as what can stand in an arithmetic expression."""
+        """Return the text of a node in a form that can stand in an arithmetic expression."""
         text = self.text(node)
         is_atom = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.Constant)
         return text if is_atom else f"({text})"
 
     def module(self, module: ModuleType, dotted: str) -> str:
-        """The name of a module in this file: an alias, or the dotted one where its root is there; else ""."""
+        """Return the name of a module in this file: an alias, or the dotted one where its root is there; else ""."""
         names = self.target.names
         if alias := next((name for name, value in names.items() if value is module), ""):
             return alias

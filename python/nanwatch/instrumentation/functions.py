@@ -1,0 +1,224 @@
+"""Functions whose calls are recorded like those of modules: `watched` and `span`.
+
+A recorder knows modules, and torch.compile puts its operators where modules are called. So each function gets a module
+that belongs to no model, and the watch attaches a wrapper to that.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar, overload
+
+from torch import nn
+from torch.compiler import is_compiling
+
+from ..util.visible import warn_user
+from .slot import detach, wrappers
+
+P = ParamSpec("P")
+R = TypeVar("R")
+V = TypeVar("V")
+
+# Each name is a node in the recorders that see it, for good.
+MAX_SPANS = 1000
+
+# Attachments of running watches, the oldest first. The flag is what torch.compile guards on.
+_running: list[weakref.ref[Any]] = []
+_is_any_running = False
+_functions: weakref.WeakSet[Function] = weakref.WeakSet()
+_spans: dict[str, Function] = {}
+_numbers = itertools.count()
+
+
+class Function(nn.Module):
+    """A function as a module, so that its calls can be recorded."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.name = name
+        self.function = function
+        self.number = next(_numbers)
+        _functions.add(self)
+
+    def forward(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **kwargs)
+
+
+@overload
+def watched(function: Callable[P, R], /, *, name: str | None = None) -> Callable[P, R]: ...
+@overload
+def watched(*, name: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def watched(function: Any = None, /, *, name: str | None = None) -> Any:
+    """Let the running watch record each call of a function, like that of a module: `@nanwatch.watched`.
+
+    A frame has the tensors among its arguments and in its result, and a failure names the function. Without a running
+    watch the function is called as it is. Of several watches the one that began first has it, until it stops. A call
+    outside the model is a batch of its own.
+
+    name: its name in reports; its own by default.
+
+    Raises TypeError for an object that is no function, and for a module, which `watch` records.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.Linear(2, 2)
+        >>> @nanwatch.watched
+        ... def ratio_loss(x, y):
+        ...     return (x / y).mean()
+        >>> with nanwatch.watch(model):
+        ...     try:
+        ...         ratio_loss(torch.zeros(2), torch.zeros(2))
+        ...     except nanwatch.NonFiniteError as error:
+        ...         print(str(error).splitlines()[0])
+        nan first seen in `output` of ratio_loss (Function) in batch 0
+    """
+    _check_name(name)
+    if function is None:
+        return functools.partial(watched, name=name)
+    if not callable(function) or isinstance(function, nn.Module | type):
+        raise TypeError(f"watched needs a function, got {function!r}; pass a module to nanwatch.watch")
+    module = Function(name or str(getattr(function, "__name__", type(function).__name__)), function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _is_any_running:
+            return function(*args, **kwargs)
+        if not is_compiling():
+            _attach(module)
+        return module(*args, **kwargs)
+
+    return call
+
+
+class span:  # noqa: N801  (used like a function)
+    """Name for what a `with` block computes: `with nanwatch.span("loss") as seen: loss = seen(compute(x))`.
+
+    Each value that goes through `seen` is a frame with this name, at the running watch, and comes back as it is. A
+    nan or inf in it is reported as the span's. `@nanwatch.span("loss")` is `@nanwatch.watched(name="loss")`, whose
+    frames have the arguments too, also in compiled code, where a block is not seen.
+
+    Raises TypeError for a name that is no text.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.Linear(2, 2)
+        >>> with nanwatch.watch(model):
+        ...     try:
+        ...         with nanwatch.span("loss") as seen:
+        ...             loss = seen(torch.zeros(2).log().mean())
+        ...     except nanwatch.NonFiniteError as error:
+        ...         print(str(error).splitlines()[0])
+        inf first seen in `output` of loss (Function) in batch 0
+    """
+
+    def __init__(self, name: str) -> None:
+        if name is None:
+            raise TypeError('span needs a name such as "loss", got None')
+        _check_name(name)
+        self.name = name
+
+    def __enter__(self) -> span:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the block. An exception goes on."""
+
+    def __call__(self, value: V) -> V:
+        """Record the value and return it; or decorate a function."""
+        if isinstance(value, FunctionType):
+            return watched(value, name=self.name)  # type: ignore[return-value]
+        if not _is_any_running or is_compiling():
+            return value
+        module = _spans.get(self.name)
+        if module is None:
+            if len(_spans) == MAX_SPANS:
+                _warn_of_spans()
+                return value
+            module = _spans.setdefault(self.name, Function(self.name, _opened))
+        _attach(module)
+        # Within a call of the model the value is an input, so a re-run looks for its cause in the code around. Outside,
+        # an input would be taken for the data of a batch.
+        recorders = [one.recorder for one in wrappers(module) if one.recorder is not None]
+        is_inside = any(one.is_under_way or one.paused for one in recorders)  # paused in a re-run
+        found: V = module(value if is_inside else _Box(value))
+        return found
+
+
+class _Box:
+    """Value of a span outside the model, which is then no input of it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _opened(value: Any) -> Any:
+    return value.value if isinstance(value, _Box) else value
+
+
+def _check_name(name: object) -> None:
+    if name is not None and (not isinstance(name, str) or not name):
+        raise TypeError(f'name should be text such as "loss", got {name!r}')
+
+
+@functools.cache
+def _warn_of_spans() -> None:
+    warn_user(
+        f"nanwatch records {MAX_SPANS:,} names of spans and no more; give spans a name without a number"
+    )
+
+
+def _attach(module: Function) -> None:
+    if any(wrapper.recorder is not None for wrapper in wrappers(module)):
+        return
+    attachment = _running[0]() if _running else None
+    if attachment is not None:
+        attachment.add(module.name, module)
+
+
+def watch_begins(attachment: Any, model: nn.Module) -> None:
+    """Attach the functions that no watch has to this one, which takes new ones too from now on."""
+    global _is_any_running
+    reference = weakref.ref(attachment, _forget)
+    _running.append(reference)
+    _is_any_running = True
+    # The wrappers of functions keep the recorder, and would keep it after the model is gone.
+    weakref.finalize(model, _detach, reference).atexit = False
+    for module in list(_functions):
+        _attach(module)
+
+
+def watch_ends(attachment: Any) -> None:
+    """Take no more functions. Does nothing the second time."""
+    _detach(weakref.ref(attachment))
+
+
+def _detach(reference: weakref.ref[Any]) -> None:
+    attachment = reference()
+    if attachment is None:
+        return
+    for module in list(_functions):
+        for wrapper in wrappers(module):
+            if wrapper.recorder is not None and wrapper.attachment() is attachment:
+                detach(module, wrapper)
+    for one in [one for one in _running if one() is attachment]:
+        _forget(one)
+
+
+def _forget(reference: weakref.ref[Any]) -> None:
+    global _is_any_running
+    if reference in _running:
+        _running.remove(reference)
+    _is_any_running = bool(_running)
+
+
+def find_function(name: str) -> Function | None:
+    """Return the function of this name that a watch has, the latest of several, or None."""
+    found = [one for one in list(_functions) if one.name == name and wrappers(one)]
+    return max(found, key=lambda one: one.number, default=None)

@@ -1,0 +1,244 @@
+"""Functions as frames: `nanwatch.watched` and `nanwatch.span`, on losses that no module computes."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch.instrumentation import functions
+
+
+@pytest.fixture(autouse=True)
+def _forget_functions() -> Iterator[None]:
+    # Each later watch of this process would attach to these.
+    yield
+    functions._spans.clear()
+    functions._functions.clear()
+
+
+def dpo(chosen: Tensor, rejected: Tensor) -> Tensor:
+    margin = chosen.sum(-1) - rejected.sum(-1)
+    return -torch.sigmoid(margin).log().mean()  # bad
+
+
+def grpo(logits: Tensor, old: Tensor) -> Tensor:
+    ratio = torch.exp(logits - old)  # bad
+    advantage = torch.tensor([1.0, 0.0])[:, None]
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+
+
+def ppo(logits: Tensor, rewards: Tensor) -> Tensor:
+    advantage = (rewards - rewards.mean()) / rewards.std(correction=0)  # bad
+    return -(logits.mean(-1) * advantage).mean()
+
+
+def focal(logits: Tensor, target: Tensor) -> Tensor:
+    p = torch.softmax(logits, -1).gather(-1, target[:, None])
+    return -((1 - p) ** 2 * p.log()).mean()  # bad
+
+
+def contrastive(a: Tensor, b: Tensor) -> Tensor:
+    a = a / a.norm(dim=-1, keepdim=True)  # bad
+    return F.cross_entropy(a @ b.T, torch.arange(len(a)))
+
+
+def ctc(logits: Tensor, labels: Tensor) -> Tensor:
+    alpha = torch.ones(len(labels))
+    for step in logits:
+        alpha = alpha * torch.softmax(step, -1)[labels]
+    return -torch.log(alpha.sum())  # bad
+
+
+def distillation(student: Tensor, teacher: Tensor) -> Tensor:
+    p = torch.softmax(teacher, -1)
+    return (p * (p.log() - F.log_softmax(student, -1))).sum()  # bad
+
+
+def dice(logits: Tensor, target: Tensor) -> Tensor:
+    p = torch.relu(logits)
+    return 1 - 2 * (p * target).sum() / (p.sum() + target.sum())  # bad
+
+
+def poisson(rate: Tensor, count: Tensor) -> Tensor:
+    return (rate.exp() - count * rate).mean()  # bad
+
+
+def angular(a: Tensor, b: Tensor) -> Tensor:
+    cosine = (a * b).sum(-1)
+    return torch.acos(cosine).mean()  # bad
+
+
+ZEROS, ONES = torch.zeros(2, 3), torch.ones(2, 3)
+LARGE = torch.tensor([[200.0, 0.0, 0.0]] * 2)
+LOSSES: dict[Callable[..., Tensor], tuple[Tensor, Tensor]] = {
+    dpo: (-100 * ONES, 100 * ONES),
+    grpo: (LARGE, ZEROS),
+    ppo: (ONES, torch.full((2,), 2.0)),
+    focal: (LARGE, torch.tensor([0, 1])),
+    contrastive: (ZEROS, ONES),
+    ctc: (LARGE, torch.tensor([1, 2])),
+    distillation: (ONES, LARGE),
+    dice: (-ONES, ZEROS),
+    poisson: (LARGE, ONES),
+    angular: (ONES, ONES),
+}
+
+
+@pytest.mark.parametrize("place", ["inside", "outside"])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda one: one.__name__)
+def test_a_functional_loss_is_named_with_its_line(loss: Callable[..., Tensor], place: str) -> None:
+    """Ten losses with a planted failure, in the model's forward and after it: the function and the line."""
+    seen = nanwatch.watched(loss)
+    lines, first = inspect.getsourcelines(loss)
+    line = first + next(i for i, one in enumerate(lines) if one.endswith("# bad\n"))
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return seen(x, y) if place == "inside" else x
+
+    model = Model()
+    x, y = LOSSES[loss]
+    with nanwatch.watch(model):
+        out = x if place == "inside" else model(x, y)
+        with pytest.raises(nanwatch.NonFiniteError) as error:
+            (model if place == "inside" else seen)(out, y)
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.class_name, finding.origin) == (loss.__name__, "Function", "produced")
+    assert str(finding.source).endswith(f"{__file__.rpartition('/')[2]}:{line}")
+
+
+class Scores(nn.Module):
+    """A model with a block of functional code under a span."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        nn.init.ones_(self.inner.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with nanwatch.span("scores") as seen:
+            y: Tensor = seen(self.inner(x).exp())
+        return y
+
+
+def test_a_span_in_a_forward_names_the_code_of_the_block() -> None:
+    """A span's value is a frame; its failure has the span's name, and the operation of the block."""
+    model = Scores()
+    with nanwatch.watch(model) as watch:
+        model(torch.ones(1, 3))
+        assert [one.name for one in watch.frames] == ["inner", "scores", ""]
+        with pytest.raises(nanwatch.NonFiniteError) as error:
+            model(torch.full((1, 3), 1e4))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.operation) == ("scores", "aten.exp.default")
+
+
+def test_a_span_after_the_model_and_as_a_decorator() -> None:
+    """Outside the model a span is a batch of its own; on a function it is `watched` with a name."""
+
+    @nanwatch.span("loss")
+    def squared(x: Tensor) -> Tensor:
+        return x * x
+
+    model = nn.Identity()
+    with nanwatch.watch(model) as watch:
+        out = squared(model(torch.ones(2)))
+        with nanwatch.span("mean") as seen:
+            assert seen(out) is out
+        assert [(one.batch, one.name) for one in watch.frames] == [(0, ""), (1, "loss"), (2, "mean")]
+        with pytest.raises(nanwatch.NonFiniteError, match="inf first seen in `output` of mean"):
+            seen(out / 0)
+
+
+def test_the_gradients_of_a_loss() -> None:
+    """A loss has gradients like a module, and its own call is run again to find the operation of its backward."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    root = nanwatch.watched(lambda x: (x * 1e-30).sqrt().sum(), name="root")
+    with nanwatch.watch(model, gradients=True):
+        root(model(torch.zeros(1, 2)) * 0).backward()
+        with pytest.raises(nanwatch.NonFiniteError) as error:
+            optimizer.step()
+    report = error.value.report
+    assert ("root", "backward") in {(one.name, one.phase) for one in report.frames}
+    assert report.finding is not None
+    assert (report.finding.module, report.finding.operation) == ("root", "SqrtBackward0")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("begins_first", [True, False])
+def test_compiled_code_records_a_watched_function(begins_first: bool) -> None:
+    """The graph stays whole, before a watch, while it runs and after it; the values are those of eager code."""
+    scaled = nanwatch.watched(lambda x: x * 3, name="scaled")
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with nanwatch.span("half") as seen:
+                return scaled(seen(x / 2))
+
+    model = Model()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    if not begins_first:
+        assert compiled(torch.ones(2)).tolist() == [1.5, 1.5]
+    watch = nanwatch.watch(model)
+    assert compiled(torch.ones(2)).tolist() == [1.5, 1.5]
+    assert [one.name for one in watch.frames] == ["scaled", ""]
+    watch.stop()
+    assert compiled(torch.ones(2)).tolist() == [1.5, 1.5]
+    assert watch.batch == 0
+
+
+def test_nothing_changes_without_a_watch() -> None:
+    """The function is called with what was given, keeps its name, works as a method, and no watch stays alive."""
+
+    class Trainer:
+        @nanwatch.watched
+        def loss(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+            """Doc."""
+            return x * scale
+
+    assert (Trainer.loss.__name__, Trainer.loss.__doc__) == ("loss", "Doc.")
+    trainer, x = Trainer(), torch.ones(1)
+    assert trainer.loss(x, scale=2.0).item() == 2
+    model = nn.Identity()
+    watch: Any = nanwatch.watch(model)
+    trainer.loss(x)
+    assert [one.name for one in watch.frames] == ["loss"]
+    alive = weakref.ref(watch), weakref.ref(model)
+    del watch, model
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
+    assert trainer.loss(x).item() == 1
+
+
+def test_a_function_has_one_watch_at_a_time() -> None:
+    """Of two watches the one that began first has the function; once it stops, the other."""
+    loss = nanwatch.watched(torch.square, name="square")
+    models = nn.Identity(), nn.ReLU()
+    first, second = map(nanwatch.watch, models)
+    loss(torch.ones(1))
+    first.stop()
+    loss(torch.ones(1))
+    second.stop()
+    loss(torch.ones(1))
+    assert [len(one.frames) for one in (first, second)] == [1, 1]
+
+
+@pytest.mark.parametrize("wrong", [nn.ReLU(), nn.ReLU, 3])
+def test_what_is_no_function_is_refused(wrong: Any) -> None:
+    """A module, a class and a number are named in the error."""
+    with pytest.raises(TypeError, match="watched needs a function, got"):
+        nanwatch.watched(wrong)
+    with pytest.raises(TypeError, match=r"name should be text|span needs a name"):
+        nanwatch.span(wrong)

@@ -1,0 +1,168 @@
+"""Lines of a report beside its frames: modules that nobody called, weights that grew or are far from their siblings."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import nanwatch
+from nanwatch.report.suspect import Suspect
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class Model(nn.Module):
+    """Calls one Linear by its forward, one by its weight alone. All others are called, or not trained, or PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.direct = nn.Linear(4, 4)
+        self.weight_alone = nn.Linear(4, 4, bias=False)
+        self.left_out = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.layers[0].inner.weight  # type: ignore[union-attr, assignment]
+        self.normed = weight_norm(nn.Linear(4, 4))
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.zero = nn.Linear(4, 4)
+        nn.init.zeros_(self.zero.weight)
+        nn.init.zeros_(self.zero.bias)
+        self.free = nn.ParameterList([nn.Parameter(torch.ones(4))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        x = self.direct.forward(x) + nn.functional.linear(x, self.weight_alone.weight)
+        x = self.zero(self.normed(nn.functional.linear(x, self.tied.weight)))
+        attended: Tensor = self.attention(x, x, x)[0]
+        return attended * self.free[0]
+
+
+def train(model: nn.Module, steps: int) -> Iterator[int]:
+    """Train, and yield before each step and at the end, when there are no gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        model(torch.randn(3, 4)).square().sum().backward()
+        yield step
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    yield steps
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def test_modules_that_nobody_called_are_named() -> None:
+    """While there are gradients, after the steps have taken them, and when a checkpoint was loaded meanwhile."""
+    model = Model()
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    with nanwatch.watch(model) as watch:
+        assert watch.report().never_called == ()
+        for step in train(model, 3):
+            if step == 0:
+                model.load_state_dict(state)
+            report = watch.report()
+            assert report.never_called == ("direct", "weight_alone")
+    assert nanwatch.Report.from_json(report.to_json()) == report
+    named = "Never called as modules, though their weights are trained: direct, weight_alone."
+    assert named in str(report)
+    assert named in report.to_html()
+
+
+def test_a_batch_under_way_names_nobody() -> None:
+    """A failure in the first batch says nothing of the modules behind it, though they have gradients from before."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
+        model(torch.full((1, 4), float("nan")))
+    assert error.value.report.never_called == ()
+
+
+class Layered(nn.Module):
+    """Six equal layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def suspects_of(model: Layered, scale: float) -> tuple[Suspect, ...]:
+    """Return the suspects of a failure in the third batch, from whose second on one weight is `scale` times larger."""
+    with nanwatch.watch(model) as watch:
+        model(torch.randn(1, 4))
+        with torch.no_grad():
+            model.layers[3].norm.weight.mul_(scale)  # type: ignore[union-attr, operator]
+        model(torch.randn(1, 4))
+        assert watch.report().suspects == ()
+        with pytest.raises(nanwatch.NonFiniteError) as error:
+            model(torch.full((1, 4), float("nan")))
+    report = error.value.report
+    assert all(one.module in report.to_html() for one in report.suspects)
+    return nanwatch.Report.from_json(report.to_json()).suspects
+
+
+@pytest.mark.parametrize(("scale", "is_named"), [(560, True), (8, True), (7, False), (0.01, False)])
+def test_a_weight_that_grew_is_named_with_its_siblings(scale: float, is_named: bool) -> None:
+    """From eight times on: the weight, its first and its latest abs max, and the median of the other five layers."""
+    expected = Suspect("layers.3.norm", "weight", scale, 1.0, "layers.*.norm", 5, 1.0)
+    assert suspects_of(Layered(), scale) == (expected,) * is_named
+
+
+def test_a_weight_that_was_far_from_its_siblings_already() -> None:
+    """One that was so when the watch began did not grow, and is apart from the others: a bad checkpoint."""
+    model = Layered()
+    nn.init.constant_(model.layers[2].norm.weight, 1e6)  # type: ignore[union-attr, arg-type]
+    assert suspects_of(model, 1) == (Suspect("layers.2.norm", "weight", 1e6, None, "layers.*.norm", 5, 1.0),)
+
+
+def test_weights_that_start_at_zero_may_grow_by_any_factor() -> None:
+    """Biases and the second matrix of a LoRA begin with 0: from 1e-4 to 0.5 is no suspicion."""
+    model = Layered()
+    for layer in model.layers:
+        nn.init.constant_(layer.norm.bias, 1e-4)  # type: ignore[union-attr, arg-type]
+    with nanwatch.watch(model) as watch:
+        model(torch.randn(1, 4))
+        nn.init.constant_(model.layers[1].norm.bias, 0.5)  # type: ignore[union-attr, arg-type]
+        model(torch.randn(1, 4))
+        with pytest.raises(nanwatch.NonFiniteError):
+            model(torch.full((1, 4), float("nan")))
+        assert watch.report().suspects == ()
+
+
+def test_the_lines_of_a_report_and_of_a_forecast() -> None:
+    """The text names growth and siblings; a forecast names the weight that grew most."""
+    suspect = Suspect("h.3.ln_1", "weight", 560.0, 1.0, "h.*.ln_1", 11, 1.25)
+    assert [line.partition(":")[0] for line in suspect.lines()] == ["Grew", "Apart"]
+    assert "from 1 to 560 since the watch began" in next(suspect.lines())
+
+    model = nn.Linear(4, 4).half()
+    nn.init.ones_(model.weight)
+    with nanwatch.watch(model), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(300):
+            with torch.no_grad():
+                model.weight.mul_(1.03)
+            model(torch.ones(1, 4, dtype=torch.float16))
+    texts = [str(one.message) for one in told]
+    assert any("overflow expected near batch" in one for one in texts)
+    assert any("grew since the watch began: `weight` of the root module from 1.03 to" in one for one in texts)
