@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule
     from .capsule.files import CapsuleError
     from .equivalence.bisect import bisect
+    from .equivalence.compare import compare
     from .equivalence.twice import twice
     from .instrumentation.functions import span, watched
     from .integrations.debug import (
@@ -51,6 +52,7 @@ else:
         "capsule.capsule": ("Capsule", "write_capsule"),
         "capsule.files": ("CapsuleError",),
         "equivalence.bisect": ("bisect",),
+        "equivalence.compare": ("compare",),
         "equivalence.twice": ("twice",),
         "instrumentation.functions": ("span", "watched"),
         "integrations.debug": (
@@ -109,6 +111,7 @@ __all__ = [
     "abs_range",
     "abs_ranges",
     "bisect",
+    "compare",
     "detect_overflow",
     "diff",
     "exponent_histogram",

@@ -86,6 +86,9 @@ COMMANDS = {
         ".bisect",
         runs_user_code=True,
     ),
+    "compare": Command(
+        "the first module in which two implementations of a model differ", ".compare", runs_user_code=True
+    ),
     "diff": Command("where two traces, or two batches of one, part", ".diff"),
     "doctor": Command("what is installed, what serves which device, and what is missing", ".doctor"),
     "formats": Command("the narrowest format that holds what each module makes, by a trace", ".formats"),

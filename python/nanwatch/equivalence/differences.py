@@ -1,0 +1,260 @@
+"""Tensors kept on the CPU for comparison, how far two of them are apart, and what the difference looks like.
+
+A tensor is kept whole while there is room, else as a sketch of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..util.modules import WeakIdentityDict
+
+COLUMNS = 32
+# Rows with less than this share of the mean norm are compared by that share: padding may be all but zero.
+_LEAST_ROW = 0.1
+# Masks hold -inf or the least number of a dtype, whose squares have no norm.
+_LARGEST = 1e30
+
+
+class Kept(NamedTuple):
+    """Copy of a tensor as rows (its last dimension), or with `is_sketch` the sketches of its rows."""
+
+    shape: tuple[int, ...]
+    rows: Tensor
+    is_sketch: bool
+
+
+class Errors(NamedTuple):
+    """Relative error of a whole tensor, and of each of its rows."""
+
+    total: float
+    rows: Tensor
+
+    @property
+    def largest(self) -> float:
+        """The error of the worst row."""
+        return float(self.rows.max()) if len(self.rows) else 0.0
+
+
+@lru_cache(maxsize=64)
+def _signs(columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(columns)
+    return torch.randint(0, 2, (columns, COLUMNS), generator=generator).mul_(2).sub_(1).to(torch.int8)
+
+
+def sketch(rows: Tensor) -> Tensor:
+    """Return the projections of each row by seeded random signs: 32 numbers whose norm estimates that of the row.
+
+    Linear, so that the sketch of a difference is the difference of the sketches.
+    """
+    wide = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
+    return (wide @ _signs(rows.shape[-1]).to(wide)).div_(COLUMNS**0.5)
+
+
+class Store:
+    """Copies of tensors, at most `most_bytes` of them whole."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left = most_bytes
+        self._known: WeakIdentityDict[tuple[int, Kept]] = WeakIdentityDict()
+
+    def keep(self, x: Tensor) -> Kept:
+        """Return a copy; that of the same tensor, unchanged since, is one object."""
+        version = -1 if x.is_inference() else x._version
+        known = self._known.get(x)
+        if known is not None and known[0] == version != -1:
+            return known[1]
+        flat = torch.view_as_real(x.detach()).flatten(-2) if x.is_complex() else x.detach()
+        rows = flat.reshape(-1, flat.shape[-1] if flat.ndim else 1)
+        size = rows.numel() * rows.element_size()
+        is_sketch = size > self._left and rows.shape[-1] > COLUMNS
+        if is_sketch:
+            copy = sketch(rows).cpu()
+        else:
+            self._left -= size
+            copy = rows.to("cpu", copy=True)
+        found = Kept(tuple(flat.shape), copy, is_sketch)
+        self._known[x] = (version, found)
+        return found
+
+
+class Tokens:
+    """Which tokens count: a mask of shape (batch, length), or None for all."""
+
+    def __init__(self, mask: Tensor | None) -> None:
+        self._mask = None if mask is None else mask.detach().to("cpu", torch.bool)
+
+    def rows(self, kept: Kept) -> Tensor:
+        """Return the rows of the tokens that count. A tensor without padding has no others."""
+        mask, lead = self._mask, kept.shape[:-1]
+        if mask is None:
+            return kept.rows
+        if lead[:2] == mask.shape:
+            chosen = mask.reshape(*mask.shape, *(1,) * (len(lead) - 2)).expand(lead)
+        elif len(lead) == 3 and (lead[0], lead[2]) == mask.shape:
+            chosen = mask[:, None, :].expand(lead)
+        elif lead == (mask.numel(),):
+            chosen = mask
+        else:
+            return kept.rows
+        return kept.rows[chosen.reshape(-1)]
+
+    def pair(self, a: Kept, b: Kept) -> tuple[Tensor, Tensor] | None:
+        """Return the rows of both in the same layout, or None where the shapes do not go together."""
+        whole = not (a.is_sketch or b.is_sketch)
+        if whole and len(a.shape) == len(b.shape) == 4 and a.shape != b.shape:
+            turned = b.rows.reshape(b.shape).transpose(1, 2)
+            if turned.shape == a.shape:  # heads before tokens on one side, after them on the other
+                b = Kept(a.shape, turned.reshape(-1, a.shape[-1]), is_sketch=False)
+        one, other = self.rows(a), self.rows(b)
+        if not whole:
+            if a.shape[-1:] != b.shape[-1:]:
+                return None
+            one, other = (x if kept.is_sketch else sketch(x) for x, kept in ((one, a), (other, b)))
+        if one.numel() != other.numel() or not one.numel():
+            return None
+        if one.shape != other.shape:
+            width = max(one.shape[-1], other.shape[-1])
+            if one.numel() % width:
+                return None
+            one, other = one.reshape(-1, width), other.reshape(-1, width)
+        return one.to(torch.float64), other.to(torch.float64)
+
+
+def total(values: Sequence[Kept]) -> Kept:
+    """Return the sum of tensors of one shape: `hidden + residual`."""
+    if len(values) == 1:
+        return values[0]
+    is_sketch = any(one.is_sketch for one in values)
+    rows = (sketch(one.rows) if is_sketch and not one.is_sketch else one.rows for one in values)
+    return Kept(values[0].shape, torch.stack(list(rows)).sum(0), is_sketch)
+
+
+def side_by_side(values: Sequence[Kept]) -> Kept | None:
+    """Return tensors next to each other in their last dimension, as one fused projection has them."""
+    if any(one.is_sketch for one in values) or len({one.shape[:-1] for one in values}) > 1:
+        return None
+    rows = torch.cat([one.rows for one in values], -1)
+    return Kept((*values[0].shape[:-1], rows.shape[-1]), rows, is_sketch=False)
+
+
+def relative_errors(a: Tensor, b: Tensor) -> Errors:
+    """Return the error of `b` relative to `a`. The same non-finite number on both sides is no error."""
+    same = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
+    apart = (~a.isfinite() | ~b.isfinite()) & ~same
+    a, b = (x.masked_fill(same, 0).nan_to_num(0.0).clamp(-_LARGEST, _LARGEST) for x in (a, b))
+    norms, differences = a.norm(dim=-1), (a - b).norm(dim=-1).masked_fill(apart.any(-1), float("inf"))
+    whole = float(norms.norm())
+    least = max(_LEAST_ROW * whole / max(len(norms), 1) ** 0.5, 1e-300)
+    overall = float(differences.norm())
+    return Errors(
+        overall / whole if whole else (0.0 if overall == 0 else float("inf")),
+        differences / norms.clamp(min=least),
+    )
+
+
+def shape_of_difference(
+    a: Tensor, b: Tensor, errors: Errors, shape: Sequence[int], floor: float
+) -> list[str]:
+    """Return in words what the difference between the rows `a` and `b` of tensors of this shape looks like."""
+    difference, d = b - a, errors.total
+    if not (0 < d < float("inf")):
+        return ["non-finite numbers on one side only"] if d else []
+    noise = max(0.05 * d, 4 * floor)
+    scale = float((a * b).sum() / (a * a).sum())
+    if float((b - scale * a).norm() / b.norm().clamp(min=1e-300)) < noise:
+        return ["another sign: B is -A"] if abs(scale + 1) < noise else [f"a scale: B is {scale:.4g} times A"]
+    found = []
+    if len(a) > 1 and float((difference - difference.mean(0)).norm()) < max(0.05, 4 * floor / d) * float(
+        difference.norm()
+    ):
+        found.append("an offset: the same in each token, as of a bias")
+    if d > 0.01 and _apart(a.sort(-1)[0], b.sort(-1)[0]) < noise:
+        found.append("a permutation: the same numbers in another order")
+    columns = difference.norm(dim=0)
+    off = columns > max(1e-3 * float(columns.max()), 2 * floor * float(a.norm(dim=0).max()))
+    places = off.nonzero().flatten().tolist()
+    if 0 < len(places) <= len(columns) / 2:
+        found.append(f"{len(places)} of {len(columns)} columns only, from {places[0]} to {places[-1]}")
+    return found + _by_token(errors.rows, shape, floor)
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / a.norm().clamp(min=1e-300))
+
+
+def by_token(rows: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """Return the largest error at each position of the sequence, for a tensor of shape (batch, length, ...)."""
+    if len(shape) < 3 or shape[1] < 2 or len(rows) != torch.Size(shape[:-1]).numel():
+        return None
+    return rows.reshape(shape[0], shape[1], -1).amax((0, 2))
+
+
+def module_differences(a: nn.Module, b: nn.Module, *, is_leaf: bool) -> list[str]:
+    """Return in words which settings and own parameters two modules do not have alike."""
+    ours, theirs = _settings(a), _settings(b)
+    both = [name for name in ours if name in theirs and ours[name] != theirs[name]]
+    found = [f"{name} is {ours[name]} in A and {theirs[name]} in B" for name in both]
+    biases = [module._parameters.get("bias") for module in (a, b)]
+    if is_leaf and (biases[0] is None) != (biases[1] is None):
+        found.append(f"only {'A' if biases[1] is None else 'B'} has a bias")
+    for name, (x, y) in {"weight": (weight_of(a), weight_of(b)), "bias": biases}.items():
+        if x is not None and y is not None and x.shape == y.shape and x.is_floating_point():
+            error = relative_errors(
+                *(w.detach().cpu().to(torch.float64).reshape(1, -1) for w in (x, y))
+            ).total
+            if error > max(torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps):
+                found.append(f"its {name} is {spell_error(error)} apart")
+    return found
+
+
+def weight_of(module: nn.Module) -> Tensor | None:
+    """Return the weight with a row for each output, or None."""
+    weight = module._parameters.get("weight")
+    if (
+        weight is None
+        or weight.is_meta
+        or not weight.is_floating_point()
+        or not weight.numel()
+        or not weight.ndim
+    ):
+        return None
+    found = weight.detach()
+    return found.t() if type(module).__name__ == "Conv1D" and found.ndim == 2 else found  # transformers' own
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers and words that a module keeps, by name; any name with eps is eps."""
+    kept = {name: one for name, one in vars(module).items() if isinstance(one, bool | int | float | str)}
+    return {"eps" if "eps" in name else name: one for name, one in kept.items() if name != "training"}
+
+
+def spell_error(error: float | None) -> str:
+    """Return a relative error in words."""
+    return "not comparable" if error is None else f"{error:.2g}"
+
+
+def _by_token(rows: Tensor, shape: Sequence[int], floor: float) -> list[str]:
+    errors = by_token(rows, shape)
+    if errors is None:
+        return []
+    is_off = (errors > max(1e-3 * float(errors.max()), 8 * floor)).tolist()
+    count, first = len(is_off), is_off.index(True) if any(is_off) else 0
+    if sum(is_off) == 1:
+        return [f"token {first} of {count} only"]
+    if first and all(is_off[first:]):
+        return [
+            f"tokens from {first} on only: a mask or positions"
+            if first > 1
+            else "all tokens but the first: a mask or positions"
+        ]
+    if not is_off[-1] and any(is_off):
+        return [f"tokens up to {count - 1 - is_off[::-1].index(True)} only"]
+    place = torch.arange(count, dtype=torch.float64)
+    grows = float(torch.corrcoef(torch.stack([place, errors.to(torch.float64)]))[0, 1]) if count > 3 else 0.0
+    return ["growing along the sequence: positions, or a state that is carried on"] if grows > 0.9 else []

@@ -1,0 +1,65 @@
+"""`python -m nanwatch compare`: exit status, output, bad use."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanwatch import __main__ as command
+
+MODULE = """
+import copy
+import torch
+print("noise")
+one = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+other = copy.deepcopy(one)
+other[1].eps = 0.1
+small = torch.nn.Linear(8, 3)
+def batch():
+    return torch.randn(4, 8)
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a module to import, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "compared", raising=False)
+    (tmp_path / "compared.py").write_text(MODULE)
+
+
+@pytest.mark.parametrize(
+    ("other", "status", "equal"), [("one", 0, True), ("other", 1, False), ("small", 2, None)]
+)
+def test_the_status_says_whether_the_models_differ(
+    other: str, status: int, equal: bool | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """stdout has the one document, not what the user's code prints."""
+    assert (
+        command.main(["compare", "compared:one", f"compared:{other}", "compared:batch", "--json"]) == status
+    )
+    assert json.loads(capsys.readouterr().out)["equal"] is equal
+
+
+def test_the_text_names_the_module(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["compare", "compared:one", "compared:other", "compared:batch"]) == 1
+    assert capsys.readouterr().out.startswith("Differ first in 1 (LayerNorm).\n")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("compared:batch", "model_b should be a torch.nn.Module"),
+        ("compared:none", "none"),
+        ("nowhere:x", "nowhere"),
+    ],
+)
+def test_bad_use_is_one_line(model: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["compare", "compared:one", model, "compared:batch"]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert printed.out == ""

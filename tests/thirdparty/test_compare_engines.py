@@ -1,0 +1,106 @@
+"""`nanwatch.compare` between transformers' models and other implementations: planted faults, and equal pairs.
+
+litgpt and timm are not among the test requirements: `pip install --no-deps --target DIR litgpt`, and DIR on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nanwatch
+from support.planted_faults import PLANTED, Planted, engine, inputs_of, reference
+from support.second_engines import GPT2, Llama
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda one: f"{one.engine}-{one.name}".replace(" ", "-"))
+def test_the_module_of_a_planted_fault_is_named(planted: Planted) -> None:
+    """The innermost module of transformers' model in which the other implementation is at fault."""
+    if planted.engine in ("litgpt", "timm"):
+        pytest.importorskip(planted.engine, exc_type=ImportError)
+    name, model = engine(planted)
+    found = nanwatch.compare(reference(name), model, inputs_of(name))
+    assert found.equal is False
+    assert found.first is not None, found.to_text()
+    assert found.first.module_a == planted.right, found.to_text()
+
+
+def ours(name: str) -> nn.Module:
+    return (Llama if name == "llama" else GPT2)(reference(name)).eval()
+
+
+def same(name: str) -> nn.Module:
+    return copy.deepcopy(reference(name))
+
+
+def eager(model: Any) -> nn.Module:
+    model.set_attn_implementation("eager")
+    return model
+
+
+def autocast(model: nn.Module, x: torch.Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+
+
+def warmed_up(model: nn.Module, x: torch.Tensor) -> None:
+    model(x[:1, :3])
+    model(x)
+
+
+def padded(model: nn.Module, x: torch.Tensor) -> None:
+    """Call transformers' model with padding, which ours does not know."""
+    mask = torch.ones_like(x)
+    mask[1, 8:] = 0
+    model(input_ids=x, attention_mask=mask)
+
+
+MASK = torch.ones(2, 12, dtype=torch.bool)
+MASK[1, 8:] = False
+EQUAL: dict[str, Callable[[str], dict[str, Any]]] = {
+    "float32": lambda name: {"b": ours(name)},
+    "bfloat16": lambda name: {"a": same(name).bfloat16(), "b": ours(name).bfloat16()},
+    "float16": lambda name: {"a": same(name).half(), "b": ours(name).half()},
+    "float32 and bfloat16": lambda name: {"b": ours(name).bfloat16()},
+    "bfloat16 and float32": lambda name: {"a": same(name).bfloat16(), "b": ours(name)},
+    "float32 and float16": lambda name: {"b": ours(name).half()},
+    "eager and sdpa": lambda name: {"a": eager(same(name)), "b": same(name)},
+    "eager and sdpa in bfloat16": lambda name: {
+        "a": eager(same(name).bfloat16()),
+        "b": same(name).bfloat16(),
+    },
+    "autocast": lambda name: {"b": ours(name), "call_b": autocast},
+    "warm-up": lambda name: {"b": ours(name), "call_b": warmed_up},
+    "padding": lambda name: {"b": ours(name), "call_a": padded, "tokens": MASK},
+    "one sample": lambda name: {"b": ours(name), "inputs": inputs_of(name)[:1]},
+    "sketches": lambda name: {"b": ours(name), "most_bytes": 0},
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("make", EQUAL.values(), ids=[name.replace(" ", "-") for name in EQUAL])
+def test_equal_pairs_have_no_difference(make: Callable[[str], dict[str, Any]], name: str) -> None:
+    """Rounding alone never reaches half of what is allowed, and nearly all that both sides have is compared."""
+    pair = {"a": reference(name), "inputs": inputs_of(name), **make(name)}
+    found = nanwatch.compare(pair.pop("a"), pair.pop("b"), pair.pop("inputs"), **pair)
+    assert found.equal, found.to_text()
+    assert len(found.modules) >= 26
+    assert max(one.error / one.floor for one in found.modules if one.error is not None) < found.factor / 2
+
+
+@pytest.mark.compile
+def test_a_compiled_block_is_named() -> None:
+    """Its parts do not show, so that the block is the module."""
+    model = Llama(reference("llama"), "eps").eval()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    found = nanwatch.compare(reference("llama"), model, inputs_of("llama"))
+    assert found.first is not None
+    assert (found.first.module_a, found.first.module_b) == ("model.layers.1", "blocks.1")
