@@ -5,6 +5,7 @@ A run that becomes repeatable under a trial has shown its cause. Trials that rep
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sys
@@ -118,16 +119,14 @@ def _no_fresh_entropy(note: Note) -> Iterator[None]:
 
 @contextmanager
 def _stopped_clock(note: Note) -> Iterator[None]:
-    """Let every clock of the module time advance by 1 ms a call, from the same moment in each run."""
-    ticks = iter(range(sys.maxsize))
+    """Let each clock of the module time advance by 1 ms a call, from the same moment in each run."""
     done: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
     for name in ("time", "perf_counter", "monotonic", "process_time"):
+        # A counter for each: threads of libraries, which ask one clock, do not move the others.
+        now = itertools.count(int(_START * 1e9), 1_000_000).__next__
         done += [
-            (getattr(time, name), _noting(f"time.{name}()", note, lambda: _START + next(ticks) / 1000)),
-            (
-                getattr(time, f"{name}_ns"),
-                _noting(f"time.{name}_ns()", note, lambda: int(_START * 1e9) + next(ticks) * 1_000_000),
-            ),
+            (getattr(time, name), _noting(f"time.{name}()", note, lambda now=now: now() / 1e9)),
+            (getattr(time, f"{name}_ns"), _noting(f"time.{name}_ns()", note, now)),
         ]
     with _replaced(done):
         yield
