@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..monitoring.monitor import Monitor
 from ..recording.events import Arrival, BackwardCall, Event, Recorder
@@ -99,6 +100,9 @@ class Watch:
             self._backward = BackwardWatch(model, self._recorder, self._reports, self._failures, guard)
         self._steps: OptimizerSteps | None = None
         self._attachment: Attachment | None = None
+        self._attention: AttentionWatch | None = None
+        if options.enabled and options.attention:
+            self._attention = AttentionWatch(self._recorder, options.attention)
         if options.enabled:
             self._steps = OptimizerSteps(
                 model, self._recorder, options, self._reports, self._failures, self._backward
@@ -149,7 +153,7 @@ class Watch:
 
     def _leave(self) -> None:
         self._reports.look_at_mesh()
-        for part in (self._steps, self._backward, self._attachment):
+        for part in (self._steps, self._backward, self._attachment, self._attention):
             if part is not None:
                 part.remove()
         if self._tracer is not None:
@@ -193,6 +197,11 @@ class Watch:
         """The latest hundred steps that were skipped because gradients were not finite, oldest first."""
         self._settle()
         return () if self._backward is None else tuple(self._backward.guard.skipped)
+
+    @property
+    def attention(self) -> dict[str, AttentionLogits]:
+        """The latest attention logits by module and head; empty without `attention`. Waits for a GPU."""
+        return {} if self._attention is None else self._attention.found()
 
     @property
     def counters(self) -> dict[str, int]:
