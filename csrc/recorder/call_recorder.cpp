@@ -230,7 +230,8 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, P
   if (output && thread.active && !paused && nodes_[size_t(index)]->observed &&
       !survived([&] { return record(thread, index, module, args, kwargs, output.ptr()); }))
     output = py::object();
-  if (outermost) thread.added.clear();  // now: a thread ends without the interpreter lock
+  // Those of a call that has raised, before the thread may end without the interpreter lock.
+  while (!thread.added.empty() && thread.added.back().depth > thread.nodes.size()) thread.added.pop_back();
   if (outermost && !end_batch(thread, bool(output))) output = py::object();
   return output.release().ptr();
 }
@@ -314,7 +315,9 @@ py::object CallRecorder::call_under_way() {
 
 void CallRecorder::add_output(const std::string& label, py::object tensor) {
   Thread& thread = this_thread();
-  thread.added.push_back({thread.nodes.size(), observer_.labels().of_text(label), std::move(tensor)});
+  size_t depth = thread.nodes.size();
+  while (depth > 0 && !nodes_[size_t(thread.nodes[depth - 1])]->observed) --depth;
+  if (depth > 0) thread.added.push_back({depth, observer_.labels().of_text(label), std::move(tensor)});
 }
 
 void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) {

@@ -95,7 +95,9 @@ def materialised(found: list[Tensor]) -> Callable[..., Tensor]:
     """Return `scaled_dot_product_attention` that also adds the largest logit of each head to `found`."""
     original = functional.scaled_dot_product_attention
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         with torch.no_grad():
             scale = kwargs.get("scale")
             scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
@@ -129,11 +131,9 @@ def test_logits_of_a_model_are_the_materialised_ones(
     architecture: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each attention module has the largest logits by head, none above the bound. Loss and gradients are bit-equal."""
-    try:
-        model, given = make(architecture, implementation)
-    except ValueError as error:
-        assert "does not support" in str(error)
-        pytest.skip(f"{architecture} has no {implementation}")
+    if (architecture, implementation) == ("gemma2", "sdpa"):
+        pytest.skip("transformers caps the scores of gemma2 in its eager attention alone")
+    model, given = make(architecture, implementation)
     model.train()
     random = torch.get_rng_state()
     model(**given).logits.square().mean().backward()

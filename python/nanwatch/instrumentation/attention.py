@@ -296,10 +296,8 @@ class AttentionWatch:
             bound = bound_logits(scores)
             self._add(batch, name, BOUND, bound)
             # On a device the bound is not known yet, and nobody waits for it.
-            is_due = batch % self._every == 0 or (
-                not bound.is_cuda and self._alarms_at(name, float(bound.max()))
-            )
-            if is_due and scores.has_exact:
+            alarms = bound.device.type == "cpu" and self._alarms_at(name, float(bound.max()))
+            if scores.has_exact and (alarms or batch % self._every == 0):
                 self._add(batch, name, LARGEST, largest_logits(scores))
 
     def _read_softmax(self, describe: Callable[..., Tensor | None], args: Any, kwargs: Any) -> None:

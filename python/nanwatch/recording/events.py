@@ -214,7 +214,7 @@ class Recorder(Protocol):
         """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
 
     def add_output(self, label: str, tensor: Tensor) -> None:
-        """Give the frame of the innermost call under way in this thread one more output."""
+        """Give the innermost observed call under way in this thread one more output."""
 
     def excuse_gradients(self, batches: Sequence[int], note: str) -> None:
         """Note on every non-finite gradient of these batches why it is meant."""

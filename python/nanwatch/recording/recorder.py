@@ -49,7 +49,7 @@ class _Thread(threading.local):
         self.compiled: list[weakref.ref[Tensor]] | None = None
 
     def take_added(self) -> list[tuple[Role, str, Tensor]]:
-        """Return the outputs that were added to the call that has just ended, or to unwatched calls in it."""
+        """Return the outputs that were added to the call that has just ended."""
         taken: list[tuple[Role, str, Tensor]] = []
         while self.added and self.added[-1][0] > len(self.nodes):
             taken.insert(0, ("output", *self.added.pop()[1:]))
@@ -238,6 +238,7 @@ class PythonRecorder(RecordsBackwards):
         compiler = _set_compiler(None)
         try:
             thread.nodes.pop()
+            thread.take_added()
             if is_outermost:
                 self._leave_batch(thread, completed=False)
         finally:
@@ -252,8 +253,9 @@ class PythonRecorder(RecordsBackwards):
         return thread.batch, node.name, node.class_name
 
     def add_output(self, label: str, tensor: Tensor) -> None:
-        if self._settings.outputs:
-            self._thread.added.append((len(self._thread.nodes), label, tensor))
+        observed = [depth for depth, node in enumerate(self._thread.nodes, 1) if node.observed]
+        if observed and self._settings.outputs:
+            self._thread.added.append((observed[-1], label, tensor))
 
     def _leave_batch(self, thread: _Thread, completed: bool) -> None:
         thread.given = ((), None)
