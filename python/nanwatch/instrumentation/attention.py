@@ -133,6 +133,8 @@ def _scores(
 
 
 def _is_readable(x: Tensor) -> bool:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return False
     return isinstance(x, Tensor) and not unreadable(x) and is_plain(x) and not x.is_complex()
 
 
