@@ -113,6 +113,8 @@ void bind_recorder(py::module_& m) {
              if (GradientRecorder* const gradients = gradients_of(self)) gradients->forget_sums();
            })
       .def("add_frame", &CallRecorder::add_frame)
+      .def("call_under_way", &CallRecorder::call_under_way)
+      .def("add_output", &CallRecorder::add_output)
       .def("excuse_gradients",
            [](CallRecorder& self, const std::vector<int64_t>& batches, const std::string& note) {
              if (GradientRecorder* const gradients = gradients_of(self)) gradients->excuse(batches, note);

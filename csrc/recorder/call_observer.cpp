@@ -388,6 +388,8 @@ bool CallObserver::rows(Node& node, PyObject* module, PyObject* args, PyObject* 
     // model returns.
     Walk walk{*this, node, frame, Role::output, outermost ? Memory::none : Memory::activation};
     if (!walk.value(output, Labels::kOutput)) return false;
+    for (size_t i = 0; frame->added != nullptr && i < frame->added->size(); ++i)
+      if (!walk.value((*frame->added)[i].tensor.ptr(), (*frame->added)[i].label)) return false;
   }
   return true;
 }

@@ -230,6 +230,8 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, P
   if (output && thread.active && !paused && nodes_[size_t(index)]->observed &&
       !survived([&] { return record(thread, index, module, args, kwargs, output.ptr()); }))
     output = py::object();
+  // Those of a call that has raised, before the thread may end without the interpreter lock.
+  while (!thread.added.empty() && thread.added.back().depth > thread.nodes.size()) thread.added.pop_back();
   if (outermost && !end_batch(thread, bool(output))) output = py::object();
   return output.release().ptr();
 }
@@ -245,6 +247,10 @@ bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObj
   frame.recomputed = thread.recomputed;
   frame.pending.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
   if (tracks_gradients()) frame.candidates = &candidates;
+  std::vector<AddedOutput> added;
+  for (; !thread.added.empty() && thread.added.back().depth > thread.nodes.size(); thread.added.pop_back())
+    added.insert(added.begin(), std::move(thread.added.back()));
+  if (!added.empty()) frame.added = &added;
   const bool done = observer_.observe(node, module, args, kwargs, output, thread.nodes.empty(), &frame);
   if (!done) return false;
   const int32_t caller = thread.nodes.empty() ? int32_t(kNoCaller) : thread.nodes.back();
@@ -298,6 +304,20 @@ bool CallRecorder::finish(Thread& thread, int32_t caller) {
   const py::handle none = Py_None;
   return notify("on_nonfinite", py::make_tuple(seen, name_of(caller), given_to(thread),
                                                thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
+}
+
+py::object CallRecorder::call_under_way() {
+  const Thread& thread = this_thread();
+  if (thread.nodes.empty() || thread.recording || thread.compiled || !thread.active || paused) return py::none();
+  const Node& node = *nodes_[size_t(thread.nodes.back())];
+  return py::make_tuple(thread.batch, node.name, node.class_name);
+}
+
+void CallRecorder::add_output(const std::string& label, py::object tensor) {
+  Thread& thread = this_thread();
+  size_t depth = thread.nodes.size();
+  while (depth > 0 && !nodes_[size_t(thread.nodes[depth - 1])]->observed) --depth;
+  if (depth > 0) thread.added.push_back({depth, observer_.labels().of_text(label), std::move(tensor)});
 }
 
 void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) {

@@ -62,6 +62,11 @@ class CallRecorder {
   FrameRing& ring() { return ring_; }
   void add_frame(int64_t batch, int32_t node, const pybind11::list& rows);  // of an optimizer's step
 
+  // The batch, the name and the class of the module of the innermost call under way on this thread, if it is recorded;
+  // else None. `add_output` gives the frame of this call one more output.
+  pybind11::object call_under_way();
+  void add_output(const std::string& label, pybind11::object tensor);
+
   pybind11::list frames() const;
   // How many there have been, and of these the ones after the first `kept`, as far as the ring holds them.
   std::pair<int64_t, pybind11::list> frames_since(int64_t kept) const;
@@ -104,7 +109,8 @@ class CallRecorder {
     std::vector<int32_t> nodes = {};
     int64_t batch = 0;
     bool recomputed = false, active = false;
-    bool compiled = false;   // the outermost call runs in compiled code, whose end an exception leaves out
+    std::vector<AddedOutput> added = {};  // to calls under way
+    bool compiled = false;                // the outermost call runs in compiled code, whose end an exception leaves out
     bool recording = false;  // Python code called from here may call a watched module: that call is not recorded
     PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call under way, which keeps them alive
     pybind11::object given = {};                  // weak references to what a compiled outermost call was given

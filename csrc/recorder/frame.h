@@ -2,7 +2,7 @@
 // request.
 #pragma once
 
-#include <Python.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -41,6 +41,13 @@ struct GradientCandidate {
   Role role;
 };
 
+// A tensor that belongs to a call, though the call does not return it; see CallRecorder::add_output.
+struct AddedOutput {
+  size_t depth;  // of the call, counted from 1 for the outermost
+  Labels::Id label;
+  pybind11::object tensor;
+};
+
 // One call of one module. Reused: clearing keeps the capacity, so a steady run allocates nothing.
 struct FrameData {
   int64_t batch = 0;
@@ -53,6 +60,7 @@ struct FrameData {
   std::vector<int64_t> shapes;
   PendingRows pending;
   std::vector<GradientCandidate>* candidates = nullptr;  // while it is made, if gradients are asked for
+  const std::vector<AddedOutput>* added = nullptr;       // while it is made
 
   FrameData() = default;
   FrameData(const FrameData&) = delete;
@@ -68,6 +76,7 @@ struct FrameData {
   void clear() {
     start_over();
     candidates = nullptr;
+    added = nullptr;
     reads_all = false;
   }
 

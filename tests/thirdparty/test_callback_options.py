@@ -17,8 +17,8 @@ from nanwatch.session.options import Options
 # A value other than the default for each option; what is not among them is the test's to add.
 GIVEN: dict[str, Any] = {
     "max_frames": 7, "on_nonfinite": "record", "check": "batch", "weights": False, "buffers": False, "inputs": False,
-    "outputs": True, "gradients": True, "counts": True, "fingerprints": True, "max_skipped_steps": 3, "include": "0",
-    "exclude": "1",
+    "outputs": True, "gradients": True, "counts": True, "fingerprints": True, "attention": 7, "max_skipped_steps": 3,
+    "include": "0", "exclude": "1",
     "allow_inf": "0", "every": 2, "reread_weights": 5, "trace_batches": (1,), "log_every": 9, "abort_after_batch": 4,
     "forecast": False, "microscope": False, "peer_timeout": 1.5, "enabled": False,
 }  # fmt: skip

@@ -210,6 +210,12 @@ class Recorder(Protocol):
     def add_frame(self, batch: int, node: int, rows: list[Row]) -> None:
         """Keep a frame of an optimizer's step."""
 
+    def call_under_way(self) -> tuple[int, str, str] | None:
+        """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
+
+    def add_output(self, label: str, tensor: Tensor) -> None:
+        """Give the innermost observed call under way in this thread one more output."""
+
     def excuse_gradients(self, batches: Sequence[int], note: str) -> None:
         """Note on every non-finite gradient of these batches why it is meant."""
 

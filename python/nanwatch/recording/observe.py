@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -58,6 +58,32 @@ def call_values(
     if wanted.outputs:
         values += [("output", label, x) for label, x in leaves(output, "output")]
     return values
+
+
+_ROLES: dict[str, Role] = {"w": "weight", "b": "buffer", "i": "input", "o": "output"}
+_VALUES: dict[str, Any] = {"n": None, "x": 0}
+
+
+def planned_rows(
+    plan: str, tensors: Sequence[Tensor], allow_inf: bool | MaskedScores, observe: Observe
+) -> tuple[str, list[Row], list[tuple[Role, str, Tensor]]]:
+    """Return class, rows and tensors of a call in compiled code. call_recorder_compiled.cpp explains plans."""
+    class_name, *lines = plan.split("\n")
+    left, own = iter(tensors), set()
+    rows: list[Row] = []
+    read: list[tuple[Role, str, Tensor]] = []
+    for line in lines:
+        role, kind = _ROLES[line[0]], line[1]
+        label, _, reason = line[3:].partition("\t")
+        value = next(left) if kind == "t" else Unwalked(reason) if kind == "u" else _VALUES[kind]
+        if kind == "t" and role in ("weight", "buffer"):
+            if id(value) in own:
+                continue
+            own.add(id(value))
+        if isinstance(value, Tensor):
+            read.append((role, label, value))
+        rows.append(observe(value, label, role, allow_inf))
+    return class_name, rows, read
 
 
 def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:

@@ -9,23 +9,43 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from dataclasses import dataclass
+from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from ..numerics import _extension
-from ..report.record import NOT_CHECKED, FrameRows, Role, Row, is_fault
+from ..report.record import NOT_CHECKED
+from ..report.record import FrameRows
+from ..report.record import Role
+from ..report.record import Row
+from ..report.record import is_fault
 from .backward import RecordsBackwards
-from .events import Event, PeakName, RecorderEvents, Settings, Subscription, Subscriptions
-from .frame_ring import FrameRing, PeakMagnitudes
+from .events import Event
+from .events import PeakName
+from .events import RecorderEvents
+from .events import Settings
+from .events import Subscription
+from .events import Subscriptions
+from .frame_ring import FrameRing
+from .frame_ring import PeakMagnitudes
 from .gradients import PythonGradients
 from .masked_scores import MaskedScores
-from .observe import Observe, call_values, completed_row, observe_with
-from .walk import Unwalked, is_container, leaves, spell_key
+from .observe import call_values
+from .observe import completed_row
+from .observe import observe_with
+from .observe import planned_rows
+from .walk import is_container
+from .walk import leaves
+from .walk import spell_key
 
 # A call may be watched from inside torch.compile, which follows every Python frame, also those of the recorder. With
 # None it follows nothing. The function returns the compiler that was set before.
@@ -36,14 +56,24 @@ class _Thread(threading.local):
     """The calls under way in one thread, outermost first."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
+        self.nodes: list[_Node] = []
         self.batch = 0
         self.recomputed = False
         self.recording = False  # a callback may call other modules: they are not recorded
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
         self.held: object = None  # the answer of `on_batch_start` for the batch under way
+        self.added: list[
+            tuple[int, str, Tensor]
+        ] = []  # the depth of a call under way, and one more output of it
         # The arguments of an outermost call in compiled code. An exception there leaves out the operator at its end.
         self.compiled: list[weakref.ref[Tensor]] | None = None
+
+    def take_added(self) -> list[tuple[Role, str, Tensor]]:
+        """Return the outputs that were added to the call that has just ended."""
+        taken: list[tuple[Role, str, Tensor]] = []
+        while self.added and self.added[-1][0] > len(self.nodes):
+            taken.insert(0, ("output", *self.added.pop()[1:]))
+        return taken
 
     @contextmanager
     def is_recording(self) -> Iterator[None]:
@@ -187,7 +217,7 @@ class PythonRecorder(RecordsBackwards):
         thread = self._thread
         if thread.compiled is not None and not thread.recording:
             self._end_compiled(thread, completed=False)
-        is_outermost = not thread.names
+        is_outermost = not thread.nodes
         if thread.recording or (is_outermost and self.paused):
             return None
         if is_outermost:
@@ -197,7 +227,7 @@ class PythonRecorder(RecordsBackwards):
             finally:
                 _set_compiler(compiler)
         node = self._nodes[number]
-        thread.names.append(node.name)
+        thread.nodes.append(node)
         self._add(calls=1)
         return _Entered(thread, node, is_outermost)
 
@@ -207,10 +237,10 @@ class PythonRecorder(RecordsBackwards):
         compiler = _set_compiler(None)
         completed = False
         try:
-            thread.names.pop()
+            thread.nodes.pop()
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
                 with thread.is_recording():
-                    caller = thread.names[-1] if thread.names else None
+                    caller = thread.nodes[-1].name if thread.nodes else None
                     call = (thread.batch, node.name, type(module).__name__, caller, thread.recomputed)
                     try:
                         rows, tensors = self._rows(node, module, args, kwargs, output)
@@ -232,14 +262,29 @@ class PythonRecorder(RecordsBackwards):
         thread, _, is_outermost = entered
         compiler = _set_compiler(None)
         try:
-            thread.names.pop()
+            thread.nodes.pop()
+            thread.take_added()
             if is_outermost:
                 self._leave_batch(thread, completed=False)
         finally:
             _set_compiler(compiler)
 
+    def call_under_way(self) -> tuple[int, str, str] | None:
+        thread = self._thread
+        is_recorded = thread.batch % self._settings.every == 0 and not (thread.recording or self.paused)
+        if not thread.nodes or not is_recorded or thread.compiled is not None:
+            return None
+        node = thread.nodes[-1]
+        return thread.batch, node.name, node.class_name
+
+    def add_output(self, label: str, tensor: Tensor) -> None:
+        observed = [depth for depth, node in enumerate(self._thread.nodes, 1) if node.observed]
+        if observed and self._settings.outputs:
+            self._thread.added.append((observed[-1], label, tensor))
+
     def _leave_batch(self, thread: _Thread, completed: bool) -> None:
         thread.given = ((), None)
+        thread.added.clear()
         self._end_batch(thread, completed)
 
     def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
@@ -248,19 +293,19 @@ class PythonRecorder(RecordsBackwards):
             return
         if thread.compiled is not None:
             self._end_compiled(thread, completed=False)
-        if thread.names or self.paused or not 0 <= callee < len(self._nodes):
+        if thread.nodes or self.paused or not 0 <= callee < len(self._nodes):
             return
         self._begin_batch(thread, None, (), None)
-        thread.names.append(self._nodes[callee].name)
+        thread.nodes.append(self._nodes[callee])
         thread.compiled = [weakref.ref(x) for x in tensors]
 
     def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
         thread = self._thread
-        if not thread.names or thread.recording or not 0 <= callee < len(self._nodes):
+        if not thread.nodes or thread.recording or not 0 <= callee < len(self._nodes):
             return
         ends = thread.compiled is not None and caller < 0
         if ends:
-            thread.names.pop()
+            thread.nodes.pop()
         self._add(calls=1)
         node = self._nodes[callee]
         completed = False
@@ -271,7 +316,11 @@ class PythonRecorder(RecordsBackwards):
                 if thread.compiled is not None:
                     thread.given = (tuple(x for one in thread.compiled if (x := one()) is not None), None)
                 outer = (
-                    self._nodes[caller].name if caller >= 0 else thread.names[-1] if thread.names else None
+                    self._nodes[caller].name
+                    if caller >= 0
+                    else thread.nodes[-1].name
+                    if thread.nodes
+                    else None
                 )
                 with thread.is_recording():
                     call = (thread.batch, node.name, class_name, outer, thread.recomputed)
@@ -285,7 +334,7 @@ class PythonRecorder(RecordsBackwards):
                     self._end_compiled(thread, completed)
 
     def _end_compiled(self, thread: _Thread, completed: bool) -> None:
-        thread.names.clear()
+        thread.nodes.clear()
         thread.compiled = None
         self._end_batch(thread, completed)
 
@@ -334,6 +383,7 @@ class PythonRecorder(RecordsBackwards):
     ) -> tuple[list[Row], list[tuple[Role, str, Tensor]]]:
         """Return the rows of a call and their tensors."""
         values = call_values(self._settings, module, args, kwargs, output)
+        values += self._thread.take_added()
         found = [self._observe(x, label, role, node.allow_inf) for role, label, x in values]
         self._count(found)
         return found, [one for one in values if isinstance(one[2], Tensor)]
@@ -358,31 +408,6 @@ _NO_STACK = Row(
 
 if _extension.C is not None:
     _extension.C.bind_row(Row)
-
-_ROLES: dict[str, Role] = {"w": "weight", "b": "buffer", "i": "input", "o": "output"}
-_VALUES: dict[str, Any] = {"n": None, "x": 0}
-
-
-def planned_rows(
-    plan: str, tensors: Sequence[Tensor], allow_inf: bool | MaskedScores, observe: Observe
-) -> tuple[str, list[Row], list[tuple[Role, str, Tensor]]]:
-    """Return class, rows and tensors of a call in compiled code. call_recorder_compiled.cpp explains plans."""
-    class_name, *lines = plan.split("\n")
-    left, own = iter(tensors), set()
-    rows: list[Row] = []
-    read: list[tuple[Role, str, Tensor]] = []
-    for line in lines:
-        role, kind = _ROLES[line[0]], line[1]
-        label, _, reason = line[3:].partition("\t")
-        value = next(left) if kind == "t" else Unwalked(reason) if kind == "u" else _VALUES[kind]
-        if kind == "t" and role in ("weight", "buffer"):
-            if id(value) in own:
-                continue
-            own.add(id(value))
-        if isinstance(value, Tensor):
-            read.append((role, label, value))
-        rows.append(observe(value, label, role, allow_inf))
-    return class_name, rows, read
 
 
 def make_recorder(settings: Settings, events: RecorderEvents) -> Any:

@@ -38,6 +38,7 @@ def watch(
     gradients: bool = False,
     counts: bool = False,
     fingerprints: bool = False,
+    attention: int = False,
     max_skipped_steps: int = 20,
     scaler: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -82,6 +83,9 @@ def watch(
             times more and waits for a GPU: use it for a few batches, or with `every`.
         fingerprints: keep the `nanwatch.fingerprint` of every tensor in its record and in a trace, so that two runs can
             be compared bit by bit (docs/traces.md). Every tensor on a GPU is then waited for.
+        attention: read the attention logits of `scaled_dot_product_attention`, `flex_attention` and `softmax` in the
+            watched model: in every batch a bound, and every n-th batch the largest logit of each head; True is every
+            100th. They are outputs of the module that calls attention, and `Watch.attention` (docs/attention.md).
         max_skipped_steps: how many steps in a row a GradScaler may skip; one more is a failure. A scale of 65536 is
             down to 1 after 16. Needs `gradients`.
         scaler: the GradScaler, whose scale each skipped step reports. None looks for the one that is in use. Needs

@@ -38,6 +38,8 @@ MAX_FRAMES = 1_000_000
 # Batches are counted in 64 bits. Sums and differences of two such numbers stay in them.
 MAX_BATCH = 2**62 - 1
 _MAX_SECONDS = 86_400
+# An exact reading takes up to 5 % of its batch. Growth is a matter of thousands of batches.
+_ATTENTION_EVERY = 100
 
 
 class _Kind(NamedTuple):
@@ -114,6 +116,11 @@ def _check_flag_or_none(option: str, value: Any) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise TypeError(f"{option} should be True, False or None, got {value!r}")
     return value
+
+
+def _check_attention(option: str, value: Any) -> int:
+    """Return how many batches apart the exact readings are; 0 where attention logits are not read."""
+    return value * _ATTENTION_EVERY if isinstance(value, bool) else whole(option, value, 1, MAX_BATCH)
 
 
 def _check_enabled(option: str, value: Any) -> bool:
@@ -244,6 +251,13 @@ class Options:
     )
     fingerprints: bool = _option(
         False, _FLAG, "keep a hash of the bits of every tensor, with which 'nanwatch diff' compares two runs"
+    )
+    attention: int = _option(
+        False,
+        _Kind(_check_attention, {"type": int, "metavar": "N"}),
+        "read a bound on the attention logits in every batch, and the largest ones by head in batches 0, N, 2N, ...",
+        also="True is 100",
+        needs="outputs=True",
     )
     max_skipped_steps: int = _option(
         20,

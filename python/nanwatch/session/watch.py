@@ -11,18 +11,30 @@ from typing import Any
 
 from torch import nn
 
+from ..instrumentation.attention import AttentionLogits
+from ..instrumentation.attention import AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..monitoring.monitor import Monitor
-from ..recording.events import Arrival, BackwardCall, Event, Recorder
+from ..recording.events import Arrival
+from ..recording.events import BackwardCall
+from ..recording.events import Event
+from ..recording.events import Recorder
 from ..recording.recorder import make_recorder
 from ..report import text
-from ..report.record import Frame, FrameRows
-from ..report.report import BatchLimitError, Report
-from ..trace.tracer import Tracer, ring_size, start_tracer
+from ..report.record import Frame
+from ..report.record import FrameRows
+from ..report.report import BatchLimitError
+from ..report.report import Report
+from ..trace.tracer import Tracer
+from ..trace.tracer import ring_size
+from ..trace.tracer import start_tracer
 from ..util.visible import warn_user
 from .failure_handler import FailureHandler
-from .optimizer_guard import OptimizerGuard, SkippedStep, is_inside_step
-from .optimizer_steps import BackwardWatch, OptimizerSteps
+from .optimizer_guard import OptimizerGuard
+from .optimizer_guard import SkippedStep
+from .optimizer_guard import is_inside_step
+from .optimizer_steps import BackwardWatch
+from .optimizer_steps import OptimizerSteps
 from .options import Options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
@@ -101,6 +113,9 @@ class Watch:
             self._backward = BackwardWatch(model, self._recorder, self._reports, self._failures, guard)
         self._steps: OptimizerSteps | None = None
         self._attachment: Attachment | None = None
+        self._attention: AttentionWatch | None = None
+        if options.enabled and options.attention:
+            self._attention = AttentionWatch(self._recorder, options.attention)
         if options.enabled:
             self._steps = OptimizerSteps(
                 model, self._recorder, options, self._reports, self._failures, self._backward
@@ -151,7 +166,7 @@ class Watch:
 
     def _leave(self) -> None:
         self._reports.look_at_mesh()
-        for part in (self._steps, self._backward, self._attachment):
+        for part in (self._steps, self._backward, self._attachment, self._attention):
             if part is not None:
                 part.remove()
         if self._tracer is not None:
@@ -195,6 +210,11 @@ class Watch:
         """The latest hundred steps that were skipped because gradients were not finite, oldest first."""
         self._settle()
         return () if self._backward is None else tuple(self._backward.guard.skipped)
+
+    @property
+    def attention(self) -> dict[str, AttentionLogits]:
+        """The latest attention logits by module and head; empty without `attention`. Waits for a GPU."""
+        return {} if self._attention is None else self._attention.found()
 
     @property
     def counters(self) -> dict[str, int]:

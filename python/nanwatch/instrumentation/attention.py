@@ -1,0 +1,398 @@
+"""Attention logits: the largest of each head, from the arguments of attention functions, without the whole matrix.
+
+Fused attention has no tensor of its logits. This module replaces `scaled_dot_product_attention`, `flex_attention` and
+`softmax` in their own modules while a watch asks for logits. The replacement makes the user's call first, then reads
+its arguments, and gives what it finds to the frame of the module whose call is under way.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..numerics._reference import without_repeats
+from ..numerics.readable import is_plain, only_our_dispatch, unreadable
+from ..recording.events import Recorder
+from ..util.suppressed import suppressing
+from .global_hooks import Handles
+
+BOUND = "attention logits (bound)"
+LARGEST = "attention logits"
+# The exact reading works in tiles. A tile of scores, with both its operands in float32, takes at most 3/4 MiB.
+_TILE_BYTES = 768 * 1024
+_ROWS, _COLUMNS = 256, 512
+# A bound this many times the first one asks for an exact reading, and so does one within 4 bits of an overflow.
+_GROWTH = 8.0
+_NEAR_LIMIT = 2.0**-4
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLogits:
+    """Largest attention logits of one module by head, 0 for a head whose logits are all negative.
+
+    `largest` comes from the latest exact reading, in batch `batch`; both are empty where there was none. `bound` is at
+    least as large, and comes from the norms of queries and keys in batch `bound_batch`.
+    """
+
+    largest: tuple[float, ...]
+    batch: int | None
+    bound: tuple[float, ...]
+    bound_batch: int | None
+
+    def qk_clip(self, threshold: float = 100.0) -> tuple[float, ...]:
+        """Return the factor by head that brings the largest logit down to `threshold`; 1 for a head below it.
+
+        QK-clip multiplies the weights of queries and keys by the square root of this factor.
+        """
+        return tuple(1.0 if x <= threshold else threshold / x for x in self.largest or self.bound)
+
+
+class Scores(NamedTuple):
+    """Arguments that logits are made of: `query` and `key` of shape (batch, heads, tokens, width)."""
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    has_exact: bool  # False where a function of the user's may change the logits
+
+    @property
+    def heads_per_key(self) -> int:
+        """Return how many heads share a head of the key: 1 without grouped queries."""
+        return self.query.shape[1] // self.key.shape[1]
+
+
+def _sdpa_scores(
+    query: Tensor,
+    key: Tensor,
+    value: object,
+    attn_mask: Tensor | None = None,
+    dropout_p: object = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: object = False,
+) -> Scores | None:
+    return _scores(query, key, attn_mask, is_causal, scale, has_exact=True)
+
+
+def _flex_scores(
+    query: Tensor,
+    key: Tensor,
+    value: object,
+    score_mod: object = None,
+    block_mask: object = None,
+    scale: float | None = None,
+    *_: object,
+    **__: object,
+) -> Scores | None:
+    # A score_mod may make any logit larger. Then the bound is one on its argument.
+    return _scores(query, key, None, False, scale, has_exact=score_mod is None and block_mask is None)
+
+
+def _softmax_scores(
+    input: Tensor,
+    dim: int | None = None,
+    *_: object,
+    **__: object,
+) -> Tensor | None:
+    if not _is_readable(input) or not input.is_floating_point() or not input.numel():
+        return None
+    return input.detach() if dim in (-1, input.ndim - 1) else None
+
+
+def _scores(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, *, has_exact: bool
+) -> Scores | None:
+    given = (query, key) if mask is None else (query, key, mask)
+    if not all(map(_is_readable, given)) or not 2 <= query.ndim <= 4 or not query.numel() or not key.numel():
+        return None
+    query, key = _four_dims(query.detach()), _four_dims(key.detach())
+    batch = max(len(query), len(key))  # one of them may be broadcast
+    return Scores(
+        query.expand(batch, -1, -1, -1),
+        key.expand(batch, -1, -1, -1),
+        None if mask is None else mask.detach(),
+        is_causal,
+        float(query.shape[-1] ** -0.5 if scale is None else scale),
+        has_exact,
+    )
+
+
+def _is_readable(x: Tensor) -> bool:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return False
+    return isinstance(x, Tensor) and not unreadable(x) and is_plain(x) and not x.is_complex()
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    """Return a view with a batch and heads: one head where there are three dimensions."""
+    return x if x.ndim == 4 else x.unsqueeze(1) if x.ndim == 3 else x[None, None]
+
+
+def bound_logits(scores: Scores) -> Tensor:
+    """Return a number for each head that no logit exceeds: the largest norms of query and key, times the scale.
+
+    An additive mask adds its largest element. The result is float32, or float64 for such queries.
+    """
+    query, key = scores.query, scores.key
+    autocast = torch.is_autocast_enabled(query.device.type)
+    is_rounded = autocast or query.element_size() < 4
+    # Norms are sums of `width` squares, each rounded. Results of 8 bits of mantissa are 2**-9 off, twice.
+    slack = 2.0**-6 if is_rounded else (query.shape[-1] + 16) * torch.finfo(query.dtype).eps
+    bound = _largest_norms(query) * _largest_norms(key).repeat_interleave(scores.heads_per_key)
+    bound *= abs(scores.scale) * (1 + slack)
+    if scores.mask is not None and scores.mask.is_floating_point():
+        bound += without_repeats(scores.mask)[0].amax().clamp(min=0)
+    return bound
+
+
+def _largest_norms(x: Tensor) -> Tensor:
+    """Return the largest norm of a row in each head, over the batch."""
+    # A part of the batch at a time: the norms of all rows may be too many to hold.
+    x = without_repeats(x)[0] if x.stride(0) == 0 else x
+    part = max(1, 2**16 // max(1, x.shape[1] * x.shape[2]))
+    largest = [torch.linalg.vector_norm(y, dim=-1).amax(dim=(0, 2)) for y in x.split(part)]
+    found = largest[0] if len(largest) == 1 else torch.stack(largest).amax(dim=0)
+    return found.to(_accumulator(x))
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def largest_logits(scores: Scores) -> Tensor:
+    """Return the largest logit of each head that no mask takes away, computed tile by tile."""
+    query, key = scores.query, scores.key
+    batch, heads, num_rows, width = query.shape
+    num_columns = key.shape[2]
+    dtype = _accumulator(query)
+    given = query.dtype
+    if torch.is_autocast_enabled(query.device.type) and dtype is torch.float32:
+        given = torch.get_autocast_dtype(
+            query.device.type
+        )  # the user's call has rounded its arguments to this
+    found = torch.full((heads,), -inf, dtype=dtype, device=query.device)
+    limit = _TILE_BYTES // found.element_size()
+    rows, columns = min(_ROWS, num_rows), min(_COLUMNS, num_columns)
+    while rows * columns + (rows + columns) * width > limit and max(rows, columns) > 1:
+        rows, columns = -(-rows // 2), -(-columns // 2)
+    at_once = min(heads, max(1, limit // (rows * columns + (rows + columns) * width)))
+    memory = torch.empty(at_once * rows * columns, dtype=dtype, device=query.device)
+    mask = None if scores.mask is None else scores.mask.expand(batch, heads, num_rows, num_columns)
+    with torch.autocast(query.device.type, enabled=False):
+        for one in range(batch):
+            for head in range(0, heads, at_once):
+                several = slice(head, min(heads, head + at_once))
+                groups = [h // scores.heads_per_key for h in range(several.start, several.stop)]
+                for row in range(0, num_rows, rows):
+                    left = query[one, several, row : row + rows].to(given).to(dtype)
+                    end = min(num_columns, row + rows) if scores.is_causal else num_columns
+                    for column in range(0, end, columns):
+                        right = _of_heads(key[one], groups, column, columns).to(given).to(dtype)
+                        shape = (left.shape[0], left.shape[1], right.shape[1])
+                        tile = memory[: left.shape[0] * left.shape[1] * right.shape[1]].view(shape)
+                        torch.baddbmm(tile, left, right.transpose(1, 2), beta=0, alpha=scores.scale, out=tile)
+                        if mask is not None:
+                            _apply(mask[one, several, row : row + rows, column : column + columns], tile)
+                        if scores.is_causal and column + shape[2] > row + 1:
+                            tile.masked_fill_(_above_diagonal(tile, row, column), -inf)
+                        found[several] = torch.maximum(found[several], tile.amax(dim=(1, 2)))
+    return found
+
+
+def _of_heads(key: Tensor, groups: list[int], column: int, columns: int) -> Tensor:
+    part = key[:, column : column + columns]
+    if groups[-1] - groups[0] + 1 == len(groups):
+        return part[groups[0] : groups[-1] + 1]
+    return part[groups[0]].expand(len(groups), -1, -1) if groups[0] == groups[-1] else part[groups]
+
+
+def _apply(mask: Tensor, tile: Tensor) -> None:
+    if mask.dtype is torch.bool:
+        tile.masked_fill_(~mask, -inf)
+    else:
+        tile += mask
+
+
+def _above_diagonal(tile: Tensor, row: int, column: int) -> Tensor:
+    _, rows, columns = tile.shape
+    index = torch.arange(max(rows, columns), device=tile.device)
+    return index[:columns] + column > (index[:rows] + row)[:, None]
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Compute without a graph and past the user's modes."""
+    with torch.no_grad(), only_our_dispatch():
+        yield
+
+
+class AttentionWatch:
+    """Reader of the attention logits in a recorder's batches, until `remove`.
+
+    The bound is read in every batch, the exact value in batches 0, `every`, 2 `every`, ..., and where a bound alarms.
+    """
+
+    def __init__(self, recorder: Recorder, every: int) -> None:
+        self._recorder = recorder
+        self._every = every
+        self._latest: dict[tuple[str, str], tuple[int, Tensor]] = {}  # by module and label
+        self._alarms: dict[str, float] = {}  # by module: the bound that asks for an exact reading
+        this = weakref.ref(self)
+
+        def read_scores(scores: Callable[..., Scores | None], args: Any, kwargs: Any) -> None:
+            if (own := this()) is not None:
+                own._read_scores(scores, args, kwargs)
+
+        def read_softmax(describe: Callable[..., Tensor | None], args: Any, kwargs: Any) -> None:
+            if (own := this()) is not None:
+                own._read_softmax(describe, args, kwargs)
+
+        functional = torch.nn.functional
+        places: list[tuple[Any, str, Any, Reader]] = [
+            (functional, "scaled_dot_product_attention", _sdpa_scores, read_scores),
+            (functional, "softmax", _softmax_scores, read_softmax),
+        ]
+        # Importing flex attention takes a second: nobody calls it before an import.
+        if (flex := sys.modules.get("torch.nn.attention.flex_attention")) is not None:
+            places.append((flex, "flex_attention", _flex_scores, read_scores))
+        self._handles = Handles(self, [_replace(*place) for place in places])
+
+    def remove(self) -> None:
+        """Put the functions back. Does nothing the second time."""
+        self._handles.remove()
+
+    def found(self) -> dict[str, AttentionLogits]:
+        """Return the latest logits by the name of the module."""
+        latest = dict(self._latest)
+        found = {}
+        for name in dict.fromkeys(name for name, _ in latest):
+            batch, largest = latest.get((name, LARGEST), (None, None))
+            bound_batch, bound = latest.get((name, BOUND), (None, None))
+            found[name] = AttentionLogits(_numbers(largest), batch, _numbers(bound), bound_batch)
+        return found
+
+    def _read_scores(self, scores_of: Callable[..., Scores | None], args: Any, kwargs: Any) -> None:
+        call = self._recorder.call_under_way()
+        if call is None:
+            return
+        batch, name, _ = call
+        with _aside():
+            scores = scores_of(*args, **kwargs)
+            if scores is None:
+                return
+            bound = bound_logits(scores)
+            self._add(batch, name, BOUND, bound)
+            # On a device the bound is not known yet, and nobody waits for it.
+            alarms = bound.device.type == "cpu" and self._alarms_at(name, float(bound.max()))
+            if scores.has_exact and (alarms or batch % self._every == 0):
+                self._add(batch, name, LARGEST, largest_logits(scores))
+
+    def _read_softmax(self, describe: Callable[..., Tensor | None], args: Any, kwargs: Any) -> None:
+        call = self._recorder.call_under_way()
+        if call is None or call[0] % self._every:
+            return
+        batch, name, class_name = call
+        with _aside():
+            x = describe(*args, **kwargs)
+            # Three dimensions may hold batch and heads in one, as in nn.MultiheadAttention.
+            if x is not None and x.ndim == 4:
+                self._add(batch, name, LARGEST, x.amax(dim=(0, 2, 3)))
+            elif x is not None and x.ndim == 3 and "attention" in class_name.lower():
+                self._add(batch, name, LARGEST, x.amax().reshape(1))
+
+    def _alarms_at(self, name: str, bound: float) -> bool:
+        limit = torch.finfo(torch.float32).max * _NEAR_LIMIT
+        alarm = self._alarms.get(name)
+        if alarm is not None and bound < alarm:
+            return False
+        following = max(bound, 1.0) * _GROWTH
+        self._alarms[name] = min(following, limit) if bound < limit else following
+        return alarm is not None
+
+    def _add(self, batch: int, name: str, label: str, logits: Tensor) -> None:
+        # A value that is not finite shows as the largest number: the rows of the module tell where it came from.
+        most = torch.finfo(logits.dtype).max
+        logits = logits.clamp(min=0).nan_to_num_(nan=most, posinf=most)
+        self._recorder.add_output(label, logits)
+        known = self._latest.get((name, label))
+        if known is not None and known[0] == batch and known[1].shape == logits.shape:
+            logits = torch.maximum(known[1], logits)
+        self._latest[name, label] = batch, logits
+
+
+def _numbers(logits: Tensor | None) -> tuple[float, ...]:
+    return () if logits is None else tuple(logits.tolist())
+
+
+Reader = Callable[[Any, Any, Any], None]
+_replacing = threading.RLock()  # reentrant: the garbage collector may remove a reader anywhere
+_numbers_of_readers = itertools.count()
+
+
+class _Replacement:
+    """A function to put in the place of a module's own, and the readers of its calls."""
+
+    def __init__(self, place: ModuleType, name: str, describe: Any) -> None:
+        original = getattr(place, name)
+        readers: dict[int, Reader] = {}
+
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            if not is_compiling():
+                for reader in tuple(readers.values()):
+                    with suppressing("the attention logits of a call could not be read"):
+                        reader(describe, args, kwargs)
+            return output
+
+        self.original = original
+        self.function = watched
+        self.readers = readers
+
+
+_replacements: dict[str, _Replacement] = {}
+
+
+class _Handle:
+    """Handle of one reader."""
+
+    def __init__(self, place: ModuleType, name: str, one: _Replacement, number: int) -> None:
+        self._place = place
+        self._name = name
+        self._one = one
+        self._number = number
+
+    def remove(self) -> None:
+        """Remove the reader, and put the function back after the last one."""
+        with _replacing:
+            self._one.readers.pop(self._number, None)
+            # Another library may have put its own function over this one, which then stays and reads nothing.
+            if not self._one.readers and getattr(self._place, self._name) is self._one.function:
+                setattr(self._place, self._name, self._one.original)
+
+
+def _replace(place: ModuleType, name: str, describe: Any, reader: Reader) -> _Handle:
+    """Call `reader` after each call of this function, until `remove()` of the handle."""
+    with _replacing:
+        one = _replacements.get(name)
+        if one is None or getattr(place, name) not in (one.function, one.original):
+            one = _replacements[name] = _Replacement(place, name, describe)
+        number = next(_numbers_of_readers)
+        one.readers[number] = reader
+        setattr(place, name, one.function)
+        return _Handle(place, name, one, number)

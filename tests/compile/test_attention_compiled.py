@@ -1,0 +1,62 @@
+"""Attention logits of models with compiled parts: compiled code is as it was, the rest is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nanwatch.session.api import watch
+
+
+class Attention(nn.Module):
+    """Projects, and calls attention and a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.scaled_dot_product_attention(self.project(x), x, x, is_causal=True)
+        return functional.softmax(y, dim=-1)
+
+
+def test_compiled_attention_is_one_graph_with_the_same_numbers() -> None:
+    """The replaced functions break no graph; only the layer that is not compiled has logits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(), Attention())
+    x = torch.randn(2, 2, 5, 8)
+    expected = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model[0], backend="aot_eager", fullgraph=True)
+    with watch(model, attention=1) as w:
+        found = model[1](compiled(x))
+        assert list(w.attention) == ["1"]
+    assert torch.equal(found, expected)
+    assert torch.equal(model[1](compiled(x)), expected)
+
+
+def test_flex_attention_has_a_bound_and_without_a_mask_the_largest() -> None:
+    """A score_mod may change a logit in any way: its argument has a bound, and nothing is called exact."""
+    from torch.nn.attention import flex_attention as flex
+
+    class Flex(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, score_mod: Any = None) -> Tensor:
+            return flex.flex_attention(q, k, k, score_mod)
+
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 2, 16, 16, generator=generator) for _ in range(2))
+    model = Flex()
+    original = flex.flex_attention
+    with watch(model, attention=True) as w:
+        model(q, k)
+        expected = (q @ k.mT / 4).amax(dim=(0, 2, 3)).tolist()
+        assert w.attention[""].largest == pytest.approx(expected, rel=1e-6)
+    with watch(model, attention=True) as w:
+        model(q, k, lambda score, *_: 2 * score)
+        assert w.attention[""].largest == ()
+        assert all(bound >= x for bound, x in zip(w.attention[""].bound, expected, strict=True))
+    assert flex.flex_attention is original

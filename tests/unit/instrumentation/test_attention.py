@@ -1,0 +1,295 @@
+"""Attention logits: exact readings in tiles, the bound on them, and what a watch leaves behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanwatch.instrumentation.attention import (
+    BOUND,
+    LARGEST,
+    AttentionLogits,
+    _sdpa_scores,
+    bound_logits,
+    largest_logits,
+)
+from nanwatch.session.api import watch
+from nanwatch.util import suppressed
+
+ORIGINAL = functional.scaled_dot_product_attention
+
+
+class Attention(nn.Module):
+    """Calls attention with what it is given."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, **given)
+
+
+class Twice(nn.Module):
+    """Calls attention itself, and a module after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+        self.after = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.scaled_dot_product_attention(2 * x, x, x)
+        return self.after(self.inner(y, x, x))
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    yield
+    assert functional.scaled_dot_product_attention is ORIGINAL
+
+
+def inputs(q: tuple[int, ...], k: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return seeded queries and keys of these shapes."""
+    generator = torch.Generator().manual_seed(sum(q) + sum(k))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in (q, k)]
+
+
+def logits_of(q: Tensor, k: Tensor, **given: Any) -> Tensor:
+    """Return the largest logit of each head, from the whole matrix in float64."""
+    q, k = (x.double()[(None,) * (4 - x.ndim)].transpose(0, 4 - x.ndim) for x in (q, k))
+    scores = (
+        q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * given.get("scale", q.shape[-1] ** -0.5)
+    )
+    mask = given.get("attn_mask")
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask.double()
+    if given.get("is_causal"):
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    return scores.amax(dim=(0, 2, 3))
+
+
+def window(rows: int, columns: int) -> Tensor:
+    """Return a boolean mask of a sliding window."""
+    return (torch.arange(rows)[:, None] - torch.arange(columns)).abs() < 7
+
+
+CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "plain": ((2, 3, 5, 8), (2, 3, 7, 8), {}),
+    "many tiles": ((1, 2, 700, 16), (1, 2, 1100, 16), {}),
+    "wide": ((1, 3, 300, 512), (1, 3, 300, 512), {"is_causal": True}),
+    "causal in tiles": ((2, 2, 530, 8), (2, 2, 530, 8), {"is_causal": True}),
+    "causal, fewer queries": ((1, 2, 40, 8), (1, 2, 600, 8), {"is_causal": True}),
+    "grouped": ((2, 6, 9, 8), (2, 2, 9, 8), {"enable_gqa": True}),
+    "grouped, some heads at once": ((1, 12, 200, 8), (1, 4, 300, 8), {"enable_gqa": True, "is_causal": True}),
+    "one key head": ((2, 4, 9, 8), (2, 1, 9, 8), {"enable_gqa": True}),
+    "window": ((2, 2, 600, 8), (2, 2, 600, 8), {"attn_mask": window(600, 600)}),
+    "additive": ((2, 2, 300, 8), (2, 2, 600, 8), {"attn_mask": inputs((2, 1, 300, 600), (1,))[0] * 5}),
+    "negative scale": ((2, 2, 9, 8), (2, 2, 9, 8), {"scale": -3.0}),
+    "broadcast batch": ((4, 2, 9, 8), (1, 2, 9, 8), {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("case", CASES)
+def test_largest_is_that_of_the_matrix_and_below_the_bound(case: str, dtype: torch.dtype) -> None:
+    """Tiles, masks and grouped queries change nothing; the tiles and all else take less than 1 MiB."""
+    query, key, given = CASES[case]
+    q, k = inputs(query, key, dtype)
+    expected = logits_of(q, k, **given)
+    scores = _sdpa_scores(q, k, None, **given)
+    assert scores is not None
+    with Largest() as memory:
+        exact = largest_logits(scores)
+    assert torch.allclose(exact.double(), expected, rtol=3e-6, atol=1e-6)
+    assert memory.most <= 2**20
+    with Largest() as memory:
+        bound = bound_logits(scores)
+    assert (bound.double() >= expected).all()
+    assert memory.most <= 2**20
+
+
+class Largest(TorchDispatchMode):
+    """Sum of the new storages that operations have returned and that are in use at a time: `most` bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._alive: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)
+        }
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.untyped_storage()._cdata not in given:
+            storage = found.untyped_storage()
+            self._alive[storage._cdata] = (
+                torch.multiprocessing.reductions.StorageWeakRef(storage),
+                storage.nbytes(),
+            )
+        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self._alive.values()))
+        return found
+
+
+def test_bound_holds_where_query_and_key_are_parallel() -> None:
+    """With one token the largest logit is the product of the norms: rounding must not put the bound below it."""
+    for seed in range(50):
+        x = torch.randn(1, 4, 1, 96, generator=torch.Generator().manual_seed(seed))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            q = x.to(dtype)
+            scores = _sdpa_scores(q, q, None)
+            assert scores is not None
+            assert (bound_logits(scores).double() >= logits_of(q, q)).all()
+            assert bound_logits(scores).max() <= logits_of(q, q).max() * 1.03
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_logits_are_rows_of_the_module_that_calls_attention() -> None:
+    """The bound comes in every batch, the exact value in every n-th; a module called afterwards has neither."""
+    x, _ = inputs((2, 2, 5, 8), (1,))
+    model = Twice()
+    with watch(model, attention=2) as w:
+        for _ in range(2):
+            model(x)
+        rows = {
+            (frame.batch, frame.name): {r.label: r for r in frame.records if r.label in (BOUND, LARGEST)}
+            for frame in w.frames
+        }
+    assert {key: list(found) for key, found in rows.items()} == {
+        (0, "inner"): [BOUND, LARGEST],
+        (0, "after"): [],
+        (0, ""): [BOUND, LARGEST],
+        (1, "inner"): [BOUND],
+        (1, "after"): [],
+        (1, ""): [BOUND],
+    }
+    largest = rows[0, ""][LARGEST]
+    assert largest.abs_max == pytest.approx(logits_of(2 * x, x).max().item(), rel=1e-6)
+    assert (largest.role, largest.shape, largest.dtype) == ("output", (2,), "float32")
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_attention_of_an_unwatched_module_shows_in_its_caller() -> None:
+    model = Twice()
+    x, _ = inputs((2, 2, 5, 8), (1,))
+    with watch(model, attention=1, exclude="inner") as w:
+        model(x)
+        labels = [record.label for record in w.frames[-1].records if LARGEST in record.label]
+    assert labels == [BOUND, LARGEST] * 2
+
+
+def test_bound_that_grew_eightfold_asks_for_an_exact_reading() -> None:
+    """Between two exact readings the bound alarms at 8x, and then at 8x that."""
+    model = Attention()
+    q, k = inputs((1, 2, 5, 8), (1, 2, 5, 8))
+    exact = []
+    with watch(model, attention=1000) as w:
+        for factor in (1, 2, 7, 9, 10, 60, 80, 1):
+            model(factor * q, k, k)
+            exact.append(w.attention[""].batch == w.batch)
+    assert exact == [True, False, False, True, False, False, True, False]
+
+
+def test_logits_that_overflow_are_no_failure_of_their_own() -> None:
+    """The norm of a masked key overflows, and its product with the queries does not: the model is finite."""
+    model = Attention()
+    q, k = inputs((1, 1, 4, 8), (1, 1, 4, 8))
+    v = k.clone()
+    k[:, :, 3] = 1e20
+    mask = torch.tensor([True, True, True, False]).expand(4, 4)
+    with watch(model, attention=True) as w:
+        model(q, k, v, attn_mask=mask)
+        assert w.report().finding is None
+        assert w.attention[""].bound == (torch.finfo(torch.float32).max,)
+        assert w.attention[""].largest == pytest.approx(logits_of(q, k, attn_mask=mask).tolist())
+
+
+def test_softmax_of_attention_is_read_and_other_softmax_is_not() -> None:
+    """nn.MultiheadAttention that returns its weights calls softmax on its logits; a router's softmax has none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(dim=-1), nn.MultiheadAttention(8, 2, batch_first=True))
+    model.forward = lambda x: model[2](x, model[1](model[0](x)), x)[1]  # type: ignore[method-assign]
+    x = torch.randn(2, 5, 8)
+    with watch(model, attention=True) as w:
+        model(x)
+        found = w.attention
+    own = model[2]
+    q, k, _ = functional.linear(x, own.in_proj_weight, own.in_proj_bias).chunk(3, dim=-1)
+    k = functional.linear(model[1](model[0](x)), own.in_proj_weight, own.in_proj_bias).chunk(3, dim=-1)[1]
+    split = [y.view(2, 5, 2, 4).transpose(1, 2) for y in (q, k)]
+    assert list(found) == ["2"]
+    assert found["2"].largest == pytest.approx([logits_of(*split).max().item()], rel=1e-5)
+
+
+def test_qk_clip_brings_the_largest_logit_to_the_threshold() -> None:
+    logits = AttentionLogits((50.0, 200.0, 0.0), 0, (80.0, 400.0, 1.0), 3)
+    assert logits.qk_clip() == (1.0, 0.5, 1.0)
+    assert AttentionLogits((), None, (400.0,), 3).qk_clip(100.0) == (0.25,)
+
+
+def test_functions_come_back_after_the_last_watch_and_other_patches_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Watches stop in any order. A function that another library put over ours stays, and still works."""
+    softmax = functional.softmax
+    models = [Attention() for _ in range(3)]
+    first, second = (watch(model, attention=True) for model in models[:2])
+    first.stop()
+    assert functional.scaled_dot_product_attention is not ORIGINAL
+    ours = functional.scaled_dot_product_attention
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            functional, "scaled_dot_product_attention", lambda *args, **kwargs: ours(*args, **kwargs)
+        )
+        theirs = functional.scaled_dot_product_attention
+        second.stop()
+        assert functional.scaled_dot_product_attention is theirs
+        x, _ = inputs((1, 2, 5, 8), (1,))
+        assert torch.equal(theirs(x, x, x), ORIGINAL(x, x, x))
+        third = watch(models[2], attention=True)
+        models[2](x, x, x)
+        assert len(third.attention) == 1
+        third.stop()
+        assert functional.scaled_dot_product_attention is theirs
+    functional.scaled_dot_product_attention = ORIGINAL
+    assert functional.softmax is softmax
+
+
+def test_calls_that_cannot_be_read_run_as_before() -> None:
+    """vmap, meta tensors, wrong arguments and other threads: the result or the error is the user's own."""
+    model = Attention()
+    x, _ = inputs((3, 2, 5, 8), (1,))
+    with watch(model, attention=True, on_nonfinite="record") as w:
+        vmapped = torch.vmap(lambda y: model(y, y, y))(x)
+        model(*[x.to("meta")] * 3)
+        assert w.attention == {}
+        with pytest.raises(RuntimeError, match="size"):
+            model(x, x[..., :4], x)
+        assert w.attention == {}
+        outside = []
+        thread = threading.Thread(
+            target=lambda: outside.append(functional.scaled_dot_product_attention(x, x, x))
+        )
+        thread.start()
+        thread.join()
+        assert w.attention == {}
+    assert torch.equal(vmapped, torch.vmap(lambda y: ORIGINAL(y, y, y))(x))
+    assert torch.equal(outside[0], ORIGINAL(x, x, x))
+    assert not suppressed.counts["the attention logits of a call could not be read"]
+
+
+def test_autocast_rounds_as_the_call_does() -> None:
+    """Under autocast the call rounds queries and keys to bfloat16; so does the exact reading."""
+    model = Attention()
+    q, k = inputs((1, 2, 5, 8), (1, 2, 5, 8))
+    with watch(model, attention=True) as w, torch.autocast("cpu", torch.bfloat16):
+        model(q, k, k)
+        found = w.attention[""]
+    rounded = logits_of(q.bfloat16(), k.bfloat16())
+    assert found.largest == pytest.approx(rounded.tolist(), rel=1e-6)
+    assert all(bound >= x for bound, x in zip(found.bound, rounded.tolist(), strict=True))
