@@ -86,6 +86,7 @@ class PythonRecorder(RecordsBackwards):
         )
         self._settings = settings
         self._observe = observe_with(settings)
+        self._sketch = observe_with(settings, sketches=True)
         self._events = events
         self._subscriptions = Subscriptions()
         self._traced = frozenset(settings.traced)
@@ -213,7 +214,7 @@ class PythonRecorder(RecordsBackwards):
                     caller = thread.names[-1] if thread.names else None
                     call = (thread.batch, node.name, type(module).__name__, caller, thread.recomputed)
                     try:
-                        rows, tensors = self._rows(node, module, args, kwargs, output)
+                        rows, tensors = self._rows(thread.batch, node, module, args, kwargs, output)
                         self._follow(call, tensors, thread.held)
                     except RecursionError:
                         # The call itself was made: it needed less of the stack than its observation.
@@ -266,7 +267,9 @@ class PythonRecorder(RecordsBackwards):
         completed = False
         try:
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
-                class_name, rows, read = planned_rows(plan, tensors, node.allow_inf, self._observe)
+                class_name, rows, read = planned_rows(
+                    plan, tensors, node.allow_inf, self._observe_in(thread.batch)
+                )
                 self._count(rows)
                 if thread.compiled is not None:
                     thread.given = (tuple(x for one in thread.compiled if (x := one()) is not None), None)
@@ -329,12 +332,17 @@ class PythonRecorder(RecordsBackwards):
         if any(map(is_fault, rows)):
             self._events.on_nonfinite(frame, caller, *thread.given)
 
+    def _observe_in(self, batch: int) -> Observe:
+        every = self._settings.sketches
+        return self._sketch if every and batch % every == 0 else self._observe
+
     def _rows(
-        self, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
+        self, batch: int, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> tuple[list[Row], list[tuple[Role, str, Tensor]]]:
         """Return the rows of a call and their tensors."""
         values = call_values(self._settings, module, args, kwargs, output)
-        found = [self._observe(x, label, role, node.allow_inf) for role, label, x in values]
+        observe = self._observe_in(batch)
+        found = [observe(x, label, role, node.allow_inf) for role, label, x in values]
         self._count(found)
         return found, [one for one in values if isinstance(one[2], Tensor)]
 
@@ -344,17 +352,8 @@ class PythonRecorder(RecordsBackwards):
 
 
 # The row of a call near the end of its thread's stack.
-_NO_STACK = Row(
-    "output",
-    "output",
-    None,
-    "",
-    None,
-    None,
-    None,
-    None,
-    f"{NOT_CHECKED}: the stack is nearly full (sys.getrecursionlimit)",
-)
+_FULL = f"{NOT_CHECKED}: the stack is nearly full (sys.getrecursionlimit)"
+_NO_STACK = Row("output", "output", None, "", None, None, None, None, _FULL)
 
 if _extension.C is not None:
     _extension.C.bind_row(Row)
@@ -391,6 +390,7 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Any:
         return PythonRecorder(settings, events)
     helpers = {
         "observe": observe_with(settings),
+        "sketch": observe_with(settings, sketches=True),
         "leaves": leaves,
         "is_container": is_container,
         "spell_key": spell_key,

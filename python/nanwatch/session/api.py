@@ -48,6 +48,7 @@ def watch(
     reread_weights: int = 64,
     trace_batches: Iterable[int] = (),
     trace: str | os.PathLike[str] | None = None,
+    sketches: int = 0,
     log_to: Any = None,
     log_every: int = 50,
     abort_after_batch: int | None = None,
@@ -98,6 +99,9 @@ def watch(
         trace: a file (`run.parquet`) or a folder to write every frame into, one row per record, while the run lasts;
             with `trace_batches` only the frames of these batches, which are then not printed. A path that is taken gets
             a number, and with several processes the rank: see `Watch.trace_path`. Needs `pyarrow` (docs/traces.md).
+        sketches: in every batch of this many, write a sketch of each output into the trace: 32 numbers for each row
+            (token), from which `nanwatch.diff` estimates relative errors and cosines of two runs (docs/traces.md). Such
+            a batch takes longer, and waits for a GPU at every output. 0 writes none. Needs `trace`.
         log_to: where to log headroom by module, ranges, forecasts and whether all was finite: a SummaryWriter of
             TensorBoard, a run of wandb, the path of a folder for TensorBoard, or a callable that takes a dict of them
             and the number of the batch (docs/trackers.md). If it raises, there is one warning and the log ends.
