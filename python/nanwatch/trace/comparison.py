@@ -25,7 +25,6 @@ _ROUNDING = 4.0
 _GREW = 10
 _SERIES = 8
 _POINTS = 2000
-_MOST_ASKED = 1000  # batches, for sketches
 
 _TEXTS = ("module", "class", "label", "role", "shape", "dtype", "phase", "note")
 
@@ -233,13 +232,14 @@ class _Comparison:
         role, _ = self.pair("role")
         outputs = role == self.names["role"].number("output")
         places = np.flatnonzero(outputs & np.logical_or.reduce([*apart.values(), np.zeros_like(outputs)]))
-        # Each batch that is asked is read. Those without sketches are small.
+        for side, rows in ((self.a, self.in_a), (self.b, self.in_b)):
+            places = places[np.isin(side.batch[rows[places]], side.trace.sketched_batches)]
         _, firsts = np.unique(self.a.batch[self.in_a[places]], return_index=True)
-        for at in places[firsts][:_MOST_ASKED].tolist():
-            rows = _row_errors(self.a, int(self.in_a[at]), self.b, int(self.in_b[at]))
-            if rows is not None:
+        for at in places[firsts].tolist():
+            errors = _row_errors(self.a, int(self.in_a[at]), self.b, int(self.in_b[at]))
+            if errors is not None:
                 kind = next(kind for kind in KINDS if kind in apart and apart[kind][at])
-                return at, replace(self.place(kind, at), rows=rows)
+                return at, replace(self.place(kind, at), rows=errors)
         return None
 
     def place(self, kind: Kind, at: int) -> Place:

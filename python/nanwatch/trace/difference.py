@@ -90,11 +90,10 @@ class Series:
 class Difference:
     """Result of `diff`.
 
-    `first` is the first place where the two part, None where they do not; `firsts` the first of each kind. `sketched` is
-    the first output where they part and both have sketches, with its RowErrors. `grew` are
-    the weights, buffers and outputs that grew most, by the factor. `num_records` were compared, `num_bits` of them bit
-    by bit. `only_a` and `only_b`
-    are the modules, with the number of records, for which the other side has nothing; they are no difference.
+    `first` is the first place where the two part, None where they do not; `firsts` the first of each kind. `sketched`
+    is the first output where they part and both have sketches, with its RowErrors. `grew` are the weights, buffers and
+    outputs that grew most, by the factor. `num_records` were compared, `num_bits` of them bit by bit. `only_a` and
+    `only_b` are the modules, with the number of records, for which the other side has nothing; they are no difference.
 
     Examples:
         >>> import json, nanwatch, pathlib, torch

@@ -110,6 +110,16 @@ class Trace:
         """Return the numbers of the batches in it, in order."""
         return tuple(np.unique(self.table(["batch"])["batch"].to_numpy()).tolist())
 
+    @cached_property
+    def sketched_batches(self) -> tuple[int, ...]:
+        """Return the numbers of the batches with sketches, in order."""
+        compute = trace.arrow("pyarrow.compute", "reading a trace")
+        try:
+            found = self._read(["batch"], compute.field("sketch").is_valid())
+        except trace.errors() as error:
+            raise TraceError(f"{self.path} cannot be read: {spell(error)}") from error
+        return tuple(np.unique(found["batch"].to_numpy()).tolist())
+
     def table(self, columns: Sequence[str] | None = None, batches: Sequence[int] | None = None) -> Any:
         """Return a pyarrow.Table of these columns (default: all) and batches (default: all), in the order written.
 
@@ -208,7 +218,7 @@ class Side:
             order = np.lexsort((np.arange(len(batch)), call, batch))
             table, batch, call = table.take(order), batch[order], call[order]
         self.table = table
-        self._trace = trace
+        self.trace = trace
         self.batch: Ints = batch
         self.call: Ints = call
         self.low: Floats = table["abs_min"].to_numpy()
@@ -233,14 +243,14 @@ class Side:
         """Return the sketches in one row, float64 of shape (rows of the tensor, 32); None where there are none."""
         batch = self.batch[row]
         # Read again, for one batch: the sketches of all may not fit into memory.
-        table = self._trace.table(("call", "sketch"), [int(batch)])
+        table = self.trace.table(("call", "sketch"), [int(batch)])
         order = np.argsort(table["call"].to_numpy(), kind="stable")
         found = table["sketch"][int(order[row - np.searchsorted(self.batch, batch)])].as_py()
         if found is None:
             return None
         if len(found) % (4 * WIDTH):
             raise TraceError(
-                f"{self._trace.path}: a sketch has {len(found)} bytes, no multiple of {4 * WIDTH}"
+                f"{self.trace.path}: a sketch has {len(found)} bytes, no multiple of {4 * WIDTH}"
             )
         return np.frombuffer(found, "<f4").reshape(-1, WIDTH).astype(np.float64)
 
