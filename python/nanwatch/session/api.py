@@ -14,7 +14,7 @@ from ..instrumentation.wrapped_names import named_modules, original_module
 from ..recording.events import Check
 from ..trace.trace import arrow
 from ..util.modules import each_module
-from .options import MAX_FRAMES, OnNonfinite, Options, check_options, check_place
+from .options import MAX_BATCH, MAX_FRAMES, OnNonfinite, Options, check_options, check_place, whole
 from .watch import Watch
 
 __all__ = ["DeferredWatch", "Watch", "watch"]
@@ -158,9 +158,13 @@ class DeferredWatch:
         for option in ("trace", "output_dir", "log_to"):
             if isinstance(value := self.options.get(option), str | os.PathLike):
                 self.options[option] = check_place(option, value)
+        later = {*_CONFIRMED_LATER}
         if self.options.get("trace") is not None:
             arrow("pyarrow.parquet", "trace=")
-        general = {name: value for name, value in self.options.items() if name not in _CONFIRMED_LATER}
+            # It needs the trace, which is not opened now.
+            whole("sketches", self.options.get("sketches", 0), 0, MAX_BATCH)
+            later.add("sketches")
+        general = {name: value for name, value in self.options.items() if name not in later}
         watch(nn.Identity(), **general).stop()
 
     def start(self, model: nn.Module, scaler: Any = None) -> Watch:
