@@ -43,7 +43,11 @@ struct Options {
   bool gradients = false;
   bool counts = false;        // every row is Python's, with the counts of its tensor
   bool fingerprints = false;  // every row has the hash of its tensor's bits
+  int64_t sketches = 0;       // in every batch of this many, Python projects the outputs; 0: in none
 
+  bool is_sketched(Role role, int64_t batch) const {
+    return role == Role::output && sketches > 0 && batch % sketches == 0;
+  }
   // A device makes ranges only.
   bool may_be_pending() const { return !counts && !fingerprints; }
   RangeReader reader() const { return fingerprints ? range_and_fingerprint_cpu : RangeReader(range_cpu); }
@@ -54,6 +58,7 @@ struct Options {
 
 struct Helpers {
   pybind11::object observe;       // (value, label, role, allow_inf) -> Row
+  pybind11::object sketch;        // the same, of an output that is projected
   pybind11::object leaves;        // (value, label) -> [(label, leaf)]
   pybind11::object is_container;  // (type) -> bool: may `leaves` find anything inside
   pybind11::object spell_key;     // (key) -> str

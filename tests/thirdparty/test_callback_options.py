@@ -18,7 +18,8 @@ from nanwatch.session.options import Options
 GIVEN: dict[str, Any] = {
     "max_frames": 7, "on_nonfinite": "record", "check": "batch", "weights": False, "buffers": False, "inputs": False,
     "outputs": True, "gradients": True, "counts": True, "fingerprints": True, "attention": 7, "max_skipped_steps": 3,
-    "include": "0", "exclude": "1",
+    "include": "0", "sketches": 3,
+    "exclude": "1",
     "allow_inf": "0", "every": 2, "reread_weights": 5, "trace_batches": (1,), "log_every": 9, "abort_after_batch": 4,
     "forecast": False, "microscope": False, "peer_timeout": 1.5, "enabled": False,
 }  # fmt: skip
@@ -62,11 +63,12 @@ def test_a_callback_takes_every_option(package: str, tmp_path: Path) -> None:
     pytest.importorskip(package)
     callback_class = import_module(f"nanwatch.integrations.{package}").NanWatchCallback
     for name in sorted(names()):
-        if name == "trace":
+        if name in ("trace", "sketches"):
             pytest.importorskip("pyarrow")
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         value = values(model, tmp_path)[name]
-        given = {name: value, **NEEDS.get(name, {})}
+        needed = {"trace": tmp_path / "sketched"} if name == "sketches" else NEEDS.get(name, {})
+        given = {name: value, **needed}
         callback = callback_class(**given)
         started = callback._deferred.start(model)
         expected = watch(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), **given)

@@ -38,6 +38,7 @@ class Settings:
     gradients: bool = False
     counts: bool = False
     fingerprints: bool = False
+    sketches: int = 0
     check: Check = "auto"
 
 

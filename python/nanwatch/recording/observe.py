@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,8 @@ from ..numerics._reference import without_repeats
 from ..numerics.exponents import exponent_histogram
 from ..numerics.formats import HealthWithExponents, TensorHealth, limits
 from ..numerics.ranges import abs_range, health_of, range_and_fingerprint, tensor_health
-from ..numerics.readable import local_shard, only_our_dispatch, unreadable
+from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
+from ..numerics.sketch import sketch
 from ..report.histogram import StoredHistogram
 from ..report.record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
 from ..util.suppressed import suppressed
@@ -112,9 +114,9 @@ class Extras(Protocol):
     def fingerprints(self) -> bool: ...  # noqa: D102
 
 
-def observe_with(wanted: Extras) -> Observe:
+def observe_with(wanted: Extras, *, sketches: bool = False) -> Observe:
     """Return `observe` for these options."""
-    return partial(observe, counts=wanted.counts, fingerprints=wanted.fingerprints)
+    return partial(observe, counts=wanted.counts, fingerprints=wanted.fingerprints, sketches=sketches)
 
 
 def observe(
@@ -125,19 +127,23 @@ def observe(
     *,
     counts: bool = False,
     fingerprints: bool = False,
+    sketches: bool = False,
 ) -> Row:
     """Return the row of `value`: its range when it is a tensor that can be read, else the note with the reason.
 
     Never raises, builds no graph, and calls no function or dispatch mode of the user's. A non-finite tensor, or one
     that looks like an additive mask, is read a second time for the counts and the index. With `counts` every tensor is.
-    With `fingerprints` the row has that of `nanwatch.fingerprint`.
+    With `fingerprints` the row has that of `nanwatch.fingerprint`. With `sketches` that of an output is a SketchedRow.
     `allow_inf` says that its infinities are meant, or is the MaskedScores of the softmax that takes or makes it.
     """
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
         row = _read(value, label, role, fingerprints)
-        return row if row.isfinite is None else _examine(value, row, allow_inf, counts)
+        if row.isfinite is None:
+            return row
+        row = _examine(value, row, allow_inf, counts)
+        return _sketched(value, row) if sketches and role == "output" else row
 
 
 def read(value: Any, label: str, role: Role) -> Row:
@@ -146,6 +152,54 @@ def read(value: Any, label: str, role: Role) -> Row:
         return _no_tensor(value, label, role)
     with only_our_dispatch():
         return _read(value, label, role)
+
+
+class SketchedRow(Row):
+    """Row of an output with its sketch, until somebody takes it."""
+
+    sketch: bytes
+
+
+def take_sketch(row: Row) -> bytes | None:
+    """Return the sketch of a row, None where there is none, and remove it.
+
+    The recorder's ring keeps the row for as long as a thousand further calls, and a sketch is up to 512 KiB.
+    """
+    return vars(row).pop("sketch", None) if isinstance(row, SketchedRow) else None
+
+
+def sketch_bytes(row: Row) -> int:
+    """Return the size of the sketch that the row has."""
+    return len(vars(row).get("sketch", b"")) if isinstance(row, SketchedRow) else 0
+
+
+def _sketched(x: Tensor, row: Row) -> Row:
+    try:
+        local = local_shard(x)
+        x = x if local is None else local
+        if x.is_floating_point() and is_plain(x) and x.numel():
+            found = SketchedRow(*row)
+            found.sketch = _sketch_of(x)
+            return found
+    except Exception:
+        # Memory may be short. The range already says what matters.
+        suppressed("a tensor could not be sketched")
+    return row
+
+
+# The tensor that was sketched last, its version and its sketch. A module often returns what its last child did: of 12
+# outputs in a block of GPT-2 four are the one before.
+_latest: tuple[weakref.ref[Tensor], int, bytes] | None = None
+
+
+def _sketch_of(x: Tensor) -> bytes:
+    global _latest
+    known = _latest
+    if known is not None and known[0]() is x and not x.is_inference() and known[1] == x._version:
+        return known[2]
+    found = sketch(x).cpu().numpy().astype("<f4").tobytes()
+    _latest = None if x.is_inference() else (weakref.ref(x), x._version, found)
+    return found
 
 
 def _no_tensor(value: Any, label: str, role: Role) -> Row:

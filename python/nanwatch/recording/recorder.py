@@ -9,43 +9,23 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from dataclasses import dataclass
-from typing import Any
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from ..numerics import _extension
-from ..report.record import NOT_CHECKED
-from ..report.record import FrameRows
-from ..report.record import Role
-from ..report.record import Row
-from ..report.record import is_fault
+from ..report.record import NOT_CHECKED, FrameRows, Role, Row, is_fault
 from .backward import RecordsBackwards
-from .events import Event
-from .events import PeakName
-from .events import RecorderEvents
-from .events import Settings
-from .events import Subscription
-from .events import Subscriptions
-from .frame_ring import FrameRing
-from .frame_ring import PeakMagnitudes
+from .events import Event, PeakName, RecorderEvents, Settings, Subscription, Subscriptions
+from .frame_ring import FrameRing, PeakMagnitudes
 from .gradients import PythonGradients
 from .masked_scores import MaskedScores
-from .observe import call_values
-from .observe import completed_row
-from .observe import observe_with
-from .observe import planned_rows
-from .walk import is_container
-from .walk import leaves
-from .walk import spell_key
+from .observe import call_values, completed_row, observe_with, planned_rows
+from .walk import is_container, leaves, spell_key
 
 # A call may be watched from inside torch.compile, which follows every Python frame, also those of the recorder. With
 # None it follows nothing. The function returns the compiler that was set before.
@@ -116,6 +96,7 @@ class PythonRecorder(RecordsBackwards):
         )
         self._settings = settings
         self._observe = observe_with(settings)
+        self._sketch = observe_with(settings, sketches=True)
         self._events = events
         self._subscriptions = Subscriptions()
         self._traced = frozenset(settings.traced)
@@ -243,7 +224,7 @@ class PythonRecorder(RecordsBackwards):
                     caller = thread.nodes[-1].name if thread.nodes else None
                     call = (thread.batch, node.name, type(module).__name__, caller, thread.recomputed)
                     try:
-                        rows, tensors = self._rows(node, module, args, kwargs, output)
+                        rows, tensors = self._rows(thread.batch, node, module, args, kwargs, output)
                         self._follow(call, tensors, thread.held)
                     except RecursionError:
                         # The call itself was made: it needed less of the stack than its observation.
@@ -311,7 +292,9 @@ class PythonRecorder(RecordsBackwards):
         completed = False
         try:
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
-                class_name, rows, read = planned_rows(plan, tensors, node.allow_inf, self._observe)
+                class_name, rows, read = planned_rows(
+                    plan, tensors, node.allow_inf, self._observe_in(thread.batch)
+                )
                 self._count(rows)
                 if thread.compiled is not None:
                     thread.given = (tuple(x for one in thread.compiled if (x := one()) is not None), None)
@@ -378,13 +361,18 @@ class PythonRecorder(RecordsBackwards):
         if any(map(is_fault, rows)):
             self._events.on_nonfinite(frame, caller, *thread.given)
 
+    def _observe_in(self, batch: int) -> Observe:
+        every = self._settings.sketches
+        return self._sketch if every and batch % every == 0 else self._observe
+
     def _rows(
-        self, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
+        self, batch: int, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> tuple[list[Row], list[tuple[Role, str, Tensor]]]:
         """Return the rows of a call and their tensors."""
         values = call_values(self._settings, module, args, kwargs, output)
         values += self._thread.take_added()
-        found = [self._observe(x, label, role, node.allow_inf) for role, label, x in values]
+        observe = self._observe_in(batch)
+        found = [observe(x, label, role, node.allow_inf) for role, label, x in values]
         self._count(found)
         return found, [one for one in values if isinstance(one[2], Tensor)]
 
@@ -394,17 +382,8 @@ class PythonRecorder(RecordsBackwards):
 
 
 # The row of a call near the end of its thread's stack.
-_NO_STACK = Row(
-    "output",
-    "output",
-    None,
-    "",
-    None,
-    None,
-    None,
-    None,
-    f"{NOT_CHECKED}: the stack is nearly full (sys.getrecursionlimit)",
-)
+_FULL = f"{NOT_CHECKED}: the stack is nearly full (sys.getrecursionlimit)"
+_NO_STACK = Row("output", "output", None, "", None, None, None, None, _FULL)
 
 if _extension.C is not None:
     _extension.C.bind_row(Row)
@@ -416,6 +395,7 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Any:
         return PythonRecorder(settings, events)
     helpers = {
         "observe": observe_with(settings),
+        "sketch": observe_with(settings, sketches=True),
         "leaves": leaves,
         "is_container": is_container,
         "spell_key": spell_key,

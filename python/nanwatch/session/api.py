@@ -14,7 +14,7 @@ from ..instrumentation.wrapped_names import named_modules, original_module
 from ..recording.events import Check
 from ..trace.trace import arrow
 from ..util.modules import each_module
-from .options import MAX_FRAMES, OnNonfinite, Options, check_options, check_place
+from .options import MAX_BATCH, MAX_FRAMES, OnNonfinite, Options, check_options, check_place, whole
 from .watch import Watch
 
 __all__ = ["DeferredWatch", "Watch", "watch"]
@@ -49,6 +49,7 @@ def watch(
     reread_weights: int = 64,
     trace_batches: Iterable[int] = (),
     trace: str | os.PathLike[str] | None = None,
+    sketches: int = 0,
     log_to: Any = None,
     log_every: int = 50,
     abort_after_batch: int | None = None,
@@ -102,6 +103,9 @@ def watch(
         trace: a file (`run.parquet`) or a folder to write every frame into, one row per record, while the run lasts;
             with `trace_batches` only the frames of these batches, which are then not printed. A path that is taken gets
             a number, and with several processes the rank: see `Watch.trace_path`. Needs `pyarrow` (docs/traces.md).
+        sketches: in every batch of this many, write a sketch of each output into the trace: 32 numbers for each row
+            (token), from which `nanwatch.diff` estimates relative errors and cosines of two runs (docs/traces.md). Such
+            a batch takes longer, and waits for a GPU at every output. 0 writes none. Needs `trace`.
         log_to: where to log headroom by module, ranges, forecasts and whether all was finite: a SummaryWriter of
             TensorBoard, a run of wandb, the path of a folder for TensorBoard, or a callable that takes a dict of them
             and the number of the batch (docs/trackers.md). If it raises, there is one warning and the log ends.
@@ -158,9 +162,13 @@ class DeferredWatch:
         for option in ("trace", "output_dir", "log_to"):
             if isinstance(value := self.options.get(option), str | os.PathLike):
                 self.options[option] = check_place(option, value)
+        later = {*_CONFIRMED_LATER}
         if self.options.get("trace") is not None:
             arrow("pyarrow.parquet", "trace=")
-        general = {name: value for name, value in self.options.items() if name not in _CONFIRMED_LATER}
+            # It needs the trace, which is not opened now.
+            whole("sketches", self.options.get("sketches", 0), 0, MAX_BATCH)
+            later.add("sketches")
+        general = {name: value for name, value in self.options.items() if name not in later}
         watch(nn.Identity(), **general).stop()
 
     def start(self, model: nn.Module, scaler: Any = None) -> Watch:

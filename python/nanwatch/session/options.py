@@ -298,6 +298,13 @@ class Options:
         _Kind(check_place, {"metavar": "PATH"}),
         "write every frame into this Parquet file, for 'nanwatch show', 'diff' and 'formats'",
     )
+    sketches: int = _option(
+        0,
+        _whole_from(0),
+        "in the batches 0, N, 2N, ... write each row (token) of an output to the trace as 32 numbers, with which"
+        " 'nanwatch diff' estimates relative errors; 0 writes none",
+        needs="trace=",
+    )
     log_to: Any = _option(
         None,
         _Kind(_check_log_target, {"metavar": "DIR"}),

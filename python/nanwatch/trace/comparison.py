@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf, log2
-from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from ..numerics.formats import limits
+from ..numerics.sketch import cosines, norms, relative_errors
 from ..report.record import is_same_part
 from ..util.progress import Tell
-from ..util.visible import without_wrappers
 from .align import Ints, Rows, align
-from .difference import KINDS, Difference, Growth, Kind, Place, Series
-from .trace_file import Trace, batch_words, strings
-
-if TYPE_CHECKING:
-    Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
-    Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+from .difference import KINDS, Difference, Growth, Kind, Place, RowErrors, Series
+from .trace import sizes
+from .trace_file import Flags, Floats, Names, Side, Trace, batch_words
 
 RTOL = 1e-3
 # An element near zero is what is left of larger ones, so rounding moves the smallest magnitude by some units in the
@@ -29,10 +26,6 @@ _GREW = 10
 _SERIES = 8
 _POINTS = 2000
 
-_COLUMNS = (
-    "batch", "call", "module", "class", "label", "role", "shape", "dtype", "abs_min", "abs_max", "isfinite",
-    "recomputed", "phase", "note", "fingerprint",
-)  # fmt: skip
 _TEXTS = ("module", "class", "label", "role", "shape", "dtype", "phase", "note")
 
 
@@ -86,7 +79,7 @@ def diff(
     one = a if isinstance(a, Trace) else Trace.open(a)
     other = one if b is None else b if isinstance(b, Trace) else Trace.open(b)
     pairs, remarks = _batches(one, other, batches)
-    sides = _Side(one, [i for i, _ in pairs]), _Side(other, [j for _, j in pairs])
+    sides = Side(one, [i for i, _ in pairs]), Side(other, [j for _, j in pairs])
     one.tell("aligning")
     ignored: set[Kind] = {*ignore}
     if batches is not None and batches[0] != batches[1]:
@@ -127,75 +120,20 @@ def _batches(
     return [(batch, batch) for batch in both], tuple(remarks)
 
 
-class _Names:
-    """Numbers for strings, the same for both sides; -1 for none."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        if text not in self._numbers:
-            self._numbers[text] = len(self.texts)
-            self.texts.append(text)
-        return self._numbers[text]
-
-    def text(self, number: int) -> str:
-        return "" if number < 0 else self.texts[number]
-
-
-class _Side:
-    """Columns of one trace, by batch and call."""
-
-    def __init__(self, trace: Trace, batches: list[int]) -> None:
-        few = batches if len(batches) < len(trace.batches) else None
-        table = trace.table(_COLUMNS, few)
-        batch, call = table["batch"].to_numpy(), table["call"].to_numpy()
-        later = (batch[1:] > batch[:-1]) | ((batch[1:] == batch[:-1]) & (call[1:] >= call[:-1]))
-        if not later.all():  # batches of several threads stand in turns
-            order = np.lexsort((np.arange(len(batch)), call, batch))
-            table, batch, call = table.take(order), batch[order], call[order]
-        self.table = table
-        self.batch: Ints = batch
-        self.call: Ints = call
-        self.low: Floats = table["abs_min"].to_numpy()
-        self.high: Floats = table["abs_max"].to_numpy()
-        known = table["isfinite"]
-        self.was_read: Flags = known.is_valid().to_numpy()
-        self.is_finite: Flags = known.fill_null(False).to_numpy()
-        self.again: Ints = table["recomputed"].to_numpy().astype(np.int64)
-        bits = table["fingerprint"]
-        self.has_bits: Flags = bits.is_valid().to_numpy()
-        self.bits: np.ndarray[Any, np.dtype[np.uint64]] = bits.fill_null(0).to_numpy()
-
-    def numbers(self, column: str, names: _Names) -> Ints:
-        """Return a column of strings as numbers that both sides share."""
-        found = strings(self.table[column])
-        plain = without_wrappers if column == "module" else str
-        shared: Ints = np.array([names.number(plain(value)) for value in found.values] + [-1], np.int64)
-        by_row: Ints = shared[found.codes]
-        return by_row
-
-    def originals(self, column: str, row: int) -> str:
-        """Return the value in one row as it was written."""
-        value = self.table[column][row].as_py()
-        return "" if value is None else str(value)
-
-
 class _Comparison:
     """Two sides, aligned."""
 
     def __init__(
         self,
-        a: _Side,
-        b: _Side,
+        a: Side,
+        b: Side,
         batches: list[tuple[int, int]],
         rtol: float,
         ignored: frozenset[Kind],
         tell: Tell,
     ) -> None:
         self.a, self.b, self.batches, self.rtol, self.ignored = a, b, batches, rtol, ignored
-        self.names = {name: _Names() for name in _TEXTS}
+        self.names = {name: Names() for name in _TEXTS}
         self.numbers = [
             {name: side.numbers(name, self.names[name]) for name in self.names} for side in (a, b)
         ]
@@ -264,7 +202,10 @@ class _Comparison:
         apart = self.apart()
         places = {kind: int(flags.argmax()) for kind, flags in apart.items() if flags.any()}
         ordered = sorted(places.items(), key=lambda item: (item[1], KINDS.index(item[0])))
-        firsts = tuple(self.place(kind, at) for kind, at in ordered)
+        firsts = [self.place(kind, at) for kind, at in ordered]
+        sketched = self.sketched(apart)
+        if sketched is not None and sketched[0] == ordered[0][1]:
+            firsts[0] = sketched[1]
         grew, places_of_growth = self.grew()
         last = int(self.a.batch[self.in_a[-1]])
         return Difference(
@@ -272,7 +213,8 @@ class _Comparison:
             b=b,
             rtol=self.rtol,
             first=firsts[0] if firsts else None,
-            firsts=firsts,
+            firsts=tuple(firsts),
+            sketched=None if sketched is None else sketched[1],
             grew=grew,
             num_records=int(self.is_compared.sum()),
             num_apart=int(np.logical_or.reduce(list(apart.values())).sum()) if apart else 0,
@@ -284,6 +226,21 @@ class _Comparison:
             calls=self.calls(firsts[0].batch if firsts else last),
             series=self.series([at for _, at in ordered] + places_of_growth),
         )
+
+    def sketched(self, apart: dict[Kind, Flags]) -> tuple[int, Place] | None:
+        """Return the first pair of outputs that differ and have sketches, with its place; None where there is none."""
+        role, _ = self.pair("role")
+        outputs = role == self.names["role"].number("output")
+        places = np.flatnonzero(outputs & np.logical_or.reduce([*apart.values(), np.zeros_like(outputs)]))
+        for side, rows in ((self.a, self.in_a), (self.b, self.in_b)):
+            places = places[np.isin(side.batch[rows[places]], side.trace.sketched_batches)]
+        _, firsts = np.unique(self.a.batch[self.in_a[places]], return_index=True)
+        for at in places[firsts].tolist():
+            errors = _row_errors(self.a, int(self.in_a[at]), self.b, int(self.in_b[at]))
+            if errors is not None:
+                kind = next(kind for kind in KINDS if kind in apart and apart[kind][at])
+                return at, replace(self.place(kind, at), rows=errors)
+        return None
 
     def place(self, kind: Kind, at: int) -> Place:
         """Return the pair of rows at `at` as a Place."""
@@ -348,7 +305,7 @@ class _Comparison:
         name, label = self.a.originals("module", a), self.a.originals("label", a)
         return Growth(name, label, int(self.a.batch[a]), float(self.a.high[a]), float(self.b.high[b]))
 
-    def only(self, which: int, side: _Side, matched: Ints) -> tuple[tuple[str, int], ...]:
+    def only(self, which: int, side: Side, matched: Ints) -> tuple[tuple[str, int], ...]:
         """Return the modules, with the number of records, for which the other side has nothing."""
         wanted = np.array(sorted({pair[which] for pair in self.batches}), np.int64)
         alone = np.isin(side.batch, wanted)
@@ -394,6 +351,33 @@ class _Comparison:
         return tuple(found.values())
 
 
+def _row_errors(a: Side, row_a: int, b: Side, row_b: int) -> RowErrors | None:
+    """Return how far the rows of two tensors are apart; None where a sketch is missing or the rows do not match."""
+    shape, shape_b = (
+        sizes(side.originals("shape", row) or "[]", "shape") or () for side, row in ((a, row_a), (b, row_b))
+    )
+    one, other = a.sketches(row_a), b.sketches(row_b)
+    if one is None or other is None or one.shape != other.shape or shape[-1:] != shape_b[-1:]:
+        return None
+    known = np.flatnonzero(np.isfinite(one).all(1) & np.isfinite(other).all(1) & (norms(one) > 0))
+    if len(known) == 0:
+        return None
+    one, other = one[known], other[known]
+    errors = relative_errors(one, other)
+    with np.errstate(invalid="ignore"):
+        cosine = np.nan_to_num(cosines(one, other))  # 0 where a row of `b` is zero
+        together = float(np.nan_to_num(cosines(one.reshape(-1), other.reshape(-1))))
+    worst = int(errors.argmax())
+    return RowErrors(
+        num_rows=len(known),
+        relative_error=float(relative_errors(one.reshape(-1), other.reshape(-1))),
+        worst_relative_error=float(errors[worst]),
+        worst_row=tuple(map(int, np.unravel_index(known[worst], shape[:-1]))) if shape[:-1] else (),
+        cosine=together,
+        worst_cosine=float(cosine.min()),
+    )
+
+
 def _unit(dtype: str) -> float:
     """Return the unit in the last place of 1.0."""
     ends = limits(dtype)
@@ -405,7 +389,7 @@ def _relative(a: float, b: float) -> float:
     return 0.0 if a == b or both_nan else abs(a - b) / max(a, b)
 
 
-def _value(side: _Side, row: int) -> str:
+def _value(side: Side, row: int) -> str:
     """Return "finite", "nan" or "inf"."""
     if side.is_finite[row]:
         return "finite"

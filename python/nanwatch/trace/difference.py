@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any, Literal, TypeAlias
 
@@ -18,10 +18,34 @@ KINDS: tuple[Kind, ...] = ("isfinite", "shape", "dtype", "range", "bits")
 
 
 @dataclass(frozen=True, slots=True)
+class RowErrors:
+    """Distance of two records by their rows (tokens), estimated from sketches.
+
+    `relative_error` and `cosine` are those of all rows together. `num_rows` leaves out rows that are zero in A, and
+    non-finite ones. `worst_row` is the index of the row with the largest relative error.
+    """
+
+    num_rows: int
+    relative_error: float
+    worst_relative_error: float
+    worst_row: tuple[int, ...]
+    cosine: float
+    worst_cosine: float
+
+    def __str__(self) -> str:
+        return (
+            f"relative error about {self.relative_error:.2g} over {_plural(self.num_rows, 'row', 'rows')}, worst"
+            f" {self.worst_relative_error:.2g} in row {list(self.worst_row)}; cosine {self.cosine:.6g}, worst"
+            f" {self.worst_cosine:.6g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """A record in which two traces differ. `batch` and `module` are A's, `batch_b` and `module_b` their match in B.
 
     `kind` is "isfinite", "shape", "dtype", "range" or "bits". `what` says it in words, A's value first.
+    `rows` says how far the rows of the two are apart, where both have a sketch.
     """
 
     batch: int
@@ -33,6 +57,7 @@ class Place:
     batch_b: int
     module_b: str
     class_b: str
+    rows: RowErrors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +90,10 @@ class Series:
 class Difference:
     """Result of `diff`.
 
-    `first` is the first place where the two part, None where they do not; `firsts` the first of each kind. `grew` are
-    the weights, buffers and outputs that grew most, by the factor. `num_records` were compared, `num_bits` of them bit
-    by bit. `only_a` and `only_b`
-    are the modules, with the number of records, for which the other side has nothing; they are no difference.
+    `first` is the first place where the two part, None where they do not; `firsts` the first of each kind. `sketched`
+    is the first output where they part and both have sketches, with its RowErrors. `grew` are the weights, buffers and
+    outputs that grew most, by the factor. `num_records` were compared, `num_bits` of them bit by bit. `only_a` and
+    `only_b` are the modules, with the number of records, for which the other side has nothing; they are no difference.
 
     Examples:
         >>> import json, nanwatch, pathlib, torch
@@ -91,6 +116,7 @@ class Difference:
     rtol: float
     first: Place | None
     firsts: tuple[Place, ...]
+    sketched: Place | None
     grew: tuple[Growth, ...]
     num_records: int
     num_apart: int
@@ -112,7 +138,10 @@ class Difference:
         return "\n".join(map(visible, diff_lines(self)))
 
     def to_json(self) -> str:
-        """Return `{"differs", "first": {"batch", "module", "label", "what"} or null, "grew": [...]}`."""
+        """Return `{"differs", "first": {"batch", "module", "label", "what"} or null, "grew": [...]}`.
+
+        With sketches on both sides also `"sketched"`, like `first`, with the RowErrors as `"rows"`.
+        """
         first = self.first
         names = ("batch", "module", "label", "what")
         grew = [
@@ -121,7 +150,11 @@ class Difference:
             for one in self.grew
         ]
         found = None if first is None else {name: getattr(first, name) for name in names}
-        return json.dumps({"differs": self.differs, "first": found, "grew": grew}, allow_nan=False)
+        members = {"differs": self.differs, "first": found, "grew": grew}
+        if self.sketched is not None and self.sketched.rows is not None:
+            place = {name: getattr(self.sketched, name) for name in names}
+            members["sketched"] = place | {"rows": asdict(self.sketched.rows)}
+        return json.dumps(members, allow_nan=False)
 
     def to_html(self) -> str:
         """Return a page that opens offline, with charts. Needs `jinja2` and `plotly`; write it as UTF-8."""
@@ -142,6 +175,8 @@ def diff_lines(found: Difference) -> Iterator[str]:
         yield f"They part in {found.num_apart:,} of {many} ({comparison_words(found)})."
         yield ""
         yield f"First: {place_line(found.first)}"
+        if found.sketched is not None and found.sketched != found.first:
+            yield f"First with sketches: {place_line(found.sketched)}"
         for place in found.firsts[1:]:
             yield f"First by {place.kind}: {place_line(place)}"
     if found.grew:
@@ -172,8 +207,10 @@ def place_line(place: Place) -> str:
     if (place.module_b, place.class_b) != (place.module, place.class_name):
         other = f", in B {module_name(place.module_b)} ({place.class_b})"
     batch = f"batch {place.batch}" + ("" if place.batch_b == place.batch else f" and batch {place.batch_b}")
+    rows = "" if place.rows is None else f"; {place.rows}"
     return (
         f"`{place.label}` of {module_name(place.module)} ({place.class_name}){other} in {batch}: {place.what}"
+        f"{rows}"
     )
 
 

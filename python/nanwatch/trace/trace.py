@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..numerics.formats import TensorHealth
+from ..recording.observe import take_sketch
 from ..report.record import PHASES, ROLES, Frame, FrameRows, Record, Row
 from ..util import reading
 from ..util.imports import needed
@@ -60,9 +61,11 @@ COLUMNS = (
     ("weight_version", "int64", True),
     ("exponents", "string", True),
     ("fingerprint", "uint64", True),
+    ("sketch", "binary", True),
 )
-# Columns that files before the version of this number lack; read there, they are null.
-ADDED = {"weight_version": 2, "exponents": 3, "fingerprint": 4}
+# Columns that files before the version of this number may lack; read there, they are null. A reader of version 4 passes
+# over columns that it does not know, so `sketch` did not raise the version.
+ADDED = {"weight_version": 2, "exponents": 3, "fingerprint": 4, "sketch": 5}
 STRINGS = tuple(name for name, kind, _ in COLUMNS if kind == "string")
 _COUNTS = ("numel", "num_nan", "num_posinf", "num_neginf", "num_zero", "num_subnormal")
 
@@ -134,9 +137,9 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
         raise TraceError(f"{where} is no trace that can be read: {error}") from error
     expected = schema()
     for field in expected:
-        if facts["version"] < ADDED.get(field.name, 0):
-            continue
         kinds = [found.field(i).type for i in found.get_all_field_indices(field.name)]
+        if not kinds and facts["version"] < ADDED.get(field.name, 0):
+            continue
         if kinds != [field.type]:
             got = ", ".join(map(str, kinds)) or "none"
             raise TraceError(f"{where}: column {field.name!r} should be one of {field.type}, got {got}")
@@ -192,6 +195,7 @@ class Tabulator:
                 list(chain.from_iterable(map(self._versions.column, frames))), pa.int64()
             ),
             "fingerprint": pa.array(bits, pa.uint64()),
+            "sketch": pa.array(map(take_sketch, rows), pa.binary()),
         }
         for name, kind, _ in COLUMNS:
             if name in columns:
@@ -268,7 +272,7 @@ def _record(row: dict[str, Any]) -> Record:
     return Record(
         label=row["label"],
         role=reading.one_of(ROLES)(row["role"], "role"),
-        shape=_sizes(row["shape"], "shape"),
+        shape=sizes(row["shape"], "shape"),
         dtype=row["dtype"] or "",
         abs_min=row["abs_min"],
         abs_max=row["abs_max"],
@@ -279,7 +283,8 @@ def _record(row: dict[str, Any]) -> Record:
     )
 
 
-def _sizes(text: str | None, where: str) -> tuple[int, ...] | None:
+def sizes(text: str | None, where: str) -> tuple[int, ...] | None:
+    """Return the shape or index that is spelt so; None for None. Raise ValueError for other text."""
     if text is None:
         return None
     return reading.tuple_of(reading.count)(json.loads(text), where)
@@ -292,7 +297,7 @@ def _health(row: dict[str, Any]) -> TensorHealth:
         isfinite=row["isfinite"],
         finite_abs_min=row["finite_abs_min"],
         finite_abs_max=row["finite_abs_max"],
-        first_nonfinite=_sizes(row["first_nonfinite"], "first_nonfinite"),
+        first_nonfinite=sizes(row["first_nonfinite"], "first_nonfinite"),
         **{name: row[name] for name in _COUNTS},
     )
 

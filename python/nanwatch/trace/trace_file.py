@@ -7,18 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..numerics.sketch import WIDTH
 from ..report.finding import find
 from ..report.record import Frame
 from ..report.report import Report
 from ..util import reading
 from ..util.progress import Tell, silent
-from ..util.visible import spell
+from ..util.visible import spell, without_wrappers
 from . import trace
+from .align import Ints
 from .trace import SUFFIX, TraceError, parts_beside
+
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
+Sketches: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,16 @@ class Trace:
         """Return the numbers of the batches in it, in order."""
         return tuple(np.unique(self.table(["batch"])["batch"].to_numpy()).tolist())
 
+    @cached_property
+    def sketched_batches(self) -> tuple[int, ...]:
+        """Return the numbers of the batches with sketches, in order."""
+        compute = trace.arrow("pyarrow.compute", "reading a trace")
+        try:
+            found = self._read(["batch"], compute.field("sketch").is_valid())
+        except trace.errors() as error:
+            raise TraceError(f"{self.path} cannot be read: {spell(error)}") from error
+        return tuple(np.unique(found["batch"].to_numpy()).tolist())
+
     def table(self, columns: Sequence[str] | None = None, batches: Sequence[int] | None = None) -> Any:
         """Return a pyarrow.Table of these columns (default: all) and batches (default: all), in the order written.
 
@@ -140,7 +156,7 @@ class Trace:
 
     def frames(self, batch: int) -> tuple[Frame, ...]:
         """Return the frames of a batch in the order of their calls. Raise ValueError for a batch that is not there."""
-        table = self.table(batches=[batch])
+        table = self.table([name for name, _, _ in trace.COLUMNS if name != "sketch"], [batch])
         if table.num_rows == 0:
             raise ValueError(f"{self.path} has no batch {batch}; it has {batch_words(self.batches)}")
         # Calls of several threads may stand in turns.
@@ -163,6 +179,85 @@ def strings(column: Any) -> Strings:
     values = whole.chunk(0).dictionary.to_pylist()
     codes = [chunk.indices.fill_null(-1).to_numpy() for chunk in whole.chunks]
     return Strings(np.concatenate(codes).astype(np.int32, copy=False), tuple(values))
+
+
+_COMPARED = (
+    "batch", "call", "module", "class", "label", "role", "shape", "dtype", "abs_min", "abs_max", "isfinite",
+    "recomputed", "phase", "note", "fingerprint",
+)  # fmt: skip
+
+
+class Names:
+    """Numbers for strings, the same for both sides; -1 for none."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        """Return the number of a text, a new one if it has none."""
+        if text not in self._numbers:
+            self._numbers[text] = len(self.texts)
+            self.texts.append(text)
+        return self._numbers[text]
+
+    def text(self, number: int) -> str:
+        """Return the text of a number."""
+        return "" if number < 0 else self.texts[number]
+
+
+class Side:
+    """Columns of one trace, by batch and call."""
+
+    def __init__(self, trace: Trace, batches: list[int]) -> None:
+        few = batches if len(batches) < len(trace.batches) else None
+        table = trace.table(_COMPARED, few)
+        batch, call = table["batch"].to_numpy(), table["call"].to_numpy()
+        later = (batch[1:] > batch[:-1]) | ((batch[1:] == batch[:-1]) & (call[1:] >= call[:-1]))
+        if not later.all():  # batches of several threads stand in turns
+            order = np.lexsort((np.arange(len(batch)), call, batch))
+            table, batch, call = table.take(order), batch[order], call[order]
+        self.table = table
+        self.trace = trace
+        self.batch: Ints = batch
+        self.call: Ints = call
+        self.low: Floats = table["abs_min"].to_numpy()
+        self.high: Floats = table["abs_max"].to_numpy()
+        known = table["isfinite"]
+        self.was_read: Flags = known.is_valid().to_numpy()
+        self.is_finite: Flags = known.fill_null(False).to_numpy()
+        self.again: Ints = table["recomputed"].to_numpy().astype(np.int64)
+        bits = table["fingerprint"]
+        self.has_bits: Flags = bits.is_valid().to_numpy()
+        self.bits: np.ndarray[Any, np.dtype[np.uint64]] = bits.fill_null(0).to_numpy()
+
+    def numbers(self, column: str, names: Names) -> Ints:
+        """Return a column of strings as numbers that both sides share."""
+        found = strings(self.table[column])
+        plain = without_wrappers if column == "module" else str
+        shared: Ints = np.array([names.number(plain(value)) for value in found.values] + [-1], np.int64)
+        by_row: Ints = shared[found.codes]
+        return by_row
+
+    def sketches(self, row: int) -> Sketches | None:
+        """Return the sketches in one row, float64 of shape (rows of the tensor, 32); None where there are none."""
+        batch = self.batch[row]
+        # Read again, for one batch: the sketches of all may not fit into memory.
+        table = self.trace.table(("call", "sketch"), [int(batch)])
+        order = np.argsort(table["call"].to_numpy(), kind="stable")
+        found = table["sketch"][int(order[row - np.searchsorted(self.batch, batch)])].as_py()
+        if found is None:
+            return None
+        if len(found) % (4 * WIDTH):
+            raise TraceError(
+                f"{self.trace.path}: a sketch has {len(found)} bytes, no multiple of {4 * WIDTH}"
+            )
+        return np.frombuffer(found, "<f4").reshape(-1, WIDTH).astype(np.float64)
+
+    def originals(self, column: str, row: int) -> str:
+        """Return the value in one row as it was written."""
+        value = self.table[column][row].as_py()
+        return "" if value is None else str(value)
 
 
 def batch_words(batches: Sequence[int]) -> str:

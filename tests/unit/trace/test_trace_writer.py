@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from nanwatch.recording.observe import SketchedRow, sketch_bytes
 from nanwatch.report.record import FrameRows, Row
 from nanwatch.trace import trace_writer
 from nanwatch.trace.trace_file import Trace
@@ -236,3 +237,40 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     one.close()
     written = Trace.open(tmp_path / "run.parquet")
     assert (written.batches, written.lost_frames) == ((0,), 0)
+
+
+def sketched_frame(batch: int, size: int) -> FrameRows:
+    row = SketchedRow("output", "output", (2, 3), "float32", 0.5, 1.5, True, None, "")
+    row.sketch = bytes(size)
+    return FrameRows(batch, "layer", "Linear", [row])
+
+
+def test_waiting_sketches_are_bounded(
+    tmp_path: Path, held_disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their bytes. The frame that is left out no longer holds its sketch either."""
+    monkeypatch.setattr(trace_writer, "MAX_WAITING_ROWS", 3000)
+    it = writer(tmp_path / "run.parquet")
+    it.put([frame(0)])
+    until(lambda: not it._waiting)
+    many = [sketched_frame(batch, 1 << 20) for batch in (1, 2)]
+    for one in many:
+        it.put([one])
+    assert it._facts["lost_frames"] == 1
+    assert sketch_bytes(many[1].rows[0]) == 0
+    held_disk.set()
+    it.close()
+    assert batches(it.path) == [0, 1]
+
+
+def test_sketches_make_smaller_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest part, which is written anew every few seconds, is at most about PART_BYTES."""
+    monkeypatch.setattr(trace_writer, "PART_BYTES", 10_000)
+    it = writer(tmp_path / "folder")
+    for batch in range(4):
+        it.put([sketched_frame(batch, 6_000)])
+        until(lambda: not it._waiting)
+    it.close()
+    parts = sorted(it.path.glob("part-*.parquet"))
+    assert [one for part in parts for one in batches(part)] == [0, 1, 2, 3]
+    assert len(parts) >= 2
