@@ -24,7 +24,7 @@ from .events import Event, PeakName, RecorderEvents, Settings, Subscription, Sub
 from .frame_ring import FrameRing, PeakMagnitudes
 from .gradients import PythonGradients
 from .masked_scores import MaskedScores
-from .observe import call_values, completed_row, observe_with, planned_rows
+from .observe import Observe, call_values, completed_row, observe_with, planned_rows
 from .walk import is_container, leaves, spell_key
 
 # A call may be watched from inside torch.compile, which follows every Python frame, also those of the recorder. With
