@@ -25,6 +25,7 @@ def cuda() -> torch.device:
 def assert_matches(x: torch.Tensor, on_gpu: torch.Tensor) -> None:
     assert same(_ops.abs_range(on_gpu).cpu(), _reference.abs_range(x))
     assert same(_ops.health(on_gpu).cpu(), _reference.health(x))
+    assert nanwatch.fingerprint(on_gpu) == nanwatch.fingerprint(x)
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=lambda dtype: str(dtype).removeprefix("torch."))
