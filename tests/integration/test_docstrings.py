@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 import nanwatch
+from nanwatch.instrumentation import functions
 from nanwatch.numerics import ranges
+
+
+@pytest.fixture(autouse=True)
+def _no_other_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take watches away that tests before have left: the oldest has the functions."""
+    monkeypatch.setattr(functions, "_running", [])
+    monkeypatch.setattr(functions, "_spans", {})
+
 
 NEEDS = {
     "transformers": "transformers",

@@ -284,7 +284,7 @@ def _closest(frames: Sequence[Frame], source: Frame | None, room: int) -> Sequen
     """Return the frames up to `source`, then those behind it, of which so many lines can be shown; at least one."""
     last = next((i for i, frame in enumerate(frames) if frame is source), len(frames) - 1)
     first = last
-    used = _height(frames, last)
+    used = _height(frames, last) if frames else 0
     while first > 0 and (more := used + _height(frames, first - 1)) <= room:
         first, used = first - 1, more
     while last + 1 < len(frames) and (more := used + _height(frames, last + 1)) <= room:

@@ -18,8 +18,9 @@ from nanwatch.instrumentation import functions
 
 
 @pytest.fixture(autouse=True)
-def _forget_functions() -> Iterator[None]:
-    # Each later watch of this process would attach to these.
+def _forget_functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Each later watch of this process would attach to these, and one that a test before has left would have them.
+    monkeypatch.setattr(functions, "_running", [])
     yield
     functions._spans.clear()
     functions._functions.clear()

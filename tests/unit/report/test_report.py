@@ -442,6 +442,8 @@ def test_a_text_with_a_finding_fits_a_screen(sizes: list[int], data: st.DataObje
     ]
     frames[guilty] = frame(f"layer{guilty}", record("output", "output", inf), batch=guilty // 4)
     report = Report(tuple(frames), find([frames[guilty]], num_frames=len(frames)), guilty // 4)
+    assert report.finding is not None
+    assert report.finding.label in Report((), report.finding, 0).to_text()
     lines = report.to_text().splitlines()
     assert len(lines) < 40
     assert sum("<-- inf, first" in line for line in lines) == 1
