@@ -18,28 +18,16 @@ constexpr int64_t kFingerprintBlock = 1024;  // bytes
 constexpr int kFingerprintLanes = 8;
 constexpr int kFingerprintWords = int(kFingerprintBlock / 8);
 
-// Finaliser of SplitMix64 (Steele, Lea, Flood 2014): each bit of the input changes each bit of the output. `Set` has
-// the two operations on a word, or on a vector of them.
-template <class Set, typename Words>
-NANWATCH_HD constexpr Words mix_words(Words x) {
-  x = Set::template times64<0xbf58476d1ce4e5b9u>(Set::template xor_shifted64<30>(x));
-  x = Set::template times64<0x94d049bb133111ebu>(Set::template xor_shifted64<27>(x));
-  return Set::template xor_shifted64<31>(x);
-}
-
-struct OneWord {
-  template <uint64_t factor>
-  NANWATCH_HD static constexpr uint64_t times64(uint64_t x) {
-    return x * factor;
-  }
-  template <int bits>
-  NANWATCH_HD static constexpr uint64_t xor_shifted64(uint64_t x) {
-    return x ^ (x >> bits);
-  }
-};
+// Finaliser of SplitMix64 (Steele, Lea, Flood 2014): each bit of the input changes each bit of the output.
+constexpr uint64_t kMixFactors[] = {0xbf58476d1ce4e5b9u, 0x94d049bb133111ebu};
+constexpr int kMixShifts[] = {30, 27, 31};
 
 NANWATCH_HD constexpr uint64_t mix64(uint64_t x) {
-  return mix_words<OneWord>(x);
+  constexpr uint64_t first = kMixFactors[0], second = kMixFactors[1];
+  constexpr int before = kMixShifts[0], between = kMixShifts[1], after = kMixShifts[2];
+  x = (x ^ (x >> before)) * first;
+  x = (x ^ (x >> between)) * second;
+  return x ^ (x >> after);
 }
 
 // Output number i of SplitMix64 with the seed 0.

@@ -195,9 +195,9 @@ def test_a_backend_that_is_not_there_breaks_every_rank(ranks):
 
 _GUARDED = """
 import ctypes, sys
-from nanwatch.netcheck import guard
-guard.LAST_RESORT = 2.0
-clock = guard.Guard(1.0, lambda trouble: print(trouble, flush=True))
+from nanwatch.netcheck import meeting
+meeting.LAST_RESORT = 2.0
+clock = meeting.Guard(1.0, lambda trouble: print(trouble, flush=True))
 with clock.step("a native call"):
     ctypes.{library}(None).sleep(60)
 """
@@ -229,11 +229,11 @@ def test_a_native_call_that_hangs_with_the_interpreter_lock_is_ended_too():
 
 
 _NEWS = """
-from nanwatch.netcheck import guard
-clock = guard.Guard(20.0, lambda trouble: print(trouble, flush=True))
+from nanwatch.netcheck import meeting
+clock = meeting.Guard(20.0, lambda trouble: print(trouble, flush=True))
 with clock.step("links"):
     clock.hear("rank 1 failed first, in the step links", True)
-    raise guard.{error}("rank 1 at 10.77.1.2: no answer")
+    raise meeting.{error}("rank 1 at 10.77.1.2: no answer")
 """
 
 
