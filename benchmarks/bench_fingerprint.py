@@ -69,7 +69,7 @@ def measure(x: Tensor, layout: str, floor: Any, plan: Plan) -> dict[str, Any]:
     row["to_range"] = {
         name: samples.ratio(name, "abs_range") for name in ("fingerprint", "both", "hash_tensor")
     }
-    # Of one thread and all the faster one counts.
+    # The faster of one thread and all counts.
     for share, start in (("of_plain_read", "read"), ("of_fastest_read", "streams")):
         reads = [name for name in seconds if name.startswith(start)]
         if reads:
@@ -81,7 +81,7 @@ def measure(x: Tensor, layout: str, floor: Any, plan: Plan) -> dict[str, Any]:
 
 
 def misses(row: dict[str, Any]) -> list[str]:
-    """What this row does not reach of what was asked for."""
+    """Return the targets that this row misses."""
     found = []
     if row["nbytes"] <= L2_BYTES and row["layout"] == "run" and max(row["to_range"]["both"], 0) > 3:
         found.append("3 times abs_range in L2")

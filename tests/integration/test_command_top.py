@@ -128,7 +128,7 @@ def test_the_live_view(tmp_path: Path) -> None:
     written = b""
 
     def shown_until(*words: str) -> str:
-        """What was shown since the last call, as soon as the words are among it."""
+        """Return the text shown since the last call, as soon as the words are among it."""
         nonlocal written
         end = time.monotonic() + 60
         while not all(one in (text := ESCAPES.sub("", written.decode(errors="replace"))) for one in words):

@@ -110,7 +110,7 @@ def written(path: Path, *rows: Row, rank: int = 0, batches: int = 1, phase: Any 
     ],
 )
 def test_two_records(tmp_path: Path, a: Row, b: Row, found: tuple[str, str] | None) -> None:
-    """What else differs is named before the bits, and each record is counted once."""
+    """Other differences are named before the bits, and each record is counted once."""
     result = diff(written(tmp_path / "a.parquet", a), written(tmp_path / "b.parquet", b))
     if found is None:
         assert result.first is None

@@ -41,7 +41,7 @@ def test_all_fp32_patterns() -> None:
 
 
 def test_a_million_corruptions_are_seen() -> None:
-    """Of 16 matrices, of less than a block of the hash to ten of them."""
+    """No corruption goes unseen in 16 matrices, of less than a block of the hash to ten of them."""
     for seed in range(16):
         shape = ((6, 5), (24, 20), (64, 40), (17, 61))[seed % 4]
         assert missed(shape, 62_500, seed, nanwatch.fingerprint) == []

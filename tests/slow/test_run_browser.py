@@ -42,7 +42,7 @@ def show(browser: Browser, path: Path, rows: list[dict[str, Any]], width: int = 
 
 
 def complaints(tab: Tab) -> list[str]:
-    """What Chromium complained of, but that this test reads the canvas."""
+    """Return the complaints of Chromium, but that this test reads the canvas."""
     return [one for one in tab.complaints if "getImageData" not in one]
 
 
@@ -103,7 +103,7 @@ def test_levels_marks_and_words(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_one_failure_among_many_cells_is_seen_and_zoomed_at(browser: Browser, tmp_path: Path) -> None:
-    """Of 900 modules in 640 pixels none is passed over. A drag shows its part, a double click all again."""
+    """None of 900 modules in 640 pixels is passed over. A drag shows its part, a double click all again."""
     tab = show(browser, tmp_path, made(900, 60))
     red = """(() => {
       const all = [...context.getImageData(plot.left, MARKS, plot.width, plot.height).data];

@@ -55,12 +55,12 @@ class Operation(NamedTuple):
 
     @property
     def carries(self) -> bool:
-        """Whether an element that is not finite makes one that is not."""
+        """True if an element that is not finite makes one that is not."""
         return self.base in _CARRYING
 
     @property
     def is_logarithm(self) -> bool:
-        """Whether it gives -inf for zero."""
+        """True if it gives -inf for zero."""
         return self.base in _LOGARITHMS
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

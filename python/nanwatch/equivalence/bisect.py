@@ -179,7 +179,7 @@ class _Bisection:
         largest = self._look(len(self._switches))
         if largest is None:
             return self._result(None, self._last, remarks)
-        # Of the numbers of switches, `low` is one without a change and `high` one with a change.
+        # With the first `low` switches there is no change, with the first `high` there is one.
         low, high = 0, len(self._switches)
         while high - low > 1:
             middle = (low + high) // 2

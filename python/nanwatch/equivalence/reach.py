@@ -151,7 +151,7 @@ def _of_function(one: types.FunctionType) -> list[tuple[str, Any]]:
 
 
 class Leftovers:
-    """What a run may leave in objects that State does not put back, such as a counter in a module or a list.
+    """The state that a run may leave in objects that State does not put back, such as a counter in a module or a list.
 
     `restore()` puts the same objects back with the same contents. `changed()` has the names of those that are not as
     they were.

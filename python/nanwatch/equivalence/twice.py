@@ -195,7 +195,8 @@ def _operation(
     run: Run, trials: dict[str, Trial], request: Request
 ) -> tuple[OperationDifference | None, dict[int, str]]:
     """Return the operation with which the difference begins, and where runs have written to memory from outside."""
-    # What a step keeps may differ between the first run and all others only. Unwritten memory often holds the same.
+    # The objects that a step keeps may differ between the first run and all others only. Unwritten memory often holds
+    # the same.
     ways = [(request, request), (replace(request, fill=1), replace(request, fill=2))]
     if "kept" in trials:
         ways.insert(1, (replace(request, trials=("kept",)), request))

@@ -192,7 +192,7 @@ class _Comparison:
         found = {kind: flags & self.is_compared for kind, flags in found.items() if kind not in self.ignored}
         if "bits" not in self.ignored:
             bits = self.a.bits[self.in_a] != self.b.bits[self.in_b]
-            # What differs in another way has other bits as well, and a shape or a dtype is a part of them.
+            # A record that differs in another way has other bits as well, and a shape or a dtype is a part of them.
             known = np.logical_or.reduce([shape_a != shape_b, dtype_a != dtype_b, *found.values()])
             found["bits"] = self.has_bits & self.is_compared & bits & ~known
         return found

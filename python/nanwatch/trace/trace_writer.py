@@ -38,7 +38,7 @@ _SHARE = 200
 # Rows that may wait for the disk; a row takes 440 bytes. A sketch counts for as many rows as it has such bytes.
 MAX_WAITING_ROWS = 262_144
 _ROW_BYTES = 440
-# Of a part with sketches.
+# The most of a part with sketches.
 PART_BYTES = 32 << 20
 CLOSE_SECONDS = 10.0
 _MAX_NUMBERED = 10_000

@@ -108,6 +108,6 @@ def test_the_document_has_what_the_text_has() -> None:
     ],
 )
 def test_bad_use(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
-    """What came and what is accepted; an error of the model itself is the caller's."""
+    """The error says what came and what is accepted; an error of the model itself is the caller's."""
     with pytest.raises(error, match=words):
         nanwatch.bisect(**arguments)

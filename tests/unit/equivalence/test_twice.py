@@ -292,7 +292,7 @@ def test_the_document_has_what_the_text_has() -> None:
     ],
 )
 def test_bad_use(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
-    """What came and what is accepted."""
+    """The error says what came and what is accepted."""
     with pytest.raises(error, match=words):
         nanwatch.twice(**arguments)
 

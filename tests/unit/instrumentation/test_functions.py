@@ -224,7 +224,7 @@ def test_nothing_changes_without_a_watch() -> None:
 
 
 def test_a_function_has_one_watch_at_a_time() -> None:
-    """Of two watches the one that began first has the function; once it stops, the other."""
+    """The watch that began first has the function; once it stops, the other."""
     loss = nanwatch.watched(torch.square, name="square")
     models = nn.Identity(), nn.ReLU()
     first, second = map(nanwatch.watch, models)

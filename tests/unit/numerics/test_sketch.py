@@ -73,7 +73,7 @@ def outliers(x: Tensor) -> Tensor:
 def test_the_estimates_are_close_to_the_truth(
     make: Callable[[Tensor], Tensor], change: Callable[[Tensor], Tensor]
 ) -> None:
-    """Of all rows within 20 %; of one row, on 99 rows of 100, within 4 of the standard deviations of both norms."""
+    """All rows together are within 20 %; 99 rows of 100 each within 4 standard deviations of both norms."""
     torch.manual_seed(0)
     a = make(inputs())
     b = change(a)

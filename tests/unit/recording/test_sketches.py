@@ -72,7 +72,7 @@ def bytes_of(value: Any) -> bytes | None:
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_the_trace_has_the_sketches_of_chosen_batches(tmp_path: Path, recorder: str, mode: Any) -> None:
-    """Of each floating-point output as it was when its module returned; of nothing else, and of no other batch."""
+    """Each floating-point output has one, as it was when its module returned; nothing else has, and no other batch."""
     model = Caller()
     torch.manual_seed(0)
     batches = [torch.randn(3, 5, 20) for _ in range(5)]
