@@ -32,8 +32,9 @@ def difference(names: tuple[str, ...]) -> Difference:
     grew = tuple(Growth(name, "output", 4, 1.0 + i, 32.0) for i, name in enumerate(names))
     calls = Series("batch 0", names, tuple(1.0 + i for i in range(len(names))), (2.0,) * len(names))
     return Difference(
-        "a.parquet", "b.parquet", 1e-3, first, (first,), grew, 12, 6, 0, ((0, 5),) * 6, (), ((names[-1], 3),), (),
-        calls, series,
+        a="a.parquet", b="b.parquet", rtol=1e-3, first=first, firsts=(first,), sketched=None, grew=grew,
+        num_records=12, num_apart=6, num_bits=0, batches=((0, 5),) * 6, only_a=(), only_b=((names[-1], 3),),
+        remarks=(), calls=calls, series=series,
     )  # fmt: skip
 
 
