@@ -1,16 +1,17 @@
-"""How fast a fingerprint is, and next to what.
+"""Times fingerprints beside other reads of the same memory.
 
     python benchmarks/bench_fingerprint.py [--quick] [--json fingerprint.json]
     python benchmarks/bench_step.py --only gpt-2 --steps training --ways nanwatch trace fingerprints debug-mode
 
-Beside `torch.ops.nanwatch.fingerprint` and `range_and_fingerprint` stand `abs_range`, torch.hash_tensor, which is equal
-for any permutation, and a plain read of the memory (README.md here). All are whole calls from Python, interleaved; a
-ratio is taken within a round, and the median over rounds counts. What a training step takes longer is the second
-command's matter, DebugMode's hashes of every operation beside it.
+The first command times `torch.ops.nanwatch.fingerprint` and `range_and_fingerprint` beside `abs_range`,
+torch.hash_tensor (which is equal for any permutation) and a plain read of the memory (README.md here). All are whole
+calls from Python, interleaved. A ratio is taken within a round, and the median over rounds counts. The second command
+times a training step with fingerprints, beside one under DebugMode with a hash of every operation.
 
-What the instructions allow: 64 bytes take 5 vector operations for the hash (xor, shift, multiply, two additions) and 3
-for the range, which comes from the same lines in L1, and 1 KiB some 40 more to finish it: about 2.5 times those of the
-range alone.
+The instruction count allows range_and_fingerprint 2.5 times the time of abs_range within the cache:
+
+- the range takes 3 vector operations for each 64 bytes;
+- the hash takes 5 (xor, shift, multiply, two additions), and 40 more for each 1 KiB.
 """
 
 from __future__ import annotations
