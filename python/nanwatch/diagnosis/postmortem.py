@@ -119,9 +119,18 @@ def _cured(
     """Return the finding with the cures that were tried: changes of the source first, as they are the smallest."""
     is_narrow = may_be_narrow(snapshot, finding)
     most = MOST_RUNS - (KEPT_FOR_FORMATS if is_narrow else 1)
-    found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, conditions=conditions)
+    # Where a narrow format takes part, the trials of wider ones need the forward that hiding would take.
+    found = try_patches(
+        snapshot,
+        finding,
+        model,
+        diagnosis.place,
+        most_runs=most,
+        conditions=conditions,
+        may_hide=not is_narrow,
+    )
     cures, more = found.cures, found.remarks
-    if is_narrow or not cures:
+    if is_narrow or not any(cure.works for cure in cures):
         most = min(MAX_RUNS, MOST_RUNS - found.runs)
         tried = _attempt(
             "trying cures",
