@@ -1,0 +1,323 @@
+"""The statements that computed a loss outside all modules, from the stack of its `backward()`, to be run again.
+
+The names of a frame keep their values until the backward. So of its statements only those run again that made a value
+from the model's outputs, and no more than its own: no loop, no step of an optimizer, nothing that hands out data.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from inspect import CO_OPTIMIZED
+from itertools import islice
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..instrumentation.execution_context import Autocast, RngState
+from ..recording.walk import leaves
+from .patching.code_swap import node_of
+from .patching.source import SourceFile
+from .provenance import SKIPPED_FILES
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+# Between the loss and the engine lie a few frames of the trainer.
+_MOST_FRAMES = 12
+_RESULT = "__nanwatch_loss__"
+# A second call of these would take data, change an optimizer or a list, or write something.
+_NOT_TWICE = frozenset({
+    "next", "input", "open", "exec", "eval", "print", "anext", "backward", "step", "zero_grad", "append", "extend",
+    "insert", "pop", "popleft", "popitem", "remove", "clear", "update", "add_", "write", "send", "put", "get_batch",
+    "save", "autograd", "grad",
+})  # fmt: skip
+
+
+class Refused(Exception):  # noqa: N818 - a reason, in words
+    """The statements cannot run a second time."""
+
+
+class _Caller(NamedTuple):
+    code: CodeType
+    line: int
+    # The line and column at which the expression under way ends; Python 3.10 does not tell.
+    end: tuple[int | None, int | None]
+    names: dict[str, Any]
+    globals: dict[str, Any]
+
+
+@dataclass(slots=True)
+class BackwardCall:
+    """A backward under way: what it began at, and the frames of the program that called it, the innermost first.
+
+    `since` is the autograd sequence number of the first node that is no part of the model's forward.
+    """
+
+    roots: Sequence[Tensor]
+    since: int
+    callers: list[_Caller]
+    rng: RngState = field(default_factory=RngState.capture)
+    autocast: tuple[Autocast, ...] = field(default_factory=Autocast.capture)
+
+    @classmethod
+    def capture(cls, since: int) -> BackwardCall | None:
+        """Return the backward under way, None where there are several. The engine may run hooks in its own thread."""
+        found = []
+        for innermost in sys._current_frames().values():
+            frame: FrameType | None = innermost
+            while frame is not None and frame.f_code is not _ENGINE:
+                frame = frame.f_back
+            if frame is not None:
+                found.append(frame)
+        if len(found) != 1:
+            return None
+        return cls(found[0].f_locals["t_outputs"], since, list(islice(_callers(found[0]), _MOST_FRAMES)))
+
+    def statements(self, model: nn.Module) -> LossStatements:
+        """Return the statements of the first caller that computed the loss. Raise Refused, with the reason."""
+        reason = "the source of the loss was not found"
+        for caller in self.callers:
+            file = SourceFile.load(caller.code.co_filename)
+            if file is None:
+                continue
+            try:
+                found = _Slice(caller, file, self.since).cut()
+            except Refused as error:
+                reason = str(error)
+                break
+            if found is not None:
+                return LossStatements(model, caller, *found)
+        raise Refused(reason)
+
+
+def _callers(frame: FrameType) -> Iterator[_Caller]:
+    above = frame.f_back
+    while above is not None:
+        frame, above = above, above.f_back
+        code = frame.f_code
+        if code.co_filename.startswith(SKIPPED_FILES):
+            continue
+        end: tuple[int | None, int | None] = (None, None)
+        if sys.version_info >= (3, 11):
+            positions = list(code.co_positions())[frame.f_lasti // 2]
+            end = positions[1], positions[3]
+        values = frame.f_locals
+        yield _Caller(code, frame.f_lineno, end, dict(values), frame.f_globals)
+        if code.co_flags & CO_OPTIMIZED and type(values) is dict:
+            values.clear()  # a copy, which Python would keep with the frame
+
+
+class LossStatements(nn.Module):
+    """The statements as a module, whose call runs them and returns the loss. `inputs` are what they read, by name."""
+
+    def __init__(
+        self, model: nn.Module, caller: _Caller, body: list[ast.stmt], reads: set[str], lines: tuple[int, int]
+    ) -> None:
+        super().__init__()
+        self.model = model  # so that a re-run of the statements holds its state, and no watch sees its calls
+        self.lines = lines
+        self.filename = caller.code.co_filename
+        self.inputs = {name: caller.names[name] for name in sorted(reads) if _has_tensor(caller.names[name])}
+        tree = ast.fix_missing_locations(ast.Module(body, []))
+        self._code = compile(tree, self.filename, "exec", dont_inherit=True)
+        self._names = {**caller.globals, **caller.names}
+
+    def forward(self, **inputs: Any) -> Any:
+        """Run the statements with these values of the names they read."""
+        names = {**self._names, **inputs}
+        exec(self._code, names)
+        return names[_RESULT]
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(x, Tensor) for _, x in leaves(value, ""))
+
+
+class _Slice:
+    """The statements of one frame that made the values of an expression after the model's forward."""
+
+    def __init__(self, caller: _Caller, file: SourceFile, since: int) -> None:
+        self._caller = caller
+        self._file = file
+        self._since = since
+        self._reads: set[str] = set()
+        # The names that a statement after the present one binds: their values are no longer those that it read.
+        self._bound: set[str] = set()
+
+    def cut(self) -> tuple[list[ast.stmt], set[str], tuple[int, int]] | None:
+        """Return the statements, the names that they read, and the first and last line. None where the frame was only
+        handed the loss.
+        """
+        caller, tree = self._caller, self._file.tree
+        top = tree if caller.code.co_name == "<module>" else node_of(tree, caller.code)
+        if top is None or isinstance(top, ast.Lambda):
+            return None
+        path = _path(top, caller.line)
+        value = None if not path else self._expression(path[-1][1])
+        if value is None:
+            return None
+        is_computed = any(isinstance(one, ast.Call | ast.BinOp) for one in ast.walk(value))
+        needed = self._read(value)
+        statement = path[-1][1]
+        result = ast.copy_location(ast.Assign([ast.Name(_RESULT, ast.Store())], value), statement)
+        body: list[ast.stmt] = [result]
+        for block, inner in reversed(path):
+            before = block[: block.index(inner)]
+            made, needed = self._block(before, needed)
+            if inner is not statement and isinstance(inner, ast.With | ast.AsyncWith):
+                self._refuse_twice(*(item.context_expr for item in inner.items))
+                body = [ast.copy_location(ast.With(inner.items, body), inner)]
+                needed |= self._read(*(item.context_expr for item in inner.items))
+            body = [*made, *body]
+            if not needed:
+                break
+        if needed or (len(body) == 1 and not is_computed):
+            return None
+        self._refuse_twice(value)
+        first = min(one.lineno for one in body)
+        return body, self._reads, (first, statement.end_lineno or statement.lineno)
+
+    def _expression(self, statement: ast.stmt) -> ast.expr | None:
+        """Return the loss in the call under way: what has the method `backward`, else the arguments."""
+        line, column = self._caller.end
+        calls = [one for one in ast.walk(statement) if isinstance(one, ast.Call)]
+        if line is not None:
+            calls = [one for one in calls if (one.end_lineno, one.end_col_offset) == (line, column)]
+        else:
+            calls = [one for one in calls if "backward" in ast.unparse(one.func)]
+        if len(calls) != 1:
+            return None
+        (call,) = calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
+            owner = call.func.value
+            if not call.args or self._read(owner) or any(isinstance(x, ast.Call) for x in ast.walk(owner)):
+                return owner
+        given = [one for one in call.args if not isinstance(one, ast.Starred)]
+        given += [one.value for one in call.keywords if one.arg is not None]
+        wanted = [one for one in given if self._read(one)]
+        return wanted[0] if len(wanted) == 1 else None
+
+    def _read(self, *nodes: ast.AST) -> set[str]:
+        """Return the names in these nodes that earlier statements have to make. Keep those that have their values."""
+        found = set()
+        for node in nodes:
+            for one in ast.walk(node):
+                if not isinstance(one, ast.Name) or not isinstance(one.ctx, ast.Load):
+                    continue
+                if one.id in self._bound or self._is_made(one.id):
+                    found.add(one.id)
+                elif one.id in self._caller.names:
+                    self._reads.add(one.id)
+        return found
+
+    def _is_made(self, name: str) -> bool:
+        """Return whether the name's value was computed from the model's outputs."""
+        value = self._caller.names.get(name)
+        return any(
+            isinstance(x, Tensor) and x.grad_fn is not None and x.grad_fn._sequence_nr() >= self._since
+            for _, x in leaves(value, "")
+        )
+
+    def _block(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
+        """Return those of the statements that make the needed names, and the names that they need themselves."""
+        body: list[ast.stmt] = []
+        for one in reversed(statements):
+            names = _bound_by(one)
+            self._bound |= names
+            made = names & needed
+            if made:
+                kept, needed = self._statement(one, needed)
+                body = [*kept, *body]
+        return body, needed
+
+    def _statement(self, one: ast.stmt, needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
+        if isinstance(one, ast.Assign | ast.AnnAssign) and one.value is not None:
+            targets = one.targets if isinstance(one, ast.Assign) else [one.target]
+            plain = {x for target in targets for x in _plain_names(target)}
+            self._refuse_twice(one.value)
+            return [one], (needed - plain) | self._read(one.value)
+        if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
+            self._refuse_twice(one.value)
+            # In place, so that it must not be of a tensor of the program.
+            return [one], needed | {one.target.id} | self._read(one.value)
+        if isinstance(one, ast.With):
+            contexts = [item.context_expr for item in one.items]
+            self._refuse_twice(*contexts)
+            body, needed = self._block(one.body, needed)
+            return [ast.copy_location(ast.With(one.items, body), one)], needed | self._read(*contexts)
+        if isinstance(one, ast.If):
+            self._refuse_twice(one.test)
+            body, first = self._block(one.body, needed)
+            others, second = self._block(one.orelse, needed)
+            chosen = ast.If(one.test, body or [ast.copy_location(ast.Pass(), one)], others)
+            return [ast.copy_location(chosen, one)], first | second | self._read(one.test)
+        raise Refused(f"line {one.lineno} of {self._caller.code.co_filename} should not run a second time")
+
+    def _refuse_twice(self, *nodes: ast.AST) -> None:
+        for node in nodes:
+            for one in ast.walk(node):
+                name = _called(one) if isinstance(one, ast.Call) else ""
+                is_once = isinstance(one, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
+                if is_once or name in _NOT_TWICE:
+                    line = getattr(one, "lineno", 0)
+                    raise Refused(
+                        f"line {line} of {self._caller.code.co_filename} should not run a second time"
+                    )
+
+
+def _called(call: ast.Call) -> str:
+    function = call.func
+    return (
+        function.attr
+        if isinstance(function, ast.Attribute)
+        else function.id
+        if isinstance(function, ast.Name)
+        else ""
+    )
+
+
+def _path(top: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
+    """Return the blocks down to the innermost statement that covers the line, each with its statement that does."""
+    found: list[tuple[list[ast.stmt], ast.stmt]] = []
+    node = top
+    while True:
+        blocks = [getattr(node, name, None) for name in ("body", "orelse", "finalbody", "handlers")]
+        inside = next(
+            (
+                (block, one)
+                for block in blocks
+                if isinstance(block, list)
+                for one in block
+                if one.lineno <= line <= (one.end_lineno or one.lineno)
+            ),
+            None,
+        )
+        if inside is None:
+            return found
+        if isinstance(inside[1], ast.stmt):
+            found.append(inside)
+        node = inside[1]
+
+
+def _bound_by(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement binds, or changes an item or an attribute of."""
+    found = set()
+    for one in ast.walk(statement):
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            found.add(one.id)
+        elif isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Store):
+            found |= {x.id for x in ast.walk(one.value) if isinstance(x, ast.Name)}
+    return found
+
+
+def _plain_names(target: ast.expr) -> Iterator[str]:
+    if isinstance(target, ast.Name):
+        yield target.id
+    elif isinstance(target, ast.Tuple | ast.List):
+        for one in target.elts:
+            yield from _plain_names(one.value if isinstance(one, ast.Starred) else one)
+    else:
+        raise Refused("the loss is written into a part of an object")
