@@ -38,6 +38,7 @@ from .experiment import (
     with_leaves,
     without_hooks,
 )
+from .patching.code_swap import TargetFinder, find_target
 from .patching.patches import MOST_RUNS, try_patches
 from .provenance import SKIPPED_FILES
 
@@ -55,12 +56,14 @@ def rerun_backward(
     *,
     model: nn.Module,
     conditions: Conditions = NO_CONDITIONS,
+    at: TargetFinder = find_target,
 ) -> Diagnosis:
     """Run the batch of `finding` once more, and the backward of the guilty module's calls; see which operation makes
     a non-finite gradient of finite ones, and whether it does with a smaller loss scale too.
 
-    `frames` are the report's, and the loss scale is that of the failed backward. No gradient of the user's
-    is touched. Raises nothing of its own: what could not be done is a remark.
+    `frames` are the report's, and the loss scale is that of the failed backward. `at` finds what runs a line, for
+    changes of the source. No gradient of the user's is touched. Raises nothing of its own: what could not be done is a
+    remark.
     """
     name = finding.module if finding.origin == "produced" else finding.source_module
     if name is None:
@@ -87,9 +90,9 @@ def rerun_backward(
     try:
         if probe is not None and probe.gradients:
             start = BackwardStart(name, probe.call, probe.gradients)
-            return _with_cures(probe.found, finding, snapshot, model, start, conditions)
+            return _with_cures(probe.found, finding, snapshot, model, start, conditions, at)
         if found := _from_outputs(snapshot):
-            return _with_cures(found, finding, snapshot, model, None, conditions)
+            return _with_cures(found, finding, snapshot, model, None, conditions, at)
     except Exception as error:
         remarks = (*remarks, f"the backward could not be examined: {spell(error)}")
     if not remarks:
@@ -123,6 +126,7 @@ def _with_cures(
     model: nn.Module,
     start: BackwardStart | None,
     conditions: Conditions,
+    at: TargetFinder,
 ) -> Diagnosis:
     # Without a start the operation took two runs to find, and nothing but a change of the source is tried.
     kept = 1 if start is None else BACKWARD_RUNS if may_be_narrow(snapshot, finding) else 0
@@ -134,6 +138,7 @@ def _with_cures(
         most_runs=MOST_RUNS - kept,
         conditions=conditions,
         start=start,
+        at=at,
     )
     cures: tuple[Cure, ...] = ()
     remarks: tuple[str, ...] = ()

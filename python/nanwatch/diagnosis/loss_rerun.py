@@ -51,6 +51,7 @@ def read_graph(finding: Finding, call: BackwardCall) -> Finding:
     )
     is_known = len(poles) == 1 and not is_half
     place = places[poles[0]] if is_known else None
+    call.remark = remark
     return replace(
         finding,
         operation=poles[0].name() if is_known else None,
@@ -71,11 +72,19 @@ def _is_whole_power(node: Any) -> bool:
     return isinstance(exponent, int | float) and exponent >= 1
 
 
-def rerun_loss(call: BackwardCall, finding: Finding, model: nn.Module, conditions: Conditions) -> Diagnosis:
-    """Run the statements that made the loss again, and find the operation, its line and cures.
+def rerun_loss(call: BackwardCall, finding: Finding, model: nn.Module, conditions: Conditions) -> Finding:
+    """Return the finding with the operation, line and cures that a second run of the loss's statements shows.
 
     Raises nothing of its own: what could not be done is a remark.
     """
+    found = _rerun(call, finding, model, conditions)
+    if found.operation is not None:
+        # The operations that the graph made likely.
+        finding = replace(finding, remarks=tuple(x for x in finding.remarks if x != call.remark))
+    return enrich(finding, found)
+
+
+def _rerun(call: BackwardCall, finding: Finding, model: nn.Module, conditions: Conditions) -> Diagnosis:
     try:
         if num_processes() > 1:
             raise Refused("other ranks would have to run it along")
@@ -89,8 +98,8 @@ def rerun_loss(call: BackwardCall, finding: Finding, model: nn.Module, condition
     lines = f"line {first}" if first == last else f"lines {first} to {last}"
     where = f"{lines} of {statements.filename}"
     if found.operation is None:
-        remark = f"the loss was computed again by {where}, and the value did not come back; {_ADVICE}"
-        return Diagnosis(remarks=(remark,))
+        why = "; ".join(found.remarks) or "the value did not come back"
+        return Diagnosis(remarks=(f"the loss was computed again by {where}: {why}; {_ADVICE}",))
     return replace(found, remarks=(f"found by running {where} again",))
 
 
@@ -113,7 +122,9 @@ def _examined(
     )
     conditions = conditions._replace(allows=_below(conditions.allows))
     if (value := _value(call)) is None:
-        found = rerun_backward(snapshot, own, (), model=statements, conditions=conditions)
+        found = rerun_backward(
+            snapshot, own, (), model=statements, conditions=conditions, at=statements.target
+        )
         return replace(found, start=None)
     own = replace(own, phase="forward", value=value)
     found = rerun_forward(snapshot, own, model=statements)
@@ -127,6 +138,7 @@ def _examined(
         most_runs=MOST_RUNS,
         conditions=conditions,
         may_hide=True,
+        at=statements.target,
     )
     # The call is no module of the user's, from which a capsule could be made.
     return replace(found, cures=tuple(tried.cures), call=None, rows=(), extent="", index=None)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import CO_OPTIMIZED
 from itertools import islice
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..recording.walk import leaves
-from .patching.code_swap import node_of
-from .patching.source import SourceFile
+from .patching.code_swap import Probe, compiled_with, find_target, node_of
+from .patching.source import FunctionNode, SourceFile, Span, Target
 from .provenance import SKIPPED_FILES
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -33,6 +34,11 @@ _NOT_TWICE = frozenset({
     "next", "input", "open", "exec", "eval", "print", "anext", "backward", "step", "zero_grad", "append", "extend",
     "insert", "pop", "popleft", "popitem", "remove", "clear", "update", "add_", "write", "send", "put", "get_batch",
     "save", "autograd", "grad",
+})  # fmt: skip
+# Contexts that may be entered once more: they change how PyTorch computes, and end with the block.
+_CONTEXTS = frozenset({
+    "autocast", "no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "sdpa_kernel", "record_function",
+    "nullcontext", "device", "span", "compute_loss_context_manager", "autocast_smart_context_manager",
 })  # fmt: skip
 
 
@@ -61,6 +67,7 @@ class BackwardCall:
     callers: list[_Caller]
     rng: RngState = field(default_factory=RngState.capture)
     autocast: tuple[Autocast, ...] = field(default_factory=Autocast.capture)
+    remark: str = ""  # what the graph tells
 
     @classmethod
     def capture(cls, since: int) -> BackwardCall | None:
@@ -84,12 +91,11 @@ class BackwardCall:
             if file is None:
                 continue
             try:
-                found = _Slice(caller, file, self.since).cut()
+                if (cut := _Slice(caller, file, self.since).cut()) is not None:
+                    return LossStatements(model, caller, file, self.since, cut)
             except Refused as error:
                 reason = str(error)
                 break
-            if found is not None:
-                return LossStatements(model, caller, *found)
         raise Refused(reason)
 
 
@@ -110,26 +116,64 @@ def _callers(frame: FrameType) -> Iterator[_Caller]:
             values.clear()  # a copy, which Python would keep with the frame
 
 
+class _Cut(NamedTuple):
+    body: list[ast.stmt]
+    # Names that the statements read, and that have their values already.
+    reads: set[str]
+    last_line: int
+
+
 class LossStatements(nn.Module):
     """The statements as a module, whose call runs them and returns the loss. `inputs` are what they read, by name."""
 
-    def __init__(
-        self, model: nn.Module, caller: _Caller, body: list[ast.stmt], reads: set[str], lines: tuple[int, int]
-    ) -> None:
+    def __init__(self, model: nn.Module, caller: _Caller, file: SourceFile, since: int, cut: _Cut) -> None:
         super().__init__()
         self.model = model  # so that a re-run of the statements holds its state, and no watch sees its calls
-        self.lines = lines
-        self.filename = caller.code.co_filename
-        self.inputs = {name: caller.names[name] for name in sorted(reads) if _has_tensor(caller.names[name])}
-        tree = ast.fix_missing_locations(ast.Module(body, []))
-        self._code = compile(tree, self.filename, "exec", dont_inherit=True)
+        self.filename = file.name
+        self.lines = cut.body[0].lineno, cut.last_line
+        self.inputs = {
+            name: caller.names[name] for name in sorted(cut.reads) if _has_tensor(caller.names[name])
+        }
+        self._cut, self._caller, self._file, self._since = cut, caller, file, since
         self._names = {**caller.globals, **caller.names}
+        self._probe = Probe()
+        self._code = compiled_with(ast.Module(cut.body, []), file, (), self._probe)
 
     def forward(self, **inputs: Any) -> Any:
         """Run the statements with these values of the names they read."""
+        self._probe.was_run = True
         names = {**self._names, **inputs}
         exec(self._code, names)
         return names[_RESULT]
+
+    def target(self, filename: str, line: int) -> Target | str:
+        """Return the statements as what runs this line, if it is one of theirs; else as `find_target` does."""
+        is_own = any(one.lineno <= line <= (one.end_lineno or one.lineno) for one in self._cut.body)
+        node = _body_of(self._caller, self._file)
+        if filename != self.filename or not is_own or node is None:
+            return find_target(filename, line)
+        return Target((FunctionType(self._code, self._names),), self._file, node, self.exchanged)
+
+    @contextmanager
+    def exchanged(self, file: SourceFile, looks: Sequence[Span], probe: Probe) -> Iterator[None]:
+        """Run the same statements of the edited file in the block, as `code_swap.exchanged` does for a function.
+
+        Raises ValueError where the edit changes which statements make the loss.
+        """
+        cut = _Slice(self._caller, file, self._since).cut()
+        if cut is None or len(cut.body) != len(self._cut.body):
+            raise ValueError("the edit moved the statements")
+        before = self._code, self._probe
+        self._code, self._probe = compiled_with(ast.Module(cut.body, []), file, looks, probe), probe
+        try:
+            yield
+        finally:
+            self._code, self._probe = before
+
+
+def _body_of(caller: _Caller, file: SourceFile) -> FunctionNode | ast.Module | None:
+    """Return the node that the caller's code is compiled from."""
+    return file.tree if caller.code.co_name == "<module>" else node_of(file.tree, caller.code)
 
 
 def _has_tensor(value: Any) -> bool:
@@ -147,15 +191,12 @@ class _Slice:
         # The names that a statement after the present one binds: their values are no longer those that it read.
         self._bound: set[str] = set()
 
-    def cut(self) -> tuple[list[ast.stmt], set[str], tuple[int, int]] | None:
-        """Return the statements, the names that they read, and the first and last line. None where the frame was only
-        handed the loss.
-        """
-        caller, tree = self._caller, self._file.tree
-        top = tree if caller.code.co_name == "<module>" else node_of(tree, caller.code)
+    def cut(self) -> _Cut | None:
+        """Return the statements; None where the frame was only handed the loss."""
+        top = _body_of(self._caller, self._file)
         if top is None or isinstance(top, ast.Lambda):
             return None
-        path = _path(top, caller.line)
+        path = _path(top, self._caller.line)
         value = None if not path else self._expression(path[-1][1])
         if value is None:
             return None
@@ -167,18 +208,13 @@ class _Slice:
         for block, inner in reversed(path):
             before = block[: block.index(inner)]
             made, needed = self._block(before, needed)
-            if inner is not statement and isinstance(inner, ast.With | ast.AsyncWith):
-                self._refuse_twice(*(item.context_expr for item in inner.items))
-                body = [ast.copy_location(ast.With(inner.items, body), inner)]
-                needed |= self._read(*(item.context_expr for item in inner.items))
             body = [*made, *body]
             if not needed:
                 break
         if needed or (len(body) == 1 and not is_computed):
             return None
         self._refuse_twice(value)
-        first = min(one.lineno for one in body)
-        return body, self._reads, (first, statement.end_lineno or statement.lineno)
+        return _Cut(body, self._reads, statement.end_lineno or statement.lineno)
 
     def _expression(self, statement: ast.stmt) -> ast.expr | None:
         """Return the loss in the call under way: what has the method `backward`, else the arguments."""
@@ -245,16 +281,25 @@ class _Slice:
             return [one], needed | {one.target.id} | self._read(one.value)
         if isinstance(one, ast.With):
             contexts = [item.context_expr for item in one.items]
-            self._refuse_twice(*contexts)
+            if any(not isinstance(x, ast.Call) or _called(x) not in _CONTEXTS for x in contexts):
+                raise self._refused(one)
             body, needed = self._block(one.body, needed)
             return [ast.copy_location(ast.With(one.items, body), one)], needed | self._read(*contexts)
         if isinstance(one, ast.If):
             self._refuse_twice(one.test)
-            body, first = self._block(one.body, needed)
-            others, second = self._block(one.orelse, needed)
+            body, first = self._branch(one.body, needed)
+            others, second = self._branch(one.orelse, needed)
             chosen = ast.If(one.test, body or [ast.copy_location(ast.Pass(), one)], others)
             return [ast.copy_location(chosen, one)], first | second | self._read(one.test)
-        raise Refused(f"line {one.lineno} of {self._caller.code.co_filename} should not run a second time")
+        raise self._refused(one)
+
+    def _branch(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
+        """Return the block; one that may not run twice raises instead, as the condition may choose the other."""
+        try:
+            return self._block(statements, needed)
+        except Refused as reason:
+            error = ast.Call(ast.Name("RuntimeError", ast.Load()), [ast.Constant(str(reason))], [])
+            return [ast.copy_location(ast.Raise(error), statements[0])], needed
 
     def _refuse_twice(self, *nodes: ast.AST) -> None:
         for node in nodes:
@@ -262,10 +307,11 @@ class _Slice:
                 name = _called(one) if isinstance(one, ast.Call) else ""
                 is_once = isinstance(one, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
                 if is_once or name in _NOT_TWICE:
-                    line = getattr(one, "lineno", 0)
-                    raise Refused(
-                        f"line {line} of {self._caller.code.co_filename} should not run a second time"
-                    )
+                    raise self._refused(one)
+
+    def _refused(self, node: ast.AST) -> Refused:
+        line = getattr(node, "lineno", 0)
+        return Refused(f"line {line} of {self._caller.code.co_filename} should not run a second time")
 
 
 def _called(call: ast.Call) -> str:

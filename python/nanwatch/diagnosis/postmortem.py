@@ -75,8 +75,7 @@ def post_mortem(
         snapshot = replace(snapshot, forwards=Forwards())
         conditions = Conditions(loss_scale, allows, gradients)
         if loss is not None:
-            diagnosis = rerun_loss(loss, finding, model, conditions)
-            finding = enrich(finding, diagnosis)
+            finding = rerun_loss(loss, finding, model, conditions)
         else:
             finding, diagnosis = _look(finding, report.frames, snapshot, model, conditions, remarks)
         if call is not None and finding.origin == "produced" and not (diagnosis and diagnosis.operation):

@@ -156,9 +156,10 @@ class RerunPolicy:
             return finding
         try:
             call = BackwardCall.capture(ended.sequence)
-            if call is not None and self.keeps_start:
-                self._losses[finding.batch] = call
-            return finding if call is None else read_graph(finding, call)
+            if call is None:
+                return finding
+            self._losses[finding.batch] = call
+            return read_graph(finding, call)
         except Exception:
             suppressed("the graph of the loss could not be read")
             return finding

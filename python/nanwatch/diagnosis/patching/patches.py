@@ -20,7 +20,7 @@ from ...util.visible import spell
 from ..batch_snapshot import BatchSnapshot
 from ..diagnosis import Place
 from ..experiment import NO_CONDITIONS, BackwardStart, Conditions, Experiment, code_of, in_float64, run
-from .code_swap import Probe, exchanged, find_target, node_of
+from .code_swap import Probe, TargetFinder, exchanged, find_target, node_of
 from .guards import Facts, with_argument
 from .rules import changes, hiding, operation_name
 from .source import Change, Edit, Site, SourceFile, Span
@@ -62,11 +62,12 @@ def try_patches(
     conditions: Conditions = NO_CONDITIONS,
     start: BackwardStart | None = None,
     may_hide: bool = False,
+    at: TargetFinder = find_target,
 ) -> Found:
     """Try an option of the module and changes of the line at `place` on the batch, at most so many forwards.
 
     The first that works ends the search. With `may_hide` and where none works, a change that only hides the value is
-    tried last.
+    tried last. `at` finds what runs a line.
 
     A change works when all that the modules are given and give is finite, every gradient of a backward from the outputs
     (where the batch was run with a graph), and values of the changed expression that were finite stay about the same.
@@ -80,7 +81,7 @@ def try_patches(
             _try_option(option, snapshot, model, conditions, start, found)
         if found.cures or place is None:
             return found
-        target = find_target(place.filename, place.line)
+        target = at(place.filename, place.line)
         if isinstance(target, str):
             found.remarks.append(f"no change of the source was tried: {target}")
             return found
