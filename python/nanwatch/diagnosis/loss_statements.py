@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import CO_OPTIMIZED
 from itertools import islice
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,8 @@ class _Caller(NamedTuple):
     end: tuple[int | None, int | None]
     names: dict[str, Any]
     globals: dict[str, Any]
+    # Parameters as they were handed over, as far as that can be told.
+    handed: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -86,10 +88,11 @@ class BackwardCall:
     def statements(self, model: nn.Module) -> LossStatements:
         """Return the statements of the first caller that computed the loss. Raise Refused, with the reason."""
         reason = "the source of the loss was not found"
-        for caller in self.callers:
+        for caller, above in zip(self.callers, [*self.callers[1:], None], strict=True):
             file = SourceFile.load(caller.code.co_filename)
             if file is None:
                 continue
+            caller = caller._replace(handed=_handed(caller, above))
             try:
                 if (cut := _Slice(caller, file, self.since).cut()) is not None:
                     return LossStatements(model, caller, file, self.since, cut)
@@ -116,10 +119,28 @@ def _callers(frame: FrameType) -> Iterator[_Caller]:
             values.clear()  # a copy, which Python would keep with the frame
 
 
+def _handed(caller: _Caller, above: _Caller | None) -> dict[str, Any]:
+    """Return the values of the parameters with which `above` called, of those that are names there."""
+    file = None if above is None else SourceFile.load(above.code.co_filename)
+    top = None if above is None or file is None else _body_of(above, file)
+    path = [] if above is None or top is None else _path(top, above.line)
+    call = None if above is None or not path else _call_under_way(path[-1][1], above, caller.code.co_name)
+    if above is None or call is None or _called(call) != caller.code.co_name:
+        return {}
+    names = caller.code.co_varnames[: caller.code.co_argcount]
+    is_method = names[:1] == ("self",) and isinstance(call.func, ast.Attribute)
+    pairs = [*zip(names[is_method:], call.args, strict=False), *((x.arg, x.value) for x in call.keywords)]
+    return {
+        name: above.names[x.id]
+        for name, x in pairs
+        if name and isinstance(x, ast.Name) and x.id in above.names
+    }
+
+
 class _Cut(NamedTuple):
     body: list[ast.stmt]
-    # Names that the statements read, and that have their values already.
-    reads: set[str]
+    # Names that the statements read, with their values.
+    reads: dict[str, Any]
     last_line: int
 
 
@@ -131,11 +152,9 @@ class LossStatements(nn.Module):
         self.model = model  # so that a re-run of the statements holds its state, and no watch sees its calls
         self.filename = file.name
         self.lines = cut.body[0].lineno, cut.last_line
-        self.inputs = {
-            name: caller.names[name] for name in sorted(cut.reads) if _has_tensor(caller.names[name])
-        }
+        self.inputs = {name: cut.reads[name] for name in sorted(cut.reads) if _has_tensor(cut.reads[name])}
         self._cut, self._caller, self._file, self._since = cut, caller, file, since
-        self._names = {**caller.globals, **caller.names}
+        self._names = {**caller.globals, **caller.names, **cut.reads}
         self._probe = Probe()
         self._code = compiled_with(ast.Module(cut.body, []), file, (), self._probe)
 
@@ -187,7 +206,7 @@ class _Slice:
         self._caller = caller
         self._file = file
         self._since = since
-        self._reads: set[str] = set()
+        self._reads: dict[str, Any] = {}
         # The names that a statement after the present one binds: their values are no longer those that it read.
         self._bound: set[str] = set()
 
@@ -211,22 +230,20 @@ class _Slice:
             body = [*made, *body]
             if not needed:
                 break
-        if needed or (len(body) == 1 and not is_computed):
+        handed = {
+            name: x for name, x in self._caller.handed.items() if name in needed and not self._is_made(x)
+        }
+        self._reads.update(handed)
+        if needed - handed.keys() or (len(body) == 1 and not is_computed):
             return None
         self._refuse_twice(value)
         return _Cut(body, self._reads, statement.end_lineno or statement.lineno)
 
     def _expression(self, statement: ast.stmt) -> ast.expr | None:
         """Return the loss in the call under way: what has the method `backward`, else the arguments."""
-        line, column = self._caller.end
-        calls = [one for one in ast.walk(statement) if isinstance(one, ast.Call)]
-        if line is not None:
-            calls = [one for one in calls if (one.end_lineno, one.end_col_offset) == (line, column)]
-        else:
-            calls = [one for one in calls if "backward" in ast.unparse(one.func)]
-        if len(calls) != 1:
+        call = _call_under_way(statement, self._caller, "backward")
+        if call is None:
             return None
-        (call,) = calls
         if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
             owner = call.func.value
             if not call.args or self._read(owner) or any(isinstance(x, ast.Call) for x in ast.walk(owner)):
@@ -243,15 +260,16 @@ class _Slice:
             for one in ast.walk(node):
                 if not isinstance(one, ast.Name) or not isinstance(one.ctx, ast.Load):
                     continue
-                if one.id in self._bound or self._is_made(one.id):
+                names = self._caller.names
+                is_gone = one.id not in names and one.id in self._caller.code.co_varnames
+                if one.id in self._bound or is_gone or self._is_made(names.get(one.id)):
                     found.add(one.id)
-                elif one.id in self._caller.names:
-                    self._reads.add(one.id)
+                elif one.id in names:
+                    self._reads[one.id] = names[one.id]
         return found
 
-    def _is_made(self, name: str) -> bool:
-        """Return whether the name's value was computed from the model's outputs."""
-        value = self._caller.names.get(name)
+    def _is_made(self, value: Any) -> bool:
+        """Return whether the value was computed from the model's outputs."""
         return any(
             isinstance(x, Tensor) and x.grad_fn is not None and x.grad_fn._sequence_nr() >= self._since
             for _, x in leaves(value, "")
@@ -312,6 +330,16 @@ class _Slice:
     def _refused(self, node: ast.AST) -> Refused:
         line = getattr(node, "lineno", 0)
         return Refused(f"line {line} of {self._caller.code.co_filename} should not run a second time")
+
+
+def _call_under_way(statement: ast.stmt, caller: _Caller, name: str) -> ast.Call | None:
+    """Return the call of the statement that has not returned; without its place, the only one of this name."""
+    calls = [one for one in ast.walk(statement) if isinstance(one, ast.Call)]
+    if caller.end[0] is not None:
+        calls = [one for one in calls if (one.end_lineno, one.end_col_offset) == caller.end]
+    else:
+        calls = [one for one in calls if _called(one) == name]
+    return calls[0] if len(calls) == 1 else None
 
 
 def _called(call: ast.Call) -> str:
