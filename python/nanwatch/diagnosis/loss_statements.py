@@ -26,8 +26,8 @@ from .patching.source import FunctionNode, SourceFile, Span, Target
 from .provenance import SKIPPED_FILES
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
-# Between the loss and the engine lie a few frames of the trainer.
-_MOST_FRAMES = 12
+# Lightning has twenty between the loss and the engine.
+_MOST_FRAMES = 32
 _RESULT = "__nanwatch_loss__"
 # A second call of these would take data, change an optimizer or a list, or write something.
 _NOT_TWICE = frozenset({
