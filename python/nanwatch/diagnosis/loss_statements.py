@@ -292,7 +292,9 @@ class _Slice:
             targets = one.targets if isinstance(one, ast.Assign) else [one.target]
             plain = {x for target in targets for x in _plain_names(target)}
             self._refuse_twice(one.value)
-            return [one], (needed - plain) | self._read(one.value)
+            # Without an annotation, which a function does not evaluate.
+            made = ast.copy_location(ast.Assign(targets, one.value), one)
+            return [made], (needed - plain) | self._read(one.value)
         if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
             self._refuse_twice(one.value)
             # In place, so that it must not be of a tensor of the program.
