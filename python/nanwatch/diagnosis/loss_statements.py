@@ -293,7 +293,7 @@ class _Slice:
             plain = {x for target in targets for x in _plain_names(target)}
             self._refuse_twice(one.value)
             # Without an annotation, which a function does not evaluate.
-            made = ast.copy_location(ast.Assign(targets, one.value), one)
+            made = ast.copy_location(ast.Assign([*targets], one.value), one)
             return [made], (needed - plain) | self._read(one.value)
         if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
             self._refuse_twice(one.value)
