@@ -209,6 +209,8 @@ class _Slice:
         self._reads: dict[str, Any] = {}
         # The names that a statement after the present one binds: their values are no longer those that it read.
         self._bound: set[str] = set()
+        # The names of which a statement sets an item.
+        self._filled: set[str] = set()
 
     def cut(self) -> _Cut | None:
         """Return the statements; None where the frame was only handed the loss."""
@@ -255,17 +257,13 @@ class _Slice:
 
     def _read(self, *nodes: ast.AST) -> set[str]:
         """Return the names in these nodes that earlier statements have to make. Keep those that have their values."""
-        found = set()
-        for node in nodes:
-            for one in ast.walk(node):
-                if not isinstance(one, ast.Name) or not isinstance(one.ctx, ast.Load):
-                    continue
-                names = self._caller.names
-                is_gone = one.id not in names and one.id in self._caller.code.co_varnames
-                if one.id in self._bound or is_gone or self._is_made(names.get(one.id)):
-                    found.add(one.id)
-                elif one.id in names:
-                    self._reads[one.id] = names[one.id]
+        values, found = self._caller.names, set()
+        for name in {name for node in nodes for name in _names(node, ast.Load)}:
+            is_gone = name not in values and name in self._caller.code.co_varnames
+            if name in self._bound or is_gone or self._is_made(values.get(name)):
+                found.add(name)
+            elif name in values:
+                self._reads[name] = values[name]
         return found
 
     def _is_made(self, value: Any) -> bool:
@@ -279,10 +277,15 @@ class _Slice:
         """Return those of the statements that make the needed names, and the names that they need themselves."""
         body: list[ast.stmt] = []
         for one in reversed(statements):
-            names = _bound_by(one)
+            # Also those of which it sets an item.
+            names = _names(one, ast.Store) | {
+                name
+                for x in ast.walk(one)
+                if isinstance(x, ast.Subscript) and isinstance(x.ctx, ast.Store)
+                for name in _names(x.value, ast.Load)
+            }
             self._bound |= names
-            made = names & needed
-            if made:
+            if names & needed:
                 kept, needed = self._statement(one, needed)
                 body = [*kept, *body]
         return body, needed
@@ -290,7 +293,7 @@ class _Slice:
     def _statement(self, one: ast.stmt, needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
         if isinstance(one, ast.Assign | ast.AnnAssign) and one.value is not None:
             targets = one.targets if isinstance(one, ast.Assign) else [one.target]
-            plain = {x for target in targets for x in _plain_names(target)}
+            plain = self._bind(one, targets)
             self._refuse_twice(one.value)
             # Without an annotation, which a function does not evaluate.
             made = ast.copy_location(ast.Assign([*targets], one.value), one)
@@ -313,13 +316,27 @@ class _Slice:
             return [ast.copy_location(chosen, one)], first | second | self._read(one.test)
         raise self._refused(one)
 
+    def _bind(self, one: ast.Assign | ast.AnnAssign, targets: Sequence[ast.expr]) -> set[str]:
+        """Return the names that an assignment binds. Its items have to be of a dict or a list that is made anew."""
+        plain: set[str] = set()
+        for target in targets:
+            if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+                self._filled.add(target.value.id)
+            elif isinstance(target, ast.Name | ast.Tuple | ast.List):
+                plain |= _names(target, ast.Store)
+            else:
+                raise self._refused(one)
+        is_new = isinstance(one.value, ast.Dict | ast.List | ast.DictComp | ast.ListComp)
+        if plain & self._filled and not is_new:
+            raise self._refused(one)
+        return plain
+
     def _branch(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
         """Return the block; one that may not run twice raises instead, as the condition may choose the other."""
         try:
             return self._block(statements, needed)
         except Refused as reason:
-            error = ast.Call(ast.Name("RuntimeError", ast.Load()), [ast.Constant(str(reason))], [])
-            return [ast.copy_location(ast.Raise(error), statements[0])], needed
+            return ast.parse(f"raise RuntimeError({str(reason)!r})").body, needed
 
     def _refuse_twice(self, *nodes: ast.AST) -> None:
         for node in nodes:
@@ -345,14 +362,7 @@ def _call_under_way(statement: ast.stmt, caller: _Caller, name: str) -> ast.Call
 
 
 def _called(call: ast.Call) -> str:
-    function = call.func
-    return (
-        function.attr
-        if isinstance(function, ast.Attribute)
-        else function.id
-        if isinstance(function, ast.Name)
-        else ""
-    )
+    return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
 
 
 def _path(top: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
@@ -378,22 +388,9 @@ def _path(top: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
         node = inside[1]
 
 
-def _bound_by(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement binds, or changes an item or an attribute of."""
-    found = set()
-    for one in ast.walk(statement):
-        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
-            found.add(one.id)
-        elif isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Store):
-            found |= {x.id for x in ast.walk(one.value) if isinstance(x, ast.Name)}
-    return found
-
-
-def _plain_names(target: ast.expr) -> Iterator[str]:
-    if isinstance(target, ast.Name):
-        yield target.id
-    elif isinstance(target, ast.Tuple | ast.List):
-        for one in target.elts:
-            yield from _plain_names(one.value if isinstance(one, ast.Starred) else one)
-    else:
-        raise Refused("the loss is written into a part of an object")
+def _names(node: ast.AST, context: type[ast.Load | ast.Store]) -> set[str]:
+    """Return the names that are read, or bound, in the node, but for those of its comprehensions."""
+    targets = [one.target for one in ast.walk(node) if isinstance(one, ast.comprehension)]
+    inner = {x.id for one in targets for x in ast.walk(one) if isinstance(x, ast.Name)}
+    found = {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, context)}
+    return found - inner

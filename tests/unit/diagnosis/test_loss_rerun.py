@@ -210,6 +210,33 @@ def test_a_trainer_s_loss() -> None:
     assert model.calls > 1
 
 
+def test_parts_of_a_loss() -> None:
+    """A list made by a comprehension and a dict that is filled item by item are made anew; a dict of others is not."""
+    for way in ("list", "dict", "alias"):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mine: dict[str, Tensor] = {}
+        with failing(model) as found:
+            losses: dict[str, Tensor] = {}
+            if way == "alias":
+                losses = mine
+            if way == "list":
+                parts = [focal(model(BATCH[[i]]), LABELS[[i]]) for i in range(2)]
+                loss = torch.stack(parts).sum()
+            else:
+                losses["focal"] = focal(model(BATCH), LABELS)
+                first = mine.get("focal")
+                loss = sum(losses.values(), torch.zeros(()))
+            loss.backward()
+            optimizer.step()
+        (finding,) = found
+        if way == "alias":
+            assert mine["focal"] is first
+            assert finding.source is None
+        else:
+            assert (finding.operation, finding.source) == line_of("  # ", focal)
+
+
 @pytest.mark.parametrize("way", ["next", "append", "loop", "walrus", "augmented"])
 def test_what_may_not_run_twice_is_not_run(way: str) -> None:
     """Data, lists and tensors of the program stay as they are; the finding says why it has no line."""
