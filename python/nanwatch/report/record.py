@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..numerics.formats import TensorHealth
-from ..util import reading
 
 _CLAUSE = re.compile(r"(?P<kind>\w+(?:\([^()]*\))?) at (?P<dim>[^=,]*)=(?P<coordinate>\d+) of (?P<size>\d+)")
 _FROM = re.compile(r"from \[(?P<index>\d+(?:, \d+)*)\]")
@@ -140,7 +139,7 @@ class Record:
     isfinite: bool | None
     health: TensorHealth | None = None
     note: str = ""
-    fingerprint: int | None = field(default=None, metadata=reading.LEFT_OUT)
+    fingerprint: int | None = field(default=None, metadata={"left out": True})
 
     @property
     def is_shard(self) -> bool:
