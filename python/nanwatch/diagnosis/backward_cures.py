@@ -6,7 +6,7 @@ go through the backward of the module and of all that lies before it, down to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from math import ceil, frexp, inf, isfinite, log2
@@ -19,14 +19,13 @@ from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module, unwrapped
 from ..numerics.formats import limits
 from ..precision.precision import run_in_fp32
-from ..recording.observe import observe
 from ..recording.walk import leaves
 from ..report.finding import Cure, working_first
 from ..report.headroom import least_bits
-from ..report.record import Record, to_record
+from ..report.record import Record
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
-from .experiment import in_float32, module_words, run_backward, with_leaves
+from .experiment import BackwardStart, gradient_record, in_float32, module_words, run_backward, with_leaves
 
 # The guilty module and the nearest around it: each costs a forward and a backward.
 _MOST_MODULES = 3
@@ -38,27 +37,21 @@ _NARROW = ("float16", "bfloat16")
 Backward = Callable[[float], list[Record]]
 
 
-def gradient_record(x: Tensor, label: str) -> Record:
-    """Return the record of a gradient."""
-    return to_record(observe(x, label, "gradient"))
-
-
 def try_backward_cures(
     snapshot: BatchSnapshot,
     model: nn.Module,
-    name: str,
-    number: int,
-    gradients: Mapping[str, Tensor],
+    start: BackwardStart,
     *,
     loss_scale: float | None,
 ) -> tuple[tuple[Cure, ...], tuple[str, ...]]:
-    """Return `(cures, remarks)`: a smaller loss scale, and float32 for the module `name` or one around it.
+    """Return `(cures, remarks)`: a smaller loss scale, and float32 for the module of `start` or one around it.
 
-    `gradients` are those of the outputs of its call `number`, by label, with which its backward fails. Tried only where
-    half precision takes part in that backward. A cure works when every gradient from there on is finite and leaves a
-    bit of room. The model is left as it was. Raises nothing of its own: a trial that fails is a remark.
+    Tried only where half precision takes part in the backward from `start`. A cure works when every gradient from there
+    on is finite and leaves a bit of room. The model is left as it was. Raises nothing of its own: a trial that fails is
+    a remark.
     """
-    search = _Search(snapshot, model, name, number, gradients)
+    name = start.name
+    search = _Search(snapshot, model, start)
     cures: list[Cure] = []
     remarks: list[str] = []
     steps: list[tuple[str, Callable[[], Cure | None]]] = [
@@ -76,19 +69,10 @@ def try_backward_cures(
 
 
 class _Search:
-    def __init__(
-        self,
-        snapshot: BatchSnapshot,
-        model: nn.Module,
-        name: str,
-        number: int,
-        gradients: Mapping[str, Tensor],
-    ) -> None:
+    def __init__(self, snapshot: BatchSnapshot, model: nn.Module, start: BackwardStart) -> None:
         self._snapshot = snapshot
         self._model = model
-        self._name = name
-        self._number = number
-        self._gradients = gradients
+        self._name, self._number, self._gradients = start
         self._made: list[Record] = []
 
     def smaller_scale(self, present: float | None) -> Cure | None:

@@ -21,7 +21,7 @@ from ..precision.casting import NARROW, autocast_kinds, first_float, replaced
 from ..recording.masked_scores import MaskedScores, masked_scores
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
-from ..report.record import Row, is_fault
+from ..report.record import Record, Row, is_fault, to_record
 from .batch_snapshot import BatchSnapshot
 
 # `allows(name, module)` is True where infinities in this module are meant, or the scores of a softmax that are.
@@ -158,6 +158,11 @@ def run(
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)
     return experiment
+
+
+def gradient_record(x: Tensor, label: str) -> Record:
+    """Return the record of a gradient."""
+    return to_record(observe(x, label, "gradient"))
 
 
 def with_leaves(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, list[Tensor]]:

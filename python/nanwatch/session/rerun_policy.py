@@ -15,6 +15,7 @@ from torch import nn
 from ..diagnosis import postmortem
 from ..diagnosis.backward_rerun import behind_model
 from ..diagnosis.batch_snapshot import BatchSnapshot, call_under_way, num_processes
+from ..diagnosis.experiment import Conditions
 from ..instrumentation.functions import Function
 from ..instrumentation.slot import ExclusiveRun
 from ..instrumentation.wrapped_names import find_module
@@ -193,9 +194,7 @@ class RerunPolicy:
                 self._output_dir,
                 examines=self.keeps_start,
                 reason=reason,
-                loss_scale=self._loss_scale(),
-                allows=self._allows,
-                gradients=self._keeps_ended,
+                conditions=Conditions(self._loss_scale(), self._allows, self._keeps_ended),
                 call=self._calls.get(threading.get_ident()),
             )
         except Exception as error:  # a failed re-run must not lose the first report
