@@ -1,4 +1,4 @@
-"""The steps after a batch has failed: look closer, try cures, write it all down.
+"""The steps after a batch has failed: look closer, try cures, find the samples at fault, write it all down.
 
 Each step may be missing a package, run out of memory or meet a model that cannot be run twice: then a remark says so,
 and the report is what it was before.
@@ -6,29 +6,34 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import ceil, log2
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..capsule.capsule import make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
+from ..precision.casting import replaced
+from ..recording.walk import call_leaves
 from ..report.finding import Finding, working_first
 from ..report.record import Frame
 from ..report.report import Report
+from ..util.modules import each_module
 from ..util.visible import spell
 from .backward_cures import BACKWARD_RUNS, try_backward_cures
 from .backward_rerun import rerun_backward
 from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run
 from .cures import MAX_RUNS, try_cures
-from .diagnosis import Diagnosis, enrich
-from .experiment import NO_CONDITIONS, Conditions, module_words
+from .diagnosis import BadRows, Diagnosis, enrich
+from .experiment import NO_CONDITIONS, Allows, BackwardStart, Conditions, module_words, nothing_allowed, run
 from .forward_rerun import rerun_forward
 from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_patches
-from .samples import dataset_indices, find_samples
 
 PATCH_FILE = "cure.patch"
 
@@ -271,3 +276,116 @@ def write_frames(report: Report, folder: Path) -> Path:
 
 def _new_folder(folder: Path) -> Path:
     return make_numbered(folder, lambda one: one.mkdir(parents=True))
+
+
+# Runs that prove the answer: one without the samples and one with them alone.
+_PROOF = 2
+# Arguments that say where samples stand in the dataset.
+_INDICES = frozenset({"index", "indices", "idx", "ids", "sample_index", "sample_id", "sample_ids"})
+
+
+def find_samples(
+    snapshot: BatchSnapshot,
+    names: Mapping[nn.Module, str],
+    seen: Iterable[BadRows],
+    most_runs: int,
+    *,
+    allows: Allows = nothing_allowed,
+    start: BackwardStart | None = None,
+) -> tuple[int, ...]:
+    """Return the fewest samples that carry the failure, in at most so many runs; () where none are known to.
+
+    `seen` are the bad rows of tensors of the failed run, `start` is where its backward failed. Samples are numbered by
+    the first dimension of what the batch was called with. Nothing is told where tensors there have different first
+    dimensions, where more than half of the samples would be needed, or where a run without them fails, as one does
+    whose samples depend on each other.
+    """
+    size = batch_size(snapshot)
+    if size < 2 or most_runs < _PROOF:
+        return ()
+
+    def is_finite(samples: Sequence[int]) -> bool | None:
+        """Run these samples alone. Return whether all is finite, None where the run raised."""
+
+        def chosen(x: Tensor) -> Tensor | None:
+            # Detached: the graph behind it is the user's.
+            is_batch = x.ndim > 0 and x.shape[0] == size
+            return x.detach()[list(samples)].requires_grad_(x.requires_grad) if is_batch else None
+
+        args, kwargs = replaced((snapshot.args, dict(snapshot.kwargs)), chosen)
+        begin = start and start._replace(gradients=replaced(dict(start.gradients), chosen))
+        part = replace(snapshot, args=args, kwargs=kwargs)
+        with _attributes_kept(snapshot.module):
+            experiment = run(part, names, allows=allows, backward=snapshot.grad, start=begin)
+        if experiment.error is not None:
+            return None
+        return not any(experiment.nonfinite()) and not experiment.bad_gradients
+
+    def is_finite_without(samples: Sequence[int]) -> bool:
+        left_out = set(samples)
+        return is_finite([i for i in range(size) if i not in left_out]) is True
+
+    found = min(_candidates(seen, size), key=len, default=())
+    if found:
+        is_cause = is_finite_without(found)
+    else:
+        is_cause = most_runs >= ceil(log2(size)) + _PROOF and bool(found := _halve(size, is_finite_without))
+    return found if is_cause and is_finite(found) is False else ()
+
+
+def _halve(size: int, is_finite_without: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
+    """Return the one sample without which the batch is finite; () where one is not enough."""
+    suspects = range(size)
+    is_proven = False
+    while len(suspects) > 1:
+        middle = len(suspects) // 2
+        is_proven = is_finite_without(suspects[:middle])
+        suspects = suspects[:middle] if is_proven else suspects[middle:]
+    return tuple(suspects) if is_proven or is_finite_without(suspects) else ()
+
+
+def batch_size(snapshot: BatchSnapshot) -> int:
+    """Return the number of samples; 0 where the tensors of the call do not agree on it."""
+    tensors = [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
+    if any(x.layout is not torch.strided or x.is_nested for x in tensors):
+        return 0
+    sizes = {x.shape[0] for x in tensors if x.ndim}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def dataset_indices(snapshot: BatchSnapshot, samples: Sequence[int]) -> str:
+    """Return in words where these samples stand in the dataset, when the batch has a tensor that says so; else ""."""
+    size = batch_size(snapshot)
+    for label, x in call_leaves(snapshot.args, snapshot.kwargs):
+        name = label.rpartition("[")[2].rstrip("]").lower()
+        if name in _INDICES and isinstance(x, Tensor) and x.shape == (size,) and not x.is_floating_point():
+            return f"{label} of these samples is {', '.join(map(str, x[list(samples)].tolist()))}"
+    return ""
+
+
+@contextmanager
+def _attributes_kept(root: nn.Module) -> Iterator[None]:
+    """Put back the attributes that a run replaces: a state kept for fewer samples would not fit the next batch."""
+    before = [(module.__dict__, dict(module.__dict__)) for _, module in each_module(root)]
+    try:
+        yield
+    finally:
+        for now, own in before:
+            for name in now.keys() - own.keys():
+                del now[name]
+            now.update((name, value) for name, value in own.items() if now.get(name) is not value)
+
+
+def _candidates(seen: Iterable[BadRows], size: int) -> Iterator[tuple[int, ...]]:
+    """Yield sets of samples that the bad rows of a tensor belong to, each of at most half of the batch."""
+    for one in seen:
+        # Batch and time, or batch and heads, are often flattened into the first dimension.
+        matching = [
+            (length // size, rows)
+            for dim, (length, rows) in enumerate(one)
+            if length == size or (dim == 0 and length % size == 0)
+        ]
+        for per_sample, rows in matching[:1]:
+            samples = tuple(sorted({row // per_sample for row in rows}))
+            if 0 < 2 * len(samples) <= size:
+                yield samples
