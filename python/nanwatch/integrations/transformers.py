@@ -14,8 +14,8 @@ from typing import Any
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
 from ..util.imports import needed
+from .debug import patch_transformers, unpatch_transformers
 from .least_headroom import LeastHeadroom
-from .trainer_debug import patch_transformers, unpatch_transformers
 
 __all__ = ["NanWatchCallback", "patch_transformers", "unpatch_transformers"]
 

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from ..capsule.capsule import Capsule
 from ..capsule.tree import LeftOut, Structure
+from ..instrumentation.calls import check_model
 from ..instrumentation.execution_context import RngState
 from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.visible import close_names, visible, without_wrappers
-from .api import watch
-from .options import SWITCH
+from .options import SWITCH, Options
+from .watch import Watch
 
 Model: TypeAlias = "nn.Module | Callable[[], nn.Module]"
 
@@ -88,6 +89,7 @@ def rerun(
     before = RngState.capture(others=True)
     try:
         module = _own_module(capsule, model)
+        check_model(module)
         _Loading(capsule, target, dtype, remarks).load(module)
         call = _Arguments(capsule, target, dtype, remarks)
         args, kwargs = call.prepare(module)
@@ -97,7 +99,7 @@ def rerun(
                 # Run compiled modules eagerly, so that each is seen.
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
             _enter_autocast(capsule, target, dtype, modes)
-            watched = modes.enter_context(watch(module, on_nonfinite="record"))
+            watched = modes.enter_context(Watch(module, Options(on_nonfinite="record")))
             _restore_rng(capsule.rng, torch.device(capsule.device), target)
             module(*args, **kwargs)
         report = _with_names(watched.report(), capsule.module)
