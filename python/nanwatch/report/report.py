@@ -1,9 +1,10 @@
-"""Frames and the finding, and their forms: text, JSON, HTML, and the exceptions of a watched model."""
+"""Frames, the finding and suspects, and their forms: text, JSON, HTML, and the exceptions of a watched model."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -11,10 +12,10 @@ from ..util import reading
 from ..util.job import Attempt, current_attempt, rank, read_attempt
 from ..util.progress import Tell, silent, wants_color
 from ..util.suppressed import suppressed
+from ..util.visible import module_name
 from . import text
 from .finding import Finding, read_finding
 from .record import Frame
-from .suspect import Suspect
 
 if TYPE_CHECKING:
     from .rank_observation import Origin
@@ -22,6 +23,44 @@ if TYPE_CHECKING:
 SCHEMA = "nanwatch.report"
 VERSION = 1
 _OFTEN_EMPTY = ("never_called", "suspects")  # left out of JSON when they are
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A weight whose abs max is much larger than it was, or than that of its siblings.
+
+    `first` is its abs max when the watch began, None where it has not grown much. `siblings` is the pattern of the
+    names of the modules that hold the same weight in the other layers, "" where it is not far from theirs. There are
+    `num_siblings` of them, whose abs max has the median `median`.
+    """
+
+    module: str
+    label: str
+    abs_max: float
+    first: float | None = None
+    siblings: str = ""
+    num_siblings: int = 0
+    median: float | None = None
+
+    @property
+    def growth(self) -> str:
+        """The weight with its first and latest abs max, "" where it has not grown much."""
+        if self.first is None:
+            return ""
+        return f"`{self.label}` of {module_name(self.module)} from {self.first:.3g} to {self.abs_max:.3g}"
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of a report."""
+        if self.growth:
+            yield (
+                f"Grew:  abs max of {self.growth} since the watch began: look at the learning rate, at weight decay and"
+                " at the clipping of gradients."
+            )
+        if self.siblings and self.median is not None:
+            yield (
+                f"Apart: abs max of `{self.label}` of {module_name(self.module)} is {self.abs_max:.3g}, the median of"
+                f" the {self.num_siblings} other {self.siblings} is {self.median:.3g}."
+            )
 
 
 @dataclass(frozen=True, slots=True)

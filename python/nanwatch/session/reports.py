@@ -20,8 +20,8 @@ from ..report.report import Report, report_of
 from ..util.job import rank
 
 if TYPE_CHECKING:
+    from ..monitoring.suspicion import Suspicion
     from .options import Options
-    from .suspicion import Suspicion
 
 import threading
 from collections import Counter, deque
@@ -35,10 +35,10 @@ from ..util.visible import module_name, warn_user
 class Reports:
     """Makes reports of the frames that a recorder holds, each with at most the latest `max_frames`."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder, max_frames: int, suspicion: Suspicion) -> None:
+    def __init__(self, model: nn.Module, recorder: Recorder, options: Options, suspicion: Suspicion) -> None:
         self._model = weakref.ref(model)
         self._recorder = recorder
-        self._max_frames = max_frames
+        self._options = options
         self._suspicion = suspicion
         self._mesh: tuple[str, ...] = ()  # kept, because a report may be asked for when the model has gone
 
@@ -49,9 +49,11 @@ class Reports:
     def of(self, frames: tuple[Frame, ...], finding: Finding | None, batch: int | None) -> Report:
         """Return the report of these frames, the oldest first."""
         self.look_at_mesh()
-        never_called = self._suspicion.never_called(frames)
+        never_called = self._suspicion.never_called(frames, self._options.observes)
         suspects = () if finding is None else self._suspicion.suspects(frames)
-        return report_of(frames[-self._max_frames :], finding, batch, self._mesh, never_called, suspects)
+        return report_of(
+            frames[-self._options.max_frames :], finding, batch, self._mesh, never_called, suspects
+        )
 
     def latest(self, finding: Finding | None, batch: int | None, more: Iterable[FrameRows] = ()) -> Report:
         """Return a report of the recorder's frames, and of `more` that it has not kept."""

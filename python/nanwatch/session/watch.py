@@ -27,7 +27,6 @@ from .optimizer_steps import BackwardWatch, OptimizerSteps
 from .options import Options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
-from .suspicion import Suspicion
 
 
 class Watch:
@@ -91,8 +90,7 @@ class Watch:
             self._monitor.awaits_batches or self._tracer is not None or options.abort_after_batch is not None
         )
         guard = OptimizerGuard(self._recorder, options) if options.gradients and options.enabled else None
-        suspicion = Suspicion(model, options.observes, self._monitor.growth)
-        self._reports = Reports(model, self._recorder, options.max_frames, suspicion)
+        self._reports = Reports(model, self._recorder, options, self._monitor.suspicion)
         rerun = RerunPolicy(model, options)
         self._failures = FailureHandler(
             model, options, self._recorder, self._monitor, self._reports, rerun, guard
