@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from ..instrumentation.global_hooks import after_steps
-from ..report.finding import Finding
-from ..report.rank_observation import Origin
+from ..report.finding import Finding, Origin
 from ..report.report import NonFiniteError, Report, report_of
 from ..util.job import rank_and_world_size
 from ..util.modules import each_module

@@ -15,8 +15,7 @@ from sys import intern
 from typing import NamedTuple
 
 from ..report import headroom
-from ..report.finding import Finding
-from ..report.rank_observation import RankObservation, earliest
+from ..report.finding import Finding, RankObservation, earliest
 from ..report.record import Record
 from ..report.report import Report
 from ..util import reading

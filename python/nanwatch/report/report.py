@@ -19,7 +19,7 @@ from .finding import Finding, read_finding
 from .record import SKIPPED_STEP, Frame
 
 if TYPE_CHECKING:
-    from .rank_observation import Origin
+    from .finding import Origin
 
 SCHEMA = "nanwatch.report"
 VERSION = 1

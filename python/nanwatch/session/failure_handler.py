@@ -28,7 +28,7 @@ from .reports import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings, Report
 
 if TYPE_CHECKING:
     from ..monitoring.monitor import Monitor
-    from ..report.rank_observation import Origin
+    from ..report.finding import Origin
     from .optimizer_guard import OptimizerGuard
     from .options import Options
     from .rerun_policy import RerunPolicy
