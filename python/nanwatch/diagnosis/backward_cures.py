@@ -21,8 +21,7 @@ from ..numerics.formats import limits
 from ..precision.precision import run_in_fp32
 from ..recording.walk import leaves
 from ..report.finding import Cure, working_first
-from ..report.headroom import least_bits
-from ..report.record import Record
+from ..report.record import Record, least_bits
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
 from .experiment import BackwardStart, gradient_record, in_float32, module_words, run_backward, with_leaves

@@ -73,6 +73,10 @@ class Experiment:
         """Return the rows of that label in all calls of that module."""
         return [row for call in self.calls if call.name == name for row in call.rows if row.label == label]
 
+    def outputs(self, name: str | None) -> list[Row]:
+        """Return the rows of all outputs of that module."""
+        return [row for call in self.calls if call.name == name for row in call.rows if row.role == "output"]
+
     def nonfinite(self) -> Iterator[tuple[str, str]]:
         """Return `(module, label)` of each row that is non-finite and should not be."""
         for call in self.calls:

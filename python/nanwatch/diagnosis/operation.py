@@ -19,9 +19,8 @@ from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain, local_shard
 from ..recording.observe import histogram_of, observe, read
 from ..recording.walk import leaves
-from ..report.headroom import is_normal
 from ..report.histogram import StoredHistogram
-from ..report.record import Record, Row, to_record
+from ..report.record import Record, Row, is_normal, to_record
 
 # In-place operations that do not look at what was there before.
 _OVERWRITING = frozenset(

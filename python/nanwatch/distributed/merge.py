@@ -14,9 +14,8 @@ from statistics import median_low
 from sys import intern
 from typing import NamedTuple
 
-from ..report import headroom
 from ..report.finding import Finding, RankObservation, earliest
-from ..report.record import Record
+from ..report.record import Record, by_module
 from ..report.report import Report
 from ..util import reading
 from ..util.job import Attempt
@@ -305,7 +304,7 @@ class Digest:
     def of(cls, report: Report) -> Digest:
         """Return the digest of a report."""
         # Each document has its own copies of names and ranges that ranks share: keep one of each.
-        bits = {intern(name): bits for name, bits in headroom.by_module(report.frames).items()}
+        bits = {intern(name): bits for name, bits in by_module(report.frames).items()}
         weights = {
             place(frame.batch, frame.name, record.label, record.shape): pair
             for frame in report.frames

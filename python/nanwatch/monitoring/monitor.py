@@ -15,8 +15,7 @@ from torch import nn
 
 from ..recording.events import Event, Recorder
 from ..report.finding import Finding
-from ..report.headroom import headroom_bits
-from ..report.record import FrameRows, Row, to_record
+from ..report.record import FrameRows, Row, headroom_bits, to_record
 from ..report.text import summary
 from ..util.modules import each_module
 from ..util.visible import spell, visible, warn_user

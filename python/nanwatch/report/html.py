@@ -25,9 +25,8 @@ from ..util.progress import Tell
 from ..util.visible import module_name, visible
 from . import text
 from .cure_text import Kind, patch_lines
-from .headroom import NEAR_FACTOR, by_module, headroom_bits, shrinking
 from .histogram import SHOWN_FORMATS, exponent_figure
-from .record import Frame, Record
+from .record import NEAR_FACTOR, Frame, Record, by_module, headroom_bits, shrinking
 
 if TYPE_CHECKING:
     from .finding import Finding

@@ -9,8 +9,7 @@ from ..numerics.formats import limits
 from ..util.visible import module_name, visible
 from .cure_text import cure_lines
 from .finding_text import next_backward, next_forward, samples_words, why_backward, why_forward
-from .headroom import has_vanished, shrinking
-from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, Record
+from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, Record, has_vanished, shrinking
 
 if TYPE_CHECKING:
     from .finding import Finding

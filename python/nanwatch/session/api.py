@@ -13,8 +13,7 @@ from torch import nn
 from ..instrumentation.calls import check_model
 from ..instrumentation.wrapped_names import named_modules, original_module
 from ..recording.events import Check
-from ..report.headroom import headroom_bits
-from ..report.record import is_fault, to_record
+from ..report.record import headroom_bits, is_fault, to_record
 from ..trace.trace import arrow
 from ..util.modules import each_module
 from ..util.visible import module_name
@@ -234,7 +233,7 @@ class Least:
 class LeastHeadroom:
     """Reader of the frames of a Watch, which should have room for those of a batch.
 
-    Call `look` after every batch, and `take` to get the number. As in headroom.by_module an input counts only when it
+    Call `look` after every batch, and `take` to get the number. As in `by_module` an input counts only when it
     is a fault.
     """
 

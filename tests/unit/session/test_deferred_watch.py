@@ -1,4 +1,4 @@
-"""The least headroom between two questions, against headroom.by_module of the same frames."""
+"""The least headroom between two questions, against by_module of the same frames."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import nanwatch
-from nanwatch.report.headroom import by_module
+from nanwatch.report.record import by_module
 from nanwatch.session.api import DeferredWatch, LeastHeadroom
 from support.toys import Scale
 
