@@ -92,21 +92,17 @@ class Watch:
         guard = OptimizerGuard(self._recorder, options) if options.gradients and options.enabled else None
         self._reports = Reports(model, self._recorder, options, self._monitor.suspicion)
         rerun = RerunPolicy(model, options)
-        self._failures = FailureHandler(
-            model, options, self._recorder, self._monitor, self._reports, rerun, guard
-        )
+        self._failures = FailureHandler(self._reports, self._monitor, rerun, guard)
         self._backward: BackwardWatch | None = None
         if guard is not None:
-            self._backward = BackwardWatch(model, self._recorder, self._reports, self._failures, guard)
+            self._backward = BackwardWatch(self._reports, self._failures, guard)
         self._steps: OptimizerSteps | None = None
         self._attachment: Attachment | None = None
         self._attention: AttentionWatch | None = None
         if options.enabled and options.attention:
             self._attention = AttentionWatch(self._recorder, options.attention)
         if options.enabled:
-            self._steps = OptimizerSteps(
-                model, self._recorder, options, self._reports, self._failures, self._backward
-            )
+            self._steps = OptimizerSteps(self._reports, self._failures, self._backward)
             self._attachment = Attachment(
                 model, self._recorder, options.observes, options.allows_inf, options.parts
             )
