@@ -135,10 +135,14 @@ class _Search:
             return output
 
         def backward(factor: float) -> list[Record]:
-            made: list[Record] = []
+            records: list[Record] = []
+
+            def look(made: Sequence[Tensor | None], _: Any) -> None:
+                records.extend(gradient_record(x, "") for x in made if x is not None)
+
             given = [self._gradients[label].to(x.dtype) * factor for label, x in roots.items()]
-            run_backward(list(roots.values()), wanted, given, lambda _: _keeper(made))
-            return made
+            run_backward(list(roots.values()), wanted, given, lambda _: look)
+            return records
 
         snapshot, wanted = with_leaves(self._snapshot)
         with hold(), snapshot.again() as call, torch.enable_grad(), wrap_calls({found.module}, seen):
@@ -146,13 +150,6 @@ class _Search:
             if not roots:
                 raise LookupError(f"its call {self._number} was not made again with a graph")
             yield backward
-
-
-def _keeper(records: list[Record]) -> Any:
-    def look(made: Sequence[Tensor | None], _: Any) -> None:
-        records.extend(gradient_record(x, "") for x in made if x is not None)
-
-    return look
 
 
 # One bit of room is left where it can be, as one more doubling of the loss would else be the next failure.

@@ -81,7 +81,10 @@ def report_html(
         headline=headline,
         patch_lines=patch_lines,
         elements=_ELEMENTS,
-        operands=[] if finding is None else [_operand(one) for one in finding.operands],
+        operands=[
+            [one.label, one.dtype, _shape(one), _shown(one.abs_min), _shown(one.abs_max), one.note]
+            for one in (() if finding is None else finding.operands)
+        ],
         shrinking=shrinking(frames),
         bars=_bars(frames),
         worst_shown=_WORST_SHOWN,
@@ -175,10 +178,6 @@ def _advice(frames: Sequence[Frame], finding: Finding | None) -> list[tuple[str,
         return []
     lines = [line.partition(":") for line in text.finding_lines(finding, frames)]
     return [(head, body.strip()) for head, _, body in lines if head in _ADVICE]
-
-
-def _operand(one: Record) -> list[str]:
-    return [one.label, one.dtype, _shape(one), _shown(one.abs_min), _shown(one.abs_max), one.note]
 
 
 def _picture(one: StoredHistogram) -> tuple[str, str, dict[str, Any]]:

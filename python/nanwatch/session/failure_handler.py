@@ -288,11 +288,10 @@ class FailureHandler:
             raise NonFiniteError(*self._settled(report))
 
     def _complete(self, error: NonFiniteError) -> None:
-        """Complete an error that was raised inside a forward. No other exception is changed after it was raised.
+        """Add the results of the re-run to an error that was raised inside a forward, now that the forward is left.
 
-        The re-run has to wait until the forward has been left, and with it any lock or mode that it holds. Code inside
-        the forward may catch NonFiniteError and keep, annotate or wrap it. A second error in its place would lose such
-        notes and leave the incomplete one as `__cause__`.
+        Inside, the re-run could wait for a lock that the forward holds. A second error would lose the notes that code
+        in the forward has added to the first. No other exception is changed after it was raised.
         """
         NonFiniteError.__init__(error, *self._settled(error.report))
 

@@ -261,20 +261,18 @@ class Watch:
 
     def on_batch_end(self, batch: int, completed: bool) -> None:
         """Act on the batch's failure where that was put off; end the run when asked to."""
-        try:
-            self._failures.forward_left(batch, completed)
-            self.on_pending_batch_end(batch, completed)
-        finally:
-            self._failures.batch_ended(batch)
-        self._check_limit(batch, completed)
+        self.on_batch_pending(batch, completed, is_known=True)
 
-    def on_batch_pending(self, batch: int, completed: bool) -> None:
-        """End a batch like `on_batch_end`, except for its failure, which is not known yet."""
+    def on_batch_pending(self, batch: int, completed: bool, *, is_known: bool = False) -> None:
+        """End a batch like `on_batch_end`, except for its failure, if it is not known yet."""
         try:
             self._failures.forward_left(batch, completed)
+            if is_known:
+                self.on_pending_batch_end(batch, completed)
         finally:
             self._failures.batch_ended(batch)
-        self._check_limit(batch, completed)
+        if completed and batch == self._options.abort_after_batch:
+            raise BatchLimitError(batch, "abort_after_batch")
 
     def on_pending_batch_end(self, batch: int, completed: bool) -> None:
         """Act on the failure of a batch whose frames are all known."""
@@ -285,10 +283,6 @@ class Watch:
     def on_warning(self, message: str) -> None:
         """Warn the user."""
         warn_user(message)
-
-    def _check_limit(self, batch: int, completed: bool) -> None:
-        if completed and batch == self._options.abort_after_batch:
-            raise BatchLimitError(batch, "abort_after_batch")
 
     def on_backward_start(self) -> None:
         """Find out whether the gradients of the deferred backward are gone."""
