@@ -33,6 +33,8 @@ from .cures import MAX_RUNS, try_cures
 from .diagnosis import BadRows, Diagnosis, enrich
 from .experiment import NO_CONDITIONS, Allows, BackwardStart, Conditions, module_words, nothing_allowed, run
 from .forward_rerun import rerun_forward
+from .loss_rerun import rerun_loss
+from .loss_statements import BackwardCall
 from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_patches
 
 PATCH_FILE = "cure.patch"
@@ -55,11 +57,13 @@ def post_mortem(
     reason: str = "",
     conditions: Conditions = NO_CONDITIONS,
     call: BatchSnapshot | None = None,
+    loss: BackwardCall | None = None,
 ) -> Report:
     """Return the report with the results of a re-run, if it `examines`, and write it to `output_dir`, if any.
 
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `call` is the
-    failed module call itself, to run where the batch shows nothing.
+    failed module call itself, to run where the batch shows nothing, and `loss` the backward of a loss outside all
+    modules that made the value.
     """
     finding = report.finding
     if finding is None:
@@ -74,7 +78,10 @@ def post_mortem(
     elif examines and snapshot is not None and finding.phase != "step":
         snapshot = replace(snapshot, forwards=Forwards())
         steps = _Steps(report.frames, model, conditions, remarks)
-        finding, diagnosis = steps.look(finding, snapshot)
+        if loss is not None:
+            finding = rerun_loss(loss, finding, model, conditions)
+        else:
+            finding, diagnosis = steps.look(finding, snapshot)
         if call is not None and finding.origin == "produced" and not (diagnosis and diagnosis.operation):
             remarks.append(
                 f"{module_words(finding.module)} was run alone, with what the failed call was given"
@@ -131,12 +138,14 @@ class _Steps(NamedTuple):
             most_runs=MOST_RUNS - kept,
             conditions=self.conditions,
             start=start,
+            # Where a narrow format takes part, the trials of wider ones need the forward that hiding would take.
+            may_hide=not is_narrow and finding.phase == "forward",
         )
         cures, more = found.cures, found.remarks
         tried = None
         if start is not None:
             tried = try_backward_cures(snapshot, self.model, start, loss_scale=self.conditions.loss_scale)
-        elif finding.phase != "backward" and (is_narrow or not cures):
+        elif finding.phase != "backward" and (is_narrow or not any(cure.works for cure in cures)):
             most = min(MAX_RUNS, MOST_RUNS - found.runs)
             tried = _attempt(
                 "trying cures",
