@@ -29,6 +29,31 @@ if TYPE_CHECKING:
     from .options import Options
 
 
+class ModelRef:
+    """Weak reference to a watched model.
+
+    Once the model is gone it returns a module with those of its children that are left: a list of model and loss may
+    live for no longer than the call of `watch`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._children = {
+            name: weakref.ref(child) for name, child in model._modules.items() if child is not None
+        }
+
+    def __call__(self) -> nn.Module | None:
+        """Return the model or what is left of it; None once all is gone."""
+        if (model := self._model()) is not None:
+            return model
+        left = {
+            name: child for name, reference in self._children.items() if (child := reference()) is not None
+        }
+        rest = nn.Module()
+        rest._modules.update(left)
+        return rest if left else None
+
+
 class Reports:
     """Makes reports of the frames that a recorder holds, each with at most the latest `max_frames`.
 
@@ -36,7 +61,7 @@ class Reports:
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder, options: Options, suspicion: Suspicion) -> None:
-        self.model = weakref.ref(model)
+        self.model = ModelRef(model)
         self.recorder = recorder
         self.options = options
         self._suspicion = suspicion

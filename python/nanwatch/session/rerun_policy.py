@@ -24,6 +24,7 @@ from ..report.finding import Finding
 from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.visible import spell, warn_user
+from .reports import ModelRef
 
 if TYPE_CHECKING:
     from .options import Options
@@ -75,7 +76,7 @@ class RerunPolicy:
         raises = options.on_nonfinite == "raise"
         self.keeps_start = options.microscope is True or (options.microscope is None and raises)
         self._output_dir = options.output_dir
-        self._model = weakref.ref(model)
+        self._model = ModelRef(model)
         self._failures = 0
         # By thread, from the start of its batch to its end. None where no re-run is possible. The snapshots refer to
         # the batch's tensors.
