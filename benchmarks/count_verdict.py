@@ -26,7 +26,7 @@ from sim_ranks import Counting, made_up, served
 
 from nanwatch.distributed import consensus
 from nanwatch.distributed.consensus import OriginConsensus, StoreProtocol
-from nanwatch.report.rank_observation import RankObservation
+from nanwatch.report.finding import RankObservation
 
 REPEATS = 100  # of a single question
 NEVER = 3600.0  # seconds between two looks, so that none comes in between

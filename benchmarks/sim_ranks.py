@@ -33,7 +33,7 @@ import torch.distributed as dist
 from nanwatch import Finding
 from nanwatch.distributed import consensus
 from nanwatch.distributed.consensus import OriginConsensus
-from nanwatch.report.rank_observation import Origin
+from nanwatch.report.finding import Origin
 
 PATIENCE = 240.0  # seconds: two busy cores need a good part of it for 1,000 writers
 FILES_EACH = 8  # descriptors a writer needs in the process of store and proxy: six, and room

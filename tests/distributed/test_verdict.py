@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from nanwatch.distributed.consensus import OriginConsensus
-from nanwatch.report.rank_observation import Origin
+from nanwatch.report.finding import Origin
 from support.processes import environment
 from support.sightings import connect, finding, serve
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from nanwatch.integrations.trainer_debug import SWITCH
+from nanwatch.integrations.debug import SWITCH
 
 
 def test_a_warning_of_an_import_is_at_the_import() -> None:

@@ -28,8 +28,7 @@ from nanwatch.integrations import debug
 from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
 from nanwatch.netcheck.command import say
 from nanwatch.report import text
-from nanwatch.report.finding import Cure
-from nanwatch.report.rank_observation import Origin, RankObservation
+from nanwatch.report.finding import Cure, Origin, RankObservation
 from nanwatch.report.record import Frame, FrameRows, Record, Row
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.trace.trace import TraceError

@@ -22,7 +22,7 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
-from nanwatch.integrations import trainer_debug  # noqa: E402
+from nanwatch.integrations import debug  # noqa: E402
 from nanwatch.integrations.transformers import HEADROOM, PLACE, NanWatchCallback  # noqa: E402
 from support.architectures import ARCHITECTURES  # noqa: E402
 from support.first_fault import first_fault  # noqa: E402
@@ -355,16 +355,16 @@ print(trainer.DebugUnderflowOverflow.__module__)
     [
         ("nanwatch", "", "transformers.debug_utils"),
         ("nanwatch", "0", "transformers.debug_utils"),
-        ("nanwatch", "1", "nanwatch.integrations.trainer_debug"),
+        ("nanwatch", "1", "nanwatch.integrations.debug"),
         ("nanwatch", "yes", "transformers.debug_utils"),
-        ("nanwatch.integrations.transformers", "", "nanwatch.integrations.trainer_debug"),
+        ("nanwatch.integrations.transformers", "", "nanwatch.integrations.debug"),
     ],
 )
 def test_the_ways_to_patch_in_a_fresh_process(imports, switch, expected):
     """The import of nanwatch patches nothing; the switch does and the integration does, before Trainer is there."""
     done = subprocess.run(
         [sys.executable, "-c", FRESH.format(imports=imports)],
-        env=ENVIRONMENT | {trainer_debug.SWITCH: switch}, capture_output=True, text=True, timeout=300,
+        env=ENVIRONMENT | {debug.SWITCH: switch}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == [f"False {expected}", "transformers.debug_utils"]

@@ -235,11 +235,6 @@ def blaming(path: Path) -> Iterator[None]:
         ) from error
 
 
-def check_file(path: Path) -> None:
-    """Raise ValueError for a pipe, which would wait for ever, and for a link, which may lead anywhere."""
-    reading.check_regular(path, follows_links=False)
-
-
 def _read_document(path: Path) -> Json:
     document = json.loads(
         reading.file_text(path, MAX_DOCUMENT, follows_links=False),
@@ -259,31 +254,17 @@ def _no_doubles(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return found
 
 
-def _later(value: Json, where: str) -> Json:
-    return value
-
-
 def _left_out(value: Json, where: str) -> LeftOut:
-    found = reading.members(
-        value,
-        where,
-        {
-            "what": reading.text,
-            "type": reading.text,
-            "bytes": reading.optional(reading.count),
-            "why": reading.text,
-        },
-    )
-    return LeftOut(found["what"], found["type"], found["bytes"], found["why"])
+    size = reading.optional(reading.count)
+    readers = {"what": reading.text, "type": reading.text, "bytes": size, "why": reading.text}
+    return LeftOut(*reading.members(value, where, readers).values())
 
 
 _AUTOCAST = reading.of(Autocast, device_type=lambda value, where: device(value, where).type, dtype=dtype)
 
-_MODULE = {
-    "name": reading.text,
-    "class": reading.text,
-    "device": _name(device),
-}
+_MODULE = {"name": reading.text, "class": reading.text, "device": _name(device)}
+# For three members that need the tensors.
+_LATER: reading.Reader[Json] = lambda value, where: value  # noqa: E731
 
 _MEMBERS: dict[str, Callable[[Json, str], Any]] = {
     "schema": reading.one_of((SCHEMA,)),
@@ -291,9 +272,8 @@ _MEMBERS: dict[str, Callable[[Json, str], Any]] = {
     "label": reading.text,
     "versions": reading.mapping_of(reading.optional(reading.text)),
     "module": lambda value, where: reading.members(value, where, _MODULE),
-    # Three that need the tensors.
-    "args": reading.list_of(_later),
-    "kwargs": reading.mapping_of(_later),
+    "args": reading.list_of(_LATER),
+    "kwargs": reading.mapping_of(_LATER),
     "state": reading.mapping_of(reading.text),
     "training": reading.mapping_of(reading.flag),
     "rng": reading.mapping_of(reading.text),

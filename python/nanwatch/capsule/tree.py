@@ -287,10 +287,6 @@ def _read_slice(body: Json, where: str, lookup: _Lookup, depth: int) -> slice:
     return slice(*parts)
 
 
-def _read_size(body: Json, where: str, lookup: _Lookup, depth: int) -> torch.Size:
-    return torch.Size(sizes(body, where))
-
-
 def _read_ellipsis(body: Json, where: str, lookup: _Lookup, depth: int) -> Any:
     if body is not True:
         raise fail(where, "true", body)
@@ -306,7 +302,7 @@ _READERS: dict[str, Callable[[Json, str, _Lookup, int], Any]] = {
     "structure": _read_structure,
     "dtype": lambda body, where, lookup, depth: dtype(body, where),
     "device": lambda body, where, lookup, depth: device(body, where),
-    "size": _read_size,
+    "size": lambda body, where, lookup, depth: torch.Size(sizes(body, where)),
     "slice": _read_slice,
     "ellipsis": _read_ellipsis,
     "left out": _read_name,

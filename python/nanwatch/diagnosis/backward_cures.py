@@ -6,7 +6,7 @@ go through the backward of the module and of all that lies before it, down to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from math import ceil, frexp, inf, isfinite, log2
@@ -19,14 +19,12 @@ from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module, unwrapped
 from ..numerics.formats import limits
 from ..precision.precision import run_in_fp32
-from ..recording.observe import observe
 from ..recording.walk import leaves
 from ..report.finding import Cure, working_first
-from ..report.headroom import least_bits
-from ..report.record import Record, to_record
+from ..report.record import Record, least_bits
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
-from .experiment import in_float32, module_words, run_backward, with_leaves
+from .experiment import BackwardStart, gradient_record, in_float32, module_words, run_backward, with_leaves
 
 # The guilty module and the nearest around it: each costs a forward and a backward.
 _MOST_MODULES = 3
@@ -38,27 +36,21 @@ _NARROW = ("float16", "bfloat16")
 Backward = Callable[[float], list[Record]]
 
 
-def gradient_record(x: Tensor, label: str) -> Record:
-    """Return the record of a gradient."""
-    return to_record(observe(x, label, "gradient"))
-
-
 def try_backward_cures(
     snapshot: BatchSnapshot,
     model: nn.Module,
-    name: str,
-    number: int,
-    gradients: Mapping[str, Tensor],
+    start: BackwardStart,
     *,
     loss_scale: float | None,
 ) -> tuple[tuple[Cure, ...], tuple[str, ...]]:
-    """Return `(cures, remarks)`: a smaller loss scale, and float32 for the module `name` or one around it.
+    """Return `(cures, remarks)`: a smaller loss scale, and float32 for the module of `start` or one around it.
 
-    `gradients` are those of the outputs of its call `number`, by label, with which its backward fails. Tried only where
-    half precision takes part in that backward. A cure works when every gradient from there on is finite and leaves a
-    bit of room. The model is left as it was. Raises nothing of its own: a trial that fails is a remark.
+    Tried only where half precision takes part in the backward from `start`. A cure works when every gradient from there
+    on is finite and leaves a bit of room. The model is left as it was. Raises nothing of its own: a trial that fails is
+    a remark.
     """
-    search = _Search(snapshot, model, name, number, gradients)
+    name = start.name
+    search = _Search(snapshot, model, start)
     cures: list[Cure] = []
     remarks: list[str] = []
     steps: list[tuple[str, Callable[[], Cure | None]]] = [
@@ -76,19 +68,10 @@ def try_backward_cures(
 
 
 class _Search:
-    def __init__(
-        self,
-        snapshot: BatchSnapshot,
-        model: nn.Module,
-        name: str,
-        number: int,
-        gradients: Mapping[str, Tensor],
-    ) -> None:
+    def __init__(self, snapshot: BatchSnapshot, model: nn.Module, start: BackwardStart) -> None:
         self._snapshot = snapshot
         self._model = model
-        self._name = name
-        self._number = number
-        self._gradients = gradients
+        self._name, self._number, self._gradients = start
         self._made: list[Record] = []
 
     def smaller_scale(self, present: float | None) -> Cure | None:
@@ -152,10 +135,14 @@ class _Search:
             return output
 
         def backward(factor: float) -> list[Record]:
-            made: list[Record] = []
+            records: list[Record] = []
+
+            def look(made: Sequence[Tensor | None], _: Any) -> None:
+                records.extend(gradient_record(x, "") for x in made if x is not None)
+
             given = [self._gradients[label].to(x.dtype) * factor for label, x in roots.items()]
-            run_backward(list(roots.values()), wanted, given, lambda _: _keeper(made))
-            return made
+            run_backward(list(roots.values()), wanted, given, lambda _: look)
+            return records
 
         snapshot, wanted = with_leaves(self._snapshot)
         with hold(), snapshot.again() as call, torch.enable_grad(), wrap_calls({found.module}, seen):
@@ -163,13 +150,6 @@ class _Search:
             if not roots:
                 raise LookupError(f"its call {self._number} was not made again with a graph")
             yield backward
-
-
-def _keeper(records: list[Record]) -> Any:
-    def look(made: Sequence[Tensor | None], _: Any) -> None:
-        records.extend(gradient_record(x, "") for x in made if x is not None)
-
-    return look
 
 
 # One bit of room is left where it can be, as one more doubling of the loss would else be the next failure.

@@ -21,25 +21,21 @@ from torch.utils._pytree import tree_map_only
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module
 from ..recording.walk import leaves
-from ..report.finding import Cure, Finding, value_of, working_first
+from ..report.finding import Finding, value_of
 from ..report.record import Frame, Record
 from ..util.suppressed import suppressed
 from ..util.visible import spell
-from .backward_cures import BACKWARD_RUNS, gradient_record, try_backward_cures
-from .batch_snapshot import BatchSnapshot, may_be_narrow, no_second_run
-from .diagnosis import Diagnosis, Place, bad_rows, enrich
+from .batch_snapshot import BatchSnapshot, no_second_run
+from .diagnosis import Diagnosis, Place, bad_rows
 from .experiment import (
-    NO_CONDITIONS,
     BackwardStart,
-    Conditions,
+    gradient_record,
     mean_gradients,
     run_backward,
     with_graph,
     with_leaves,
     without_hooks,
 )
-from .patching.code_swap import TargetFinder, find_target
-from .patching.patches import MOST_RUNS, try_patches
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
@@ -50,20 +46,12 @@ class _Found(Exception):  # noqa: N818 - ends the run, and is no error
 
 
 def rerun_backward(
-    snapshot: BatchSnapshot,
-    finding: Finding,
-    frames: Sequence[Frame],
-    *,
-    model: nn.Module,
-    conditions: Conditions = NO_CONDITIONS,
-    at: TargetFinder = find_target,
+    snapshot: BatchSnapshot, finding: Finding, frames: Sequence[Frame], *, model: nn.Module
 ) -> Diagnosis:
-    """Run the batch of `finding` once more, and the backward of the guilty module's calls; see which operation makes
-    a non-finite gradient of finite ones, and whether it does with a smaller loss scale too.
+    """Find the operation that makes a non-finite gradient of finite ones, in a re-run of the batch of `finding`.
 
-    `frames` are the report's, and the loss scale is that of the failed backward. `at` finds what runs a line, for
-    changes of the source. No gradient of the user's is touched. Raises nothing of its own: what could not be done is a
-    remark.
+    The re-run makes the backward of the guilty module's calls. `frames` are the report's. No gradient of the user's is
+    touched. Raises nothing of its own: what could not be done is a remark.
     """
     name = finding.module if finding.origin == "produced" else finding.source_module
     if name is None:
@@ -89,10 +77,9 @@ def rerun_backward(
         probe, remarks = None, (f"the backward could not be examined: {spell(error)}",)
     try:
         if probe is not None and probe.gradients:
-            start = BackwardStart(name, probe.call, probe.gradients)
-            return _with_cures(probe.found, finding, snapshot, model, start, conditions, at)
+            return replace(probe.found, start=BackwardStart(name, probe.call, probe.gradients))
         if found := _from_outputs(snapshot):
-            return _with_cures(found, finding, snapshot, model, None, conditions, at)
+            return found
     except Exception as error:
         remarks = (*remarks, f"the backward could not be examined: {spell(error)}")
     if not remarks:
@@ -117,41 +104,6 @@ def _from_outputs(snapshot: BatchSnapshot) -> Diagnosis | None:
             run_backward(ends, wanted, mean_gradients(ends), lambda node: _looker(node, steps))
     remark = "the operation was found in a second run of the batch, with the mean of its outputs as the loss"
     return replace(steps[0], remarks=(remark,)) if steps else None
-
-
-def _with_cures(
-    found: Diagnosis,
-    finding: Finding,
-    snapshot: BatchSnapshot,
-    model: nn.Module,
-    start: BackwardStart | None,
-    conditions: Conditions,
-    at: TargetFinder,
-) -> Diagnosis:
-    # Without a start the operation took two runs to find, and nothing but a change of the source is tried.
-    kept = 1 if start is None else BACKWARD_RUNS if may_be_narrow(snapshot, finding) else 0
-    tried = try_patches(
-        snapshot,
-        enrich(finding, found),
-        model,
-        found.place,
-        most_runs=MOST_RUNS - kept,
-        conditions=conditions,
-        start=start,
-        at=at,
-    )
-    cures: tuple[Cure, ...] = ()
-    remarks: tuple[str, ...] = ()
-    if start is not None:
-        cures, remarks = try_backward_cures(
-            snapshot, model, start.name, start.number, start.gradients, loss_scale=conditions.loss_scale
-        )
-    return replace(
-        found,
-        start=start,
-        cures=working_first((*tried.cures, *cures)),
-        remarks=(*found.remarks, *tried.remarks, *remarks),
-    )
 
 
 def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[str, list[float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import floor, log2, sqrt
 from typing import Any
 
@@ -17,8 +17,7 @@ from ..precision.casting import NARROW, cast
 from ..precision.precision import run_in_fp32
 from ..recording.walk import call_leaves
 from ..report.finding import Cure, Finding, working_first
-from ..report.headroom import NEAR_FACTOR, is_near_end, least_bits
-from ..report.record import Row, is_fault, to_record
+from ..report.record import NEAR_FACTOR, Row, is_fault, is_near_end, least_bits, to_record
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, is_narrow, may_be_narrow, no_second_run
 from .experiment import (
@@ -75,7 +74,7 @@ def try_cures(
     cures: list[Cure] = []
     remarks: list[str] = []
     try:
-        _Search(snapshot, finding, model, cures, remarks, most_runs, conditions).go(conditions.loss_scale)
+        _Search(snapshot, finding, model, conditions, most_runs, cures, remarks).go()
     except _Done:
         pass
     except Exception as error:
@@ -87,38 +86,32 @@ class _Done(Exception):  # noqa: N818
     """Enough cures are found, or all runs are used."""
 
 
+@dataclass
 class _Search:
     """The experiments for one finding; what they give goes to `cures` and `remarks`."""
 
-    def __init__(
-        self,
-        snapshot: BatchSnapshot,
-        finding: Finding,
-        model: nn.Module,
-        cures: list[Cure],
-        remarks: list[str],
-        most_runs: int,
-        conditions: Conditions,
-    ) -> None:
-        self.most_runs = most_runs
-        self.conditions = conditions
-        self.snapshot = snapshot
-        self.finding = finding
-        self.model = model
-        self.cures = cures
-        self.remarks = remarks
+    snapshot: BatchSnapshot
+    finding: Finding
+    model: nn.Module
+    conditions: Conditions
+    most_runs: int
+    cures: list[Cure]
+    remarks: list[str]
+
+    def __post_init__(self) -> None:
+        finding = self.finding
         self.runs = 0
-        named = list(named_modules(model, remove_duplicate=False))
+        named = named_modules(self.model, remove_duplicate=False)
         self.modules = {one.name: one.module for one in named}
-        self.names = module_names(model)
-        self.root = self.names.get(unwrapped(snapshot.module), "")
+        self.names = module_names(self.model)
+        self.root = self.names.get(unwrapped(self.snapshot.module), "")
         # For a value that was handed in: the module in whose forward it was made.
         made_by = finding.module if finding.origin == "produced" else finding.source_module
         self.guilty = self.root if made_by is None else made_by
         # How the batch ran with nothing changed, or with nothing but the guilty module: what came before is the same.
         self.seen = Experiment()
 
-    def go(self, loss_scale: float | None) -> None:
+    def go(self) -> None:
         """Try one after the other, the smallest change first."""
         if self.finding.transient is None or not may_be_narrow(self.snapshot, self.finding):
             self.seen = self._run()
@@ -136,12 +129,12 @@ class _Search:
             self.seen = alone if alone.error is None else self._run()
             if not self._is_narrow():
                 return
-        works = self._judge(self._in_float32(self.guilty), alone, changed=self.guilty, expected=True)
+        works = self._judge(in_float32(self.model, self.guilty), alone, changed=self.guilty, expected=True)
         wide = self._bfloat16() or alone
         if not works:
             wide = self._larger(wide if wide is not alone else None) or alone
         self._clamp(wide)
-        self._smaller_loss_scale(loss_scale)
+        self._smaller_loss_scale()
 
     def _bfloat16(self) -> Experiment | None:
         """Try bfloat16, which has the range of float32, for all float16. Return the experiment if it works."""
@@ -176,7 +169,7 @@ class _Search:
         """Return the outermost call in float32, in words and as an experiment."""
         if self.root:
             # Its caller goes on in the format that it gave.
-            return self._in_float32(self.root), self._run(lambda: run_in_fp32(self.modules[self.root]))
+            return in_float32(self.model, self.root), self._run(lambda: run_in_fp32(self.modules[self.root]))
         change = Change(autocast=torch.float32)
         return (
             "run the whole of it in float32, without autocast and with float32 weights",
@@ -202,12 +195,12 @@ class _Search:
             # The whole is known to work already, or tried below.
             if self.runs < self.most_runs and self._would_fit(name, wide):
                 experiment = self._run(lambda name=name: run_in_fp32(self.modules[name]))  # type: ignore[misc]
-                if self._judge(self._in_float32(name), experiment, changed=name):
+                if self._judge(in_float32(self.model, name), experiment, changed=name):
                     return wide
         if any(call.name == self.guilty and call.autocast for call in self.seen.calls):
             leaf = self.modules[self.guilty]
             experiment = self._run(lambda: run_in_fp32(leaf, cast_output=False))
-            if self._judge(self._in_float32(self.guilty, cast_output=False), experiment):
+            if self._judge(in_float32(self.model, self.guilty, cast_output=False), experiment):
                 return wide
         if whole is None and self.root and not is_tried and self.runs < self.most_runs:
             whole = self._whole()
@@ -216,7 +209,7 @@ class _Search:
         return wide
 
     def _clamp(self, wide: Experiment) -> None:
-        """Return the cure that clamps the guilty module's input, if that is near the end of the format."""
+        """Try to clamp the guilty module's input, if that is near the end of the format."""
         rows = [row for call in self.seen.calls if call.name == self.guilty for row in call.rows]
         end = min(
             (ends.largest for row in rows if is_narrow(row.dtype) and (ends := limits(row.dtype))),
@@ -228,13 +221,7 @@ class _Search:
         largest = max(row.abs_max or 0.0 for row in rows if row.label == given.label and row.isfinite)
         if not is_near_end(largest, end):
             return
-        made = [
-            row.abs_max or 0.0
-            for call in wide.calls
-            if call.name == self.guilty
-            for row in call.rows
-            if row.role == "output" and row.isfinite
-        ]
+        made = [row.abs_max or 0.0 for row in wide.outputs(self.guilty) if row.isfinite]
         # In proportion, with one bit to spare, where it is known how large the result becomes; else by its root, which
         # leaves room for a square.
         limit = largest * end / (2 * max(made)) if made and max(made) > end else sqrt(end)
@@ -252,8 +239,9 @@ class _Search:
                     healthy=healthy,
                 )
 
-    def _smaller_loss_scale(self, scale: float | None) -> None:
-        """Return the cure of a smaller loss scale, if the batch was called with one."""
+    def _smaller_loss_scale(self) -> None:
+        """Try a smaller loss scale, if the batch was called with one."""
+        scale = self.conditions.loss_scale
         if scale is None or scale <= 1:
             return
         smaller = max(1.0, scale / _LOSS_SCALE_STEP)
@@ -330,13 +318,7 @@ class _Search:
         results of the changed module.
         """
         rows = self._records(experiment)
-        rows += [
-            row
-            for call in experiment.calls
-            if call.name == changed
-            for row in call.rows
-            if row.role == "output"
-        ]
+        rows += experiment.outputs(changed)
         return least_bits(map(to_record, rows))
 
     def _excused(self) -> set[tuple[str, str]]:
@@ -382,11 +364,7 @@ class _Search:
         if given not in NARROW:
             return True
         end = torch.finfo(given).max
-        made = [row for call in wide.calls if call.name == name for row in call.rows if row.role == "output"]
-        return all(row.abs_max is None or row.abs_max * _MARGIN <= end for row in made)
-
-    def _in_float32(self, name: str, *, cast_output: bool = True) -> str:
-        return in_float32(self.model, name, cast_output=cast_output)
+        return all(row.abs_max is None or row.abs_max * _MARGIN <= end for row in wide.outputs(name))
 
 
 def _scaled(x: Any, scale: float, smaller: float) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics import _reference
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
-from ..report.finding import Cure, Finding, Value, working_first
+from ..report.finding import Finding, Value
 from ..report.histogram import StoredHistogram
 from ..report.record import Record
 
@@ -67,7 +67,7 @@ class Diagnosis:
     operation made it. They are None and empty when no operation was seen. `transient` is True when the second run did
     not make the value again, False when it did, None when that says nothing. `extent` and `index` are of the non-finite
     tensor. `call` is the call in which the value was made; it holds the call's tensors, so drop it when done. `remarks`
-    are sentences, `cures` what was tried on the way, `spreads` of the operands, as far as they were there, and of the
+    are sentences, `spreads` of the operands, as far as they were there, and of the
     non-finite tensor. `rows` are the bad rows of the non-finite tensor and of what the operation made. `start` is where
     a failed backward began.
     """
@@ -81,7 +81,6 @@ class Diagnosis:
     remarks: tuple[str, ...] = ()
     call: Call | None = None
     spreads: tuple[StoredHistogram, ...] = ()
-    cures: tuple[Cure, ...] = ()
     made: Value | None = None
     rows: tuple[BadRows, ...] = ()
     start: BackwardStart | None = None
@@ -104,7 +103,6 @@ def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
         spreads=diagnosis.spreads,
         index=diagnosis.index if finding.index is None else finding.index,
         made=diagnosis.made,
-        cures=working_first((*finding.cures, *diagnosis.cures)),
         remarks=(*finding.remarks, *diagnosis.remarks),
     )
 

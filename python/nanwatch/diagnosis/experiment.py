@@ -21,7 +21,7 @@ from ..precision.casting import NARROW, autocast_kinds, first_float, replaced
 from ..recording.masked_scores import MaskedScores, masked_scores
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
-from ..report.record import Row, is_fault
+from ..report.record import Record, Row, is_fault, to_record
 from .batch_snapshot import BatchSnapshot
 
 # `allows(name, module)` is True where infinities in this module are meant, or the scores of a softmax that are.
@@ -72,6 +72,10 @@ class Experiment:
     def rows(self, name: str, label: str) -> list[Row]:
         """Return the rows of that label in all calls of that module."""
         return [row for call in self.calls if call.name == name for row in call.rows if row.label == label]
+
+    def outputs(self, name: str | None) -> list[Row]:
+        """Return the rows of all outputs of that module."""
+        return [row for call in self.calls if call.name == name for row in call.rows if row.role == "output"]
 
     def nonfinite(self) -> Iterator[tuple[str, str]]:
         """Return `(module, label)` of each row that is non-finite and should not be."""
@@ -158,6 +162,11 @@ def run(
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)
     return experiment
+
+
+def gradient_record(x: Tensor, label: str) -> Record:
+    """Return the record of a gradient."""
+    return to_record(observe(x, label, "gradient"))
 
 
 def with_leaves(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, list[Tensor]]:

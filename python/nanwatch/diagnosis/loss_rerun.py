@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..recording.observe import observe
-from ..report.finding import Finding, value_of
+from ..report.finding import Finding, value_of, working_first
 from ..report.record import is_fault, to_record
 from ..util.visible import spell
 from .backward_rerun import place_of, rerun_backward
@@ -17,7 +17,7 @@ from .diagnosis import Diagnosis, enrich
 from .experiment import Allows, Conditions, graph_nodes, nothing_allowed
 from .forward_rerun import rerun_forward
 from .loss_statements import BackwardCall, LossStatements, Refused
-from .patching.patches import MOST_RUNS, try_patches
+from .patching.patches import MOST_RUNS, Found, try_patches
 from .patching.rules import DERIVATIVE_POLES, POLES, operation_name
 
 # More are no hint.
@@ -77,35 +77,34 @@ def rerun_loss(call: BackwardCall, finding: Finding, model: nn.Module, condition
 
     Raises nothing of its own: what could not be done is a remark.
     """
-    found = _rerun(call, finding, model, conditions)
-    if found.operation is not None:
-        # The operations that the graph made likely.
-        finding = replace(finding, remarks=tuple(x for x in finding.remarks if x != call.remark))
-    return enrich(finding, found)
-
-
-def _rerun(call: BackwardCall, finding: Finding, model: nn.Module, conditions: Conditions) -> Diagnosis:
     try:
         if num_processes() > 1:
             raise Refused("other ranks would have to run it along")
         statements = call.statements(model)
-        found = _examined(statements, call, finding, conditions)
+        found, tried = _examined(statements, call, finding, conditions)
     except Refused as reason:
-        return Diagnosis(remarks=(f"the loss was not computed again: {reason}; {_ADVICE}",))
+        return _noted(finding, f"the loss was not computed again: {reason}; {_ADVICE}")
     except Exception as error:
-        return Diagnosis(remarks=(f"the loss could not be computed again: {spell(error)}; {_ADVICE}",))
+        return _noted(finding, f"the loss could not be computed again: {spell(error)}; {_ADVICE}")
     first, last = statements.lines
     lines = f"line {first}" if first == last else f"lines {first} to {last}"
     where = f"{lines} of {statements.filename}"
     if found.operation is None:
         why = "; ".join(found.remarks) or "the value did not come back"
-        return Diagnosis(remarks=(f"the loss was computed again by {where}: {why}; {_ADVICE}",))
-    return replace(found, remarks=(f"found by running {where} again",))
+        return _noted(finding, f"the loss was computed again by {where}: {why}; {_ADVICE}")
+    # Without the operations that the graph made likely.
+    kept = tuple(x for x in finding.remarks if x != call.remark)
+    told = enrich(replace(finding, remarks=kept), replace(found, remarks=(*found.remarks, *tried.remarks)))
+    return _noted(replace(told, cures=working_first(tried.cures)), f"found by running {where} again")
+
+
+def _noted(finding: Finding, remark: str) -> Finding:
+    return replace(finding, remarks=(*finding.remarks, remark))
 
 
 def _examined(
     statements: LossStatements, call: BackwardCall, finding: Finding, conditions: Conditions
-) -> Diagnosis:
+) -> tuple[Diagnosis, Found]:
     snapshot = BatchSnapshot(
         statements,
         (),
@@ -122,26 +121,24 @@ def _examined(
     )
     conditions = conditions._replace(allows=_below(conditions.allows))
     if (value := _value(call)) is None:
-        found = rerun_backward(
-            snapshot, own, (), model=statements, conditions=conditions, at=statements.target
-        )
-        return replace(found, start=None)
-    own = replace(own, phase="forward", value=value)
-    found = rerun_forward(snapshot, own, model=statements)
+        found = rerun_backward(snapshot, own, (), model=statements)
+    else:
+        own = replace(own, phase="forward", value=value)
+        found = rerun_forward(snapshot, own, model=statements)
     if found.operation is None:
-        return found
+        return found, Found()
     tried = try_patches(
         snapshot,
         enrich(own, found),
         statements,
         found.place,
-        most_runs=MOST_RUNS,
+        most_runs=MOST_RUNS - (value is None),  # the operation of a backward took two runs to find
         conditions=conditions,
-        may_hide=True,
+        may_hide=value is not None,
         at=statements.target,
     )
-    # The call is no module of the user's, from which a capsule could be made.
-    return replace(found, cures=tuple(tried.cures), call=None, rows=(), extent="", index=None)
+    # `extent` and `index` would be those of the loss, where the finding is of a gradient.
+    return replace(found, remarks=(), extent="", index=None), tried
 
 
 def _below(allows: Allows) -> Allows:

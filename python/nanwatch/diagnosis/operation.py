@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,9 +20,8 @@ from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain, local_shard
 from ..recording.observe import histogram_of, observe, read
 from ..recording.walk import leaves
-from ..report.headroom import is_normal
 from ..report.histogram import StoredHistogram
-from ..report.record import Record, Row, to_record
+from ..report.record import Record, Row, is_normal, to_record
 
 # In-place operations that do not look at what was there before.
 _OVERWRITING = frozenset(
@@ -29,8 +29,10 @@ _OVERWRITING = frozenset(
 ) | {"log_normal_", "cauchy_", "geometric_", "_foreach_copy_", "_foreach_zero_"}
 # Elementwise operations that never make a finite element of one that is not.
 _CARRYING = frozenset({"add", "sub", "rsub", "mul", "neg", "abs", "clone", "_to_copy"})
+_VALUE = re.compile("number|float|Tensor")
 # Each takes one pass over its tensor; more pictures than these nobody looks at.
 _MOST_HISTOGRAMS = 4
+# They give -inf for zero.
 _LOGARITHMS = frozenset({"log", "log_", "log2", "log2_", "log10", "log10_"})
 
 
@@ -58,11 +60,6 @@ class Operation(NamedTuple):
         """True if an element that is not finite makes one that is not."""
         return self.base in _CARRYING
 
-    @property
-    def is_logarithm(self) -> bool:
-        """True if it gives -inf for zero."""
-        return self.base in _LOGARITHMS
-
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Return `(name, value)` of the arguments that were given."""
         yield from zip(self.arguments, args, strict=False)
@@ -89,7 +86,8 @@ def operation_of(func: torch._ops.OpOverload) -> Operation:
         name=str(func),
         base=base,
         arguments=tuple(one.name for one in schema.arguments),
-        values=frozenset(one.name for one in schema.arguments if _is_value(str(one.type))),
+        # A Python number is also given where the schema has a tensor, as in x * 2.
+        values=frozenset(one.name for one in schema.arguments if _VALUE.search(str(one.type))),
         written=written,
         overwritten=frozenset(written[:1] if base in _OVERWRITING else overwritten),
         fresh=tuple(i for i, one in enumerate(schema.returns) if is_lifted or one.alias_info is None),
@@ -131,7 +129,7 @@ class Operands(NamedTuple):
         rows = [
             (read if is_known(x) else observe)(x, f"operand[{i}]", "input") for i, x in enumerate(tensors)
         ]
-        zero_one = operation.is_logarithm and all(map(_is_choice, tensors))
+        zero_one = operation.base in _LOGARITHMS and all(map(_is_choice, tensors))
         return cls(tensors, rows, numbers, zero_one)
 
     def records(self, *, written: Sequence[Tensor] = ()) -> tuple[Record, ...]:
@@ -185,11 +183,6 @@ def _is_count(x: Tensor) -> bool:
     if not x.dtype.is_floating_point:
         return not x.dtype.is_complex
     return bool((x == x.round()).all()) and bool(x.any())
-
-
-def _is_value(kind: str) -> bool:
-    # A Python number is also given where the schema has a tensor, as in x * 2.
-    return any(word in kind for word in ("number", "float", "Tensor"))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The steps after a batch has failed: look closer, try cures, write it all down.
+"""The steps after a batch has failed: look closer, try cures, find the samples at fault, write it all down.
 
 Each step may be missing a package, run out of memory or meet a model that cannot be run twice: then a remark says so,
 and the report is what it was before.
@@ -6,29 +6,36 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from math import ceil, log2
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..capsule.capsule import make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
+from ..precision.casting import replaced
+from ..recording.walk import call_leaves
 from ..report.finding import Finding, working_first
 from ..report.record import Frame
 from ..report.report import Report
+from ..util.modules import each_module
 from ..util.visible import spell
+from .backward_cures import BACKWARD_RUNS, try_backward_cures
 from .backward_rerun import rerun_backward
 from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run
 from .cures import MAX_RUNS, try_cures
-from .diagnosis import Call, Diagnosis, enrich
-from .experiment import Allows, Conditions, module_words, nothing_allowed
+from .diagnosis import BadRows, Diagnosis, enrich
+from .experiment import NO_CONDITIONS, Allows, BackwardStart, Conditions, module_words, nothing_allowed, run
 from .forward_rerun import rerun_forward
 from .loss_rerun import rerun_loss
 from .loss_statements import BackwardCall
 from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_patches
-from .samples import dataset_indices, find_samples
 
 PATCH_FILE = "cure.patch"
 
@@ -48,18 +55,15 @@ def post_mortem(
     *,
     examines: bool,
     reason: str = "",
-    loss_scale: float | None = None,
-    allows: Allows = nothing_allowed,
-    gradients: bool = False,
+    conditions: Conditions = NO_CONDITIONS,
     call: BatchSnapshot | None = None,
     loss: BackwardCall | None = None,
 ) -> Report:
     """Return the report with the results of a re-run, if it `examines`, and write it to `output_dir`, if any.
 
-    `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
-    that of the batch, where it is known, `allows` says which infinities are meant, and `gradients` whether
-    gradients are watched. `call` is the failed module call itself, to run where the batch shows nothing, and `loss` the
-    backward of a loss outside all modules that made the value.
+    `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `call` is the
+    failed module call itself, to run where the batch shows nothing, and `loss` the backward of a loss outside all
+    modules that made the value.
     """
     finding = report.finding
     if finding is None:
@@ -73,110 +77,106 @@ def post_mortem(
         remarks.append(f"the batch was not run a second time: {why}")
     elif examines and snapshot is not None and finding.phase != "step":
         snapshot = replace(snapshot, forwards=Forwards())
-        conditions = Conditions(loss_scale, allows, gradients)
+        steps = _Steps(report.frames, model, conditions, remarks)
         if loss is not None:
             finding = rerun_loss(loss, finding, model, conditions)
         else:
-            finding, diagnosis = _look(finding, report.frames, snapshot, model, conditions, remarks)
+            finding, diagnosis = steps.look(finding, snapshot)
         if call is not None and finding.origin == "produced" and not (diagnosis and diagnosis.operation):
             remarks.append(
                 f"{module_words(finding.module)} was run alone, with what the failed call was given"
             )
-            finding, diagnosis = _look(finding, report.frames, call, model, conditions, remarks)
+            finding, diagnosis = steps.look(finding, call)
         elif diagnosis is not None:
-            finding = _sampled(finding, diagnosis, snapshot, model, allows, remarks)
+            finding = steps.find_samples(finding, diagnosis, snapshot)
     finding = replace(finding, remarks=(*finding.remarks, *remarks))
     if output_dir is None:
         return replace(report, finding=finding)
     return _write(report, finding, diagnosis, snapshot, output_dir)
 
 
-def _look(
-    finding: Finding,
-    frames: Sequence[Frame],
-    snapshot: BatchSnapshot,
-    model: nn.Module,
-    conditions: Conditions,
-    remarks: list[str],
-) -> tuple[Finding, Diagnosis | None]:
-    """Return the finding with the results of a re-run, and with the cures where it failed again."""
-    if finding.phase == "backward":
-        seen = rerun_backward(snapshot, finding, frames, model=model, conditions=conditions)
-        return enrich(finding, seen), seen
-    diagnosis = _attempt("the closer look", lambda: rerun_forward(snapshot, finding, model=model), remarks)
-    if diagnosis is None:
-        return finding, None
-    closer = enrich(finding, diagnosis)
-    if diagnosis.transient is False or (finding.origin in ("data", "buffer") and diagnosis.place):
-        if doubts := snapshot.doubts():
-            remarks.append(f"no cure was tried, as {doubts[0]}")
+class _Steps(NamedTuple):
+    """Steps of an examination. Each returns the finding with what it found; `remarks` take what went wrong."""
+
+    frames: Sequence[Frame]
+    model: nn.Module
+    conditions: Conditions
+    remarks: list[str]
+
+    def look(self, finding: Finding, snapshot: BatchSnapshot) -> tuple[Finding, Diagnosis | None]:
+        """Run the batch again to find the operation, and try cures where it failed again."""
+        if finding.phase == "backward":
+            found: Diagnosis | None = rerun_backward(snapshot, finding, self.frames, model=self.model)
         else:
-            closer = _cured(closer, diagnosis, snapshot, model, conditions, remarks)
-    return closer, diagnosis
+            rerun = partial(rerun_forward, snapshot, finding, model=self.model)
+            found = _attempt("the closer look", rerun, self.remarks)
+        if found is None:
+            return finding, None
+        closer = enrich(finding, found)
+        if finding.phase == "backward":
+            return (self._cure(closer, found, snapshot) if found.operation else closer), found
+        if found.transient is False or (finding.origin in ("data", "buffer") and found.place):
+            if doubts := snapshot.doubts():
+                self.remarks.append(f"no cure was tried, as {doubts[0]}")
+            else:
+                closer = self._cure(closer, found, snapshot)
+        return closer, found
 
-
-def _cured(
-    finding: Finding,
-    diagnosis: Diagnosis,
-    snapshot: BatchSnapshot,
-    model: nn.Module,
-    conditions: Conditions,
-    remarks: list[str],
-) -> Finding:
-    """Return the finding with the cures that were tried: changes of the source first, as they are the smallest."""
-    is_narrow = may_be_narrow(snapshot, finding)
-    most = MOST_RUNS - (KEPT_FOR_FORMATS if is_narrow else 1)
-    # Where a narrow format takes part, the trials of wider ones need the forward that hiding would take.
-    found = try_patches(
-        snapshot,
-        finding,
-        model,
-        diagnosis.place,
-        most_runs=most,
-        conditions=conditions,
-        may_hide=not is_narrow,
-    )
-    cures, more = found.cures, found.remarks
-    if is_narrow or not any(cure.works for cure in cures):
-        most = min(MAX_RUNS, MOST_RUNS - found.runs)
-        tried = _attempt(
-            "trying cures",
-            lambda: try_cures(snapshot, finding, model, conditions=conditions, most_runs=most),
-            remarks,
+    def _cure(self, finding: Finding, diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Finding:
+        """Try changes of the source first, as they are the smallest, then other formats."""
+        start, is_narrow = diagnosis.start, may_be_narrow(snapshot, finding)
+        kept = KEPT_FOR_FORMATS if is_narrow else 1
+        if start is not None:
+            kept = BACKWARD_RUNS if is_narrow else 0
+        elif finding.phase == "backward":  # it took two runs to find the operation
+            kept = 1
+        found = try_patches(
+            snapshot,
+            finding,
+            self.model,
+            diagnosis.place,
+            most_runs=MOST_RUNS - kept,
+            conditions=self.conditions,
+            start=start,
+            # Where a narrow format takes part, the trials of wider ones need the forward that hiding would take.
+            may_hide=not is_narrow and finding.phase == "forward",
         )
+        cures, more = found.cures, found.remarks
+        tried = None
+        if start is not None:
+            tried = try_backward_cures(snapshot, self.model, start, loss_scale=self.conditions.loss_scale)
+        elif finding.phase != "backward" and (is_narrow or not any(cure.works for cure in cures)):
+            most = min(MAX_RUNS, MOST_RUNS - found.runs)
+            tried = _attempt(
+                "trying cures",
+                lambda: try_cures(snapshot, finding, self.model, conditions=self.conditions, most_runs=most),
+                self.remarks,
+            )
         if tried is not None:
             cures, more = [*cures, *tried[0]], [*more, *tried[1]]
-    return replace(finding, cures=working_first(cures), remarks=(*finding.remarks, *more))
+        return replace(finding, cures=working_first(cures), remarks=(*finding.remarks, *more))
 
-
-def _sampled(
-    finding: Finding,
-    diagnosis: Diagnosis,
-    snapshot: BatchSnapshot,
-    model: nn.Module,
-    allows: Allows,
-    remarks: list[str],
-) -> Finding:
-    """Return the finding with the samples that carry the failure, if the remaining forwards show them."""
-    made = 0 if snapshot.forwards is None else snapshot.forwards.made
-    if not diagnosis.rows or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
-        return finding
-    samples = _attempt(
-        "the search for samples",
-        lambda: find_samples(
-            snapshot,
-            module_names(model),
-            diagnosis.rows,
-            MOST_FORWARDS - made,
-            allows=allows,
-            start=diagnosis.start,
-        ),
-        remarks,
-    )
-    if not samples:
-        return finding
-    indices = dataset_indices(snapshot, samples)
-    return replace(finding, samples=samples, remarks=(*finding.remarks, *([indices] if indices else ())))
+    def find_samples(self, finding: Finding, diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Finding:
+        """Look for the samples that carry the failure, if the remaining forwards can show them."""
+        made = 0 if snapshot.forwards is None else snapshot.forwards.made
+        if not diagnosis.rows or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
+            return finding
+        samples = _attempt(
+            "the search for samples",
+            lambda: find_samples(
+                snapshot,
+                module_names(self.model),
+                diagnosis.rows,
+                MOST_FORWARDS - made,
+                allows=self.conditions.allows,
+                start=diagnosis.start,
+            ),
+            self.remarks,
+        )
+        if not samples:
+            return finding
+        indices = dataset_indices(snapshot, samples)
+        return replace(finding, samples=samples, remarks=(*finding.remarks, *([indices] if indices else ())))
 
 
 def _attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None:
@@ -195,7 +195,8 @@ def _write(
     output_dir: Path,
 ) -> Report:
     remarks: list[str] = []
-    folder = _attempt("making the folder", lambda: _new_folder(output_dir, finding), remarks)
+    name = f"batch-{finding.batch}" + (f"-rank-{finding.rank}" if finding.rank else "")
+    folder = _attempt("making the folder", lambda: _new_folder(output_dir / name), remarks)
     if folder is None:
         return _told(report, finding, remarks)
     files: list[str] = []
@@ -208,30 +209,30 @@ def _write(
             else "a capsule replays a forward"
         )
         remarks.append(f"no capsule was written: {why}")
-    elif made := _attempt(
-        "writing the capsule", lambda: _write_capsule(folder, call, snapshot, finding, report.rank), remarks
-    ):
-        files.append(str(made))
+    else:
+        write = partial(
+            write_capsule,
+            folder / "capsule",
+            call.module,
+            call.name,
+            call.args,
+            call.kwargs,
+            finding=finding,
+            rank=report.rank,
+            rng=call.rng or snapshot.rng,
+            autocast=call.autocast or snapshot.autocast,
+        )
+        files += _written("the capsule", write, remarks)
     patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
-    if patch and (
-        made := _attempt(f"writing {PATCH_FILE}", lambda: _write_whole(folder / PATCH_FILE, patch), remarks)
-    ):
-        files.append(str(made))
+    if patch:
+        files += _written(PATCH_FILE, lambda: _write_whole(folder / PATCH_FILE, patch), remarks)
     return _write_forms(report, finding, folder, _FORMS, files, remarks)
 
 
-def _write_capsule(folder: Path, call: Call, snapshot: BatchSnapshot, finding: Finding, rank: int) -> Path:
-    return write_capsule(
-        folder / "capsule",
-        call.module,
-        call.name,
-        call.args,
-        call.kwargs,
-        finding=finding,
-        rank=rank,
-        rng=call.rng or snapshot.rng,
-        autocast=call.autocast or snapshot.autocast,
-    )
+def _written(what: str, write: Callable[[], Path], remarks: list[str]) -> list[str]:
+    """Return the path that was written, or nothing."""
+    made = _attempt(f"writing {what}", write, remarks)
+    return [] if made is None else [str(made)]
 
 
 def _write_forms(
@@ -243,11 +244,14 @@ def _write_forms(
     remarks: list[str],
 ) -> Report:
     """Write the forms of the report, each naming all files; again, should one of them not be written after all."""
-    paths = [folder / name for name in names]
-    told = _told(report, finding, remarks, [*files, *map(str, paths)])
+    told = _told(report, finding, remarks, [*files, *(str(folder / name) for name in names)])
     troubles = list(remarks)
-    written = [path.name for path in paths if _written(path, told, troubles)]
-    if len(written) == len(paths):
+    written = [
+        name
+        for name in names
+        if _written(name, lambda name=name: _write_whole(folder / name, _FORMS[name](told)), troubles)  # type: ignore[misc]
+    ]
+    if len(written) == len(list(names)):
         return told
     return _write_forms(report, finding, folder, written, files, troubles)
 
@@ -255,12 +259,6 @@ def _write_forms(
 def _told(report: Report, finding: Finding, remarks: list[str], files: Iterable[str] = ()) -> Report:
     told = replace(finding, files=tuple(files), remarks=(*finding.remarks, *remarks))
     return replace(report, finding=told)
-
-
-def _written(path: Path, report: Report, remarks: list[str]) -> bool:
-    form = _FORMS[path.name]
-    done = _attempt(f"writing {path.name}", lambda: _write_whole(path, form(report)), remarks)
-    return done is not None
 
 
 def _write_whole(path: Path, text: str) -> Path:
@@ -279,12 +277,124 @@ def write_frames(report: Report, folder: Path) -> Path:
 
     No page: of thousands of ranks most have nothing to show. Raises what writing raises.
     """
-    made = make_numbered(folder, lambda one: one.mkdir(parents=True))
+    made = _new_folder(folder)
     for name in ("report.json", "report.txt"):
         _write_whole(made / name, _FORMS[name](report))
     return made
 
 
-def _new_folder(output_dir: Path, finding: Finding) -> Path:
-    name = f"batch-{finding.batch}" + (f"-rank-{finding.rank}" if finding.rank else "")
-    return make_numbered(output_dir / name, lambda folder: folder.mkdir(parents=True))
+def _new_folder(folder: Path) -> Path:
+    return make_numbered(folder, lambda one: one.mkdir(parents=True))
+
+
+# Runs that prove the answer: one without the samples and one with them alone.
+_PROOF = 2
+# Arguments that say where samples stand in the dataset.
+_INDICES = frozenset({"index", "indices", "idx", "ids", "sample_index", "sample_id", "sample_ids"})
+
+
+def find_samples(
+    snapshot: BatchSnapshot,
+    names: Mapping[nn.Module, str],
+    seen: Iterable[BadRows],
+    most_runs: int,
+    *,
+    allows: Allows = nothing_allowed,
+    start: BackwardStart | None = None,
+) -> tuple[int, ...]:
+    """Return the fewest samples that carry the failure, in at most so many runs; () where none are known to.
+
+    `seen` are the bad rows of tensors of the failed run, `start` is where its backward failed. Samples are numbered by
+    the first dimension of what the batch was called with. Nothing is told where tensors there have different first
+    dimensions, where more than half of the samples would be needed, or where a run without them fails, as one does
+    whose samples depend on each other.
+    """
+    size = batch_size(snapshot)
+    if size < 2 or most_runs < _PROOF:
+        return ()
+
+    def is_finite(samples: Sequence[int]) -> bool | None:
+        """Run these samples alone. Return whether all is finite, None where the run raised."""
+
+        def chosen(x: Tensor) -> Tensor | None:
+            # Detached: the graph behind it is the user's.
+            is_batch = x.ndim > 0 and x.shape[0] == size
+            return x.detach()[list(samples)].requires_grad_(x.requires_grad) if is_batch else None
+
+        args, kwargs = replaced((snapshot.args, dict(snapshot.kwargs)), chosen)
+        begin = start and start._replace(gradients=replaced(dict(start.gradients), chosen))
+        part = replace(snapshot, args=args, kwargs=kwargs)
+        with _attributes_kept(snapshot.module):
+            experiment = run(part, names, allows=allows, backward=snapshot.grad, start=begin)
+        if experiment.error is not None:
+            return None
+        return not any(experiment.nonfinite()) and not experiment.bad_gradients
+
+    def is_finite_without(samples: Sequence[int]) -> bool:
+        left_out = set(samples)
+        return is_finite([i for i in range(size) if i not in left_out]) is True
+
+    found = min(_candidates(seen, size), key=len, default=())
+    if found:
+        is_cause = is_finite_without(found)
+    else:
+        is_cause = most_runs >= ceil(log2(size)) + _PROOF and bool(found := _halve(size, is_finite_without))
+    return found if is_cause and is_finite(found) is False else ()
+
+
+def _halve(size: int, is_finite_without: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
+    """Return the one sample without which the batch is finite; () where one is not enough."""
+    suspects = range(size)
+    is_proven = False
+    while len(suspects) > 1:
+        middle = len(suspects) // 2
+        is_proven = is_finite_without(suspects[:middle])
+        suspects = suspects[:middle] if is_proven else suspects[middle:]
+    return tuple(suspects) if is_proven or is_finite_without(suspects) else ()
+
+
+def batch_size(snapshot: BatchSnapshot) -> int:
+    """Return the number of samples; 0 where the tensors of the call do not agree on it."""
+    tensors = [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
+    if any(x.layout is not torch.strided or x.is_nested for x in tensors):
+        return 0
+    sizes = {x.shape[0] for x in tensors if x.ndim}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def dataset_indices(snapshot: BatchSnapshot, samples: Sequence[int]) -> str:
+    """Return in words where these samples stand in the dataset, when the batch has a tensor that says so; else ""."""
+    size = batch_size(snapshot)
+    for label, x in call_leaves(snapshot.args, snapshot.kwargs):
+        name = label.rpartition("[")[2].rstrip("]").lower()
+        if name in _INDICES and isinstance(x, Tensor) and x.shape == (size,) and not x.is_floating_point():
+            return f"{label} of these samples is {', '.join(map(str, x[list(samples)].tolist()))}"
+    return ""
+
+
+@contextmanager
+def _attributes_kept(root: nn.Module) -> Iterator[None]:
+    """Put back the attributes that a run replaces: a state kept for fewer samples would not fit the next batch."""
+    before = [(module.__dict__, dict(module.__dict__)) for _, module in each_module(root)]
+    try:
+        yield
+    finally:
+        for now, own in before:
+            for name in now.keys() - own.keys():
+                del now[name]
+            now.update((name, value) for name, value in own.items() if now.get(name) is not value)
+
+
+def _candidates(seen: Iterable[BadRows], size: int) -> Iterator[tuple[int, ...]]:
+    """Yield sets of samples that the bad rows of a tensor belong to, each of at most half of the batch."""
+    for one in seen:
+        # Batch and time, or batch and heads, are often flattened into the first dimension.
+        matching = [
+            (length // size, rows)
+            for dim, (length, rows) in enumerate(one)
+            if length == size or (dim == 0 and length % size == 0)
+        ]
+        for per_sample, rows in matching[:1]:
+            samples = tuple(sorted({row // per_sample for row in rows}))
+            if 0 < 2 * len(samples) <= size:
+                yield samples

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from ..report.finding import Finding
-from ..report.rank_observation import Origin, RankObservation, earliest
+from ..report.finding import Finding, Origin, RankObservation, earliest
 from ..report.report import NonFiniteError, Report
 from ..util.job import store_key
 from ..util.visible import spell, warn_user

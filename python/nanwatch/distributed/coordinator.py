@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from ..instrumentation.global_hooks import after_steps
-from ..report.finding import Finding
-from ..report.rank_observation import Origin
+from ..report.finding import Finding, Origin
 from ..report.report import NonFiniteError, Report, report_of
 from ..util.job import rank_and_world_size
 from ..util.modules import each_module
@@ -65,10 +64,11 @@ class RankCoordinator:
 
     def check(self) -> None:
         """Raise PeerNonFiniteError if another rank had failed a second ago, unless this watch has left the job."""
+        job = self._job
         if (
-            self._job.has(self)
-            and self._job.is_pending()
-            and (error := self._job.failed_elsewhere(self)) is not None
+            self in job.coordinators
+            and job.is_pending()
+            and (error := job.failed_elsewhere(self)) is not None
         ):
             raise error
 
@@ -91,8 +91,9 @@ class RankCoordinator:
         return self._job.explain(error, self)
 
     def close(self) -> None:
-        """Leave the job."""
-        self._job.leave(self)
+        """Leave the job. The last one ends the consensus."""
+        self._job.coordinators.discard(self)
+        self._job.leave_if_last()
 
     def _connect(self, batch: int) -> OriginConsensus | None:
         consensus = self._job.connect(self, self._peer_timeout)
@@ -114,7 +115,8 @@ class _Job:
     def __init__(self) -> None:
         self.steps = 0  # since the consensus began
         self.num_begun = 0
-        self._coordinators: weakref.WeakSet[RankCoordinator] = weakref.WeakSet()
+        # Those that have joined, and not left.
+        self.coordinators: weakref.WeakSet[RankCoordinator] = weakref.WeakSet()
         self._reports: weakref.WeakKeyDictionary[RankCoordinator, Report] = weakref.WeakKeyDictionary()
         self._consensus: OriginConsensus | None = None
         self._group: Callable[[], Any] = lambda: None
@@ -136,7 +138,7 @@ class _Job:
             return None
         # Add it first: otherwise the last of the watches before, when it is collected now, would end the consensus that
         # begins here, and would wait for the lock in the thread that is being started.
-        self._coordinators.add(coordinator)
+        self.coordinators.add(coordinator)
         if self._consensus is None or self._group() is not group:
             with self._lock:
                 if self._consensus is None or self._group() is not group:  # no other thread was first
@@ -156,14 +158,9 @@ class _Job:
         # Each consensus has its own hook that calls the one before, because others may have replaced the last one's.
         self._excepthook = sys.excepthook = partial(self._uncaught, sys.excepthook)
 
-    def leave(self, coordinator: RankCoordinator) -> None:
-        """Remove a watch that has stopped. The last one ends the consensus."""
-        self._coordinators.discard(coordinator)
-        self.leave_if_last()
-
     def leave_if_last(self) -> None:
         """End the consensus if no watch is left."""
-        if not self._coordinators:
+        if not self.coordinators:
             self._end()
 
     def settle(self, finding: Finding | None) -> Origin | None:
@@ -195,10 +192,6 @@ class _Job:
                 time.sleep(0.05)
         return self.failed_elsewhere(coordinator) if consensus.pending() else None
 
-    def has(self, coordinator: RankCoordinator) -> bool:
-        """Return whether this watch has joined, and not left."""
-        return coordinator in self._coordinators
-
     def is_pending(self) -> bool:
         """Return whether another rank had failed a second ago."""
         consensus = self._consensus
@@ -215,7 +208,7 @@ class _Job:
 
     def _write_last_frames(self) -> dict[RankCoordinator, Report]:
         """Write the last frames of every watch, once, because later frames are a consequence."""
-        for one in list(self._coordinators):
+        for one in list(self.coordinators):
             if one not in self._reports:
                 self._reports[one] = one.last_frames(f"peer-rank-{rank_and_world_size()[0]}")
         return dict(self._reports)

@@ -14,10 +14,8 @@ from statistics import median_low
 from sys import intern
 from typing import NamedTuple
 
-from ..report import headroom
-from ..report.finding import Finding
-from ..report.rank_observation import RankObservation, earliest
-from ..report.record import Record
+from ..report.finding import Finding, RankObservation, earliest
+from ..report.record import Record, by_module
 from ..report.report import Report
 from ..util import reading
 from ..util.job import Attempt
@@ -169,24 +167,16 @@ class Merged:
             for place, pair in digest.weights.items():
                 key = tuple(None if isnan(end) else end for end in pair)  # a nan is not equal to itself
                 seen.setdefault(place, {}).setdefault(key, (pair, []))[1].append(digest.rank)
-        found = [
-            WeightRanges(
-                *place,
-                tuple(RanksRange(*pair, tuple(ranks)) for pair, ranks in _most_first(groups.values())),
-            )
-            for place, groups in seen.items()
-        ]
+        found = []
+        for place, groups in seen.items():
+            most_first = sorted(groups.values(), key=lambda group: (-len(group[1]), group[1]))
+            ranges = tuple(RanksRange(*pair, tuple(ranks)) for pair, ranks in most_first)
+            found.append(WeightRanges(*place, ranges))
         return sorted(found, key=lambda one: (one.batch, one.module, one.label, one.shape or ()))
 
     def differences(self) -> list[WeightRanges]:
         """Return the weights that differ between ranks that saw them in the same batch."""
         return [one for one in self.weights() if len(one.ranges) > 1]
-
-
-def _most_first(
-    groups: Iterable[tuple[tuple[float, float], list[int]]],
-) -> list[tuple[tuple[float, float], list[int]]]:
-    return sorted(groups, key=lambda group: (-len(group[1]), group[1]))
 
 
 def merge(*paths: Path, attempt: str | None = None, tell: Tell = silent) -> Merged:
@@ -306,7 +296,7 @@ class Digest:
     def of(cls, report: Report) -> Digest:
         """Return the digest of a report."""
         # Each document has its own copies of names and ranges that ranks share: keep one of each.
-        bits = {intern(name): bits for name, bits in headroom.by_module(report.frames).items()}
+        bits = {intern(name): bits for name, bits in by_module(report.frames).items()}
         weights = {
             place(frame.batch, frame.name, record.label, record.shape): pair
             for frame in report.frames

@@ -13,13 +13,13 @@ from typing import Any
 
 from ..report import text
 from ..report.html import LOW_BITS, NEAR_BITS, WIDEST_BAR, bits_words, level_of, still_page
+from ..util.job import spell_runs
 from ..util.reading import plain
 from ..util.visible import module_name, visible
 from .merge import Digest, Merged, ModuleHeadroom, WeightRanges
 
 _WORST = 20  # modules and weights shown; the document has all
 _MOST_RANKS = 16  # named one by one
-_SPANS = 8  # runs of consecutive ranks, where there are more
 _RANGES = 4  # of a weight that differs
 
 
@@ -32,15 +32,7 @@ def spell_ranks(ranks: Sequence[int]) -> str:
     """Return the ranks (ascending) in words: "0, 2, 5", or of more than 16 "0 to 62, 64 to 127"."""
     if len(ranks) <= _MOST_RANKS:
         return ", ".join(map(str, ranks))
-    spans: list[tuple[int, int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1] = (spans[-1][0], rank)
-        else:
-            spans.append((rank, rank))
-    words = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in spans[:_SPANS])
-    left = sum(b - a + 1 for a, b in spans[_SPANS:])
-    return f"{words} and {left} more" if left else words
+    return spell_runs(ranks, to=" to ")
 
 
 def count_ranks(number: int) -> str:

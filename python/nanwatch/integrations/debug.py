@@ -1,21 +1,26 @@
-"""DebugUnderflowOverflow and detect_overflow, with the text that transformers' pair prints."""
+"""DebugUnderflowOverflow and detect_overflow, with the text that transformers' pair prints.
+
+Trainer looks up the name of the class in its own module each time it begins to train. `patch_transformers` replaces
+only that name: `transformers.debug_utils` keeps its class.
+"""
 
 from __future__ import annotations
 
 import copyreg
+import os
 import sys
-import weakref
 from collections import deque
 from collections.abc import Collection, Container, Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.utils.hooks import RemovableHandle
 
 from ..instrumentation.wrapped_names import is_recorded, module_names, original_module
+from ..numerics.formats import TensorHealth
 from ..numerics.ranges import abs_range, tensor_health
 from ..recording.observe import observe, own_tensors
 from ..report import text
@@ -23,7 +28,8 @@ from ..report.record import NONE, NOT_A_TENSOR, FrameRows, Role, Row, is_excused
 from ..report.report import BatchLimitError, NonFiniteError
 from ..session.options import MAX_BATCH, Options, whole
 from ..session.watch import Watch
-from ..util.visible import visible, with_utf8
+from ..util.imports import WhenImported, when_imported
+from ..util.visible import visible, warn_user, with_utf8
 
 _MOST_FRAMES = 100_000  # the recorder reserves 0.2 kB for each
 
@@ -31,9 +37,9 @@ _MOST_FRAMES = 100_000  # the recorder reserves 0.2 kB for each
 class _Call(NamedTuple):
     """A call of a module before it is printed. Nothing is formatted earlier.
 
-    `args` and `output` are the types of the values, in tuples where the values were: the rows of the recorder do not
-    say what was a tuple, what a list, and what was empty. `number` is the number of frames that the recorder had kept
-    before. `recorded` is the name of its frame. It is "(not recorded)" for a call that was read at once into `rows`.
+    `recorded` is the name of its frame, "(not recorded)" for a call that was read at once into `rows`. `number` is the
+    number of frames that the recorder had kept before. `kinds` are the types of the arguments and of the output, in
+    tuples where the values were: the rows of the recorder do not say what was a tuple, what a list, and what was empty.
     """
 
     header: list[str]
@@ -41,15 +47,14 @@ class _Call(NamedTuple):
     class_name: str
     recorded: str
     number: int
-    args: Any
-    output: Any
+    kinds: tuple[Any, Any]
     rows: list[Row]
 
     def shown(self, frame: FrameRows) -> list[Row]:
         """Return the rows that the original prints, of all in the frame."""
         rows = [row for row in frame.rows if row.role == "weight"]
         read = {(row.role, row.label): row for row in reversed(frame.rows)}
-        for kind, label, role in _values(self.args, self.output):
+        for kind, label, role in _values(*self.kinds):
             note = NONE if kind is type(None) else NOT_A_TENSOR
             row = read.get((role, label)) if issubclass(kind, Tensor) else None
             rows.append(row or Row(label, role, None, "", None, None, None, None, note))
@@ -66,7 +71,7 @@ class _DebugWatch(Watch):
     """Watch that fails only where DebugUnderflowOverflow looks, once the frames are printed."""
 
     # Weak: the wrappers in the slot hold this, and must not hold the model.
-    debug: weakref.ref[DebugUnderflowOverflow]
+    debug: ref[DebugUnderflowOverflow]
 
     def on_nonfinite(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """Print the frames and raise, unless the original would see nothing in this call."""
@@ -126,10 +131,8 @@ class DebugUnderflowOverflow:
         abort_after_batch_num: int | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"DebugUnderflowOverflow needs a torch.nn.Module, got {type(model).__name__};"
-                " pass the model itself"
-            )
+            kind = type(model).__name__
+            raise TypeError(f"{_NAME} needs a torch.nn.Module, got {kind}; pass the model itself")
         if max_frames_to_save is not None:
             max_frames_to_save = whole("max_frames_to_save", max_frames_to_save, 0, sys.maxsize)
         if abort_after_batch_num is not None:
@@ -151,15 +154,13 @@ class DebugUnderflowOverflow:
         # "module": the original prints at the call that holds the value.
         options = Options(max_frames=room, check="module", buffers=False, forecast=False)
         self._watch = _DebugWatch(watched, options)
-        self._watch.debug = weakref.ref(self)
+        self._watch.debug = ref(self)
         self._watch._batch_ends.active = abort_after_batch_num is not None
         self._recorder = self._watch._recorder
         self._recorded = {
             module: with_utf8(name) for module, name in module_names(watched).items() if is_recorded(module)
         }
-        self._handles: list[RemovableHandle] = [
-            module.register_forward_hook(self.forward_hook) for module in self.module_names
-        ]
+        self._handles = [one.register_forward_hook(self.forward_hook) for one in self.module_names]
 
     def __reduce__(self) -> Any:
         return copyreg.__newobj__, (type(self),)  # type: ignore[attr-defined]
@@ -204,9 +205,7 @@ class DebugUnderflowOverflow:
 
     def forward_hook(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note the structure of a call, which the recorder reads next; PyTorch calls this when a forward returns."""
-        if (
-            is_compiling()
-        ):  # Dynamo would put off all of this to the end of its graph, and lose it where one raises
+        if is_compiling():  # Dynamo would put this off to the end of its graph, and lose it where one raises
             torch._dynamo.graph_break()
         if self._recorder.paused:  # by stop(), or for a re-run
             return
@@ -220,18 +219,12 @@ class DebugUnderflowOverflow:
         if recorded is None:
             rows = [observe(x, name, "weight") for name, x in own_tensors(module._parameters)]
             rows += [observe(x, label, role) for x, label, role in _values(args, output)]
-        call = _Call(
-            self._header,
-            self.module_names[module],
-            type(module).__name__,
-            "(not recorded)" if recorded is None else recorded,
-            self._recorder.frames_kept,
-            tuple(map(type, args)),
-            _types(output),
-            rows,
+        name = "(not recorded)" if recorded is None else recorded
+        number, kinds = self._recorder.frames_kept, (_types(args, 1), _types(output, 2))
+        self._latest = call = _Call(
+            self._header, self.module_names[module], type(module).__name__, name, number, kinds, rows
         )
         self._header = []
-        self._latest = call
         if is_traced:
             self.reset_saved_frames()
             self.detected_overflow |= _print_kinds(rows)
@@ -255,11 +248,8 @@ class DebugUnderflowOverflow:
 
     def _dump(self, batch: int) -> None:
         frames = self.frames
-        print(f"\nDetected inf/nan during batch_number={batch}")
-        print(f"Last {len(frames)} forward frames:")
-        print(text.COLUMNS)
-        print("\n".join(frames))
-        print("\n\n")
+        print(f"\nDetected inf/nan during batch_number={batch}\nLast {len(frames)} forward frames:")
+        print(text.COLUMNS, "\n".join(frames), "\n\n", sep="\n")
         self._saved.clear()
         self._latest = None
 
@@ -267,9 +257,8 @@ class DebugUnderflowOverflow:
 def _batches(value: Container[int]) -> Container[int]:
     """Return `value` if it can hold batch numbers, and holds nothing else as far as that can be seen."""
     if isinstance(value, str | bytes) or not isinstance(value, Container):
-        raise TypeError(
-            f"trace_batch_nums should be a container of batch numbers such as [0, 3], got {value!r}"
-        )
+        accepted = "a container of batch numbers such as [0, 3]"
+        raise TypeError(f"trace_batch_nums should be {accepted}, got {value!r}")
     # A range holds integers and may be too long to iterate. A plain container cannot be iterated.
     if isinstance(value, Collection) and not isinstance(value, range):
         for batch in value:
@@ -292,45 +281,120 @@ def detect_overflow(var: Tensor, ctx: str) -> bool:
         return False
     # Complex parts are read one by one, not the modulus: (inf, nan) has both kinds and one modulus.
     parts = torch.view_as_real(var.resolve_conj()) if var.is_complex() else var
-    health = tensor_health(parts)
-    return _print_kind(ctx, health.num_nan, health.num_posinf + health.num_neginf)
+    return _print_kind(ctx, tensor_health(parts))
 
 
 def _print_kinds(rows: list[Row]) -> bool:
     """Print the kinds of non-finite value that these rows hold. Return whether there is one."""
-    found = False
-    for row in rows:
-        if row.isfinite is False and row.health is not None:
-            found = True
-            _print_kind(visible(row.label), row.health.num_nan, row.health.num_posinf + row.health.num_neginf)
-    return found
+    found = [(row.label, row.health) for row in rows if row.isfinite is False and row.health is not None]
+    for label, health in found:
+        _print_kind(visible(label), health)
+    return bool(found)
 
 
-def _print_kind(label: str, nans: int, infs: int) -> bool:
-    if nans:
+def _print_kind(label: str, health: TensorHealth) -> bool:
+    num_inf = health.num_posinf + health.num_neginf
+    if health.num_nan:
         print(f"{label} has nans")
-    if infs:
+    if num_inf:
         print(f"{label} has infs")
-    return bool(nans or infs)
+    return bool(health.num_nan or num_inf)
 
 
 def _values(args: Any, output: Any) -> Iterator[tuple[Any, str, Role]]:
     """Yield positional inputs, and outputs of up to two levels of tuples."""
-    for position, value in enumerate(args):
-        yield value, f"input[{position}]", "input"
-    if not isinstance(output, tuple):
-        yield output, "output", "output"
-        return
-    for position, value in enumerate(output):
-        if isinstance(value, tuple):
-            for inner, element in enumerate(value):
-                yield element, f"output[{position}][{inner}]", "output"
-        else:
-            yield value, f"output[{position}]", "output"
+    yield from ((value, f"input[{position}]", "input") for position, value in enumerate(args))
+    yield from _outputs(output, "output", 2)
 
 
-def _types(output: Any) -> Any:
-    """Return the type of a value, or those inside it in as many tuples as `_values` enters."""
-    if not isinstance(output, tuple):
-        return type(output)
-    return tuple(tuple(map(type, one)) if isinstance(one, tuple) else type(one) for one in output)
+def _outputs(value: Any, label: str, levels: int) -> Iterator[tuple[Any, str, Role]]:
+    if not levels or not isinstance(value, tuple):
+        yield value, label, "output"
+    else:
+        for position, one in enumerate(value):
+            yield from _outputs(one, f"{label}[{position}]", levels - 1)
+
+
+def _types(value: Any, levels: int) -> Any:
+    """Return the type of a value, or those inside it in so many levels of tuples."""
+    is_tuple = levels and isinstance(value, tuple)
+    return tuple(_types(one, levels - 1) for one in value) if is_tuple else type(value)
+
+
+SWITCH = "NANWATCH_TRANSFORMERS"
+_TRAINER, _NAME = "transformers.trainer", "DebugUnderflowOverflow"
+
+_original: Any = None  # Trainer's own class while ours replaces it
+_waiting: WhenImported | None = None
+
+
+class TrainerDebug(DebugUnderflowOverflow):
+    """DebugUnderflowOverflow that removes the one before it from a model.
+
+    Trainer makes one in each `train()` and keeps none, so the hooks of the last would stay on the model.
+    """
+
+    _of: ClassVar[WeakKeyDictionary[nn.Module, ref[TrainerDebug]]] = WeakKeyDictionary()
+
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        before = self._of.get(model)
+        if last := before and before():
+            last.stop()
+        self._of[model] = ref(self)
+
+
+def patch_transformers() -> None:
+    """Let nanwatch serve `TrainingArguments(debug="underflow_overflow")`, until `unpatch_transformers()`.
+
+    Prints the same text on stdout as transformers' class. Takes effect when `transformers.trainer` is imported, if it
+    is not yet, and imports nothing itself. Does nothing the second time.
+
+    Examples:
+        >>> import nanwatch
+        >>> nanwatch.patch_transformers()  # TrainingArguments(debug="underflow_overflow") now means nanwatch
+        >>> nanwatch.unpatch_transformers()
+    """
+    global _waiting
+    if _original is None and _waiting is None:
+        _waiting = when_imported(_TRAINER, _swap)
+
+
+def unpatch_transformers() -> None:
+    """Give Trainer its own class back. Hooks on a model stay there. Does nothing the second time.
+
+    Examples:
+        >>> import nanwatch
+        >>> nanwatch.patch_transformers()
+        >>> nanwatch.unpatch_transformers()  # a second time does nothing
+    """
+    global _original, _waiting
+    if _waiting is not None:
+        _waiting.cancel()
+    trainer = sys.modules.get(_TRAINER)
+    # A third class that somebody has put there since stays.
+    if getattr(trainer, _NAME, None) is TrainerDebug:
+        setattr(trainer, _NAME, _original)
+    _original = _waiting = None
+
+
+def follow_environment() -> None:
+    """Patch if NANWATCH_TRANSFORMERS=1."""
+    word = os.environ.get(SWITCH, "")
+    if word == "1":
+        patch_transformers()
+    elif word not in ("", "0"):  # an import is no place to fail
+        warn_user(f"{SWITCH}={word!r} is not understood and does nothing; set it to 1 or 0")
+
+
+def _swap() -> None:
+    global _original, _waiting
+    _waiting, trainer = None, sys.modules[_TRAINER]
+    _original = getattr(trainer, _NAME, None)
+    if _original is not None:
+        setattr(trainer, _NAME, TrainerDebug)
+    else:
+        warn_user(
+            f"nanwatch found no {_NAME} in {_TRAINER}, so --debug underflow_overflow stays as it is;"
+            " use nanwatch.integrations.transformers.NanWatchCallback"
+        )

@@ -6,10 +6,9 @@ import sys
 from typing import Any
 
 from ..report.report import NonFiniteError
-from ..session.api import DeferredWatch
+from ..session.api import DeferredWatch, Least
 from ..session.watch import Watch
 from ..util.imports import needed
-from .least_headroom import Least, LeastHeadroom
 
 __all__ = ["NanWatchCallback"]
 
@@ -57,11 +56,7 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
 
     def __init__(self, *, headroom: bool = True, **options: Any) -> None:
         super().__init__()
-        if not isinstance(headroom, bool):
-            raise TypeError(f"headroom should be True or False, got {headroom!r}")
-        self._deferred = DeferredWatch(options, roomy=headroom)
-        self._logs_headroom = headroom
-        self._headroom: LeastHeadroom | None = None
+        self._deferred = DeferredWatch(options, headroom=headroom)
         self._is_watching = False
         self._batches = 0
         self.least: Least | None = None
@@ -97,16 +92,14 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Read the batch's frames, and log when it is time."""
-        if self._headroom is not None:
-            self._headroom.look()
-            self._batches += 1
-            if trainer.log_every_n_steps and self._batches % trainer.log_every_n_steps == 0:
-                self._log(trainer)
+        self._deferred.look()
+        self._batches += 1
+        if trainer.log_every_n_steps and self._batches % trainer.log_every_n_steps == 0:
+            self._log(trainer)
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, *rest: Any, **named: Any) -> None:
         """Read the batch's frames."""
-        if self._headroom is not None:
-            self._headroom.look()
+        self._deferred.look()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the headroom since the last time."""
@@ -130,13 +123,12 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
         self.stop()
 
     def _start(self, trainer: Any, module: Any) -> None:
-        watch = self._deferred.start(module, getattr(trainer.precision_plugin, "scaler", None))
+        self._deferred.start(module, getattr(trainer.precision_plugin, "scaler", None))
         self._is_watching = True
-        self._headroom = LeastHeadroom(watch) if self._logs_headroom else None
         self._batches = 0
 
     def _log(self, trainer: Any) -> None:
-        least = None if self._headroom is None else self._headroom.take()
+        least = self._deferred.take_least()
         if least is None:
             return
         self.least = least

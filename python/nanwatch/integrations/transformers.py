@@ -14,8 +14,7 @@ from typing import Any
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
 from ..util.imports import needed
-from .least_headroom import LeastHeadroom
-from .trainer_debug import patch_transformers, unpatch_transformers
+from .debug import patch_transformers, unpatch_transformers
 
 __all__ = ["NanWatchCallback", "patch_transformers", "unpatch_transformers"]
 
@@ -51,11 +50,7 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, *, headroom: bool = True, **options: Any) -> None:
-        if not isinstance(headroom, bool):
-            raise TypeError(f"headroom should be True or False, got {headroom!r}")
-        self._deferred = DeferredWatch(options, roomy=headroom)
-        self._logs_headroom = headroom
-        self._least: LeastHeadroom | None = None
+        self._deferred = DeferredWatch(options, headroom=headroom)
         self._is_logging = False
         self._trainer: weakref.ref[Any] | None = None
 
@@ -72,8 +67,7 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
         """Begin to watch. Trainer calls this again when it restarts with a smaller batch."""
         trainer = _trainer_of(self, sys._getframe(1))
         self._trainer = None if trainer is None else weakref.ref(trainer)
-        watch = self._deferred.start(model, getattr(getattr(trainer, "accelerator", None), "scaler", None))
-        self._least = LeastHeadroom(watch) if self._logs_headroom else None
+        self._deferred.start(model, getattr(getattr(trainer, "accelerator", None), "scaler", None))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop the watch."""
@@ -81,21 +75,21 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the frames of an accumulated batch."""
-        self._look()
+        self._deferred.look()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the frames before a step."""
-        self._look()
+        self._deferred.look()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the frames of an evaluated batch."""
-        self._look()
+        self._deferred.look()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Log the least headroom since the last log."""
-        if self._least is None or self._is_logging:
+        if self._is_logging:
             return
-        least = self._least.take()
+        least = self._deferred.take_least()
         if least is None:
             return
         entry = {HEADROOM: least.bits, PLACE: least.place}
@@ -110,10 +104,6 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
             trainer.log(entry)
         finally:
             self._is_logging = False
-
-    def _look(self) -> None:
-        if self._least is not None:
-            self._least.look()
 
 
 def _trainer_of(callback: NanWatchCallback, frame: FrameType | None) -> Any:

@@ -15,8 +15,7 @@ from torch import nn
 
 from ..recording.events import Event, Recorder
 from ..report.finding import Finding
-from ..report.headroom import headroom_bits
-from ..report.record import FrameRows, Row, to_record
+from ..report.record import FrameRows, Row, headroom_bits, to_record
 from ..report.text import summary
 from ..util.modules import each_module
 from ..util.visible import spell, visible, warn_user
@@ -35,7 +34,7 @@ from .backends import (
     backend_for,
 )
 from .forecast import Forecast, Forecaster
-from .growth import WeightGrowth
+from .suspicion import Suspicion
 
 
 class Monitor:
@@ -57,7 +56,7 @@ class Monitor:
         self._recorder = recorder
         self._every = every
         self._forecaster = Forecaster(_num_tensors(model)) if forecasts else None
-        self.growth = WeightGrowth(model)
+        self.suspicion = Suspicion(model)
         self._looking = threading.Lock()
         self._log: Log | None = None
         if log_to is not None:
@@ -83,7 +82,7 @@ class Monitor:
             self._log.end(batch, forecasts)
             self._frames.active = self._log.is_due(batch + self._every)
         for forecast in forecasts:
-            grew = next((one.growth for one in self.growth.suspects() if one.growth), "")
+            grew = next((one.growth for one in self.suspicion.suspects() if one.growth), "")
             warn_user(f"{forecast}; grew since the watch began: {grew}" if grew else str(forecast))
 
     def on_nonfinite(self, finding: Finding | None) -> None:
@@ -106,7 +105,7 @@ class Monitor:
             if self._recorder.gathers_peaks:
                 gathered, names, values = self._recorder.take_peaks()
                 forecaster.meet(names)
-                self.growth.take(names, values)
+                self.suspicion.take(names, values)
                 if gathered == batch:
                     found = forecaster.end(batch, values)
             self._recorder.gathers_peaks = forecaster.is_due(batch + self._every)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..util.job import spell_runs
 from ..util.suppressed import suppressing
 from ..util.visible import visible
 from . import steps
@@ -26,7 +27,6 @@ from .meeting import (
     Guard,
     LinkError,
     Meeting,
-    Outcome,
     Place,
     PlaceError,
     StepError,
@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--timeout", type=_seconds, default=30.0, metavar="SECONDS", help="for each step (default: 30)")
+    seconds = _within(float, 1, 86400, "seconds should be from 1 to 86400")
+    add("--timeout", type=seconds, default=30.0, metavar="SECONDS", help="for each step (default: 30)")
     add("--backend", choices=steps.BACKENDS, help="default: nccl where torch sees a GPU, gloo otherwise")
     memory = "taken on each device (default: 64MiB)"
     add("--memory", type=_size, default=64 << 20, metavar="SIZE", help=memory)
@@ -81,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     usual = [8, 64 << 10, 1 << 20, 16 << 20]
     add("--sizes", type=_size, nargs="*", default=usual, metavar="SIZE", help=sizes)
     rounds = "how often to check, for a fault that comes and goes"
-    add("--rounds", type=_count, default=1, metavar="N", help=rounds)
+    count = _within(int, 1, 10**9, "a number from 1 on was expected")
+    add("--rounds", type=count, default=1, metavar="N", help=rounds)
     pairs = f"connect every pair of ranks; by default so up to {steps.ALL_PAIRS} ranks, and beyond at the distances"
     add("--all-pairs", action="store_true", help=f"{pairs} 1, 2, 4, ...")
     document = "rank 0 prints one JSON document on stdout, all else goes to stderr"
@@ -98,17 +100,16 @@ def _size(given: str) -> int:
     return size
 
 
-def _seconds(given: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 1 <= float(given) <= 86400:
-            return float(given)
-    raise argparse.ArgumentTypeError(f"seconds should be from 1 to 86400, got {given!r}")
+def _within(read: Callable[[str], float], least: float, most: float, words: str) -> Callable[[str], float]:
+    """Return an argparse type for the numbers between two."""
 
+    def checked(given: str) -> float:
+        with contextlib.suppress(ValueError):
+            if least <= (number := read(given)) <= most:
+                return number
+        raise argparse.ArgumentTypeError(f"{words}, got {given!r}")
 
-def _count(given: str) -> int:
-    if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given)):
-        raise argparse.ArgumentTypeError(f"a number from 1 on was expected, got {given!r}")
-    return int(given)
+    return checked
 
 
 class _Check:
@@ -143,20 +144,21 @@ class _Check:
         with guard.step("arrival"):
             token = secrets.token_hex(8)
             listener = Listener(token)
-            meeting.arrive(
-                Arrival(
-                    rank=place.rank,
-                    world_size=world_size,
-                    host=place.host,
-                    local_rank=place.local_rank,
-                    address=steps.own_address(reach(place, lambda: guard.remaining)),
-                    port=listener.port,
-                    token=token,
-                    backend=self._backend,
-                    device=steps.device_name(device),
-                    versions=steps.versions(self._backend),
-                )
+            address = reach(place, lambda: guard.remaining)
+            mine = Arrival(
+                rank=place.rank,
+                world_size=world_size,
+                host=place.host,
+                local_rank=place.local_rank,
+                # An address of this machine alone is of no use to the others.
+                address="" if address.startswith("127.") or address == "::1" else address,
+                port=listener.port,
+                token=token,
+                backend=self._backend,
+                device=steps.device_name(device),
+                versions=steps.versions(self._backend),
             )
+            meeting.arrive(mine)
             self._await_arrivals()
         if place.rank == 0:
             say(_header_lines(meeting.arrivals(), self._backend, options.timeout), self._lines_to)
@@ -204,7 +206,7 @@ class _Check:
         if not self._await(lambda: meeting.have_all("arrived")):
             missing = meeting.missing()
             came = world_size - len(missing)
-            raise StepError(f"{came} of {world_size} ranks came; missing: {spans(missing)}")
+            raise StepError(f"{came} of {world_size} ranks came; missing: {spell_runs(missing)}")
         first = meeting.arrival(0)
         if first.world_size != world_size:
             raise StepError(
@@ -252,7 +254,7 @@ class _Check:
         """Report the end and stay until all have ended: torchrun ends the ranks of a node as soon as one has gone."""
         meeting, rank = self._meeting, self._place.rank
         is_first = False
-        outcomes = {rank: Outcome(rank, trouble)}
+        outcomes: dict[int, Trouble | None] = {rank: trouble}
         with suppressing("the store was gone when the end was to be told"):
             is_first = meeting.end(trouble)
             until = time.monotonic() + patience
@@ -265,7 +267,7 @@ class _Check:
         self._print_document(outcomes)
         meeting.leave(GRACE)
 
-    def _print_document(self, outcomes: dict[int, Outcome]) -> None:
+    def _print_document(self, outcomes: Mapping[int, Trouble | None]) -> None:
         """Print the JSON document, where one was asked for and this is rank 0."""
         place, meeting = self._place, self._meeting
         if place.rank or not self._options.json:
@@ -276,24 +278,24 @@ class _Check:
             arrivals, first = meeting.arrivals(), meeting.first()
         known = {one.rank: one for one in arrivals}
         document = {
-            "ok": len(outcomes) == place.world_size and all(one.trouble is None for one in outcomes.values()),
+            "ok": len(outcomes) == place.world_size and not any(outcomes.values()),
             "world_size": place.world_size,
             "backend": self._backend,
             "timeout_s": self._options.timeout,
             "versions": sorted({one.versions for one in arrivals}),
-            "first_failure": None if first is None else first.rank,
-            "ranks": [_rank_entry(r, known.get(r), outcomes.get(r)) for r in range(place.world_size)],
+            "first_failure": first,
+            "ranks": [_rank_entry(rank, known.get(rank), outcomes) for rank in range(place.world_size)],
             "all_reduce": [one.entry(place.world_size) for one in self._transfers],
         }
         say(json.dumps(document, indent=2).splitlines(), _STDOUT)
 
 
-def _rank_entry(rank: int, arrival: Arrival | None, outcome: Outcome | None) -> dict[str, Any]:
-    trouble = None if outcome is None else outcome.trouble
+def _rank_entry(rank: int, arrival: Arrival | None, outcomes: Mapping[int, Trouble | None]) -> dict[str, Any]:
+    trouble = outcomes.get(rank)
     return {
         "rank": rank,
         **{name: getattr(arrival, name, None) for name in ("host", "local_rank", "device")},
-        "verdict": "silent" if outcome is None else "OK" if trouble is None else "broken",
+        "verdict": "broken" if trouble is not None else "OK" if rank in outcomes else "silent",
         **{name: getattr(trouble, name, None) for name in ("step", "why")},
     }
 
@@ -322,10 +324,10 @@ def _header_lines(arrivals: Sequence[Arrival], backend: str, timeout: float) -> 
     if len(versions) == 1:
         lines += [f"    {what}" for what in versions]
     else:
-        lines += [f"    {what} (ranks {spans(of)})" for what, of in versions.items()]
+        lines += [f"    {what} (ranks {spell_runs(of)})" for what, of in versions.items()]
         lines.append("    WARNING: not all ranks have the same versions")
     devices = _grouped((f"{one.host}: {one.device}", one.rank) for one in arrivals)
-    return lines + [f"    {what} (ranks {spans(of)})" for what, of in devices.items()]
+    return lines + [f"    {what} (ranks {spell_runs(of)})" for what, of in devices.items()]
 
 
 def _grouped(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
@@ -335,22 +337,9 @@ def _grouped(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
     return groups
 
 
-def spans(numbers: Sequence[int], most: int = 8) -> str:
-    """Return the runs of sorted numbers, at most so many, as `0-3, 5, 8-9`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:most]]
-    left = sum(last - first + 1 for first, last in runs[most:])
-    return ", ".join(shown) + (f" and {left} more" if left else "")
-
-
-def summary_line(outcomes: Mapping[int, Outcome], world_size: int) -> str:
+def summary_line(outcomes: Mapping[int, Trouble | None], world_size: int) -> str:
     """Return how many ranks are well, which are not, and which have not reported."""
-    troubles = {one.rank: one.trouble for one in outcomes.values() if one.trouble is not None}
+    troubles = {rank: trouble for rank, trouble in outcomes.items() if trouble is not None}
     silent = [rank for rank in range(world_size) if rank not in outcomes]
     if not troubles and not silent:
         return (
@@ -361,7 +350,7 @@ def summary_line(outcomes: Mapping[int, Outcome], world_size: int) -> str:
         "stopped by that": sorted(rank for rank, trouble in troubles.items() if trouble.follows),
         "not a word from": silent,
     }
-    parts = [f"{what}: {spans(ranks)}" for what, ranks in groups.items() if ranks]
+    parts = [f"{what}: {spell_runs(ranks)}" for what, ranks in groups.items() if ranks]
     return "; ".join([f"netcheck: {len(outcomes) - len(troubles)} of {world_size} ranks OK", *parts])
 
 

@@ -118,18 +118,10 @@ class Arrival:
         return f"rank {self.rank} ({self.host}-{self.local_rank})"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """End of a rank: with its trouble, or None when all was well."""
-
-    rank: int
-    trouble: Trouble | None
-
-    @classmethod
-    def of(cls, value: bytes) -> Outcome:
-        """Read a value that `Meeting.end` wrote."""
-        rank, trouble = json.loads(value)
-        return cls(rank, None if trouble is None else Trouble(**trouble))
+def _outcome(value: bytes) -> tuple[int, Trouble | None]:
+    """Return the rank and its trouble from a value that `Meeting.end` wrote."""
+    rank, trouble = json.loads(value)
+    return rank, None if trouble is None else Trouble(**trouble)
 
 
 def reach(place: Place, remaining: Callable[[], float]) -> str:
@@ -189,20 +181,19 @@ class Meeting:
 
     def _listen(self, tell: Callable[[str, bool], None]) -> None:
         try:
-            store = self._connect(
-                60.0, False
-            )  # a connection of its own: a question on the other one may hang
+            # A connection of its own: a question on the other one may hang.
+            store = self._connect(60.0, False)
             while not store.check(["first"]):
                 time.sleep(self.interval)
-            first = Outcome.of(store.get("first"))
+            rank, trouble = _outcome(store.get("first"))
         except Exception:
             suppressed("the store has gone")
             # The host of the store leaves when all have ended, also when all is well; `tell` knows which it is.
             where = f"{self.place.master_addr} port {self.place.master_port}"
             tell(f"the store at {where} has gone, and with it the process that held it", False)
             return
-        if first.rank != self.place.rank and first.trouble is not None:
-            tell(f"rank {first.rank} failed first, in the step {first.trouble.step}", True)
+        if rank != self.place.rank and trouble is not None:
+            tell(f"rank {rank} failed first, in the step {trouble.step}", True)
 
     def count(self, what: str) -> None:
         """Count this rank among those that have "arrived", "linked", "ended" or "left"."""
@@ -212,13 +203,11 @@ class Meeting:
         """Return whether all ranks have."""
         return self.store.add(what, 0) >= self.place.world_size
 
-    def _ranks(self, key: str) -> list[int]:
-        """Return the ranks that have written their `key/RANK`."""
-        return [rank for rank in range(self.place.world_size) if self.store.check([f"{key}/{rank}"])]
-
     def _values(self, key: str) -> list[bytes]:
-        keys = [f"{key}/{rank}" for rank in self._ranks(key)]
-        return self.store.multi_get(keys) if keys else []
+        """Return what the ranks have written under `key/RANK`, in their order."""
+        keys = [f"{key}/{rank}" for rank in range(self.place.world_size)]
+        written = [one for one in keys if self.store.check([one])]
+        return self.store.multi_get(written) if written else []
 
     def arrive(self, arrival: Arrival) -> None:
         """Introduce this rank to the others. Raises StepError when its number is taken."""
@@ -233,7 +222,7 @@ class Meeting:
 
     def missing(self) -> list[int]:
         """Return the ranks that have not come, in order."""
-        return sorted({*range(self.place.world_size)} - {*self._ranks("here")})
+        return sorted({*range(self.place.world_size)} - {one.rank for one in self.arrivals()})
 
     def arrival(self, rank: int) -> Arrival:
         """Return the arrival of one rank."""
@@ -252,13 +241,13 @@ class Meeting:
         self.count("ended")
         return is_first
 
-    def outcomes(self) -> dict[int, Outcome]:
-        """Return the ends of all ranks that have ended."""
-        return {one.rank: one for one in map(Outcome.of, self._values("end"))}
+    def outcomes(self) -> dict[int, Trouble | None]:
+        """Return the trouble of each rank that has ended, None where all was well."""
+        return dict(map(_outcome, self._values("end")))
 
-    def first(self) -> Outcome | None:
+    def first(self) -> int | None:
         """Return the first rank to fail."""
-        return Outcome.of(self.store.get("first")) if self.store.check(["first"]) else None
+        return _outcome(self.store.get("first"))[0] if self.store.check(["first"]) else None
 
     def leave(self, seconds: float) -> None:
         """Let go of the store. Its host stays until all have let go, or for so many seconds."""

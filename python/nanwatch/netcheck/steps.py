@@ -113,11 +113,6 @@ def _attempt(peer: Arrival, address: str, patience: float) -> str:
         return f"{where}: {error.strerror or error}"
 
 
-def own_address(seen: str) -> str:
-    """Return the address of the master as other ranks can use it; "" where it is valid on this machine only."""
-    return "" if seen.startswith("127.") or seen == "::1" else seen
-
-
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Timing of one size of all-reduce: bytes per rank, how often, and the seconds that one took."""
@@ -126,22 +121,23 @@ class Transfer:
     iterations: int
     seconds: float
 
-    def algorithm_rate(self) -> float:
-        """Return the bytes per second that a rank gets reduced."""
-        return self.num_bytes / self.seconds
+    def rates(self, world_size: int) -> tuple[float, float]:
+        """Return the bytes per second that a rank gets reduced, and those that it must have sent and received.
 
-    def bus_rate(self, world_size: int) -> float:
-        """Return the bytes per second that each rank must have sent and received: 2 (n - 1) / n times the bytes."""
-        return self.algorithm_rate() * 2 * (world_size - 1) / world_size
+        Of these there are 2 (n - 1) / n times as many.
+        """
+        algorithm = self.num_bytes / self.seconds
+        return algorithm, algorithm * 2 * (world_size - 1) / world_size
 
     def entry(self, world_size: int) -> dict[str, float]:
         """Return the member of the JSON document."""
+        algorithm, bus = self.rates(world_size)
         return {
             "bytes": self.num_bytes,
             "iterations": self.iterations,
             "microseconds": self.seconds * 1e6,
-            "algorithm_gb_per_s": self.algorithm_rate() / 1e9,
-            "bus_gb_per_s": self.bus_rate(world_size) / 1e9,
+            "algorithm_gb_per_s": algorithm / 1e9,
+            "bus_gb_per_s": bus / 1e9,
         }
 
 
@@ -276,9 +272,9 @@ def transfer_lines(found: Sequence[Transfer], world_size: int) -> list[str]:
     """Return the table of the all-reduce: time of one, bytes reduced per second, bytes on the wire per second."""
     lines = [] if not found else [f"    {'all-reduce':>12} {'time':>12} {'algorithm':>12} {'bus':>12}"]
     for one in found:
-        rates = (one.algorithm_rate(), one.bus_rate(world_size))
         cells = "".join(
-            f" {f'{rate / 1e9:.2f} GB/s' if rate >= 1e9 else f'{rate / 1e6:.2f} MB/s':>12}" for rate in rates
+            f" {f'{rate / 1e9:.2f} GB/s' if rate >= 1e9 else f'{rate / 1e6:.2f} MB/s':>12}"
+            for rate in one.rates(world_size)
         )
         lines.append(f"    {_bytes(one.num_bytes):>12} {one.seconds * 1e6:>9.1f} µs{cells}")
     return lines

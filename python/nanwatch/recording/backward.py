@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..report.finding import Finding, Origin, finding_of
+from ..report.finding import Finding, OriginKind, finding_of
 from ..report.record import FrameRows, Phase, Role, Row, is_fault, to_record
 from .events import Arrival, BackwardCall, Event, RecorderEvents, Subscriptions
 from .frame_ring import FrameRing
@@ -46,7 +46,7 @@ def find_in_backward(
     # One gradient is that of a module's input and of another's output: whose backward made it is the one to name, and
     # of these the innermost, whose call ended first.
     makers = [one for one in now if one.part != "output" and _was_reached(arrivals, one.call, one.time)]
-    origin: Origin = "produced" if makers else "received"
+    origin: OriginKind = "produced" if makers else "received"
     first = min(makers or now, key=lambda one: (calls[one.call].number, one.part != "output"))
     around = None if makers else _around(calls, arrivals, first)
     source = None if around is None else calls[around].frame.name

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..numerics.formats import limits
-from .headroom import is_near_end
+from .record import is_near_end
 
 if TYPE_CHECKING:
     from .finding import Finding

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..numerics.formats import limits
 from ..util.imports import needed
-from ..util.progress import Tell, silent
+from ..util.progress import Tell
 from ..util.visible import module_name, visible
 from . import text
 from .cure_text import Kind, patch_lines
-from .headroom import NEAR_FACTOR, by_module, headroom_bits, shrinking
 from .histogram import SHOWN_FORMATS, exponent_figure
-from .record import Frame, Record
+from .record import NEAR_FACTOR, Frame, Record, by_module, headroom_bits, shrinking
 
 if TYPE_CHECKING:
     from .finding import Finding
@@ -46,12 +45,8 @@ _TREE_OPEN = 60  # a tree with more nodes than fit a screen or two is unfolded o
 
 WIDEST_BAR = 40.0  # bits; float16 has 40 from its smallest number to its largest
 
-_ADVICE = (
-    "Where",
-    "Why",
-    "Data",
-    "Next",
-)  # of text.finding_lines; the rest of a finding is told by its fields
+# Of text.finding_lines. The rest of a finding is told by its fields.
+_ADVICE = ("Where", "Why", "Data", "Next")
 
 # A line of a patch, for readers who do not see its colour.
 _ELEMENTS: dict[Kind, str] = {"head": "span", "same": "span", "old": "del", "new": "ins"}
@@ -63,13 +58,14 @@ def report_html(
     batch: int | None,
     rank: int,
     mesh: Sequence[str],
-    tell: Tell = silent,
-    told: Sequence[str] = (),
+    headline: str,
+    told: Sequence[str],
+    tell: Tell,
 ) -> str:
     """Return a report as one HTML document, to be written as UTF-8. Raises ImportError without jinja2 and plotly."""
     data = _data(frames, finding, tell)
     tell("drawing the page")
-    pictures = _pictures(finding)
+    pictures = [] if finding is None else [_picture(one) for one in finding.spreads]
     data["spreads"] = [figure for _, _, figure in pictures]
     return page(
         "report",
@@ -82,10 +78,13 @@ def report_html(
         finding=finding,
         told=told,
         advice=_advice(frames, finding),
-        headline=next(text.styled_lines(frames, finding, batch))[1],  # which knows when nothing was read
+        headline=headline,
         patch_lines=patch_lines,
         elements=_ELEMENTS,
-        operands=_operands(finding),
+        operands=[
+            [one.label, one.dtype, _shape(one), _shown(one.abs_min), _shown(one.abs_max), one.note]
+            for one in (() if finding is None else finding.operands)
+        ],
         shrinking=shrinking(frames),
         bars=_bars(frames),
         worst_shown=_WORST_SHOWN,
@@ -181,26 +180,11 @@ def _advice(frames: Sequence[Frame], finding: Finding | None) -> list[tuple[str,
     return [(head, body.strip()) for head, _, body in lines if head in _ADVICE]
 
 
-def _operands(finding: Finding | None) -> list[list[str]]:
-    operands: Sequence[Record] = getattr(finding, "operands", ())
-    return [
-        [one.label, one.dtype, _shape(one), _shown(one.abs_min), _shown(one.abs_max), one.note]
-        for one in operands
-    ]
-
-
-def _pictures(finding: Finding | None) -> list[tuple[str, str, dict[str, Any]]]:
-    """Return for each histogram its label, its numbers in words, and its figure against the formats."""
-    spreads: Sequence[StoredHistogram] = getattr(finding, "spreads", ())
-    if not spreads:
-        return []
-    made = []
-    for one in spreads:
-        own = () if one.dtype in SHOWN_FORMATS else (one.dtype,)
-        figure = exponent_figure(one, (*SHOWN_FORMATS, *own))
-        words = figure["layout"].pop("title")["text"]
-        made.append((one.label, words, figure))
-    return made
+def _picture(one: StoredHistogram) -> tuple[str, str, dict[str, Any]]:
+    """Return the label of a histogram, its numbers in words, and its figure against the formats."""
+    own = () if one.dtype in SHOWN_FORMATS else (one.dtype,)
+    figure = exponent_figure(one, (*SHOWN_FORMATS, *own))
+    return one.label, figure["layout"].pop("title")["text"], figure
 
 
 # The data of chart and table.
@@ -218,7 +202,10 @@ def _data(frames: Sequence[Frame], finding: Finding | None, tell: Tell) -> dict[
                 culprit = len(rows)
             rows.append(_row(number, record))
     return {
-        "frames": [[str(frame.batch), frame.name, frame.class_name, _phase(frame)] for frame in frames],
+        "frames": [
+            [str(frame.batch), frame.name, frame.class_name, " ".join(text.frame_words(frame))]
+            for frame in frames
+        ],
         "records": rows,
         "limits": {
             dtype: list(ends)
@@ -257,14 +244,6 @@ def _shown(value: float | None) -> str:
 
 def _shape(record: Record) -> str:
     return "" if record.shape is None else str(list(record.shape))
-
-
-def _phase(frame: Frame) -> str:
-    return " ".join(
-        word
-        for word, said in ((frame.phase, frame.phase != "forward"), ("recomputed", frame.recomputed))
-        if said
-    )
 
 
 # Headroom by module: bars and tree.

@@ -1,27 +1,67 @@
-"""Frames and the finding, and their forms: text, JSON, HTML, and the exceptions of a watched model."""
+"""Frames, the finding and suspects, and their forms: text, JSON, HTML, and the exceptions of a watched model."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
 from ..util import reading
+from ..util.imports import needed
 from ..util.job import Attempt, current_attempt, rank, read_attempt
 from ..util.progress import Tell, silent, wants_color
 from ..util.suppressed import suppressed
+from ..util.visible import module_name, visible
 from . import text
 from .finding import Finding, read_finding
-from .record import Frame
-from .suspect import Suspect
+from .record import SKIPPED_STEP, Frame
 
 if TYPE_CHECKING:
-    from .rank_observation import Origin
+    from .finding import Origin
 
 SCHEMA = "nanwatch.report"
 VERSION = 1
 _OFTEN_EMPTY = ("never_called", "suspects")  # left out of JSON when they are
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A weight whose abs max is much larger than it was, or than that of its siblings.
+
+    `first` is its abs max when the watch began, None where it has not grown much. `siblings` is the pattern of the
+    names of the modules that hold the same weight in the other layers, "" where it is not far from theirs. There are
+    `num_siblings` of them, whose abs max has the median `median`.
+    """
+
+    module: str
+    label: str
+    abs_max: float
+    first: float | None = None
+    siblings: str = ""
+    num_siblings: int = 0
+    median: float | None = None
+
+    @property
+    def growth(self) -> str:
+        """The weight with its first and latest abs max, "" where it has not grown much."""
+        if self.first is None:
+            return ""
+        return f"`{self.label}` of {module_name(self.module)} from {self.first:.3g} to {self.abs_max:.3g}"
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of a report."""
+        if self.growth:
+            yield (
+                f"Grew:  abs max of {self.growth} since the watch began: look at the learning rate, at weight decay and"
+                " at the clipping of gradients."
+            )
+        if self.siblings and self.median is not None:
+            yield (
+                f"Apart: abs max of `{self.label}` of {module_name(self.module)} is {self.abs_max:.3g}, the median of"
+                f" the {self.num_siblings} other {self.siblings} is {self.median:.3g}."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +115,11 @@ class Report:
     @property
     def mesh(self) -> tuple[str, ...]:
         """Return the position of this rank in the device meshes of parameters and frames' tensors, as `dp=1 of 4`."""
-        return tuple(dict.fromkeys((*self.parameter_mesh, *text.mesh_coordinates(self.frames))))
+        placements = [
+            record.placement for frame in self.frames for record in frame.records if record.is_shard
+        ]
+        seen = [place.where for one in placements if one is not None for place in one.places]
+        return tuple(dict.fromkeys((*self.parameter_mesh, *seen)))
 
     def to_text(self, color: bool = False, *, whole: bool = False) -> str:
         """Return the frames in columns and the finding in words; with ANSI colours for `color`, which needs `rich`.
@@ -83,10 +127,8 @@ class Report:
         With a finding the text fits a screen of forty lines: it shows the frames closest to the finding. `whole` shows
         all of `frames`.
         """
-        told = self._told()
-        return text.report_text(
-            self.frames, self.finding, self.batch, self.mesh, told, color=color, whole=whole
-        )
+        lines = [(style, visible(line)) for style, line in _styled_lines(self, whole=whole)]
+        return _colored(lines) if color else "\n".join(line for _, line in lines)
 
     def __str__(self) -> str:
         return self.to_text()
@@ -111,13 +153,9 @@ class Report:
         """
         from .html import report_html
 
-        return report_html(self.frames, self.finding, self.batch, self.rank, self.mesh, tell, self._told())
-
-    def _told(self) -> list[str]:
-        return [
-            *text.never_called_lines(self.never_called),
-            *(line for one in self.suspects for line in one.lines()),
-        ]
+        _, headline = next(_styled_lines(self))  # which knows when nothing was read
+        told = _suspicion_lines(self)
+        return report_html(self.frames, self.finding, self.batch, self.rank, self.mesh, headline, told, tell)
 
     @classmethod
     def from_json(cls, document: str) -> Report:
@@ -229,3 +267,115 @@ class BatchLimitError(ValueError):
     def __str__(self) -> str:
         asked = f"{self.option}={self.batch}"
         return f"stopped after batch {self.batch}, as {asked} asks; leave the option out to run on"
+
+
+_MOST_LINES = 39  # of a report with a finding: one screen
+_HEADER = 3
+
+Style: TypeAlias = Literal["plain", "head", "module", "quiet", "nonfinite"]
+_RICH_STYLES: dict[Style, str] = {
+    "plain": "",
+    "head": "bold",
+    "module": "cyan",
+    "quiet": "dim",
+    "nonfinite": "bold red",
+}
+_MOST_NAMED = 5
+
+
+def _suspicion_lines(report: Report) -> list[str]:
+    """Return the lines on modules that nobody called, and on suspect weights."""
+    lines = [line for one in report.suspects for line in one.lines()]
+    if names := report.never_called:
+        named = ", ".join(map(module_name, names[:_MOST_NAMED]))
+        more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
+        lines.insert(
+            0,
+            f"Never called as modules, though their weights are trained: {named}{more}."
+            " What they compute is seen only where a watched module receives it.",
+        )
+    return lines
+
+
+def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Style, str]]:
+    """Yield the lines of a report, each with its style.
+
+    A report with a finding has fewer than forty lines, because it leaves out the frames that are far from the finding.
+    `whole` keeps all frames.
+    """
+    frames: Sequence[Frame] = report.frames
+    finding = report.finding
+    until = "" if report.batch is None else f" up to batch {report.batch}"
+    if finding is not None:
+        yield "head", f"Detected {finding.value} in batch {finding.batch}"
+    elif not frames:
+        yield "head", f"Nothing was looked at{until}: no watched call has run."
+        return
+    elif not any(record.isfinite is not None for frame in frames for record in frame.records):
+        yield "head", f"Nothing could be read{until}: no record of the frames below has a range."
+    else:
+        skipped = {
+            (frame.batch, record.note): None
+            for frame in frames
+            for record in frame.records
+            if record.note.startswith(SKIPPED_STEP)
+        }
+        yield "head", f"All finite{until}" + (" but for gradients that no step took" if skipped else "")
+        for number, note in skipped:
+            yield "plain", f"Batch {number}: {note}."
+    if report.mesh:
+        yield "plain", f"This rank in the device mesh: {', '.join(report.mesh)}."
+    source, culprit = (None, None) if finding is None else text.culprit(finding, frames)
+    ending = [] if finding is None else text.finding_lines(finding, frames)
+    ending += _suspicion_lines(report)
+    ending = [""] * bool(ending) + ending
+    count = len(frames)
+    if finding is not None and not whole:
+        frames = _closest(frames, source, _MOST_LINES - _HEADER - bool(report.mesh) - len(ending))
+    which = f"Last {count} frames" if len(frames) == count else f"{len(frames)} of the last {count} frames"
+    yield "plain", f"{which}, the oldest first:"
+    yield "quiet", text.COLUMNS
+    previous = frames[0].batch if frames else None
+    for frame in frames:
+        if frame.batch != previous:
+            yield "quiet", f"{text.PREFIX} *** Starting batch number={frame.batch} ***"
+            previous = frame.batch
+        title, *lines = text.frame_lines(frame)
+        yield "module", title
+        for record, line in zip(frame.records, lines, strict=True):
+            if finding is not None and record is culprit:
+                yield "nonfinite", f"{line}  <-- {finding.value}, first"
+            else:
+                yield ("quiet" if record.abs_max is None else "plain"), line
+    for line in ending:
+        yield "plain", line
+
+
+def _closest(frames: Sequence[Frame], source: Frame | None, room: int) -> Sequence[Frame]:
+    """Return `source` with as many of the frames before it as fit into `room` lines, and then of those after it."""
+    last = next((i for i, frame in enumerate(frames) if frame is source), len(frames) - 1)
+    first = last
+    used = _height(frames, last) if frames else 0
+    while first > 0 and (more := used + _height(frames, first - 1)) <= room:
+        first, used = first - 1, more
+    while last + 1 < len(frames) and (more := used + _height(frames, last + 1)) <= room:
+        last, used = last + 1, more
+    return frames[first : last + 1]
+
+
+def _height(frames: Sequence[Frame], i: int) -> int:
+    """Return how many lines the frame takes, with the line of its batch."""
+    return 1 + len(frames[i].records) + (i + 1 < len(frames) and frames[i].batch != frames[i + 1].batch)
+
+
+def _colored(lines: Sequence[tuple[Style, str]]) -> str:
+    instead = "leave color=False"
+    console_kind = needed("rich.console", "color=True", "terminal", instead).Console
+    styled = needed("rich.text", "color=True", "terminal", instead).Text
+    width = max((len(line) for _, line in lines), default=0) + 1
+    console = console_kind(width=width, color_system="standard", force_terminal=True, no_color=False)
+    with console.capture() as capture:
+        for style, line in lines:
+            console.print(styled(line, style=_RICH_STYLES[style]))
+    shown: str = capture.get()
+    return shown.removesuffix("\n")

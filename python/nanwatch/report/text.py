@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..numerics.formats import limits
-from ..util.imports import needed
 from ..util.visible import module_name, visible
 from .cure_text import cure_lines
 from .finding_text import next_backward, next_forward, samples_words, why_backward, why_forward
-from .headroom import has_vanished, shrinking
-from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, SKIPPED_STEP, Record
+from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, Record, has_vanished, shrinking
 
 if TYPE_CHECKING:
     from .finding import Finding
@@ -20,38 +18,16 @@ if TYPE_CHECKING:
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 
-_MOST_LINES = 39  # of a report with a finding: one screen
-_HEADER = 3
-
-Style: TypeAlias = Literal["plain", "head", "module", "quiet", "nonfinite"]
-_RICH_STYLES: dict[Style, str] = {
-    "plain": "",
-    "head": "bold",
-    "module": "cyan",
-    "quiet": "dim",
-    "nonfinite": "bold red",
-}
-
-
-def range_line(abs_min: float, abs_max: float, label: str) -> str:
-    """Return `1.01e-06 6.44e+00 weight`."""
-    return visible(f"{abs_min:8.2e} {abs_max:8.2e} {label}")
-
-
-def note_line(note: str, label: str) -> str:
-    """Return `None input[1]`, the note right-aligned over both columns of numbers."""
-    return visible(f"{note:>17} {label}")
-
 
 def record_line(record: Record) -> str:
-    """Return the line of one record."""
+    """Return the line of one record: `1.01e-06 6.44e+00 weight`, or a note over both columns of numbers."""
     if record.abs_min is not None and record.abs_max is not None:
-        line = range_line(record.abs_min, record.abs_max, record.label)
-        return visible(f"{line} ({record.note})" if record.note else line)
-    if record.note in (NONE, NOT_A_TENSOR):
-        return note_line(record.note, record.label)
-    reason = record.note.removeprefix(NOT_CHECKED).removeprefix(": ")
-    return note_line(NOT_CHECKED, f"{record.label} ({reason})" if reason else record.label)
+        numbers, remark = f"{record.abs_min:8.2e} {record.abs_max:8.2e}", record.note
+    elif record.note in (NONE, NOT_A_TENSOR):
+        numbers, remark = f"{record.note:>17}", ""
+    else:
+        numbers, remark = f"{NOT_CHECKED:>17}", record.note.removeprefix(NOT_CHECKED).removeprefix(": ")
+    return visible(f"{numbers} {record.label}" + (f" ({remark})" if remark else ""))
 
 
 def frame_line(name: str, class_name: str) -> str:
@@ -61,13 +37,14 @@ def frame_line(name: str, class_name: str) -> str:
 
 def frame_lines(frame: Frame) -> list[str]:
     """Return the frame's name and a line for each record."""
-    return [frame_line(frame.name, frame.class_name) + _attributes(frame), *map(record_line, frame.records)]
+    said = ", ".join(frame_words(frame))
+    title = frame_line(frame.name, frame.class_name) + (f" ({said})" if said else "")
+    return [title, *map(record_line, frame.records)]
 
 
-def _attributes(frame: Frame) -> str:
-    """Return ` (backward, recomputed)`, the words that follow the name of such a frame."""
-    said = [frame.phase] * (frame.phase != "forward") + ["recomputed"] * frame.recomputed
-    return f" ({', '.join(said)})" if said else ""
+def frame_words(frame: Frame) -> list[str]:
+    """Return the words that follow the name of a frame: its phase, unless it is a forward, and `recomputed`."""
+    return [frame.phase] * (frame.phase != "forward") + ["recomputed"] * frame.recomputed
 
 
 def batch_lines(batch: int) -> list[str]:
@@ -93,11 +70,7 @@ def summary(finding: Finding) -> str:
 
 def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
     """Return what happened, where, why, and what to look at next; one line each."""
-    return list(map(visible, _finding_lines(finding, frames)))
-
-
-def _finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
-    frame, record = _culprit(finding, frames)
+    frame, record = culprit(finding, frames)
     lines = [f"What:  {summary(finding)}.", f"Where: {_where(finding, record)}."]
     is_forward = finding.phase == "forward"
     why = why_forward(finding, frame, frames) if is_forward else why_backward(finding, frame)
@@ -159,7 +132,8 @@ def _vanished(frame: Frame) -> list[str]:
     ]
 
 
-def _culprit(finding: Finding, frames: Sequence[Frame]) -> tuple[Frame | None, Record | None]:
+def culprit(finding: Finding, frames: Sequence[Frame]) -> tuple[Frame | None, Record | None]:
+    """Return the frame and the record of the finding, as far as they are among `frames`."""
     for frame in frames:
         if (frame.name, frame.batch, frame.phase) == (finding.module, finding.batch, finding.phase):
             record = frame.fault
@@ -187,139 +161,3 @@ def _where(finding: Finding, record: Record | None) -> str:
     whole = None if placement is None or not finding.index else placement.in_whole(finding.index)
     where += "" if whole is None else f" of the shard, {list(whole)} of the whole"
     return f"{where}; the {record.note} of {record.dtype} of shape {list(record.shape)}"
-
-
-_MOST_NAMED = 5
-
-
-def never_called_lines(names: Sequence[str]) -> list[str]:
-    """Return the line that names modules which nobody called, if there are any."""
-    if not names:
-        return []
-    named = [module_name(name) for name in names[:_MOST_NAMED]]
-    more = f" and {len(names) - len(named):,} more" if len(names) > len(named) else ""
-    return [
-        f"Never called as modules, though their weights are trained: {', '.join(named)}{more}."
-        " What they compute is seen only where a watched module receives it."
-    ]
-
-
-def mesh_coordinates(frames: Sequence[Frame]) -> tuple[str, ...]:
-    """Return `dp=1 of 4` for each dimension of the device meshes that sharded tensors of these frames are on."""
-    placements = (record.placement for frame in frames for record in frame.records if record.is_shard)
-    return tuple(dict.fromkeys(place.where for one in placements if one is not None for place in one.places))
-
-
-def styled_lines(
-    frames: Sequence[Frame],
-    finding: Finding | None,
-    batch: int | None,
-    mesh: Sequence[str] = (),
-    told: Sequence[str] = (),
-    *,
-    whole: bool = False,
-) -> Iterator[tuple[Style, str]]:
-    """Return the lines of a report, each with its style; `told` are the last of them.
-
-    With a finding there are fewer than forty, unless it is `whole`: of the frames those closest to the finding.
-    """
-    return (
-        (style, visible(line)) for style, line in _styled_lines(frames, finding, batch, mesh, told, whole)
-    )
-
-
-def _styled_lines(
-    frames: Sequence[Frame],
-    finding: Finding | None,
-    batch: int | None,
-    mesh: Sequence[str],
-    told: Sequence[str],
-    whole: bool,
-) -> Iterator[tuple[Style, str]]:
-    until = "" if batch is None else f" up to batch {batch}"
-    if finding is not None:
-        yield "head", f"Detected {finding.value} in batch {finding.batch}"
-    elif not frames:
-        yield "head", f"Nothing was looked at{until}: no watched call has run."
-        return
-    elif not any(record.isfinite is not None for frame in frames for record in frame.records):
-        yield "head", f"Nothing could be read{until}: no record of the frames below has a range."
-    else:
-        skipped = {
-            (frame.batch, record.note): None
-            for frame in frames
-            for record in frame.records
-            if record.note.startswith(SKIPPED_STEP)
-        }
-        yield "head", f"All finite{until}" + (" but for gradients that no step took" if skipped else "")
-        for number, note in skipped:
-            yield "plain", f"Batch {number}: {note}."
-    if mesh:
-        yield "plain", f"This rank in the device mesh: {', '.join(mesh)}."
-    source, culprit = (None, None) if finding is None else _culprit(finding, frames)
-    ending = [] if finding is None else finding_lines(finding, frames)
-    ending = [*[""] * bool(ending or told), *ending, *told]
-    count = len(frames)
-    if finding is not None and not whole:
-        frames = _closest(frames, source, _MOST_LINES - _HEADER - bool(mesh) - len(ending))
-    which = f"Last {count} frames" if len(frames) == count else f"{len(frames)} of the last {count} frames"
-    yield "plain", f"{which}, the oldest first:"
-    yield "quiet", COLUMNS
-    previous = frames[0].batch if frames else None
-    for frame in frames:
-        if frame.batch != previous:
-            yield "quiet", f"{PREFIX} *** Starting batch number={frame.batch} ***"
-            previous = frame.batch
-        yield "module", frame_line(frame.name, frame.class_name) + _attributes(frame)
-        for record in frame.records:
-            if finding is not None and record is culprit:
-                yield "nonfinite", f"{record_line(record)}  <-- {finding.value}, first"
-            else:
-                yield ("quiet" if record.abs_max is None else "plain"), record_line(record)
-    for line in ending:
-        yield "plain", line
-
-
-def _closest(frames: Sequence[Frame], source: Frame | None, room: int) -> Sequence[Frame]:
-    """Return the frames up to `source`, then those behind it, of which so many lines can be shown; at least one."""
-    last = next((i for i, frame in enumerate(frames) if frame is source), len(frames) - 1)
-    first = last
-    used = _height(frames, last) if frames else 0
-    while first > 0 and (more := used + _height(frames, first - 1)) <= room:
-        first, used = first - 1, more
-    while last + 1 < len(frames) and (more := used + _height(frames, last + 1)) <= room:
-        last, used = last + 1, more
-    return frames[first : last + 1]
-
-
-def _height(frames: Sequence[Frame], i: int) -> int:
-    """Return how many lines the frame takes, with the line of its batch."""
-    return 1 + len(frames[i].records) + (i + 1 < len(frames) and frames[i].batch != frames[i + 1].batch)
-
-
-def report_text(
-    frames: Sequence[Frame],
-    finding: Finding | None,
-    batch: int | None,
-    mesh: Sequence[str] = (),
-    told: Sequence[str] = (),
-    *,
-    color: bool = False,
-    whole: bool = False,
-) -> str:
-    """Return the report as text, without a newline at its end; with ANSI colours for `color`. See styled_lines."""
-    lines = list(styled_lines(frames, finding, batch, mesh, told, whole=whole))
-    return _colored(lines) if color else "\n".join(line for _, line in lines)
-
-
-def _colored(lines: Sequence[tuple[Style, str]]) -> str:
-    instead = "leave color=False"
-    console_kind = needed("rich.console", "color=True", "terminal", instead).Console
-    styled = needed("rich.text", "color=True", "terminal", instead).Text
-    width = max((len(line) for _, line in lines), default=0) + 1
-    console = console_kind(width=width, color_system="standard", force_terminal=True, no_color=False)
-    with console.capture() as capture:
-        for style, line in lines:
-            console.print(styled(line, style=_RICH_STYLES[style]))
-    shown: str = capture.get()
-    return shown.removesuffix("\n")

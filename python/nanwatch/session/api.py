@@ -1,9 +1,10 @@
-"""The names to import: `watch`, Watch, and DeferredWatch for trainers, whose model comes later than its options."""
+"""The names to import: `watch`, Watch, and for the callbacks of trainers DeferredWatch and the least headroom."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +13,20 @@ from torch import nn
 from ..instrumentation.calls import check_model
 from ..instrumentation.wrapped_names import named_modules, original_module
 from ..recording.events import Check
+from ..report.record import headroom_bits, is_fault, to_record
 from ..trace.trace import arrow
 from ..util.modules import each_module
-from .options import MAX_BATCH, MAX_FRAMES, OnNonfinite, Options, check_options, check_place, whole
+from ..util.visible import module_name
+from .options import (
+    MAX_BATCH,
+    MAX_FRAMES,
+    OnNonfinite,
+    Options,
+    check_flag,
+    check_options,
+    check_place,
+    whole,
+)
 from .watch import Watch
 
 __all__ = ["DeferredWatch", "Watch", "watch"]
@@ -148,15 +160,17 @@ def watch(
 
 
 class DeferredWatch:
-    """Watch whose options are checked now and whose model comes with `start`.
+    """Watch of a trainer's callback: its options are checked now, and its model comes with `start`.
 
-    `roomy`: the recorder holds a whole batch, though `frames` and reports show no more than `max_frames`. Raises as
-    `watch` does, except for patterns that match no module, which only `start` can know.
+    With `headroom` the recorder holds a whole batch for `look` and `take_least`, though `frames` and reports show no
+    more than `max_frames`. Raises as `watch` does, except for patterns that match no module, which only `start` can
+    know.
     """
 
-    def __init__(self, options: dict[str, Any], *, roomy: bool = False) -> None:
+    def __init__(self, options: dict[str, Any], *, headroom: bool = False) -> None:
         self.options = dict(options)
-        self._roomy = roomy
+        self._has_headroom = check_flag("headroom", headroom)
+        self._least: LeastHeadroom | None = None
         self.watch: Watch | None = None
         # The run may change its folder before the model comes.
         for option in ("trace", "output_dir", "log_to"):
@@ -181,11 +195,78 @@ class DeferredWatch:
         is_wanted = options.get("gradients") and options.get("scaler") is None
         if is_wanted and callable(getattr(scaler, "get_scale", None)):
             options["scaler"] = scaler
-        room = min(_CALLS * sum(1 for _ in each_module(model)), MAX_FRAMES) if self._roomy else 0
+        room = min(_CALLS * sum(1 for _ in each_module(model)), MAX_FRAMES) if self._has_headroom else 0
         self.watch = watch(model, **options, _room=room)
+        self._least = LeastHeadroom(self.watch) if self._has_headroom else None
         return self.watch
 
     def stop(self) -> None:
         """Leave the model as it was found. The Watch and its frames stay."""
         if self.watch is not None:
             self.watch.stop()
+
+    def look(self) -> None:
+        """Read the frames since the last look, for `take_least`. To be called after each batch."""
+        if self._least is not None:
+            self._least.look()
+
+    def take_least(self) -> Least | None:
+        """Return the least headroom since the last time, None where no tensor had one."""
+        return None if self._least is None else self._least.take()
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """Tensor with the least headroom: its `bits` as in headroom_bits, -inf when it was not finite."""
+
+    bits: float
+    module: str
+    label: str
+    dtype: str
+
+    @property
+    def place(self) -> str:
+        """Module, label and format in words: "encoder.wo output, float16"."""
+        return f"{module_name(self.module)} {self.label}, {self.dtype}"
+
+
+class LeastHeadroom:
+    """Reader of the frames of a Watch, which should have room for those of a batch.
+
+    Call `look` after every batch, and `take` to get the number. As in `by_module` an input counts only when it
+    is a fault.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._frames_seen = watch._recorder.frames_kept
+        self._least: Least | None = None
+        # The largest magnitude so far by dtype. Only a larger one can have less headroom, which skips nearly all rows.
+        self._largest: dict[str, float] = {}
+
+    def look(self) -> None:
+        """Read the frames that were recorded since the last look."""
+        self._frames_seen, fresh = self._watch._recorder.frames_since(self._frames_seen)
+        # Read rows: 2 µs per frame without a Frame.
+        for frame in fresh:
+            for row in frame.rows:
+                dtype, abs_max = row.dtype, row.abs_max
+                nonfinite = is_fault(row)
+                if abs_max is None or not (
+                    nonfinite or (row.role != "input" and abs_max > self._largest.get(dtype, 0.0))
+                ):
+                    continue
+                bits = headroom_bits(to_record(row))
+                if bits is None:
+                    continue
+                if not nonfinite:
+                    self._largest[dtype] = abs_max
+                if self._least is None or bits < self._least.bits:
+                    self._least = Least(bits, frame.name, row.label, dtype)
+
+    def take(self) -> Least | None:
+        """Return the least since the last `take`, or None when there was none; then begin anew."""
+        self.look()
+        least, self._least = self._least, None
+        self._largest.clear()
+        return least

@@ -15,22 +15,21 @@ from torch import nn
 
 from ..diagnosis.batch_snapshot import left_calls
 from ..distributed.coordinator import RankCoordinator
-from ..recording.events import Event, Recorder
+from ..recording.events import Event
 from ..recording.observe import observe
 from ..recording.walk import call_leaves
 from ..report import text
 from ..report.finding import Finding
-from ..report.record import FrameRows, Record, is_fault, to_record
+from ..report.record import FrameRows
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..util.suppressed import suppressed
 from ..util.visible import warn_user
-from .reports import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings, Reports, left_frames
+from .reports import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings, Reports
 
 if TYPE_CHECKING:
     from ..monitoring.monitor import Monitor
-    from ..report.rank_observation import Origin
+    from ..report.finding import Origin
     from .optimizer_guard import OptimizerGuard
-    from .options import Options
     from .rerun_policy import RerunPolicy
 
 
@@ -41,21 +40,13 @@ class FailureHandler:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        recorder: Recorder,
-        monitor: Monitor,
-        reports: Reports,
-        rerun: RerunPolicy,
-        guard: OptimizerGuard | None,
+        self, reports: Reports, monitor: Monitor, rerun: RerunPolicy, guard: OptimizerGuard | None
     ) -> None:
-        self._model = weakref.ref(model)
-        self._options = options
-        self._action = options.on_nonfinite
-        self._recorder = recorder
-        self._monitor = monitor
         self._reports = reports
+        self._options = options = reports.options
+        self._action = options.on_nonfinite
+        self._recorder = recorder = reports.recorder
+        self._monitor = monitor
         self.rerun = rerun
         self._guard = guard
         self.batches = NonFiniteBatches()
@@ -67,7 +58,8 @@ class FailureHandler:
         # An error that was found while a report was asked for, which is no place to raise it.
         self._postponed: NonFiniteError | None = None
         self._coordinator: RankCoordinator | None = None
-        if self._action == "raise" and options.peer_timeout and options.enabled:
+        model = reports.model()
+        if model is not None and self._action == "raise" and options.peer_timeout and options.enabled:
             # Not a bound method: the job would keep this alive.
             this = weakref.ref(self)
             self._coordinator = RankCoordinator(
@@ -132,7 +124,7 @@ class FailureHandler:
 
         def report() -> Report:
             given = [observe(x, label, "input") for label, x in call_leaves(args, kwargs or {})]
-            return self._reports.of_failure(frame.batch, caller, _records(given), nonfinite=frame)
+            return self._reports.of_failure(frame.batch, caller, given, nonfinite=frame)
 
         batch = self._take(number, frame.name, report)
         at_once = self._options.check in ("auto", "module") or frame.recomputed
@@ -150,7 +142,7 @@ class FailureHandler:
         self._take(
             frame.batch,
             frame.name,
-            lambda: self._reports.of_failure(frame.batch, caller, _records(given.rows), nonfinite=frame),
+            lambda: self._reports.of_failure(frame.batch, caller, given.rows, nonfinite=frame),
             is_left=is_left,
         )
 
@@ -296,11 +288,10 @@ class FailureHandler:
             raise NonFiniteError(*self._settled(report))
 
     def _complete(self, error: NonFiniteError) -> None:
-        """Complete an error that was raised inside a forward. No other exception is changed after it was raised.
+        """Add the results of the re-run to an error that was raised inside a forward, now that the forward is left.
 
-        The re-run has to wait until the forward has been left, and with it any lock or mode that it holds. Code inside
-        the forward may catch NonFiniteError and keep, annotate or wrap it. A second error in its place would lose such
-        notes and leave the incomplete one as `__cause__`.
+        Inside, the re-run could wait for a lock that the forward holds. A second error would lose the notes that code
+        in the forward has added to the first. No other exception is changed after it was raised.
         """
         NonFiniteError.__init__(error, *self._settled(error.report))
 
@@ -357,23 +348,13 @@ class FailureHandler:
 
     def _take_left_calls(self, error: Exception, batch: int) -> NonFiniteBatch | None:
         """Read the calls that the exception left, and take the first non-finite one."""
-        model, calls = self._model(), left_calls(error)
+        calls = left_calls(error)
         # Without calls the exception ended something else, such as a call in compiled code.
-        if model is None or not calls:
+        report = self._reports.of_left_calls(calls, batch) if calls else None
+        if report is None or report.finding is None:
             return None
-        left = left_frames(calls, batch, model, self._options)
-        first = next((i for i, frame in enumerate(left.frames) if any(map(is_fault, frame.rows))), None)
-        if first is None:
-            return None
-        return self._take(
-            batch,
-            left.frames[first].name,
-            lambda: self._reports.of_failure(
-                batch, left.callers[first], _records(left.given), left.frames[: first + 1]
-            ),
-            # Somebody may catch the exception and go on, so it is not published to the other ranks.
-            announces=False,
-        )
+        # Somebody may catch the exception and go on, so it is not published to the other ranks.
+        return self._take(batch, report.finding.module, lambda: report, announces=False)
 
     def _write_last_frames(self, name: str) -> Report:
         """Write and return the latest frames of a rank without a failure of its own, from any thread."""
@@ -381,7 +362,3 @@ class FailureHandler:
         report = self._reports.latest(None, None if latest < 0 else latest)
         self.rerun.write_frames(report, name)
         return report
-
-
-def _records(rows: list[Any]) -> list[Record]:
-    return [to_record(row) for row in rows]

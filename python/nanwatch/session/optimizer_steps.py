@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps
 from ..instrumentation.wrapped_names import find_module, named_modules, parameter_names
 from ..recording.backward import find_in_backward
-from ..recording.events import Arrival, BackwardCall, Recorder
+from ..recording.events import Arrival, BackwardCall
 from ..recording.observe import Observe, observe, observe_with
 from ..report.finding import find, finding_of
 from ..report.record import FrameRows, Row, is_fault
@@ -35,7 +35,6 @@ from .reports import Reports
 
 if TYPE_CHECKING:
     from .failure_handler import FailureHandler
-    from .options import Options
 
 # Name of the frames of an optimizer's state.
 _OPTIMIZER = "(optimizer)"
@@ -54,16 +53,9 @@ class BackwardWatch:
     A failure that is due goes to `failures`. The backward or the step raises what that raises.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        recorder: Recorder,
-        reports: Reports,
-        failures: FailureHandler,
-        guard: OptimizerGuard,
-    ) -> None:
-        self._model = weakref.ref(model)
-        self._recorder = recorder
+    def __init__(self, reports: Reports, failures: FailureHandler, guard: OptimizerGuard) -> None:
+        self._model = reports.model
+        self._recorder = reports.recorder
         self._reports = reports
         self._failures = failures
         self.guard = guard
@@ -165,18 +157,10 @@ class OptimizerSteps:
     next.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        recorder: Recorder,
-        options: Options,
-        reports: Reports,
-        failures: FailureHandler,
-        backward: BackwardWatch | None,
-    ) -> None:
-        self._model = weakref.ref(model)
-        self._recorder = recorder
-        self._options = options
+    def __init__(self, reports: Reports, failures: FailureHandler, backward: BackwardWatch | None) -> None:
+        self._model = reports.model
+        self._recorder = recorder = reports.recorder
+        self._options = options = reports.options
         self._reports = reports
         self._failures = failures
         self._backward = backward

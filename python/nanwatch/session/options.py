@@ -106,15 +106,11 @@ def check_place(option: str, value: Any) -> Path | None:
     return path
 
 
-def _check_flag(option: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{option} should be True or False, got {value!r}")
-    return value
-
-
-def _check_flag_or_none(option: str, value: Any) -> bool | None:
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"{option} should be True, False or None, got {value!r}")
+def check_flag(option: str, value: Any, *, or_none: bool = False) -> Any:
+    """Return `value` if it is True or False, or None where that is accepted."""
+    if not isinstance(value, bool) and not (or_none and value is None):
+        accepted = "True, False or None" if or_none else "True or False"
+        raise TypeError(f"{option} should be {accepted}, got {value!r}")
     return value
 
 
@@ -125,7 +121,7 @@ def _check_attention(option: str, value: Any) -> int:
 
 def _check_enabled(option: str, value: Any) -> bool:
     """Return what the environment says, which goes before the code."""
-    enabled, word = _check_flag(option, value), os.environ.get(SWITCH, "")
+    enabled, word = check_flag(option, value), os.environ.get(SWITCH, "")
     if word not in ("", "0", "1"):
         raise ValueError(f"{SWITCH}={word!r} is not understood; set it to 1 (watch) or 0 (do not watch)")
     return enabled if word == "" else word == "1"
@@ -192,8 +188,8 @@ def _object(accepted: str, is_accepted: Callable[[Any], bool]) -> _Kind:
     return _Kind(check)
 
 
-_FLAG = _Kind(_check_flag, {"action": argparse.BooleanOptionalAction})
-_FLAG_OR_NONE = _Kind(_check_flag_or_none, {"action": argparse.BooleanOptionalAction})
+_FLAG = _Kind(check_flag, {"action": argparse.BooleanOptionalAction})
+_FLAG_OR_NONE = _Kind(lambda option, value: check_flag(option, value, or_none=True), _FLAG.flag)
 _PATTERNS = _Kind(_check_patterns, {"action": "append", "metavar": "PATTERN"})
 _BATCHES = _Kind(_check_batches, {"type": _parse_batches, "metavar": "N,N"})
 _BATCH_OR_NONE = _Kind(
@@ -208,10 +204,7 @@ def _option(default: Any, kind: _Kind, text: str, *, also: str = "", needs: str 
     `text` is the help, `also` what Python code may give beyond it. `needs` says without which options this one has no
     effect, as in "weights or buffers".
     """
-    return field(
-        default=default,
-        metadata={"check": kind.check, "flag": kind.flag, "text": text, "also": also, "needs": needs},
-    )
+    return field(default=default, metadata={**kind._asdict(), "text": text, "also": also, "needs": needs})
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,8 +369,12 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
         )
     for one in fields(Options):
         _check_effect(one, options)
-    for option, patterns in (("include", options.include), ("allow_inf", options.allow_inf)):
-        _check_matches(option, patterns, names)
+    for option in ("include", "allow_inf"):
+        for pattern in getattr(options, option):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"{option} pattern {pattern!r} matches no module; {close_names(pattern, names)}"
+                )
     if not any(options.observes(name) for name in names):
         raise ValueError(
             f"include={options.include!r} and exclude={options.exclude!r} leave no module to watch; loosen one of them"
@@ -397,9 +394,3 @@ def _check_effect(one: Field[Any], options: Options) -> None:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _check_matches(option: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"{option} pattern {pattern!r} matches no module; {close_names(pattern, names)}")

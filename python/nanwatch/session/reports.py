@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,44 +17,68 @@ from ..recording.events import Recorder
 from ..recording.observe import call_values, observe_with
 from ..recording.shard import parameter_mesh
 from ..recording.walk import call_leaves
+from ..report import text
 from ..report.finding import Finding, find
-from ..report.record import Frame, FrameRows, Record, Row
-from ..report.report import Report, report_of
+from ..report.record import Frame, FrameRows, Row, is_fault, to_record
+from ..report.report import NonFiniteError, Report, report_of
 from ..util.job import rank
+from ..util.visible import module_name, warn_user
 
 if TYPE_CHECKING:
+    from ..monitoring.suspicion import Suspicion
     from .options import Options
-    from .suspicion import Suspicion
 
-import threading
-from collections import Counter, deque
-from dataclasses import dataclass, field
 
-from ..report import text
-from ..report.report import NonFiniteError
-from ..util.visible import module_name, warn_user
+class ModelRef:
+    """Weak reference to a watched model.
+
+    Once the model is gone it returns a module with those of its children that are left: a list of model and loss may
+    live for no longer than the call of `watch`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._children = {
+            name: weakref.ref(child) for name, child in model._modules.items() if child is not None
+        }
+
+    def __call__(self) -> nn.Module | None:
+        """Return the model or what is left of it; None once all is gone."""
+        if (model := self._model()) is not None:
+            return model
+        left = {
+            name: child for name, reference in self._children.items() if (child := reference()) is not None
+        }
+        rest = nn.Module()
+        rest._modules.update(left)
+        return rest if left else None
 
 
 class Reports:
-    """Makes reports of the frames that a recorder holds, each with at most the latest `max_frames`."""
+    """Makes reports of the frames that a recorder holds, each with at most the latest `max_frames`.
 
-    def __init__(self, model: nn.Module, recorder: Recorder, max_frames: int, suspicion: Suspicion) -> None:
-        self._model = weakref.ref(model)
-        self._recorder = recorder
-        self._max_frames = max_frames
+    `model()` is None once the model is gone.
+    """
+
+    def __init__(self, model: nn.Module, recorder: Recorder, options: Options, suspicion: Suspicion) -> None:
+        self.model = ModelRef(model)
+        self.recorder = recorder
+        self.options = options
         self._suspicion = suspicion
         self._mesh: tuple[str, ...] = ()  # kept, because a report may be asked for when the model has gone
 
     def look_at_mesh(self) -> None:
         """Remember the place of this rank in the device meshes of the model's parameters."""
-        self._mesh = parameter_mesh(self._model()) or self._mesh
+        self._mesh = parameter_mesh(self.model()) or self._mesh
 
     def of(self, frames: tuple[Frame, ...], finding: Finding | None, batch: int | None) -> Report:
         """Return the report of these frames, the oldest first."""
         self.look_at_mesh()
-        never_called = self._suspicion.never_called(frames)
+        never_called = self._suspicion.never_called(frames, self.options.observes)
         suspects = () if finding is None else self._suspicion.suspects(frames)
-        return report_of(frames[-self._max_frames :], finding, batch, self._mesh, never_called, suspects)
+        return report_of(
+            frames[-self.options.max_frames :], finding, batch, self._mesh, never_called, suspects
+        )
 
     def latest(self, finding: Finding | None, batch: int | None, more: Iterable[FrameRows] = ()) -> Report:
         """Return a report of the recorder's frames, and of `more` that it has not kept."""
@@ -61,7 +88,7 @@ class Reports:
         self,
         batch: int,
         caller: str | None,
-        given: Sequence[Record],
+        given: Iterable[Row],
         more: Sequence[FrameRows] = (),
         *,
         nonfinite: FrameRows | None = None,
@@ -76,44 +103,45 @@ class Reports:
         if nonfinite is not None and all(one.fault is None for one in current):
             current = [nonfinite.to_frame()]
             frames = (*frames, *current)
-        kept = self._recorder.frames_of_batch(batch)
+        kept = self.recorder.frames_of_batch(batch)
         num_frames = None if kept is None else kept + len(more)
-        finding = find(current, batch_inputs=given, caller=caller, rank=rank(), num_frames=num_frames)
+        finding = find(
+            current,
+            batch_inputs=list(map(to_record, given)),
+            caller=caller,
+            rank=rank(),
+            num_frames=num_frames,
+        )
         return self.of(frames, finding, batch)
 
+    def of_left_calls(self, calls: list[LeftCall], batch: int) -> Report | None:
+        """Return the report of the first non-finite one of the calls that an exception left, the innermost first.
+
+        They are the calls of observed modules. None where all that they hold is finite.
+        """
+        if (model := self.model()) is None:
+            return None
+        names = {
+            id(one.module): one.name
+            for one in named_modules(model)
+            if is_recorded(one.module) and self.options.observes(one.name)
+        }
+        own = [(names[id(call.module)], call) for call in calls if id(call.module) in names]
+        callers = [*(name for name, _ in own[1:]), None]
+        frames, observe = [], observe_with(self.options)
+        for (name, call), caller in zip(own, callers, strict=False):
+            allowed = self.options.allows_inf(name, call.module)
+            values = call_values(self.options, *call)
+            rows = [observe(x, label, role, allowed) for role, label, x in values]
+            frames.append(FrameRows(batch, name, type(call.module).__name__, rows))
+            if any(map(is_fault, rows)):
+                leaves = call_leaves(calls[-1].args, calls[-1].kwargs)
+                given = [observe(x, label, "input") for label, x in leaves]
+                return self.of_failure(batch, caller, given, frames)
+        return None
+
     def _frames(self, more: Iterable[FrameRows]) -> tuple[Frame, ...]:
-        return tuple(frame.to_frame() for frame in (*self._recorder.frames(), *more))
-
-
-class LeftFrames(NamedTuple):
-    """Frames of the calls of a model that an exception left, the innermost first.
-
-    `callers` are the modules that made the calls. `given` are the arguments of the outermost call.
-    """
-
-    frames: list[FrameRows]
-    callers: list[str | None]
-    given: list[Row]
-
-
-def left_frames(calls: list[LeftCall], batch: int, model: nn.Module, options: Options) -> LeftFrames:
-    """Return the frames of those `calls` that observed modules of `model` made."""
-    names = {
-        id(one.module): one.name
-        for one in named_modules(model)
-        if is_recorded(one.module) and options.observes(one.name)
-    }
-    own = [(names[id(call.module)], call) for call in calls if id(call.module) in names]
-    frames, observe = [], observe_with(options)
-    for name, call in own:
-        rows = [
-            observe(x, label, role, options.allows_inf(name, call.module))
-            for role, label, x in call_values(options, *call)
-        ]
-        frames.append(FrameRows(batch, name, type(call.module).__name__, rows))
-    callers = [*(name for name, _ in own[1:]), None]
-    given = call_leaves(calls[-1].args, calls[-1].kwargs)
-    return LeftFrames(frames, callers, [observe(x, label, "input") for label, x in given])
+        return tuple(frame.to_frame() for frame in (*self.recorder.frames(), *more))
 
 
 # Non-finite batches that are remembered after their end, for their backwards and recomputations.

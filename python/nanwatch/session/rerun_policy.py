@@ -14,6 +14,7 @@ from torch import nn
 
 from ..diagnosis import postmortem
 from ..diagnosis.batch_snapshot import BatchSnapshot, call_under_way, num_processes
+from ..diagnosis.experiment import Conditions
 from ..diagnosis.loss_rerun import read_graph
 from ..diagnosis.loss_statements import BackwardCall
 from ..instrumentation.functions import Function
@@ -23,6 +24,7 @@ from ..report.finding import Finding
 from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.visible import spell, warn_user
+from .reports import ModelRef
 
 if TYPE_CHECKING:
     from .options import Options
@@ -74,7 +76,7 @@ class RerunPolicy:
         raises = options.on_nonfinite == "raise"
         self.keeps_start = options.microscope is True or (options.microscope is None and raises)
         self._output_dir = options.output_dir
-        self._model = weakref.ref(model)
+        self._model = ModelRef(model)
         self._failures = 0
         # By thread, from the start of its batch to its end. None where no re-run is possible. The snapshots refer to
         # the batch's tensors.
@@ -201,9 +203,7 @@ class RerunPolicy:
                 self._output_dir,
                 examines=self.keeps_start,
                 reason=reason,
-                loss_scale=self._loss_scale(),
-                allows=self._allows,
-                gradients=self._keeps_ended,
+                conditions=Conditions(self._loss_scale(), self._allows, self._keeps_ended),
                 call=self._calls.get(threading.get_ident()),
                 loss=self._loss_of(report),
             )

@@ -27,7 +27,6 @@ from .optimizer_steps import BackwardWatch, OptimizerSteps
 from .options import Options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
-from .suspicion import Suspicion
 
 
 class Watch:
@@ -91,24 +90,19 @@ class Watch:
             self._monitor.awaits_batches or self._tracer is not None or options.abort_after_batch is not None
         )
         guard = OptimizerGuard(self._recorder, options) if options.gradients and options.enabled else None
-        suspicion = Suspicion(model, options.observes, self._monitor.growth)
-        self._reports = Reports(model, self._recorder, options.max_frames, suspicion)
+        self._reports = Reports(model, self._recorder, options, self._monitor.suspicion)
         rerun = RerunPolicy(model, options)
-        self._failures = FailureHandler(
-            model, options, self._recorder, self._monitor, self._reports, rerun, guard
-        )
+        self._failures = FailureHandler(self._reports, self._monitor, rerun, guard)
         self._backward: BackwardWatch | None = None
         if guard is not None:
-            self._backward = BackwardWatch(model, self._recorder, self._reports, self._failures, guard)
+            self._backward = BackwardWatch(self._reports, self._failures, guard)
         self._steps: OptimizerSteps | None = None
         self._attachment: Attachment | None = None
         self._attention: AttentionWatch | None = None
         if options.enabled and options.attention:
             self._attention = AttentionWatch(self._recorder, options.attention)
         if options.enabled:
-            self._steps = OptimizerSteps(
-                model, self._recorder, options, self._reports, self._failures, self._backward
-            )
+            self._steps = OptimizerSteps(self._reports, self._failures, self._backward)
             self._attachment = Attachment(
                 model, self._recorder, options.observes, options.allows_inf, options.parts
             )
@@ -267,20 +261,18 @@ class Watch:
 
     def on_batch_end(self, batch: int, completed: bool) -> None:
         """Act on the batch's failure where that was put off; end the run when asked to."""
-        try:
-            self._failures.forward_left(batch, completed)
-            self.on_pending_batch_end(batch, completed)
-        finally:
-            self._failures.batch_ended(batch)
-        self._check_limit(batch, completed)
+        self.on_batch_pending(batch, completed, is_known=True)
 
-    def on_batch_pending(self, batch: int, completed: bool) -> None:
-        """End a batch like `on_batch_end`, except for its failure, which is not known yet."""
+    def on_batch_pending(self, batch: int, completed: bool, *, is_known: bool = False) -> None:
+        """End a batch like `on_batch_end`, except for its failure, if it is not known yet."""
         try:
             self._failures.forward_left(batch, completed)
+            if is_known:
+                self.on_pending_batch_end(batch, completed)
         finally:
             self._failures.batch_ended(batch)
-        self._check_limit(batch, completed)
+        if completed and batch == self._options.abort_after_batch:
+            raise BatchLimitError(batch, "abort_after_batch")
 
     def on_pending_batch_end(self, batch: int, completed: bool) -> None:
         """Act on the failure of a batch whose frames are all known."""
@@ -291,10 +283,6 @@ class Watch:
     def on_warning(self, message: str) -> None:
         """Warn the user."""
         warn_user(message)
-
-    def _check_limit(self, batch: int, completed: bool) -> None:
-        if completed and batch == self._options.abort_after_batch:
-            raise BatchLimitError(batch, "abort_after_batch")
 
     def on_backward_start(self) -> None:
         """Find out whether the gradients of the deferred backward are gone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -99,3 +99,16 @@ def _moment(value: Any, where: str) -> float:
 
 read_attempt = reading.of(Attempt, begun=_moment)
 """Reader of the attempt in a JSON document. Raises ValueError."""
+
+
+def spell_runs(numbers: Sequence[int], most: int = 8, *, to: str = "-") -> str:
+    """Return the runs of sorted numbers, at most so many, as `0-3, 5, 8-9`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [str(first) if first == last else f"{first}{to}{last}" for first, last in runs[:most]]
+    left = sum(last - first + 1 for first, last in runs[most:])
+    return ", ".join(shown) + (f" and {left} more" if left else "")

@@ -68,14 +68,10 @@ def plain(value: Any) -> Any:
     return {name: plain(getattr(value, name)) for name in names if name not in absent} if names else value
 
 
-# Metadata of a field of a dataclass that a document has only where it is not None.
-LEFT_OUT: Mapping[str, Any] = {"left out": True}
-
-
 def left_out(kind: Any) -> tuple[str, ...]:
-    """Return the names of the fields with that metadata."""
+    """Return the fields of a dataclass that a document has only where they are not None: `"left out"` in metadata."""
     declared = getattr(kind, "__dataclass_fields__", {})
-    return tuple(name for name, field in declared.items() if field.metadata == LEFT_OUT)
+    return tuple(name for name, field in declared.items() if field.metadata.get("left out"))
 
 
 def _field_names(kind: type) -> tuple[str, ...]:

@@ -280,7 +280,7 @@ def test_a_look_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     refuse_nonfinite(model)
     for breaks in (False, True):
         if breaks:
-            monkeypatch.setattr("nanwatch.session.failure_handler.left_frames", break_down)
+            monkeypatch.setattr("nanwatch.session.reports.call_values", break_down)
         with watch(model, on_nonfinite=refuse) as w:
             error = raised_by(model, torch.full((2, 4), 1e30))
             assert (type(error), error.args, error.__context__) == (Refused, ("b",), None)

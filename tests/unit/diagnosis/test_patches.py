@@ -187,6 +187,32 @@ def state() -> list[Any]:
     return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
 
 
+class Log(nn.Module):
+    def forward(self, p: Tensor) -> Tensor:
+        return p.log()
+
+
+class Added(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rsqrt(x) + INF * x
+
+
+def test_changes_that_were_not_enough_are_named_with_the_reason() -> None:
+    """A clamp that moves a finite logarithm by more than half of it, and one that does not end the failure."""
+    p = torch.tensor([0.0, 1e-30, 0.5])
+    finding = failed(Log(), p)
+    tried = [f"`p.clamp(min={least})`" for least in ("1e-12", "1e-8", "1e-6")]
+    moved = p[1].clamp(min=1e-12).log() - p[1].log()
+    assert not any(cure.works for cure in finding.cures)
+    assert finding.remarks[-1] == (
+        f"these changes of the source were tried, and none was enough: {', '.join(tried)}; with {tried[0]} the batch"
+        f" is finite, but that changes 2 of 3 elements, finite ones by at most {moved:.1e}, of values up to 6.9e+01"
+    )
+    (remark,) = (one for one in failed(Added(), torch.zeros(2)).remarks if "tried" in one)
+    assert ", `x.clamp(min=0)`, `x.clamp(min=1e-12)`" in remark
+    assert "the batch is finite" not in remark
+
+
 def test_the_model_and_the_random_states_are_left_as_they_were() -> None:
     """Weights, buffers, gradients, code and random states, and at most eight forwards more."""
     model = Ratio()

@@ -266,3 +266,19 @@ def test_after_many_failures_looks_get_rarer_and_say_so(
     assert told == [not was for was in looked]
     assert len(list(tmp_path.iterdir())) == 4
     assert len([one for one in caught if "looked closer" in str(one.message)]) == 1
+
+
+def test_a_list_that_lives_no_longer_than_the_call_of_watch(tmp_path: Path) -> None:
+    """Model and loss in a list that nobody holds: the operation, the files, and a backward that is not finite."""
+    model, loss = nn.Linear(2, 2), Log()
+    watch(nn.ModuleList([model, loss]), output_dir=tmp_path, gradients=True)
+    with pytest.raises(NonFiniteError) as error:
+        loss(model(torch.zeros(1, 2)) * 0)
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.operation) == ("1", "aten.log.default")
+    assert tmp_path / "batch-1" / "capsule" in map(Path, finding.files)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(1, 2)).backward(torch.full((1, 2), float("inf")))
+    with pytest.raises(NonFiniteError, match=r"output.grad` of 0 \(Linear\)"):
+        optimizer.step()

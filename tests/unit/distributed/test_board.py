@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from nanwatch.distributed.consensus import StoreProtocol
-from nanwatch.report.rank_observation import Origin, RankObservation
+from nanwatch.report.finding import Origin, RankObservation
 from support.sightings import connect, finding, serve
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")

@@ -15,7 +15,7 @@ import nanwatch
 from nanwatch import Report
 from nanwatch import __main__ as doctor
 from nanwatch.distributed.merge import Digest, by_attempt, merge
-from nanwatch.report import headroom
+from nanwatch.report.record import by_module
 from nanwatch.util.job import Attempt
 from support.sightings import finding
 
@@ -95,7 +95,7 @@ def test_headroom_is_that_of_each_rank(tmp_path):
     merged = merge(written(tmp_path, *reports))
     table = {name: merged.column(name) for name in merged.modules()}
     for rank, report in enumerate(reports):
-        assert {name: row[rank] for name, row in table.items()} == headroom.by_module(report.frames)
+        assert {name: row[rank] for name, row in table.items()} == by_module(report.frames)
     worst = [min(bits for bits in row if bits is not None) for row in table.values()]
     assert worst == sorted(worst)
 

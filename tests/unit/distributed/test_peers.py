@@ -17,7 +17,7 @@ import nanwatch
 from nanwatch.distributed import consensus, coordinator
 from nanwatch.distributed.consensus import PeerNonFiniteError, StoreProtocol
 from nanwatch.distributed.coordinator import RankCoordinator
-from nanwatch.report.rank_observation import RankObservation
+from nanwatch.report.finding import RankObservation
 from nanwatch.util.job import store_key
 from support.sightings import connect, finding, serve
 

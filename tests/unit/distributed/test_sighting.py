@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanwatch import NonFiniteError, Report
 from nanwatch.distributed.consensus import PeerNonFiniteError
-from nanwatch.report.rank_observation import Origin, RankObservation, earliest
+from nanwatch.report.finding import Origin, RankObservation, earliest
 from support.sightings import finding
 
 SIGHTINGS = st.builds(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nanwatch import Finding
 from nanwatch.distributed.consensus import OriginConsensus, StoreProtocol
-from nanwatch.report.rank_observation import Origin, RankObservation
+from nanwatch.report.finding import Origin, RankObservation
 from nanwatch.util.job import store_key
 from support.sightings import connect, finding, serve
 

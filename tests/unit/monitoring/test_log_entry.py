@@ -1,4 +1,4 @@
-"""The entry of a batch against headroom.by_module and numpy's histogram of the same frames."""
+"""The entry of a batch against by_module and numpy's histogram of the same frames."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from nanwatch.monitoring.forecast import Forecast
 from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
 from nanwatch.numerics.ranges import tensor_health
 from nanwatch.report.finding import find
-from nanwatch.report.headroom import by_module
-from nanwatch.report.record import FrameRows, Row
+from nanwatch.report.record import FrameRows, Row, by_module
 from nanwatch.report.text import summary
 
 magnitudes = st.floats(min_value=0, max_value=60000.0, allow_subnormal=False)

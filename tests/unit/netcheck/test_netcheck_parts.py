@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch.netcheck import command, steps
-from nanwatch.netcheck.meeting import Arrival, Meeting, Outcome, Place, PlaceError, StepError, Trouble
+from nanwatch.netcheck.meeting import Arrival, Meeting, Place, PlaceError, StepError, Trouble
+from nanwatch.util.job import spell_runs
 from support.netcheck_ranks import free_port
 
 HOST = socket.gethostname()
@@ -79,7 +80,7 @@ def test_few_neighbours_in_a_large_world(world_size):
 @given(st.sets(st.integers(0, 60)))
 def test_spans_say_each_number_once(numbers):
     """Read back, the runs are the numbers."""
-    said = command.spans(sorted(numbers), most=100)
+    said = spell_runs(sorted(numbers), most=100)
     back: list[int] = []
     for run in filter(None, said.split(", ")):
         first, _, last = run.partition("-")
@@ -89,7 +90,7 @@ def test_spans_say_each_number_once(numbers):
 
 def test_spans_are_cut_with_the_number_left():
     """A thousand missing ranks make a line that can be read."""
-    assert command.spans([0, 2, 4, 6, 7], most=2) == "0, 2 and 3 more"
+    assert spell_runs([0, 2, 4, 6, 7], most=2) == "0, 2 and 3 more"
 
 
 @pytest.mark.parametrize(
@@ -184,15 +185,16 @@ def test_the_first_failure_is_one_rank_and_all_hear_of_it(meetings):
     assert not meetings[0].have_all("ended")
     meetings[2].end(None)
     assert meetings[1].have_all("ended")
-    assert meetings[0].first() == Outcome(1, Trouble("links", "rank 1"))
+    assert meetings[0].first() == 1
+    assert meetings[1].outcomes() == {0: Trouble("links", "rank 0"), 1: Trouble("links", "rank 1"), 2: None}
 
 
 def test_the_summary_tells_the_broken_from_the_stopped_and_the_silent():
     """The summary names those that failed, those that only waited for them, and those that said nothing."""
     outcomes = {
-        0: Outcome(0, None),
-        1: Outcome(1, Trouble("links", "x")),
-        2: Outcome(2, Trouble("links", "y", follows=True)),
+        0: None,
+        1: Trouble("links", "x"),
+        2: Trouble("links", "y", follows=True),
     }
     assert (
         command.summary_line(outcomes, 5)
@@ -216,9 +218,7 @@ def test_a_sum_that_is_wrong_is_seen(one_process_mesh, monkeypatch):
 
 def test_rates_are_those_of_nccl_tests():
     """1 GB in a second over 4 ranks is 1 GB/s of algorithm and 1.5 GB/s of bus bandwidth."""
-    one = steps.Transfer(10**9, 5, 1.0)
-    assert one.algorithm_rate() == 1e9
-    assert one.bus_rate(4) == 1.5e9
+    assert steps.Transfer(10**9, 5, 1.0).rates(4) == (1e9, 1.5e9)
 
 
 def test_memory_that_is_not_there_is_named():

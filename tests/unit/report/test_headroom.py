@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch.numerics.formats import limits
-from nanwatch.report.headroom import Shrinking, by_module, has_vanished, headroom_bits, shrinking
-from nanwatch.report.record import Frame, Record
+from nanwatch.report.record import Frame, Record, Shrinking, by_module, has_vanished, headroom_bits, shrinking
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 FORMATS = ("float64", "float32", "float16", "bfloat16", *FLOAT8)

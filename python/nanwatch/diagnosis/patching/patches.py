@@ -239,38 +239,33 @@ def _position(file: SourceFile, place: Place) -> Span | None:
     return file.between(line, start, end_line, end)
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        snapshot: BatchSnapshot,
-        model: nn.Module,
-        site: Site,
-        conditions: Conditions,
-        start: BackwardStart | None,
-        most_runs: int,
-        is_given: bool,
-        found: Found,
-    ) -> None:
-        self._snapshot = snapshot
-        self._site = site
-        self._conditions = conditions
-        self._start = start
-        self._most_runs = most_runs
-        self._found = found
-        self._is_given = is_given
-        self._names = module_names(model)
-        self._before: dict[Span, list[list[Tensor]]] = {}
+    """Trials of changes at `_site`. Those that work go to `_found`."""
+
+    _snapshot: BatchSnapshot
+    _model: nn.Module
+    _site: Site
+    _conditions: Conditions
+    _start: BackwardStart | None
+    _most_runs: int
+    _is_given: bool
+    _found: Found
+    _before: dict[Span, list[list[Tensor]]] = field(default_factory=dict)
 
     def go(self, facts: Facts, position: Span | None) -> None:
-        """Try the changes in order until one works."""
+        """Try the changes in order until one works. A remark names those that were not enough, where none does."""
         proposed = self._proposed(facts, position)
+        tried: list[str] = []
+        too_large = ""
         for change in proposed:
             # One run is kept for the comparison.
             if self._found.runs >= self._most_runs - 1:
-                return
+                break
             after = self._after(change)
             if after is None:
                 continue
+            tried.append(_written(change))
             looks = [self._site.file.moved(span, change.edits) for span in change.looks]
             probe = Probe(_kept)
             if not self._runs_finite(after, looks, probe):
@@ -279,6 +274,12 @@ class _Search:
             if is_small:
                 self._found.cures.append(self._cure(change, after, effect))
                 return
+            too_large = too_large or f"; with {tried[-1]} the batch is finite, but that {effect}"
+        if tried:
+            text = (
+                f"these changes of the source were tried, and none was enough: {', '.join(tried)}{too_large}"
+            )
+            self._found.remarks.append(text)
 
     def hide(self, change: Change | None) -> None:
         """Try the change, and keep it as what it is: it hides the value, and what made it stays."""
@@ -288,9 +289,7 @@ class _Search:
         self._found.cures.append(Cure(self._words(change), False, hides=True))
 
     def _proposed(self, facts: Facts, position: Span | None) -> list[Change]:
-        """Return the changes of the line itself, and of the lines that define the names in it, in the order of the
-        trials.
-        """
+        """Return the changes of the line and of those that define the names in it, in the order of the trials."""
         own = list(changes(self._site, facts, position))
         around = [
             list(changes(Site(self._site.target, line), facts._replace(operation="", counts=frozenset())))
@@ -341,20 +340,20 @@ class _Search:
     def _words(self, change: Change) -> str:
         file = self._site.file
         where = f"{Path(file.name).name}:{file.line_of(change.edits[0].span)}"
-        written = " and ".join(f"`{one.text}`" for one in change.edits)
         replaced = " and ".join(f"`{file.part(one.span)}`" for one in change.edits)
-        return " ".join(f"{change.words}: write {written} for {replaced} at {where}".split())
+        return " ".join(f"{change.words}: write {_written(change)} for {replaced} at {where}".split())
 
     def _run(self, hold: AbstractContextManager[Any]) -> Experiment:
         self._found.runs += 1
         with hold:
+            snapshot, names = self._snapshot, module_names(self._model)
             return run(
-                self._snapshot,
-                self._names,
-                allows=self._conditions.allows,
-                backward=self._snapshot.grad,
-                start=self._start,
+                snapshot, names, allows=self._conditions.allows, backward=snapshot.grad, start=self._start
             )
+
+
+def _written(change: Change) -> str:
+    return " and ".join(f"`{one.text}`" for one in change.edits)
 
 
 def _statement(file: SourceFile, line: int) -> str:

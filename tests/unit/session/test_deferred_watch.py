@@ -1,4 +1,4 @@
-"""The least headroom between two questions, against headroom.by_module of the same frames."""
+"""The least headroom between two questions, against by_module of the same frames."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import nanwatch
-from nanwatch.integrations.least_headroom import LeastHeadroom
-from nanwatch.report.headroom import by_module
-from nanwatch.session.api import DeferredWatch
+from nanwatch.report.record import by_module
+from nanwatch.session.api import DeferredWatch, LeastHeadroom
 from support.toys import Scale
 
 FACTORS = st.sampled_from([0.0, 1e-3, 1.0, 30.0, 1e4, 1e20, 1e38, inf])
@@ -46,11 +45,10 @@ def test_a_roomy_watch_misses_nothing():
     """With few frames to show, the least of a batch of many calls is still found, and is not the last."""
     net = nn.Sequential(*[Scale() for _ in range(50)])
     net[3].factor, net[4].factor = 1e30, 1e-30
-    deferred = DeferredWatch({"max_frames": 2}, roomy=True)
+    deferred = DeferredWatch({"max_frames": 2}, headroom=True)
     watch = deferred.start(net)
-    least = LeastHeadroom(watch)
     net(torch.ones(2))
-    found = least.take()
+    found = deferred.take_least()
     assert found is not None
     assert (found.module, found.label, found.dtype) == ("3", "output", "float32")
     assert found.place == "3 output, float32"
@@ -81,11 +79,11 @@ def test_a_deferred_watch_checks_its_options_first():
     assert deferred.watch is None
 
 
-@pytest.mark.parametrize("roomy", [True, False])
-def test_a_deferred_watch_watches_one_model_at_a_time(roomy):
+@pytest.mark.parametrize("headroom", [True, False])
+def test_a_deferred_watch_watches_one_model_at_a_time(headroom):
     """To start again is to leave the model before; the options count for each."""
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    deferred = DeferredWatch({"abort_after_batch": 0}, roomy=roomy)
+    deferred = DeferredWatch({"abort_after_batch": 0}, headroom=headroom)
     deferred.stop()
     watches = [deferred.start(first), deferred.start(second)]
     first(torch.ones(1, 2))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import nanwatch
-from nanwatch.report.suspect import Suspect
+from nanwatch.report.report import Suspect
 
 
 class Block(nn.Module):

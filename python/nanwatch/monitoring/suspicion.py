@@ -1,0 +1,187 @@
+"""Suspicion beside the frames of a report: weights that grew or are far from others, and modules that nobody called."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import inf, isfinite
+from statistics import median
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor, nn
+
+from ..instrumentation.wrapped_names import is_recorded, named_modules
+from ..recording.events import PeakName
+from ..recording.observe import observe, past_torch_function
+from ..report.record import Frame
+from ..report.report import Suspect
+from ..util.modules import each_parameter
+from ..util.suppressed import suppressed
+
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
+_Key: TypeAlias = tuple[str, str]  # module and label
+
+# Adam moves a weight by about the learning rate a step, and the gain of a norm stays below 5 in trained models: eight
+# times, three bits, is no healthy training.
+_FACTOR = 8
+# A bias or a LoRA matrix grows from 0 by any factor. Growth counts from here on.
+_LEAST = 0.1
+# Fewer have no middle from which one could be far.
+_LEAST_SIBLINGS = 4
+_NUMBER = re.compile(r"\d+")
+# nn.MultiheadAttention holds it for its weights, and never calls it.
+_HOLDS_WEIGHTS = "NonDynamicallyQuantizableLinear"
+
+
+class Suspicion:
+    """Reader of a model's weights for its reports, from the batches that the forecaster looks at.
+
+    Keeps the first and the latest abs max of each weight, and the modules that had a tensor with a magnitude.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._called: set[str] = set()
+        self._names: list[_Key] = []
+        self._first: Floats = np.zeros(0)
+        self._latest: Floats = np.zeros(0)
+        self._versions: dict[int, int] = {}
+        try:
+            with past_torch_function():
+                self._versions = {id(x): _version(x) for x in each_parameter(model)}
+        except Exception:
+            suppressed("the versions of weights could not be noted")
+
+    def take(self, names: Sequence[PeakName], values: bytes) -> None:
+        """Take the peaks of a batch as Recorder.take_peaks gives them."""
+        self._called.update(module for module, _, _ in names)
+        self._names += [(module, label) for module, label, _ in names]
+        found = np.frombuffer(values)
+        new = len(found) - len(self._first)
+        if new:
+            self._first, self._latest = (np.append(one, np.zeros(new)) for one in (self._first, self._latest))
+        self._latest = np.where(found > 0, found, self._latest)
+        self._first = np.where(self._first > 0, self._first, self._latest)
+
+    def suspects(self, frames: Iterable[Frame] = ()) -> tuple[Suspect, ...]:
+        """Return the weight that grew most and the one that is farthest above its siblings, where either is far.
+
+        `frames` have later values than the batches that were looked at.
+        """
+        try:
+            first, latest = self._of_weights(frames)
+        except Exception:
+            suppressed("the growth of weights could not be told")
+            return ()
+        found = {key: Suspect(*key, latest[key]) for key in latest}
+        grown = max(latest, key=lambda key: latest[key] / max(first[key], _LEAST), default=None)
+        if grown is not None and latest[grown] >= _FACTOR * max(first[grown], _LEAST):
+            found[grown] = replace(found[grown], first=first[grown])
+        apart = _farthest(latest)
+        if apart is not None:
+            key, group, siblings = apart
+            found[key] = replace(
+                found[key], siblings=group, num_siblings=len(siblings), median=median(siblings)
+            )
+        return tuple(one for one in found.values() if one.first is not None or one.siblings)
+
+    def _of_weights(self, frames: Iterable[Frame]) -> tuple[dict[_Key, float], dict[_Key, float]]:
+        """Return the first and the latest finite abs max of each weight."""
+        model = self._model()
+        named = () if model is None else named_modules(model)
+        # A scripted module's dict cannot be iterated without `keys()`.
+        weights = {(one.name, key) for one in named for key in one.module._parameters.keys()}  # noqa: SIM118
+        first: dict[_Key, float] = {}
+        latest: dict[_Key, float] = {}
+        for key, begin, end in zip(self._names, self._first.tolist(), self._latest.tolist(), strict=True):
+            if key in weights and 0 < begin < inf and end < inf:
+                first.setdefault(key, begin)
+                latest[key] = end
+        for frame in frames:
+            for record in frame.records:
+                key = frame.name, record.label
+                if record.role == "weight" and record.abs_max and isfinite(record.abs_max):
+                    first.setdefault(key, record.abs_max)
+                    latest[key] = record.abs_max
+        return first, latest
+
+    def never_called(self, frames: Sequence[Frame], observes: Callable[[str], bool]) -> tuple[str, ...]:
+        """Return the names of modules that nobody called, though their weights are trained and `observes(name)` holds.
+
+        Empty before the first batch has ended: until then any module may still be called.
+        """
+        model, called = self._model(), self._called
+        if model is None or not called:
+            return ()
+        try:
+            with past_torch_function():
+                called = called | {frame.name for frame in frames}
+                return tuple(self._never_called(model, called, observes))
+        except Exception:
+            suppressed("the modules that were never called could not be told")
+            return ()
+
+    def _never_called(
+        self, model: nn.Module, called: set[str], observes: Callable[[str], bool]
+    ) -> Iterator[str]:
+        named = [(one, own) for one in named_modules(model) if (own := _weights(one.module))]
+        left = [
+            (one, own)
+            for one, own in named
+            if one.name not in called and observes(one.name) and _may_be_called(one.module)
+        ]
+        if not left:  # most models: no tensor is asked for anything
+            return
+        # A weight may be shared with a module that was called.
+        used = {id(x): x for one, own in named if one.name in called for x in own}
+        # A checkpoint that was loaded changed each weight once. Steps change all trained ones equally often.
+        steps = max(map(self._num_writes, used.values()), default=0)
+        for one, own in left:
+            if (
+                any(self._is_trained(x, steps) for x in own)
+                and not any(id(x) in used for x in own)
+                # A module that is all zero has no magnitude by which it would be known.
+                and any(observe(x, "", "weight").abs_max for x in own)
+            ):
+                yield one.name
+
+    def _is_trained(self, x: Tensor, steps: int) -> bool:
+        if x.is_leaf and x.grad is not None:
+            return True
+        return self._num_writes(x) >= max(2, steps / 2)
+
+    def _num_writes(self, x: Tensor) -> int:
+        version = _version(x)
+        return version - self._versions.get(id(x), version)
+
+
+def _may_be_called(module: nn.Module) -> bool:
+    kind = type(module)
+    return is_recorded(module) and kind.__name__ != _HOLDS_WEIGHTS and kind.forward is not nn.Module.forward
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    return [x for x in module._parameters.values() if x is not None]
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _farthest(latest: dict[_Key, float]) -> tuple[_Key, str, list[float]] | None:
+    groups: dict[_Key, list[_Key]] = {}
+    for key in latest:
+        groups.setdefault((_NUMBER.sub("*", key[0]), key[1]), []).append(key)
+    found: tuple[float, _Key, str, list[float]] | None = None
+    for (pattern, _), members in groups.items():
+        if len(members) < _LEAST_SIBLINGS:
+            continue
+        key = max(members, key=latest.__getitem__)
+        siblings = [latest[one] for one in members if one is not key]
+        factor = latest[key] / max(median(siblings), _LEAST)
+        if factor >= _FACTOR and (found is None or factor > found[0]):
+            found = factor, key, pattern, siblings
+    return None if found is None else found[1:]
