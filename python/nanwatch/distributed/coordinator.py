@@ -91,8 +91,9 @@ class RankCoordinator:
         return self._job.explain(error, self)
 
     def close(self) -> None:
-        """Leave the job."""
-        self._job.leave(self)
+        """Leave the job. The last one ends the consensus."""
+        self._job.coordinators.discard(self)
+        self._job.leave_if_last()
 
     def _connect(self, batch: int) -> OriginConsensus | None:
         consensus = self._job.connect(self, self._peer_timeout)
@@ -156,11 +157,6 @@ class _Job:
         self._handle = after_steps.add(self._stepped)
         # Each consensus has its own hook that calls the one before, because others may have replaced the last one's.
         self._excepthook = sys.excepthook = partial(self._uncaught, sys.excepthook)
-
-    def leave(self, coordinator: RankCoordinator) -> None:
-        """Remove a watch that has stopped. The last one ends the consensus."""
-        self.coordinators.discard(coordinator)
-        self.leave_if_last()
 
     def leave_if_last(self) -> None:
         """End the consensus if no watch is left."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, floor
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from ..util.imports import needed
 from ..util.job import rank_and_world_size
@@ -59,16 +60,17 @@ class LogEntry:
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
-class Backend(Protocol):
-    """Protocol of a backend. An exception from one ends the log."""
+class Backend(ABC):
+    """Backend of the log. An exception from one ends the log."""
 
+    @abstractmethod
     def write(self, entry: LogEntry) -> None:
         """Log it."""
 
-    def flush(self) -> None:
-        """Let what was logged outlive the process."""
+    def flush(self) -> None:  # noqa: B027
+        """Let what was logged outlive the process, if it does not anyhow."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """End the log. A tracker of the user's stays open."""
 
 
@@ -78,7 +80,7 @@ ACCEPTED = (
 )
 
 
-class CallableBackend:
+class CallableBackend(Backend):
     """Backend that calls a function with the numbers and words of each entry."""
 
     def __init__(self, function: Callable[[dict[str, float | str], int], object]) -> None:
@@ -87,12 +89,6 @@ class CallableBackend:
     def write(self, entry: LogEntry) -> None:
         """Call it; histograms are left out."""
         self._function({**entry.scalars, **entry.texts}, entry.batch)
-
-    def flush(self) -> None:
-        """Do nothing: each entry was delivered."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
 
 
 def is_target(target: Any) -> bool:
@@ -123,7 +119,7 @@ def _is_run(target: Any) -> bool:
 _WHO = "watch(log_to=<folder>)"
 
 
-class TensorBoardBackend:
+class TensorBoardBackend(Backend):
     """Backend that writes with the user's writer, or with one of its own in a folder, made for the first entry.
 
     The step is the number of the batch. With several processes each has a folder of its own, as a trace has a file.
@@ -191,12 +187,12 @@ def _add(writer: Any, tag: str, histogram: Histogram, batch: int) -> None:
 BATCH = f"{TOTAL}/batch"
 
 
-class WandbBackend:
+class WandbBackend(Backend):
     """Backend that adds entries to the user's run; the x axis of their charts is the number of the batch.
 
     A run has one step for all that is logged, and drops what comes with a lower step than it has reached. So the
     backend makes no step: its entry goes with the next `run.log` of the user's own. Of several entries between two of
-    those the latest stays, number by number.
+    those the latest stays, number by number. The run has a process of its own, which outlives this one.
     """
 
     def __init__(self, target: Any) -> None:
@@ -226,9 +222,3 @@ class WandbBackend:
         for group in GROUPS:
             run.define_metric(f"{group}/*", step_metric=BATCH)
         return run
-
-    def flush(self) -> None:
-        """Do nothing: the run has a process of its own that outlives this one."""
-
-    def close(self) -> None:
-        """Do nothing: the run is the user's."""

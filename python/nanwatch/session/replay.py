@@ -90,9 +90,9 @@ def rerun(
     try:
         module = _own_module(capsule, model)
         check_model(module)
-        _Loading(capsule, target, dtype, remarks).load(module)
-        call = _Arguments(capsule, target, dtype, remarks)
-        args, kwargs = call.prepare(module)
+        call = _Call(capsule, target, dtype, remarks)
+        call.load(module)
+        args, kwargs = call.arguments(module)
         with ExitStack() as modes:
             modes.enter_context(torch.no_grad())
             if "torch._dynamo" in sys.modules:
@@ -178,33 +178,28 @@ def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
     )
 
 
-class _Moving:
-    """Mover of the capsule's tensors to the device and dtype of the run. A tensor that occurs twice stays one."""
+@dataclass
+class _Call:
+    """The call of a capsule on the device and in the dtype of the run."""
 
-    def __init__(
-        self, capsule: Capsule, target: torch.device, dtype: torch.dtype | None, remarks: list[str]
-    ) -> None:
-        self.capsule = capsule
-        self.remarks = remarks
-        self._target = target
-        self._dtype = dtype
+    capsule: Capsule
+    target: torch.device
+    dtype: torch.dtype | None
+    remarks: list[str]
+
+    def __post_init__(self) -> None:
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def move(self, x: Tensor) -> Tensor:
+    def _move(self, x: Tensor) -> Tensor:
+        """Return the tensor of the run. A tensor that occurs twice stays one."""
         if id(x) not in self._moved:
-            dtype = self._dtype if self._dtype is not None and x.is_floating_point() else x.dtype
-            moved = x.detach().to(self._target, dtype, copy=True).requires_grad_(x.requires_grad)
+            dtype = self.dtype if self.dtype is not None and x.is_floating_point() else x.dtype
+            moved = x.detach().to(self.target, dtype, copy=True).requires_grad_(x.requires_grad)
             self._moved[id(x)] = x, moved  # keep `x`: its id is unique only while it lives
         return self._moved[id(x)][1]
 
-    def move_device(self, device: torch.device) -> torch.device:
-        return self._target if device == torch.device(self.capsule.device) else device
-
-
-class _Loading(_Moving):
-    """Loader of weights, buffers and training flags."""
-
     def load(self, module: nn.Module) -> None:
+        """Give the module the weights, buffers and training flags."""
         flags = self.capsule.training
         for path, one in module.named_modules():
             one.training = flags.get(path, flags[""])
@@ -234,33 +229,17 @@ class _Loading(_Moving):
                     f"{path!r} has the shape {list(given.shape)} in the capsule and {list(x.shape)} in this model;"
                     " build the model as the recorded one was built"
                 )
-            return self.move(given)
+            return self._move(given)
         if x.is_meta or nn.parameter.is_lazy(x):
             raise ValueError(
                 f"{path!r} has no values, neither in the capsule nor in this model; load a checkpoint first"
             )
         why = f"was left out: {given.why}" if isinstance(given, LeftOut) else "is not in the capsule"
         self.remarks.append(f"{path} {why}; the model's own values were used")
-        return self.move(x)
+        return self._move(x)
 
-
-def _put(owner: nn.Module, name: str, old: Tensor, value: Tensor) -> Tensor:
-    """Replace a weight or buffer by `value`, in the same object if possible, because others may hold it."""
-    fits = torch._has_compatible_shallow_copy_type(old, value) and not nn.parameter.is_lazy(old)
-    if fits and not (old.requires_grad and not value.is_floating_point()):
-        old.data = value.detach()
-        return old
-    put = value.detach()
-    if isinstance(old, nn.Parameter):
-        put = nn.Parameter(put, old.requires_grad and (put.is_floating_point() or put.is_complex()))
-    setattr(owner, name, put)
-    return put
-
-
-class _Arguments(_Moving):
-    """Maker of positional and keyword arguments."""
-
-    def prepare(self, module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and the keyword arguments."""
         positional, named = _defaults(module)
         args = [
             self._given(x, f"input[{i}]", positional[i] if i < len(positional) else Parameter.empty)
@@ -281,11 +260,11 @@ class _Arguments(_Moving):
 
     def _place(self, value: Any, label: str) -> Any:
         if isinstance(value, Tensor):
-            return self.move(value)
+            return self._move(value)
         if isinstance(value, LeftOut):
             raise ValueError(f"the call cannot be made again without {value}")
         if isinstance(value, torch.device):
-            return self.move_device(value)
+            return self.target if value == torch.device(self.capsule.device) else value
         if isinstance(value, Structure):
             held = {name: self._place(x, f"{label}[{name}]") for name, x in value.fields.items()}
             try:
@@ -298,6 +277,19 @@ class _Arguments(_Moving):
         if isinstance(value, list) or type(value) is tuple:
             return type(value)(self._place(x, f"{label}[{i}]") for i, x in enumerate(value))
         return value
+
+
+def _put(owner: nn.Module, name: str, old: Tensor, value: Tensor) -> Tensor:
+    """Replace a weight or buffer by `value`, in the same object if possible, because others may hold it."""
+    fits = torch._has_compatible_shallow_copy_type(old, value) and not nn.parameter.is_lazy(old)
+    if fits and not (old.requires_grad and not value.is_floating_point()):
+        old.data = value.detach()
+        return old
+    put = value.detach()
+    if isinstance(old, nn.Parameter):
+        put = nn.Parameter(put, old.requires_grad and (put.is_floating_point() or put.is_complex()))
+    setattr(owner, name, put)
+    return put
 
 
 def _defaults(module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
