@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from ..report.record import Record, to_record
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
 from .diagnosis import Call, Diagnosis, bad_rows, describe
-from .provenance import ProvenanceMode, Step
+from .provenance import ProvenanceMode
 
 
 def rerun_forward(snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module) -> Diagnosis:
@@ -91,27 +91,23 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Dia
 
 
 def _with_spread(found: Diagnosis, snapshot: BatchSnapshot) -> Diagnosis:
-    """Return the diagnosis of a value that was there before, with the operation that spreads it."""
-    step = _spread(snapshot)
-    if step is None:
-        return found
-    return replace(found, operation=step.operation, place=step.place, operands=step.operands)
+    """Return the diagnosis of a value that was there before, with the operation that makes the most of it.
 
-
-def _spread(snapshot: BatchSnapshot) -> Step | None:
-    """Return the operation that makes the most of a bad value of the data or a buffer: the first to turn inf into nan.
-
-    Else the first product, which should have masked it, else the first operation that passed it on.
+    It is the first to turn inf into nan, else the first product, which should have masked it, else the first operation
+    that passed it on.
     """
     if no_second_run(snapshot.module):
-        return None
-    mode = ProvenanceMode(_spread.__code__, keeps_steps=True)
+        return found
+    mode = ProvenanceMode(_with_spread.__code__, keeps_steps=True)
     with suppress(Exception), snapshot.again() as call, mode:
         call()
     steps = [one for one in mode.steps or () if one.place is not None]
     turned = [one for one in steps if one.turned]
     products = [one for one in steps if one.operation.startswith("aten.mul.")]
-    return next(iter([*turned, *products, *steps]), None)
+    step = next(iter([*turned, *products, *steps]), None)
+    if step is None:
+        return found
+    return replace(found, operation=step.operation, place=step.place, operands=step.operands)
 
 
 def _histograms(x: Tensor, label: str) -> tuple[StoredHistogram, ...]:
@@ -149,7 +145,7 @@ def _of_rerun(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Di
         examined = _module(model, name)
     if examined is None:
         return Diagnosis(remarks=(f"the model has no module {name!r} any more",))
-    probe = CallProbe(finding, suspect, examined, name, ProvenanceMode(_run.__code__))
+    probe = _CallProbe(finding, suspect, examined, name, ProvenanceMode(_run.__code__))
     failure = _run(probe, snapshot)
     if probe.found is not None:
         return probe.found
@@ -162,7 +158,7 @@ def _of_rerun(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Di
     return Diagnosis(transient=None if doubts or probe.trouble else True, remarks=(*probe.trouble, *doubts))
 
 
-def _run(probe: CallProbe, snapshot: BatchSnapshot) -> str:
+def _run(probe: _CallProbe, snapshot: BatchSnapshot) -> str:
     """Make the outermost call of the batch again under the probe. Return what it raised, in words, or ""."""
     try:
         with snapshot.again() as call, probe.in_place():
@@ -177,16 +173,13 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
     return None if found is None else found.module
 
 
-class _Guilty(NamedTuple):
+class _Guilty:
     """A call, and what shows whether it wrote to what it was given."""
 
-    call: Call
-    versions: list[tuple[str, Tensor, int]]
-
-    @classmethod
-    def of(cls, call: Call) -> _Guilty:
+    def __init__(self, call: Call) -> None:
+        self.call = call
         given = [(label, x) for label, x in call_leaves(call.args, call.kwargs) if isinstance(x, Tensor)]
-        return cls(call, [(label, x, x._version) for label, x in given if not x.is_inference()])
+        self.versions = [(label, x, x._version) for label, x in given if not x.is_inference()]
 
     def remarks(self) -> list[str]:
         """Name the arguments that the call wrote to."""
@@ -197,24 +190,24 @@ class _Guilty(NamedTuple):
         ]
 
 
-class CallProbe:
+@dataclass
+class _CallProbe:
     """Probe on the calls of the suspect, whose record was non-finite, and of the module that is examined for the cause.
 
     When the suspect produced the value they are one; else the examined module is the one that called the suspect.
     """
 
-    def __init__(
-        self, finding: Finding, suspect: nn.Module, examined: nn.Module, name: str, provenance: ProvenanceMode
-    ) -> None:
+    finding: Finding
+    suspect: nn.Module
+    examined: nn.Module
+    name: str
+    provenance: ProvenanceMode
+
+    def __post_init__(self) -> None:
         self.found: Diagnosis | None = None
         self.was_called = False
         self.trouble: list[str] = []
-        self._finding = finding
-        self._is_producer = finding.origin == "produced"
-        self._suspect = suspect
-        self._examined = examined
-        self._name = name
-        self._provenance = provenance
+        self._is_producer = self.finding.origin == "produced"
         # The calls of the examined module: all of the thread that makes the second run.
         self._under_way: list[_Guilty] = []
 
@@ -222,22 +215,22 @@ class CallProbe:
     def in_place(self) -> Iterator[None]:
         """Examine the calls of both modules in the block."""
         try:
-            with wrap_calls([self._suspect, self._examined], self._run):
+            with wrap_calls([self.suspect, self.examined], self._run):
                 yield
         finally:
-            self._provenance.active = False
+            self.provenance.active = False
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call, and look at what the finding speaks of."""
         if self.found is not None:
             return module._call_impl(*args, **kwargs)
         own = None
-        if module is self._examined:
-            own = _Guilty.of(Call(self._name, module, args, kwargs, RngState.capture(), Autocast.capture()))
+        if module is self.examined:
+            own = _Guilty(Call(self.name, module, args, kwargs, RngState.capture(), Autocast.capture()))
         # A receiver that nobody called was called by the batch.
         guilty = own if self._is_producer or not self._under_way else self._under_way[-1]
-        is_receiver = not self._is_producer and module is self._suspect
-        self.was_called = self.was_called or module is self._suspect
+        is_receiver = not self._is_producer and module is self.suspect
+        self.was_called = self.was_called or module is self.suspect
         if is_receiver:
             self._look(call_leaves(args, kwargs), guilty)
         try:
@@ -257,7 +250,7 @@ class CallProbe:
     def _call_traced(self, own: _Guilty) -> Any:
         self._under_way.append(own)
         try:
-            with nullcontext() if len(self._under_way) > 1 else self._provenance:
+            with nullcontext() if len(self._under_way) > 1 else self.provenance:
                 return own.call.module._call_impl(*own.call.args, **own.call.kwargs)
         finally:
             self._under_way.pop()
@@ -268,28 +261,28 @@ class CallProbe:
             return
         try:
             for label, x in given:
-                if label != self._finding.label or not isinstance(x, Tensor):
+                if label != self.finding.label or not isinstance(x, Tensor):
                     continue
                 record = to_record(observe(x, label, "output" if self._is_producer else "input"))
                 # Where infinities are allowed, earlier calls may have had some.
-                if record.is_fault and ("nan" not in self._finding.value or "nan" in value_of(record)):
+                if record.is_fault and ("nan" not in self.finding.value or "nan" in value_of(record)):
                     self.found = self._settled(x, record, guilty)
         except Exception as error:
-            self.trouble.append(f"{self._finding.label} could not be looked at: {spell(error)}")
+            self.trouble.append(f"{self.finding.label} could not be looked at: {spell(error)}")
 
     def _settled(self, x: Tensor, record: Record, guilty: _Guilty) -> Diagnosis:
-        step = self._provenance.origin(x, nan="nan" in value_of(record))
-        self._provenance.active = False
+        step = self.provenance.origin(x, nan="nan" in value_of(record))
+        self.provenance.active = False
         remarks = []
         if step is None:
             remarks.append("no operation that goes through PyTorch's dispatcher was seen to make the value")
         elif step.meant:
             remarks.append(
                 f"{step.operation} put {step.values} there, on purpose as it seems; if so, watch with"
-                f" allow_inf={self._finding.module!r}"
+                f" allow_inf={self.finding.module!r}"
             )
-        if self._provenance.trouble is not None:
-            remarks.append(self._provenance.trouble)
+        if self.provenance.trouble is not None:
+            remarks.append(self.provenance.trouble)
         return Diagnosis(
             operation=None if step is None else step.operation,
             place=None if step is None else step.place,
