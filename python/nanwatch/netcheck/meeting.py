@@ -1,4 +1,4 @@
-"""The place of this rank in the job, and the key-value store where the ranks meet: arrivals, failures, ends.
+"""The place of this rank in the job, the key-value store where the ranks meet, and the clock over the steps.
 
 A rank writes two keys and counts itself four times. While it works it asks one question every `interval` seconds.
 """
