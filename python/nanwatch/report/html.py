@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..numerics.formats import limits
 from ..util.imports import needed
@@ -25,12 +25,9 @@ from ..util.progress import Tell
 from ..util.visible import module_name, visible
 from . import text
 from .cure_text import Kind, patch_lines
-from .histogram import SHOWN_FORMATS, exponent_figure
+from .finding import Finding
+from .histogram import SHOWN_FORMATS, StoredHistogram, exponent_figure
 from .record import NEAR_FACTOR, Frame, Record, by_module, headroom_bits, shrinking
-
-if TYPE_CHECKING:
-    from .finding import Finding
-    from .histogram import StoredHistogram
 
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
 NEAR_BITS = 2
