@@ -231,7 +231,7 @@ class _BackwardProbe:
             raise _Found
 
     def _look(self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]) -> bool:
-        """Make a backward, and keep what was found; whether anything was."""
+        """Make a backward, and keep the first operation that was found. Return whether there was one."""
         steps: list[Diagnosis] = []
         run_backward(roots, wanted, gradients, lambda node: _looker(node, steps))
         if steps and self.found.operation is None:
