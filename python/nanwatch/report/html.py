@@ -90,6 +90,8 @@ def report_html(
         num_records=sum(len(frame.records) for frame in frames),
         low_bits=LOW_BITS,
         module_name=module_name,
+        level_of=level_of,
+        bits_words=bits_words,
     )
 
 
@@ -262,16 +264,11 @@ def bits_words(bits: float | None) -> str:
     return "all zero" if bits == inf else "none left" if bits == -inf else f"{bits:.1f} bits"
 
 
-def _bars(frames: Sequence[Frame]) -> list[dict[str, Any]]:
-    """Name, words, colour and width in percent of the modules with the least headroom, worst first."""
+def _bars(frames: Sequence[Frame]) -> list[tuple[str, float, float]]:
+    """Return name, bits and width in percent of the modules with the least headroom, worst first."""
+    worst = list(by_module(frames).items())[:_BARS]
     return [
-        {
-            "name": module_name(name),
-            "bits": bits_words(bits),
-            "level": level_of(bits),
-            "width": round(100 * min(max(bits, 0.0), WIDEST_BAR) / WIDEST_BAR, 1),
-        }
-        for name, bits in list(by_module(frames).items())[:_BARS]
+        (name, bits, round(100 * min(max(bits, 0.0), WIDEST_BAR) / WIDEST_BAR, 1)) for name, bits in worst
     ]
 
 
@@ -285,16 +282,6 @@ class Node:
     is_culprit: bool = False
     is_open: bool = False
     children: dict[str, Node] = field(default_factory=dict)
-
-    @property
-    def words(self) -> str:
-        """The headroom as the page shows it."""
-        return bits_words(self.bits)
-
-    @property
-    def level(self) -> str:
-        """The class that colours it."""
-        return level_of(self.bits)
 
 
 def _tree(frames: Sequence[Frame], finding: Finding | None) -> Node | None:
