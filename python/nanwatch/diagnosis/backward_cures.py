@@ -19,12 +19,19 @@ from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module, unwrapped
 from ..numerics.formats import limits
 from ..precision.precision import run_in_fp32
-from ..recording.walk import leaves
 from ..report.finding import Cure, working_first
 from ..report.record import Record, least_bits
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
-from .experiment import BackwardStart, gradient_record, in_float32, module_words, run_backward, with_leaves
+from .experiment import (
+    BackwardStart,
+    gradient_record,
+    in_float32,
+    module_words,
+    run_backward,
+    with_graph,
+    with_leaves,
+)
 
 # The guilty module and the nearest around it: each costs a forward and a backward.
 _MOST_MODULES = 3
@@ -127,11 +134,7 @@ class _Search:
             this = number
             output = module._call_impl(*args, **kwargs)
             if this == self._number:
-                roots.update(
-                    (label, x)
-                    for label, x in leaves(output, "output")
-                    if label in self._gradients and isinstance(x, Tensor) and x.requires_grad
-                )
+                roots.update(one for one in with_graph(output) if one[0] in self._gradients)
             return output
 
         def backward(factor: float) -> list[Record]:

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import find_module
-from ..recording.walk import leaves
 from ..report.finding import Finding, value_of
 from ..report.record import Frame, Record
 from ..util.suppressed import suppressed
@@ -29,6 +28,7 @@ from .batch_snapshot import BatchSnapshot, no_second_run
 from .diagnosis import Diagnosis, Place, bad_rows
 from .experiment import (
     BackwardStart,
+    fresh_leaves,
     gradient_record,
     mean_gradients,
     run_backward,
@@ -134,22 +134,12 @@ class _BackwardProbe:
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call, and its backward."""
         self.call += 1
-        given: list[Tensor] = []
-
-        def fresh(x: Tensor) -> Tensor:
-            if not x.is_floating_point():
-                return x
-            given.append(x.detach().requires_grad_())
-            return given[-1].clone()  # a leaf could not be written to
-
         with torch.enable_grad():
             with torch.autograd.set_detect_anomaly(True, check_nan=False):
-                args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
+                (args, kwargs), given = fresh_leaves((args, kwargs), torch.is_floating_point)
                 output = module._call_impl(*args, **kwargs)
             wanted = [*given, *(x for x in module.parameters() if x.requires_grad)]
-            outputs = {
-                label: x for label, x in leaves(output, "output") if isinstance(x, Tensor) and x.requires_grad
-            }
+            outputs = dict(with_graph(output))
             if outputs and wanted:
                 self._backward(outputs, wanted, module._parameters.get(self._label))
         return tree_map_only(Tensor, torch.detach, output)
@@ -176,7 +166,7 @@ class _BackwardProbe:
             raise _Found
 
     def _look(self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]) -> bool:
-        """Make a backward, and keep what was found; whether anything was."""
+        """Make a backward, and keep the first operation that was found. Return whether there was one."""
         steps: list[Diagnosis] = []
         run_backward(roots, wanted, gradients, lambda node: _looker(node, steps))
         if steps and self.found.operation is None:

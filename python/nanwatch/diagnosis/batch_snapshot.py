@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,8 @@ from ..precision.casting import (
     swap_parametrizations,
 )
 from ..recording.walk import call_leaves
+from ..report.finding import Finding
 from ..util.modules import each_module
-
-if TYPE_CHECKING:
-    from ..report.finding import Finding
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PLAIN = (

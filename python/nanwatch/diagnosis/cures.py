@@ -291,7 +291,7 @@ class _Search:
         healthy: list[Tensor] | None = None,
         expected: bool = False,
     ) -> bool:
-        """Keep it as a cure if it works, or if a user would expect it to; whether it works.
+        """Keep it as a cure if it works, or if a user would expect it to. Return whether it works.
 
         `changed` is the module that runs in float32 and gives its results back in the format around it. What is finite
         in `healthy` must stay about the same in the record that was not finite; float32 is nearer to the truth than

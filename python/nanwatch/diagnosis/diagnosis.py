@@ -166,7 +166,7 @@ def _plain(x: Tensor) -> Tensor | None:
 
 
 def _mark(x: Tensor, nonfinite: Tensor) -> None:
-    """Set `non-finite` where `x` is not finite."""
+    """Set `nonfinite` where `x` is not finite."""
     if x.numel() <= _CHUNK:
         nonfinite.copy_(~torch.isfinite(_reference._to_arithmetic(x)))
         return

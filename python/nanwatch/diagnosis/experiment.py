@@ -174,17 +174,24 @@ def with_leaves(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, list[Tensor]]:
 
     The graph behind what the batch was called with is the user's.
     """
-    wanted: list[Tensor] = [x for x in snapshot.module.parameters() if x.requires_grad]
+    given = snapshot.args, dict(snapshot.kwargs)
+    (args, kwargs), made = fresh_leaves(given, lambda x: x.requires_grad)
+    wanted = [*(x for x in snapshot.module.parameters() if x.requires_grad), *made]
+    return replace(snapshot, args=args, kwargs=kwargs), wanted
+
+
+def fresh_leaves(given: Any, is_wanted: Callable[[Tensor], bool]) -> tuple[Any, list[Tensor]]:
+    """Return the values with new tensors for those that are wanted, and the leaves of the graph that they come from."""
+    made: list[Tensor] = []
 
     def fresh(x: Tensor) -> Tensor:
-        if not x.requires_grad:
+        if not is_wanted(x):
             return x
-        wanted.append(x.detach().requires_grad_())
-        return wanted[-1].clone()  # a leaf could not be written to
+        made.append(x.detach().requires_grad_())
+        return made[-1].clone()  # a leaf could not be written to
 
     with torch.enable_grad():
-        args, kwargs = tree_map_only(Tensor, fresh, (snapshot.args, dict(snapshot.kwargs)))
-    return replace(snapshot, args=args, kwargs=kwargs), wanted
+        return tree_map_only(Tensor, fresh, given), made
 
 
 def run_backward(

@@ -256,7 +256,7 @@ class _CallProbe:
             self._under_way.pop()
 
     def _look(self, given: list[Leaf], guilty: _Guilty | None) -> None:
-        """See whether the value of the finding is there; where it is, settle what made it."""
+        """Look for the value of the finding, and where it is there, settle what made it."""
         if self.found is not None or guilty is None:
             return
         try:

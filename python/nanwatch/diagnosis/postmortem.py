@@ -21,7 +21,7 @@ from ..capsule.capsule import make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
 from ..precision.casting import replaced
 from ..recording.walk import call_leaves
-from ..report.finding import Finding, working_first
+from ..report.finding import Cure, Finding, working_first
 from ..report.record import Frame
 from ..report.report import Report
 from ..util.modules import each_module
@@ -113,13 +113,16 @@ class _Steps(NamedTuple):
         if found is None:
             return finding, None
         closer = enrich(finding, found)
-        if finding.phase == "backward":
-            return (self._cure(closer, found, snapshot) if found.operation else closer), found
-        if found.transient is False or (finding.origin in ("data", "buffer") and found.place):
-            if doubts := snapshot.doubts():
+        is_due = found.operation is not None
+        if finding.phase != "backward":
+            was_there = finding.origin in ("data", "buffer") and found.place is not None
+            is_due = found.transient is False or was_there
+            if is_due and (doubts := snapshot.doubts()):
                 self.remarks.append(f"no cure was tried, as {doubts[0]}")
-            else:
-                closer = self._cure(closer, found, snapshot)
+                is_due = False
+        if is_due:
+            cure = partial(self._cure, closer, found, snapshot)
+            closer = _attempt("trying cures", cure, self.remarks) or closer
         return closer, found
 
     def _cure(self, finding: Finding, diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Finding:
@@ -141,20 +144,14 @@ class _Steps(NamedTuple):
             # Where a narrow format takes part, the trials of wider ones need the forward that hiding would take.
             may_hide=not is_narrow and finding.phase == "forward",
         )
-        cures, more = found.cures, found.remarks
-        tried = None
+        tried: tuple[tuple[Cure, ...], tuple[str, ...]] = (), ()
         if start is not None:
             tried = try_backward_cures(snapshot, self.model, start, loss_scale=self.conditions.loss_scale)
-        elif finding.phase != "backward" and (is_narrow or not any(cure.works for cure in cures)):
+        elif finding.phase != "backward" and (is_narrow or not any(cure.works for cure in found.cures)):
             most = min(MAX_RUNS, MOST_RUNS - found.runs)
-            tried = _attempt(
-                "trying cures",
-                lambda: try_cures(snapshot, finding, self.model, conditions=self.conditions, most_runs=most),
-                self.remarks,
-            )
-        if tried is not None:
-            cures, more = [*cures, *tried[0]], [*more, *tried[1]]
-        return replace(finding, cures=working_first(cures), remarks=(*finding.remarks, *more))
+            tried = try_cures(snapshot, finding, self.model, conditions=self.conditions, most_runs=most)
+        cures = working_first([*found.cures, *tried[0]])
+        return replace(finding, cures=cures, remarks=(*finding.remarks, *found.remarks, *tried[1]))
 
     def find_samples(self, finding: Finding, diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Finding:
         """Look for the samples that carry the failure, if the remaining forwards can show them."""

@@ -68,11 +68,6 @@ class Step:
     rows: BadRows = ()
 
     @property
-    def source(self) -> str | None:
-        """The place as "/path/file.py:123"."""
-        return None if self.place is None else str(self.place)
-
-    @property
     def values(self) -> str:
         """`nan`, `inf`, `-inf`, joined by `and`."""
         shown = (("nan", self.nan), ("inf", self.posinf), ("-inf", self.neginf))
@@ -308,7 +303,7 @@ def _is_meant(
 def _of_meant(operand: int, origin: Step | None) -> str:
     if origin is None:
         return f"operand[{operand}] is an additive mask"
-    at = f" at {origin.source}" if origin.source else ""
+    at = f" at {origin.place}" if origin.place else ""
     return f"operand[{operand}] holds {origin.values} that {origin.operation}{at} put there, on purpose as it seems"
 
 

@@ -53,14 +53,9 @@ def finding_summary(digest: Digest) -> str:
     return f"{text.summary(finding)}, rank {digest.rank}"
 
 
-def attempt_words(merged: Merged) -> str:
-    """Return the attempt in words, or "" where the reports name none."""
-    return str(merged.attempt or "")
-
-
 def other_summary(merged: Merged) -> str:
     """Return an attempt that was not merged in a line: which one, how many ranks, and where it failed."""
-    who = f"{attempt_words(merged) or 'reports that name no attempt'}, {count_ranks(len(merged.digests))}"
+    who = f"{merged.attempt or 'reports that name no attempt'}, {count_ranks(len(merged.digests))}"
     first = merged.origins
     if not first:
         return f"{who}: without a finding"
@@ -71,8 +66,8 @@ def other_summary(merged: Merged) -> str:
 def _lines(merged: Merged) -> Iterable[str]:
     ranks = merged.ranks
     yield f"{count_ranks(len(ranks))}: {spell_ranks(ranks)}"
-    if words := attempt_words(merged):
-        yield f"Of {words}"
+    if merged.attempt is not None:
+        yield f"Of {merged.attempt}"
     first, failed = merged.origins, merged.failed
     named = {one.rank for one in first}
     yield from _finding_lines("First", first, "at the same place")
@@ -176,7 +171,7 @@ def merged_html(merged: Merged) -> str:
         "merge --html",
         merged=merged,
         headline=_headline(merged),
-        attempt=attempt_words(merged),
+        attempt=str(merged.attempt or ""),
         others=[other_summary(one) for one in merged.others],
         first=first,
         later=[one for one in merged.failed if one.rank not in named],

@@ -73,20 +73,16 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch: the model is on its device, and the sanity check is still to come."""
-        self._start(trainer, pl_module)
+        self._deferred.start(pl_module, getattr(trainer.precision_plugin, "scaler", None))
+        self._is_watching = True
+        self._batches = 0
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch, unless this is a validation within fit."""
         if not self._is_watching:
-            self._start(trainer, pl_module)
+            self.on_fit_start(trainer, pl_module)
 
-    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to watch."""
-        self._start(trainer, pl_module)
-
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to watch."""
-        self._start(trainer, pl_module)
+    on_test_start = on_predict_start = on_fit_start
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -121,11 +117,6 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop the watch."""
         self.stop()
-
-    def _start(self, trainer: Any, module: Any) -> None:
-        self._deferred.start(module, getattr(trainer.precision_plugin, "scaler", None))
-        self._is_watching = True
-        self._batches = 0
 
     def _log(self, trainer: Any) -> None:
         least = self._deferred.take_least()

@@ -73,17 +73,11 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
         """Stop the watch."""
         self.stop()
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the frames of an accumulated batch."""
-        self._deferred.look()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the frames before a step."""
+        """Read the frames of a batch: of a step, an accumulated one or an evaluated one."""
         self._deferred.look()
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the frames of an evaluated batch."""
-        self._deferred.look()
+    on_substep_end = on_prediction_step = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Log the least headroom since the last log."""

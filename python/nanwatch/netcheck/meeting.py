@@ -1,4 +1,4 @@
-"""The place of this rank in the job, and the key-value store where the ranks meet: arrivals, failures, ends.
+"""The place of this rank in the job, the key-value store where the ranks meet, and the clock over the steps.
 
 A rank writes two keys and counts itself four times. While it works it asks one question every `interval` seconds.
 """
@@ -21,7 +21,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from ..util.job import store_key
+from ..util.job import store_key, whole_number
 from ..util.suppressed import suppressed, suppressing
 from ..util.visible import spell
 
@@ -90,11 +90,10 @@ class Place:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    given = environment[name]
-    # isdigit is True for more than int() reads, and int() refuses 5,000 digits.
-    if not (given.isascii() and given.isdigit() and len(given) < 10):
-        raise PlaceError(f"{name} should be a whole number, not negative, got {given[:60]!r}")
-    return int(given)
+    number = whole_number(environment[name])
+    if number is None:
+        raise PlaceError(f"{name} should be a whole number, not negative, got {environment[name][:60]!r}")
+    return number
 
 
 @dataclass(frozen=True, slots=True)

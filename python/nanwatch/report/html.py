@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..numerics.formats import limits
 from ..util.imports import needed
@@ -25,12 +25,9 @@ from ..util.progress import Tell
 from ..util.visible import module_name, visible
 from . import text
 from .cure_text import Kind, patch_lines
-from .histogram import SHOWN_FORMATS, exponent_figure
+from .finding import Finding
+from .histogram import SHOWN_FORMATS, StoredHistogram, exponent_figure
 from .record import NEAR_FACTOR, Frame, Record, by_module, headroom_bits, shrinking
-
-if TYPE_CHECKING:
-    from .finding import Finding
-    from .histogram import StoredHistogram
 
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
 NEAR_BITS = 2
@@ -93,6 +90,8 @@ def report_html(
         num_records=sum(len(frame.records) for frame in frames),
         low_bits=LOW_BITS,
         module_name=module_name,
+        level_of=level_of,
+        bits_words=bits_words,
     )
 
 
@@ -265,16 +264,11 @@ def bits_words(bits: float | None) -> str:
     return "all zero" if bits == inf else "none left" if bits == -inf else f"{bits:.1f} bits"
 
 
-def _bars(frames: Sequence[Frame]) -> list[dict[str, Any]]:
-    """Name, words, colour and width in percent of the modules with the least headroom, worst first."""
+def _bars(frames: Sequence[Frame]) -> list[tuple[str, float, float]]:
+    """Return name, bits and width in percent of the modules with the least headroom, worst first."""
+    worst = list(by_module(frames).items())[:_BARS]
     return [
-        {
-            "name": module_name(name),
-            "bits": bits_words(bits),
-            "level": level_of(bits),
-            "width": round(100 * min(max(bits, 0.0), WIDEST_BAR) / WIDEST_BAR, 1),
-        }
-        for name, bits in list(by_module(frames).items())[:_BARS]
+        (name, bits, round(100 * min(max(bits, 0.0), WIDEST_BAR) / WIDEST_BAR, 1)) for name, bits in worst
     ]
 
 
@@ -288,16 +282,6 @@ class Node:
     is_culprit: bool = False
     is_open: bool = False
     children: dict[str, Node] = field(default_factory=dict)
-
-    @property
-    def words(self) -> str:
-        """The headroom as the page shows it."""
-        return bits_words(self.bits)
-
-    @property
-    def level(self) -> str:
-        """The class that colours it."""
-        return level_of(self.bits)
 
 
 def _tree(frames: Sequence[Frame], finding: Finding | None) -> Node | None:

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from ..numerics.formats import Limits, TensorHealth, limits
 
-_CLAUSE = re.compile(r"(?P<kind>\w+(?:\([^()]*\))?) at (?P<dim>[^=,]*)=(?P<coordinate>\d+) of (?P<size>\d+)")
-_FROM = re.compile(r"from \[(?P<index>\d+(?:, \d+)*)\]")
+_CLAUSE = r"(\w+(?:\([^()]*\))?) at ([^=,]*)=(\d+) of (\d+)"
+_PLACEMENT = re.compile(rf"(?P<places>{_CLAUSE}(?:, {_CLAUSE})*)(?:, from \[(?P<index>\d+(?:, \d+)*)\])?")
 
 
 class MeshPlace(NamedTuple):
@@ -60,21 +60,13 @@ class Placement(NamedTuple):
 
 def read_placement(words: str) -> Placement | None:
     """Return the placement that is spelt so; None for other words."""
-    places: list[MeshPlace] = []
-    at = 0
-    while (clause := _CLAUSE.match(words, at)) is not None:
-        kind, dim, coordinate, size = clause.groups()
-        places.append(MeshPlace(kind, dim, int(coordinate), int(size)))
-        at = clause.end()
-        if at == len(words):
-            return Placement(tuple(places), None)
-        if not words.startswith(", ", at):
-            return None
-        at += 2
-    last = _FROM.fullmatch(words, at)
-    if last is None or not places:
+    found = _PLACEMENT.fullmatch(words)
+    if found is None:
         return None
-    return Placement(tuple(places), tuple(map(int, last["index"].split(", "))))
+    clauses = re.findall(_CLAUSE, found["places"])
+    places = [MeshPlace(kind, dim, int(coordinate), int(size)) for kind, dim, coordinate, size in clauses]
+    start = None if found["index"] is None else tuple(map(int, found["index"].split(", ")))
+    return Placement(tuple(places), start)
 
 
 def is_same_part(note: str, other: str) -> bool:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
+from typing import Any, Literal, TextIO, TypeAlias
 
 from ..util import reading
 from ..util.imports import needed
@@ -15,11 +15,8 @@ from ..util.progress import Tell, silent, wants_color
 from ..util.suppressed import suppressed
 from ..util.visible import module_name, visible
 from . import text
-from .finding import Finding, read_finding
+from .finding import Finding, Origin, read_finding
 from .record import SKIPPED_STEP, Frame
-
-if TYPE_CHECKING:
-    from .finding import Origin
 
 SCHEMA = "nanwatch.report"
 VERSION = 1

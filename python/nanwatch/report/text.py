@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ..numerics.formats import limits
 from ..util.visible import module_name, visible
 from .cure_text import cure_lines
+from .finding import Finding
 from .finding_text import next_backward, next_forward, samples_words, why_backward, why_forward
-from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, Record, has_vanished, shrinking
-
-if TYPE_CHECKING:
-    from .finding import Finding
-    from .record import Frame, Phase
+from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, Frame, Phase, Record, has_vanished, shrinking
 
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"

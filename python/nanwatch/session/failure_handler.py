@@ -15,21 +15,20 @@ from torch import nn
 
 from ..diagnosis.batch_snapshot import left_calls
 from ..distributed.coordinator import RankCoordinator
+from ..monitoring.monitor import Monitor
 from ..recording.events import Event
 from ..recording.observe import observe
 from ..recording.walk import call_leaves
 from ..report import text
-from ..report.finding import Finding
+from ..report.finding import Finding, Origin
 from ..report.record import FrameRows
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..util.suppressed import suppressed
 from ..util.visible import warn_user
+from .optimizer_guard import OptimizerGuard
 from .reports import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings, Reports
 
 if TYPE_CHECKING:
-    from ..monitoring.monitor import Monitor
-    from ..report.finding import Origin
-    from .optimizer_guard import OptimizerGuard
     from .rerun_policy import RerunPolicy
 
 

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,7 @@ from ..report.record import NOT_TAKEN, SKIPPED_STEP
 from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.visible import warn_user
-
-if TYPE_CHECKING:
-    from .options import Options
+from .options import Options
 
 # Skipped steps that are kept. All are counted.
 _MAX_KEPT = 100

@@ -15,7 +15,7 @@ from errno import EDQUOT, ENOSPC
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -23,13 +23,10 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.wrapped_names import for_names
 from ..monitoring.backends import ACCEPTED, is_target
 from ..recording.events import Check, Settings
-from ..recording.masked_scores import masked_scores
+from ..recording.masked_scores import MaskedScores, masked_scores
+from ..report.report import Report
 from ..util.reading import shorten
 from ..util.visible import close_names
-
-if TYPE_CHECKING:
-    from ..recording.masked_scores import MaskedScores
-    from ..report.report import Report
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
 SWITCH = "NANWATCH"

@@ -7,12 +7,12 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ..diagnosis.batch_snapshot import LeftCall
 from ..instrumentation.wrapped_names import is_recorded, named_modules
+from ..monitoring.suspicion import Suspicion
 from ..recording.events import Recorder
 from ..recording.observe import call_values, observe_with
 from ..recording.shard import parameter_mesh
@@ -23,10 +23,7 @@ from ..report.record import Frame, FrameRows, Row, is_fault, to_record
 from ..report.report import NonFiniteError, Report, report_of
 from ..util.job import rank
 from ..util.visible import module_name, warn_user
-
-if TYPE_CHECKING:
-    from ..monitoring.suspicion import Suspicion
-    from .options import Options
+from .options import Options
 
 
 class ModelRef:

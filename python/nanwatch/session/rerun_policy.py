@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,10 +24,8 @@ from ..report.finding import Finding
 from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.visible import spell, warn_user
+from .options import Options
 from .reports import ModelRef
-
-if TYPE_CHECKING:
-    from .options import Options
 
 # A run that goes on may fail for ever. After this many failures re-runs get rarer, so that capsules do not fill a disk.
 MANY = 20

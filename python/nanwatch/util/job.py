@@ -30,6 +30,12 @@ def rank() -> int:
     return rank_and_world_size()[0]
 
 
+def whole_number(spelt: str) -> int | None:
+    """Return the number that a variable of the environment spells, None where it is no whole number from 0."""
+    # isdigit is True for more than int() reads, and int() refuses 5,000 digits.
+    return int(spelt) if spelt.isascii() and spelt.isdigit() and len(spelt) < 10 else None
+
+
 _BEGUN = time.time()
 
 
@@ -50,11 +56,10 @@ class Attempt:
     @classmethod
     def of(cls, environment: Mapping[str, str], begun: float) -> Attempt | None:
         """Read the environment that torchrun has set. Return None where it set nothing, or nothing that can be read."""
-        number = environment.get("TORCHELASTIC_RESTART_COUNT", "")
-        # isdigit is True for more than int() reads, and int() refuses 5,000 digits.
-        if not (number.isascii() and number.isdigit() and len(number) < 10):
+        number = whole_number(environment.get("TORCHELASTIC_RESTART_COUNT", ""))
+        if number is None:
             return None
-        return cls(environment.get("TORCHELASTIC_RUN_ID", ""), int(number), _new_master(environment), begun)
+        return cls(environment.get("TORCHELASTIC_RUN_ID", ""), number, _new_master(environment), begun)
 
     @property
     def key(self) -> tuple[str, str | int]:
