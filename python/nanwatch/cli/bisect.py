@@ -6,8 +6,7 @@ import argparse
 import contextlib
 import sys
 
-from ..equivalence.bisect import bisect
-from ..equivalence.switches import NAMES
+from ..equivalence.bisect import NAMES, bisect
 from ..util.progress import shown
 from .commands import UseError, command_parser, failed, imported
 

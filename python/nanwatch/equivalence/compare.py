@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,8 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..numerics.readable import dtype_name
 from ..util.modules import each_parameter
-from ..util.reading import plain
-from ..util.visible import module_name, spell, visible
+from ..util.visible import spell
 from .calls import Call, Matcher, Pair, alone, innermost, is_sum, part_of_difference, recorded, value
 from .differences import (
     Errors,
@@ -27,8 +24,8 @@ from .differences import (
     module_differences,
     relative_errors,
     shape_of_difference,
-    spell_error,
 )
+from .results import Comparison, ModuleError
 from .state import State
 
 Caller = Callable[[nn.Module, Any], Any]
@@ -39,82 +36,6 @@ _VANISHED = 100.0
 _KINDS = ("inputs", "outputs")
 # By precision.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleError:
-    """Relative errors of a module's input and output between the two models, and the noise floor of the output.
-
-    `module_a` or `module_b` names several where the other is their fused projection. An error is None where the
-    tensors could not be compared. `tokens` are the errors by position in the sequence.
-    """
-
-    module_a: str
-    module_b: str
-    class_a: str
-    class_b: str
-    input_error: float | None
-    error: float | None
-    floor: float
-    tokens: tuple[float, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Both names in words."""
-        one, other = (
-            f"{module_name(self.module_a)} ({self.class_a})",
-            f"{module_name(self.module_b)} ({self.class_b})",
-        )
-        return one if one == other else f"{one} | {other}"
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Result of `nanwatch.compare`.
-
-    `equal` is None when nothing could be said. `first` is the first module whose inputs agree and whose outputs do not,
-    or None with the reason in `why`. `where` says where in it the difference begins, `likely` what it looks like.
-    `modules` has all compared modules in the order of their calls in A. `floor` says how the noise was measured.
-    """
-
-    equal: bool | None
-    first: ModuleError | None
-    where: str
-    likely: tuple[str, ...]
-    why: str
-    floor: str
-    factor: float
-    calls_a: int
-    calls_b: int
-    modules: tuple[ModuleError, ...]
-    remarks: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        """Return the result as one JSON document."""
-        return json.dumps(plain(self), indent=2)
-
-    def to_text(self) -> str:
-        """Return the result for people."""
-        amount = f"{len(self.modules):,} of {self.calls_a:,} module calls compared with {self.calls_b:,}"
-        if self.equal:
-            lines = [f"Equal within the noise floor: {amount}."]
-        elif self.first is None:
-            lines = [f"No module can be named: {self.why}.", "", f"Compared:   {amount}"]
-        else:
-            found = self.first
-            lines = [
-                f"Differ first in {found.name}.",
-                "",
-                f"Input:      {spell_error(found.input_error)}",
-                f"Output:     {spell_error(found.error)}, above {self.factor:g} x the floor of {found.floor:.2g}",
-            ]
-            said = [("Where:      ", self.where), *(("Looks like: ", one) for one in self.likely)]
-            for head, text in said:
-                lines += textwrap.wrap(head + text, 100, subsequent_indent=" " * 12) if text else []
-            lines += [f"Compared:   {amount}"]
-        lines += [f"Noise:      {self.floor}"]
-        lines += ["", *(f"Note: {remark}" for remark in self.remarks)] if self.remarks else []
-        return "\n".join(map(visible, lines))
 
 
 def compare(

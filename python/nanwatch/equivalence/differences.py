@@ -209,7 +209,7 @@ def module_differences(a: nn.Module, b: nn.Module, *, is_leaf: bool) -> list[str
                 *(w.detach().cpu().to(torch.float64).reshape(1, -1) for w in (x, y))
             ).total
             if error > max(torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps):
-                found.append(f"its {name} is {spell_error(error)} apart")
+                found.append(f"its {name} is {error:.2g} apart")
     return found
 
 
@@ -232,11 +232,6 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     """Return the numbers and words that a module keeps, by name; any name with eps is eps."""
     kept = {name: one for name, one in vars(module).items() if isinstance(one, bool | int | float | str)}
     return {"eps" if "eps" in name else name: one for name, one in kept.items() if name != "training"}
-
-
-def spell_error(error: float | None) -> str:
-    """Return a relative error in words."""
-    return "not comparable" if error is None else f"{error:.2g}"
 
 
 def _by_token(rows: Tensor, shape: Sequence[int], floor: float) -> list[str]:
