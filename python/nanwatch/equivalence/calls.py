@@ -23,7 +23,7 @@ from ..instrumentation.slot import TemporaryWrapper, attached
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..util.modules import each_module
 from ..util.visible import module_name, without_wrappers
-from .differences import Kept, Store, Tokens, relative_errors, side_by_side, sketch, total, weight_of
+from .differences import Kept, Store, Tokens, relative_errors, side_by_side, sketches, total, weight_of
 
 _PROJECTIONS = 8
 # Weights in bfloat16 are within 0.4 % of those in float32.
@@ -338,8 +338,8 @@ class Matcher:
             vectors = []
             for kept in values[: 2 if is_sum(values) else 1]:
                 rows = self._tokens.rows(kept)
-                rows = (rows if kept.is_sketch else sketch(rows)).to(torch.float64).nan_to_num()
-                vectors.append(sketch(rows.t()).flatten())
+                rows = (rows if kept.is_sketch else sketches(rows)).to(torch.float64).nan_to_num()
+                vectors.append(sketches(rows.t()).flatten())
             found.append([*vectors[:1], *([vectors[0] + vectors[1]] if len(vectors) > 1 else [])])
         return found
 

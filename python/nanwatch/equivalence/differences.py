@@ -6,15 +6,14 @@ A tensor is kept whole while there is room, else as a sketch of each row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..numerics.sketch import WIDTH, sketch
 from ..util.modules import WeakIdentityDict
 
-COLUMNS = 32
 # Rows with less than this share of the mean norm are compared by that share: padding may be all but zero.
 _LEAST_ROW = 0.1
 # Masks hold -inf or the least number of a dtype, whose squares have no norm.
@@ -41,19 +40,9 @@ class Errors(NamedTuple):
         return float(self.rows.max()) if len(self.rows) else 0.0
 
 
-@lru_cache(maxsize=64)
-def _signs(columns: int) -> Tensor:
-    generator = torch.Generator().manual_seed(columns)
-    return torch.randint(0, 2, (columns, COLUMNS), generator=generator).mul_(2).sub_(1).to(torch.int8)
-
-
-def sketch(rows: Tensor) -> Tensor:
-    """Return the projections of each row by seeded random signs: 32 numbers whose norm estimates that of the row.
-
-    Linear, so that the sketch of a difference is the difference of the sketches.
-    """
-    wide = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
-    return (wide @ _signs(rows.shape[-1]).to(wide)).div_(COLUMNS**0.5)
+def sketches(rows: Tensor) -> Tensor:
+    """Return the sketches of all rows, as exact as they can be."""
+    return sketch(rows, max_rows=None, wide=True)
 
 
 class Store:
@@ -72,9 +61,9 @@ class Store:
         flat = torch.view_as_real(x.detach()).flatten(-2) if x.is_complex() else x.detach()
         rows = flat.reshape(-1, flat.shape[-1] if flat.ndim else 1)
         size = rows.numel() * rows.element_size()
-        is_sketch = size > self._left and rows.shape[-1] > COLUMNS
+        is_sketch = size > self._left and rows.shape[-1] > WIDTH
         if is_sketch:
-            copy = sketch(rows).cpu()
+            copy = sketches(rows).cpu()
         else:
             self._left -= size
             copy = rows.to("cpu", copy=True)
@@ -115,7 +104,7 @@ class Tokens:
         if not whole:
             if a.shape[-1:] != b.shape[-1:]:
                 return None
-            one, other = (x if kept.is_sketch else sketch(x) for x, kept in ((one, a), (other, b)))
+            one, other = (x if kept.is_sketch else sketches(x) for x, kept in ((one, a), (other, b)))
         if one.numel() != other.numel() or not one.numel():
             return None
         if one.shape != other.shape:
@@ -131,7 +120,7 @@ def total(values: Sequence[Kept]) -> Kept:
     if len(values) == 1:
         return values[0]
     is_sketch = any(one.is_sketch for one in values)
-    rows = (sketch(one.rows) if is_sketch and not one.is_sketch else one.rows for one in values)
+    rows = (sketches(one.rows) if is_sketch and not one.is_sketch else one.rows for one in values)
     return Kept(values[0].shape, torch.stack(list(rows)).sum(0), is_sketch)
 
 
