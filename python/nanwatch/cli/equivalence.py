@@ -1,4 +1,4 @@
-"""`nanwatch twice SCRIPT [ARGS...]`: run a script twice and say whether it computes the same, bit for bit."""
+"""`nanwatch twice`, `nanwatch bisect` and `nanwatch compare`: do two executions compute the same?"""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..equivalence.bisect import NAMES, bisect
+from ..equivalence.compare import compare
 from ..equivalence.recording import EnoughError, Print, Recorder, Recording
+from ..equivalence.results import Bisection, Comparison, Repetition
 from ..equivalence.trials import TRIALS
 from ..equivalence.twice import Request, examine
-from ..util.progress import shown
+from ..util.progress import Tell
 from ..util.visible import spell, visible
-from .commands import UseError, command_parser, failed
+from .commands import UseError, answered, command_parser, imported
 from .script import check_script, run_script
 
-_DIFFER = 1
-# Has the request in a process that makes one of the runs.
+# Exit statuses by whether two executions are equal; None is not known.
+_STATUS = {True: 0, False: 1, None: 2}
+# Has the request in a process that makes one of the runs of `twice`.
 _VARIABLE = "NANWATCH_TWICE"
-_EXAMPLES = """\
+_TWICE = """\
 Each run is a process of its own with the same arguments and environment. The script's own output is not shown.
 
 exit status: 0 when the runs are bit-equal, 1 when they are not, 2 when the script fails or there is none
@@ -36,35 +40,137 @@ examples:
   nanwatch twice --batches 20 train.py --lr 1e-3     the first 20 batches are enough
   nanwatch twice --json -m package.train > twice.json
 """
+_BISECT = """\
+MODEL and INPUTS are PKG.MOD:NAME: an object, or what makes it when called without arguments. INPUTS is a dict by name,
+a tuple by position, or the only argument. Both are imported from the current directory too, which runs their code.
+
+exit status: 0 when nothing changes the numbers, 1 when a switch does, 2 when the model cannot be run
+
+examples:
+  nanwatch bisect train:make_model train:make_batch
+  nanwatch bisect train:make_model train:make_batch --switch compile --exact
+  nanwatch bisect train:make_model train:make_batch --backward --json
+"""
+_COMPARE = """\
+MODEL_A, MODEL_B and INPUTS are PKG.MOD:NAME: an object, or what makes it when called without arguments. INPUTS is a
+dict by name, a tuple by position, or the only argument. All are imported from the current directory too, which runs
+their code. A wrapper that calls the model in its forward serves models that take different arguments.
+
+exit status: 0 when nothing is above the noise floor, 1 when something is, 2 when the models cannot be compared
+
+examples:
+  nanwatch compare models:reference models:port models:batch
+  nanwatch compare models:reference models:port models:batch --factor 20 --json
+"""
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command and return the exit status."""
-    options = _parser().parse_args(arguments)
+def _printed(found: Repetition | Bisection | Comparison, options: argparse.Namespace) -> tuple[str, int]:
+    return found.to_json() if options.json else found.to_text(), _STATUS[found.equal]
+
+
+def bisect_main(arguments: list[str]) -> int:
+    """Run `nanwatch bisect` and return the exit status."""
+    options = _bisect_parser().parse_args(arguments)
+
+    def find(tell: Tell) -> tuple[str, int]:
+        found = bisect(
+            imported(options.model, "MODEL"),
+            imported(options.inputs, "INPUTS"),
+            loss=options.backward,
+            switches=options.switch or None,
+            backend=options.backend,
+            exact=options.exact,
+            tell=tell,
+        )
+        return _printed(found, options)
+
+    return answered("bisect", find, errors=(TypeError, RuntimeError))
+
+
+def _bisect_parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "bisect",
+        "Find the switch that changes what a model computes: a module that torch.compile compiles wrongly, autocast, a"
+        " fused kernel. Takes at most log2(n) + 3 runs for n switches.",
+        _BISECT,
+    )
+    parser.add_argument("model", metavar="MODEL", help="the model, or what makes it")
+    parser.add_argument("inputs", metavar="INPUTS", help="its inputs, or what makes them")
+    parser.add_argument(
+        "--switch",
+        nargs="+",
+        action="extend",
+        default=[],
+        choices=NAMES,
+        help="the switches (default: those that are on at present, and compile)",
+    )
+    parser.add_argument("--backend", default="inductor", help="that of torch.compile (default: %(default)s)")
+    parser.add_argument("--exact", action="store_true", help="count a difference in any bit")
+    parser.add_argument(
+        "--backward", action="store_true", help="compare the gradients of the sum of the outputs' squares too"
+    )
+    return parser
+
+
+def compare_main(arguments: list[str]) -> int:
+    """Run `nanwatch compare` and return the exit status."""
+    options = _compare_parser().parse_args(arguments)
+
+    def find(tell: Tell) -> tuple[str, int]:
+        names = {"MODEL_A": options.model_a, "MODEL_B": options.model_b, "INPUTS": options.inputs}
+        found = compare(*(imported(value, name) for name, value in names.items()), factor=options.factor)
+        return _printed(found, options)
+
+    return answered("compare", find, errors=(TypeError, RuntimeError))
+
+
+def _compare_parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "compare",
+        "Run two implementations of a model, with the same weights, on the same inputs, and name the first module that"
+        " differs by more than rounding does.",
+        _COMPARE,
+    )
+    parser.add_argument("model_a", metavar="MODEL_A", help="the reference, or what makes it")
+    parser.add_argument("model_b", metavar="MODEL_B", help="the other implementation, or what makes it")
+    parser.add_argument("inputs", metavar="INPUTS", help="the inputs of both, or what makes them")
+    parser.add_argument(
+        "--factor",
+        type=float,
+        default=8.0,
+        metavar="N",
+        help="how many times the noise floor a difference must have (default: %(default)g)",
+    )
+    return parser
+
+
+def twice_main(arguments: list[str]) -> int:
+    """Run `nanwatch twice` and return the exit status."""
+    options = _twice_parser().parse_args(arguments)
     target, rest, is_module = options.target, options.arguments, options.m
     if request := os.environ.pop(_VARIABLE, ""):
         return _run_here(json.loads(request), target, rest, is_module=is_module)
-    try:
+
+    def find(tell: Tell) -> tuple[str, int]:
         check_script(target, is_module=is_module)
         if options.times < 2 or (options.batches is not None and options.batches < 1):
             raise ValueError("--times should be at least 2 and --batches at least 1")
-        with shown() as tell, tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
+        with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
             runs = _Runs(Path(folder), [*(["-m"] if is_module else []), target, *rest], options.batches)
             found = examine(runs.run, os.path.basename(target), options.times, runs.trials, tell)
-            if found.equal and runs.error:
-                raise UseError(f"the runs are bit-equal, but each ended by {runs.error}")
-    except (ValueError, OSError, UseError) as error:
-        return failed("twice", error)
-    print(found.to_json() if options.json else found.to_text())
-    return 0 if found.equal else _DIFFER
+        if found.equal and runs.error:
+            raise UseError(f"the runs are bit-equal, but each ended by {runs.error}")
+        return _printed(found, options)
+
+    return answered("twice", find)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _twice_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "twice",
         "Run a script twice, compare all that its modules and optimizers compute, bit for bit, and name the first"
         " operation that is not repeatable and what cures it. Options go before the script.",
-        _EXAMPLES,
+        _TWICE,
     )
     parser.allow_abbrev = False
     parser.usage = "%(prog)s [OPTION...] SCRIPT [ARG...]\n       %(prog)s [OPTION...] -m MODULE [ARG...]"
@@ -181,7 +287,4 @@ class _FileHook:
         except (OSError, ValueError):
             return
         if self._since <= changed < self._start and os.path.isfile(path):
-            self._notes.append(f"{STALE} {path}")
-
-
-STALE = "the script reads a file that the run before it has written:"
+            self._notes.append(f"the script reads a file that the run before it has written: {path}")
