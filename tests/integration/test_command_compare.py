@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanwatch import __main__ as command
+from support.html_page import Page
 
 MODULE = """
 import copy
@@ -48,6 +49,23 @@ def test_the_status_says_whether_the_models_differ(
 def test_the_text_names_the_module(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["compare", "compared:one", "compared:other", "compared:batch"]) == 1
     assert capsys.readouterr().out.startswith("Differ first in 1 (LayerNorm).\n")
+
+
+def test_the_page_has_the_errors_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all modules, with the first one's place, and its name in the heading."""
+    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
+    models = ["compared:one", "compared:other", "compared:batch"]
+    assert command.main(["compare", *models, "--json", "--html", "compare.html"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    page = Page(Path("compare.html").read_text(encoding="utf-8"))
+    assert page.unbalanced == []
+    assert page.headline == ["Differ first in 1 (LayerNorm)"]
+    assert page.data["error"] == [one["error"] for one in found["modules"]]
+    assert page.data["floor"] == [one["floor"] for one in found["modules"]]
+    assert found["modules"][page.data["first"]] == found["first"]
+    assert page.data["tokens"] is None  # of two dimensions
+    assert "eps is 1e-05 in A and 0.1 in B" in page.text
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ exit status: 0 when nothing is above the noise floor, 1 when something is, 2 whe
 examples:
   nanwatch compare models:reference models:port models:batch
   nanwatch compare models:reference models:port models:batch --factor 20 --json
+  nanwatch compare models:reference models:port models:batch --html compare.html
 """
 
 
@@ -118,7 +119,11 @@ def compare_main(arguments: list[str]) -> int:
 
     def find(tell: Tell) -> tuple[str, int]:
         names = {"MODEL_A": options.model_a, "MODEL_B": options.model_b, "INPUTS": options.inputs}
+        tell("running the models")
         found = compare(*(imported(value, name) for name, value in names.items()), factor=options.factor)
+        if options.html is not None:
+            tell("drawing the page")
+            options.html.write_text(found.to_html(), encoding="utf-8")
         return _printed(found, options)
 
     return answered("compare", find, errors=(TypeError, RuntimeError))
@@ -141,6 +146,7 @@ def _compare_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="how many times the noise floor a difference must have (default: %(default)g)",
     )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts too")
     return parser
 
 

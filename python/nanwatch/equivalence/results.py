@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from ..report.html import page
 from ..util.reading import plain
 from ..util.visible import module_name, visible
 
+# Rows of the page's table, and rows and columns of its map of tokens.
+_ABOVE, _ROWS, _COLUMNS = 40, 300, 200
 # Columns before the text of a line.
 _INDENT = 12
 _OUTCOMES = {"equal": "bit-equal", "differ": "differ", "failed": "failed"}
@@ -250,13 +256,13 @@ class Comparison:
         """Return the result for people."""
         amount = f"{len(self.modules):,} of {self.calls_a:,} module calls compared with {self.calls_b:,}"
         if self.equal:
-            lines = [f"Equal within the noise floor: {amount}."]
+            lines = [f"{self._headline}: {amount}."]
         elif self.first is None:
-            lines = [f"No module can be named: {self.why}.", "", f"Compared:   {amount}"]
+            lines = [f"{self._headline}: {self.why}.", "", f"Compared:   {amount}"]
         else:
             found = self.first
             lines = [
-                f"Differ first in {found.name}.",
+                f"{self._headline}.",
                 "",
                 f"Input:      {spell_error(found.input_error)}",
                 f"Output:     {spell_error(found.error)}, above {self.factor:g} x the floor of {found.floor:.2g}",
@@ -267,6 +273,64 @@ class Comparison:
             lines += [f"Compared:   {amount}"]
         lines += [f"Noise:      {self.floor}"]
         return _text(lines, self.remarks)
+
+    def to_html(self) -> str:
+        """Return a page that opens offline, with charts of the error over depth and over tokens.
+
+        Needs `jinja2` and `plotly`; write it as UTF-8.
+        """
+        tokens, per_column = _tokens(self.modules)
+        rows = self.modules
+        return page(
+            "compare",
+            "Comparison.to_html()",
+            {
+                "names": [one.name for one in rows],
+                "error": [plain(one.error) for one in rows],
+                "input": [plain(one.input_error) for one in rows],
+                "floor": [one.floor for one in rows],
+                "limit": [self.factor * one.floor for one in rows],
+                "first": rows.index(self.first) if self.first in rows else None,
+                "tokens": tokens,
+            },
+            found=self,
+            headline=self._headline,
+            above=[one for one in rows if one.error is not None and one.error > self.factor * one.floor][
+                :_ABOVE
+            ],
+            has_tokens=tokens is not None,
+            per_column=per_column,
+            charts=bool(rows),
+            module_name=module_name,
+            spell_error=spell_error,
+        )
+
+    @property
+    def _headline(self) -> str:
+        if self.equal:
+            return "Equal within the noise floor"
+        return "No module can be named" if self.first is None else f"Differ first in {self.first.name}"
+
+
+def _tokens(modules: Sequence[ModuleError]) -> tuple[dict[str, Any] | None, int]:
+    """Return the data of the map of errors by module and token, and the number of tokens in a column of it.
+
+    A cell is the largest error in it, so that no error is lost where there are more tokens than columns.
+    """
+    lengths = Counter(len(one.tokens) for one in modules if one.tokens)
+    if not lengths:
+        return None, 1
+    ((length, _),) = lengths.most_common(1)
+    rows = [one for one in modules if len(one.tokens) == length]
+    columns, lines = (range(0, n, -(-n // most)) for n, most in ((length, _COLUMNS), (len(rows), _ROWS)))
+    errors = np.array([one.tokens for one in rows])
+    errors = np.maximum.reduceat(np.maximum.reduceat(errors, columns, axis=1), lines, axis=0)
+    # A line of several modules has the name of the worst.
+    worst = [max(rows[i : i + lines.step], key=lambda one: max(one.tokens)) for i in lines]
+    labels = [module_name(one.module_a) for one in worst]
+    cells = [[plain(float(f"{error:.3g}")) for error in row] for row in errors.tolist()]
+    names = [one.name for one in worst]
+    return {"names": names, "labels": labels, "from": [*columns], "errors": cells}, columns.step
 
 
 def spell_error(error: float | None) -> str:
