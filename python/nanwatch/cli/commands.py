@@ -90,7 +90,7 @@ COMMANDS = {
         runs_user_code=True,
     ),
     "compare": Command(
-        "the first module in which two implementations of a model differ",
+        "the first module in which two implementations of a model, or two traces, differ",
         ".equivalence:compare_main",
         runs_user_code=True,
     ),

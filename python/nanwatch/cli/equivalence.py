@@ -19,8 +19,10 @@ from ..equivalence.bisect import NAMES, bisect
 from ..equivalence.compare import compare
 from ..equivalence.recording import EnoughError, Print, Recorder, Recording
 from ..equivalence.results import Bisection, Comparison, Repetition
+from ..equivalence.traces import compare_traces
 from ..equivalence.trials import TRIALS
 from ..equivalence.twice import Request, examine
+from ..trace.trace_file import Trace
 from ..util.progress import Tell
 from ..util.visible import spell, visible
 from .commands import UseError, answered, command_parser, imported
@@ -52,9 +54,12 @@ examples:
   nanwatch bisect train:make_model train:make_batch --backward --json
 """
 _COMPARE = """\
-MODEL_A, MODEL_B and INPUTS are PKG.MOD:NAME: an object, or what makes it when called without arguments. INPUTS is a
-dict by name, a tuple by position, or the only argument. All are imported from the current directory too, which runs
-their code. A wrapper that calls the model in its forward serves models that take different arguments.
+A, B and INPUTS are PKG.MOD:NAME: an object, or what makes it when called without arguments. INPUTS is a dict by name, a
+tuple by position, or the only argument. All are imported from the current directory too, which runs their code. A
+wrapper that calls the model in its forward serves models that take different arguments.
+
+Or A and B are traces that watch(trace=..., sketches=N) has written. INPUTS is left out then, or is a trace of A in
+higher precision, from which the noise floor is measured.
 
 exit status: 0 when nothing is above the noise floor, 1 when something is, 2 when the models cannot be compared
 
@@ -62,6 +67,7 @@ examples:
   nanwatch compare models:reference models:port models:batch
   nanwatch compare models:reference models:port models:batch --factor 20 --json
   nanwatch compare models:reference models:port models:batch --html compare.html
+  nanwatch compare trainer.parquet engine.parquet trainer-fp32.parquet
 """
 
 
@@ -118,9 +124,18 @@ def compare_main(arguments: list[str]) -> int:
     options = _compare_parser().parse_args(arguments)
 
     def find(tell: Tell) -> tuple[str, int]:
-        names = {"MODEL_A": options.model_a, "MODEL_B": options.model_b, "INPUTS": options.inputs}
-        tell("running the models")
-        found = compare(*(imported(value, name) for name, value in names.items()), factor=options.factor)
+        given = {"A": options.a, "B": options.b, "INPUTS": options.inputs}
+        if os.path.exists(options.a) and os.path.exists(options.b):
+            traces = [Trace.open(path, tell) for path in given.values() if path is not None]
+            tell("comparing")
+            found = compare_traces(*traces, batches=options.batches, factor=options.factor)
+        elif options.inputs is None or options.batches is not None:
+            raise UseError(
+                "A and B should be two traces that exist, or two models with INPUTS and without --batches"
+            )
+        else:
+            tell("running the models")
+            found = compare(*(imported(value, name) for name, value in given.items()), factor=options.factor)
         if options.html is not None:
             tell("drawing the page")
             options.html.write_text(found.to_html(), encoding="utf-8")
@@ -133,12 +148,24 @@ def _compare_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "compare",
         "Run two implementations of a model, with the same weights, on the same inputs, and name the first module that"
-        " differs by more than rounding does.",
+        " differs by more than rounding does. Or compare two traces with sketches, as of two engines.",
         _COMPARE,
     )
-    parser.add_argument("model_a", metavar="MODEL_A", help="the reference, or what makes it")
-    parser.add_argument("model_b", metavar="MODEL_B", help="the other implementation, or what makes it")
-    parser.add_argument("inputs", metavar="INPUTS", help="the inputs of both, or what makes them")
+    parser.add_argument("a", metavar="A", help="the reference, or what makes it; or its trace")
+    parser.add_argument("b", metavar="B", help="the other implementation, or what makes it; or its trace")
+    parser.add_argument(
+        "inputs",
+        metavar="INPUTS",
+        nargs="?",
+        help="the inputs of both, or what makes them; of traces another one, of A in higher precision",
+    )
+    parser.add_argument(
+        "--batches",
+        nargs=2,
+        type=int,
+        metavar=("N", "M"),
+        help="of traces: batch N of A against batch M of B",
+    )
     parser.add_argument(
         "--factor",
         type=float,

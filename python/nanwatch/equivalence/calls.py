@@ -40,12 +40,13 @@ _NEAR = 0.9
 class Call:
     """Call of a module. `key` is its path and which of the module's calls it is.
 
-    `start` and `end` count the starts and ends of all calls. `parent` is the call around it.
+    `module` is None for a call of a trace. `start` and `end` count the starts and ends of all calls. `parent` is the
+    call around it.
     """
 
     key: tuple[str, int]
     class_name: str
-    module: nn.Module
+    module: nn.Module | None
     parent: Call | None
     start: int
     end: int = 0

@@ -202,9 +202,9 @@ def module_differences(a: nn.Module, b: nn.Module, *, is_leaf: bool) -> list[str
     return found
 
 
-def weight_of(module: nn.Module) -> Tensor | None:
+def weight_of(module: nn.Module | None) -> Tensor | None:
     """Return the weight with a row for each output, or None."""
-    weight = module._parameters.get("weight")
+    weight = None if module is None else module._parameters.get("weight")
     if (
         weight is None
         or weight.is_meta

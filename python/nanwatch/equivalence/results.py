@@ -265,7 +265,7 @@ class Comparison:
                 f"{self._headline}.",
                 "",
                 f"Input:      {spell_error(found.input_error)}",
-                f"Output:     {spell_error(found.error)}, above {self.factor:g} x the floor of {found.floor:.2g}",
+                f"Output:     {self._output}",
             ]
             lines += _wrapped("Where:", self.where)
             for one in self.likely:
@@ -295,6 +295,7 @@ class Comparison:
             },
             found=self,
             headline=self._headline,
+            output=self._output,
             above=[one for one in rows if one.error is not None and one.error > self.factor * one.floor][
                 :_ABOVE
             ],
@@ -304,6 +305,13 @@ class Comparison:
             module_name=module_name,
             spell_error=spell_error,
         )
+
+    @property
+    def _output(self) -> str:
+        found = self.first
+        if found is None or found.error is None:
+            return spell_error(None)
+        return f"{spell_error(found.error)}, above {self.factor:g} x the floor of {found.floor:.2g}"
 
     @property
     def _headline(self) -> str:
