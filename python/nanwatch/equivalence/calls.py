@@ -111,7 +111,10 @@ def part_of_difference(parts: Sequence[Call], a: Tensor, b: Tensor, limit: float
 
 def is_sum(values: Sequence[Kept]) -> bool:
     """Return True if the first two values may be hidden and residual."""
-    return len(values) > 1 and values[0].shape == values[1].shape and values[0].rows.is_floating_point()
+    if len(values) < 2:
+        return False
+    a, b = values[:2]
+    return a.shape == b.shape and a.rows.shape == b.rows.shape and a.rows.is_floating_point()
 
 
 def value(calls: Sequence[Call], kind: str, pick: tuple[int, ...]) -> Kept | None:

@@ -6,6 +6,7 @@ A tensor is kept whole while there is room, else as a sketch of each row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -179,7 +180,7 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 def by_token(rows: Tensor, shape: Sequence[int]) -> Tensor | None:
     """Return the largest error at each position of the sequence, for a tensor of shape (batch, length, ...)."""
-    if len(shape) < 3 or shape[1] < 2 or len(rows) != torch.Size(shape[:-1]).numel():
+    if len(shape) < 3 or shape[1] < 2 or len(rows) != prod(shape[:-1]):
         return None
     return rows.reshape(shape[0], shape[1], -1).amax((0, 2))
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -92,18 +93,18 @@ class _Recorded:
 
     def _add(self, call: Call, record: dict[str, Any]) -> Iterator[torch.dtype]:
         """Put a record into its call. Yield the dtype of an output that has a sketch."""
-        shape, high = sizes(record["shape"], "shape"), record["abs_max"]
+        shape, low, high = sizes(record["shape"], "shape"), record["abs_min"], record["abs_max"]
         dtype: Any = getattr(torch, record["dtype"] or "", None)
-        if shape is None or high is None:
+        if shape is None or low is None or high is None:
             return
         if record["role"] == "input":
-            ends = torch.tensor([[record["abs_min"], high]], dtype=torch.float64)
+            ends = torch.tensor([[low, high]], dtype=torch.float64)
             call.inputs.append(Kept((2,), ends, is_sketch=False))
-        elif record["role"] == "output" and record["sketch"] is not None:
+        elif record["role"] == "output" and record["sketch"]:
             call.outputs.append(Kept(shape, torch.tensor(sketches(record["sketch"])), is_sketch=True))
             yield dtype
-        elif record["label"] == "weight" and dtype in FLOATS and record["abs_min"] < high:
-            self.weights[call] = _Weight(torch.Size(shape).numel(), dtype, record["abs_min"], high)
+        elif record["label"] == "weight" and dtype in FLOATS and low < high:
+            self.weights[call] = _Weight(prod(shape), dtype, low, high)
 
 
 class _Matcher(Matcher):

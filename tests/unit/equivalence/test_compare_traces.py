@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import nanwatch
 from nanwatch.equivalence.results import Comparison
 from nanwatch.equivalence.traces import compare_traces
 from nanwatch.trace.trace_file import Trace
+from support.written_traces import write_rows
 
 pytest.importorskip("pyarrow")
 
@@ -198,6 +201,33 @@ def test_a_part_of_a_model_is_compared_by_its_last_output(tmp_path: Path) -> Non
     found = compare_traces(a, b)
     assert found.first is not None
     assert found.first.module_a == "1.down"
+
+
+def test_whatever_stands_in_a_trace_is_compared_or_refused(tmp_path: Path) -> None:
+    """A trace may be a stranger's: shapes, numbers, names and sketches that no run has written."""
+    values: dict[str, list[Any]] = {
+        "shape": ["[-1, 4]", f"[{10**24}, 3]", "[]", "[0, 0, 0]", "[2, 8, 31]", "nan", None],
+        "dtype": ["load", "complex64", "", None],
+        "abs_min": [nan, inf, -1.0, None],
+        "abs_max": [nan, inf, 1e308, None],
+        "module": ["", "..", "1", "1.norm.x", "\0"],
+        "call": [0, -5, 2**62],
+        "sketch": [b"", b"x" * 128, b"\xff" * 256, b"y" * 100, None],
+        "role": ["weight", "output", "input"],
+        "label": ["weight", "output[1]"],
+    }
+    a = trace(tmp_path / "a.parquet", blocks(2))
+    rows, draw, refused = a.table().to_pylist(), random.Random(0), 0
+    for number in range(150):
+        changed = [dict(row) for row in rows]
+        for name in draw.choices(list(values), k=3):
+            draw.choice(changed)[name] = draw.choice(values[name])
+        b = Trace.open(write_rows(tmp_path / f"{number}.parquet", changed))
+        try:
+            compare_traces(a, b).to_text()
+        except ValueError:
+            refused += 1
+    assert 0 < refused < 75
 
 
 def test_bad_use_is_explained(tmp_path: Path) -> None:
