@@ -40,10 +40,7 @@ def comparison(names: tuple[str, ...], num_tokens: int = 4) -> Comparison:
 def show(browser: Browser, path: Path, found: Comparison, width: int = 1280) -> Tab:
     path.write_text(found.to_html(), encoding="utf-8")
     tab = browser.open(path)
-    tab.call(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
-    )
+    tab.resize(width)
     tab.wait(f"document.readyState === 'complete' && {DRAWN}")
     return tab
 
@@ -103,9 +100,7 @@ def test_the_charts_follow_the_colour_scheme(browser: Browser, tmp_path: Path) -
     """They turn dark, and light again, while the page is open."""
     tab = show(browser, tmp_path / "compare.html", comparison(("a", "b")))
     for scheme, ink, palest in (("dark", "#e4e6e8", "#2e343a"), ("light", "#1c2024", "#e2e3e0")):
-        tab.call(
-            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        )
+        tab.prefer(scheme)
         tab.wait(f"[depth, tokens].every((one) => one.layout.font.color === '{ink}')")
         assert tab.ask("tokens.data[0].colorscale[0][1]") == palest
     assert tab.complaints == []
