@@ -24,7 +24,7 @@ from ..equivalence.trials import TRIALS
 from ..equivalence.twice import Request, examine
 from ..trace.trace_file import Trace
 from ..util.progress import Tell
-from ..util.visible import spell, visible
+from ..util.visible import spell
 from .commands import UseError, answered, command_parser, imported
 from .script import check_script, run_script
 
@@ -255,7 +255,8 @@ class _Runs:
             command, env=environment, capture_output=True, text=True, errors="replace", check=False
         )
         if not file.exists():
-            raise UseError(f"the script ended by status {done.returncode}: {_last_line(done.stderr)}")
+            last = done.stderr.strip().rpartition("\n")[2] or "it printed nothing on stderr"
+            raise UseError(f"the script ended by status {done.returncode}: {last}")
         recording = Recording.from_json(file.read_text(encoding="utf-8"))
         if len(recording.prints) == bool(recording.error):
             why = recording.error or "it called no module and made no optimizer step in its own process"
@@ -264,11 +265,6 @@ class _Runs:
             raise RuntimeError(recording.error)
         self.error = recording.error
         return recording
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return visible(lines[-1]) if lines else "it printed nothing on stderr"
 
 
 def _run_here(request: dict[str, Any], target: str, arguments: list[str], *, is_module: bool) -> int:

@@ -66,7 +66,8 @@ def compare(
     floor of each module is its error against a run of the same model in higher precision, for which the models are
     copied. Models of two precisions are held to the coarser one.
 
-    Neither model is changed, and random states are as before. Gradients are off. Raises what the models raise.
+    Neither model is changed, and random states are as before. Gradients are off. Raises what the models raise. The
+    result has `to_text()`, `to_json()` and `to_html()`.
 
     >>> import copy, torch
     >>> from nanwatch import compare

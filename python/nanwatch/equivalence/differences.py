@@ -164,7 +164,8 @@ def shape_of_difference(
         difference.norm()
     ):
         found.append("an offset: the same in each token, as of a bias")
-    if d > 0.01 and _apart(a.sort(-1)[0], b.sort(-1)[0]) < noise:
+    ordered, other = (x.sort(-1)[0] for x in (a, b))
+    if d > 0.01 and float((ordered - other).norm() / ordered.norm().clamp(min=1e-300)) < noise:
         found.append("a permutation: the same numbers in another order")
     columns = difference.norm(dim=0)
     off = columns > max(1e-3 * float(columns.max()), 2 * floor * float(a.norm(dim=0).max()))
@@ -172,10 +173,6 @@ def shape_of_difference(
     if 0 < len(places) <= len(columns) / 2:
         found.append(f"{len(places)} of {len(columns)} columns only, from {places[0]} to {places[-1]}")
     return found + _by_token(errors.rows, shape, floor)
-
-
-def _apart(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / a.norm().clamp(min=1e-300))
 
 
 def by_token(rows: Tensor, shape: Sequence[int]) -> Tensor | None:

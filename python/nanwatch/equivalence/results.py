@@ -176,7 +176,8 @@ class Bisection:
         """Return the result for people."""
         amount = f"{self.switches} switch{'' if self.switches == 1 else 'es'}, {self.runs} runs"
         if self.equal:
-            lines = [f"Nothing changes the numbers {self._beyond} ({amount})."]
+            beyond = "in any bit" if self.reference == "bits" else "beyond rounding"
+            lines = [f"Nothing changes the numbers {beyond} ({amount})."]
         else:
             lines = [f"Changed by: {self.changed_by} ({amount})"]
             if self.raised:
@@ -188,10 +189,6 @@ class Bisection:
             lines.append(f"Look at:    {fused if self.parts else 'its operations'}.")
             lines.append("            Kept eager by torch.compiler.disable, it computes as before")
         return _text(lines, self.remarks)
-
-    @property
-    def _beyond(self) -> str:
-        return "in any bit" if self.reference == "bits" else "beyond rounding"
 
     @property
     def _errors(self) -> str:

@@ -135,17 +135,13 @@ class _Runner:
             for name in request.trials:
                 trials.enter_context(self.trials[name].patch(notes.append))
             with recorder.running() as recording:
-                self._run_batches(recorder, request.most_batches)
+                calls = [()] if self._batches is None else [(one,) for one in self._batches]
+                for recorder.batch, arguments in enumerate(calls[: request.most_batches]):
+                    recorder.add(self._step(*arguments), "result", "result")
+        recording.batches = len(calls[: request.most_batches])
         if "kept" in request.trials:
             notes += self.leftovers.changed()
         return recording
-
-    def _run_batches(self, recorder: Recorder, most: int | None) -> None:
-        calls = [()] if self._batches is None else [(one,) for one in self._batches[:most]]
-        for number, arguments in enumerate(calls):
-            recorder.batch = number
-            recorder.add(self._step(*arguments), "result", "result")
-        recorder.recording.batches = len(calls)
 
 
 def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tell = silent) -> Repetition:
