@@ -43,7 +43,7 @@ class CallSlots {
     Py_DECREF(before);
   }
 
-  PyObject* default_call = nullptr;  // owned; makes the calls of all other modules; see model_finder.py
+  PyObject* default_call = nullptr;  // owned; makes the calls of all other modules; see ModelFinder in cli/script.py
 
  private:
   std::unordered_map<PyObject*, PyObject*> calls_;       // the modules are borrowed, the calls owned

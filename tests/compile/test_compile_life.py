@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import nanwatch
-from nanwatch.cli.model_finder import ModelFinder
+from nanwatch.cli.script import ModelFinder
 from nanwatch.instrumentation.compile import dynamo, ops
 from nanwatch.session.api import watch
 from support.toys import Scale, mlp, names

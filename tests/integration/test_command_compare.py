@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import nanwatch
 from nanwatch import __main__ as command
+from support.html_page import Page
 
+MODEL = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
 MODULE = """
 import copy
 import torch
@@ -48,6 +53,43 @@ def test_the_status_says_whether_the_models_differ(
 def test_the_text_names_the_module(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["compare", "compared:one", "compared:other", "compared:batch"]) == 1
     assert capsys.readouterr().out.startswith("Differ first in 1 (LayerNorm).\n")
+
+
+def test_the_page_has_the_errors_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all modules, with the first one's place, and its name in the heading."""
+    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
+    models = ["compared:one", "compared:other", "compared:batch"]
+    assert command.main(["compare", *models, "--json", "--html", "compare.html"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    page = Page(Path("compare.html").read_text(encoding="utf-8"))
+    assert page.unbalanced == []
+    assert page.headline == ["Differ first in 1 (LayerNorm)"]
+    assert page.data["error"] == [one["error"] for one in found["modules"]]
+    assert page.data["floor"] == [one["floor"] for one in found["modules"]]
+    assert found["modules"][page.data["first"]] == found["first"]
+    assert page.data["tokens"] is None  # of two dimensions
+    assert "eps is 1e-05 in A and 0.1 in B" in page.text
+
+
+def test_two_traces_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without inputs; a third is that of A in float64."""
+    pytest.importorskip("pyarrow")
+    other = copy.deepcopy(MODEL)
+    other[1].eps = 0.1
+    for name, model in (("a", MODEL), ("b", other), ("c", copy.deepcopy(MODEL).double())):
+        with nanwatch.watch(model, trace=f"{name}.parquet", sketches=1):
+            model(torch.ones(4, 8, dtype=model[0].weight.dtype))
+    assert command.main(["compare", "a.parquet", "a.parquet"]) == 0
+    assert capsys.readouterr().out.startswith("Equal within the noise floor: 3 of 3 module calls")
+    assert (
+        command.main(["compare", "a.parquet", "b.parquet", "c.parquet", "--batches", "0", "0", "--json"]) == 1
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["first"]["module_a"] == "1"
+    assert found["floor"] == "error of A against c.parquet"
+    assert command.main(["compare", "a.parquet", "missing.parquet"]) == 2
+    assert "should be two traces that exist, or two models with INPUTS" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

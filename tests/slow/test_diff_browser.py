@@ -41,10 +41,7 @@ def difference(names: tuple[str, ...]) -> Difference:
 def show(browser: Browser, path: Path, found: Difference, width: int = 1280) -> Tab:
     path.write_text(diff_html(found), encoding="utf-8")
     tab = browser.open(path)
-    tab.call(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
-    )
+    tab.resize(width)
     tab.wait(f"document.readyState === 'complete' && {DRAWN}")
     return tab
 
@@ -92,8 +89,6 @@ def test_the_charts_follow_the_colour_scheme(browser: Browser, tmp_path: Path) -
     """They turn dark, and light again, while the page is open."""
     tab = show(browser, tmp_path / "diff.html", difference(("a", "b")))
     for scheme, ink in (("dark", "#e4e6e8"), ("light", "#1c2024")):
-        tab.call(
-            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        )
+        tab.prefer(scheme)
         tab.wait(f"[calls, series].every((one) => one.layout.font.color === '{ink}')")
     assert tab.complaints == []

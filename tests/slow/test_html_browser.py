@@ -144,7 +144,7 @@ def test_the_spreads_are_drawn(show: Open) -> None:
     )
     assert labels > 4
     assert tab.ask("document.querySelectorAll('#spreads figcaption')[1].textContent").startswith("<b>x</b>")
-    tab.call("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]})
+    tab.prefer("dark")
     tab.wait(f"{every}.every((one) => one.layout.font.color === '#e4e6e8')")
     assert (tab.requests, tab.complaints) == ([], [])
 
@@ -153,10 +153,7 @@ def test_the_spreads_are_drawn(show: Open) -> None:
 def test_legend_buttons_and_headline_have_room(show: Open, width: int) -> None:
     """Above the plot nothing lies over anything else, and the page is no wider than the screen."""
     tab = show(growing().to_html())
-    tab.call(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
-    )
+    tab.resize(width)
     tab.drawn()
     tab.wait(f"!{overlaps('chart')}.length")
     assert tab.ask("document.documentElement.scrollWidth") <= width
@@ -360,9 +357,7 @@ def test_the_page_follows_the_colour_scheme(show: Open) -> None:
         ("dark", "rgb(20, 23, 26)", "#e4e6e8"),
         ("light", "rgb(250, 250, 248)", "#1c2024"),
     ):
-        tab.call(
-            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        )
+        tab.prefer(scheme)
         tab.wait(f"getComputedStyle(document.body).backgroundColor === '{page}'")
         tab.wait(f"chart.layout.font.color === '{ink}'")
     assert tab.complaints == []

@@ -33,10 +33,7 @@ def show(browser: Browser, path: Path, rows: list[dict[str, Any]], width: int = 
     page = path / "run.html"
     page.write_text(draw(Trace.open(write_rows(path / "run.parquet", rows))).to_html(), encoding="utf-8")
     tab = browser.open(page)
-    tab.call(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
-    )
+    tab.resize(width)
     tab.wait("document.readyState === 'complete' && !!document.querySelector('#map[data-drawn]')")
     return tab
 
@@ -87,9 +84,7 @@ def test_levels_marks_and_words(browser: Browser, tmp_path: Path) -> None:
     ]
     tab = show(browser, tmp_path, rows)
     for scheme in ("dark", "light"):
-        tab.call(
-            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        )
+        tab.prefer(scheme)
         tab.wait(f"({PIXEL})(0, 1) === color('gone')")
         for row, name in enumerate(tab.ask("data.modules")):
             assert tab.ask(f"({PIXEL})({row}, 1)") == tab.ask(f"color({name!r})")

@@ -157,6 +157,17 @@ class Tab:
                 raise TimeoutError(f"still not: {condition}; {self.complaints}")
             time.sleep(0.05)
 
+    def resize(self, width: int) -> None:
+        """Make the screen so wide, and 900 pixels high."""
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", size)
+
+    def prefer(self, scheme: str) -> None:
+        """Prefer "dark" or "light"."""
+        self.call(
+            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        )
+
     def drawn(self) -> None:
         """Until the chart stands."""
         self.wait("document.readyState === 'complete' && !!document.querySelector('#chart[data-drawn]')")

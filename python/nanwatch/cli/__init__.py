@@ -1,4 +1,4 @@
-"""The commands of `nanwatch`: run, show, diff, replay, merge, formats, doctor.
+"""The commands of `nanwatch`; the table of all is `commands.COMMANDS`.
 
 A command reads arguments, calls a room below and prints. Nothing else imports this room.
 """

@@ -1,8 +1,9 @@
-"""Sub-commands of `nanwatch`: one line each in COMMANDS, one module each."""
+"""Sub-commands of `nanwatch`: one line each in COMMANDS, and what they have in common."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import os
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ..util.progress import Tell, shown
 from ..util.visible import visible
 
 # Exit status that a shell gives to a program ended by SIGPIPE.
@@ -21,20 +23,21 @@ _CUT = 128 + 13
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Sub-command: its line in `--help`, and the module whose `main(arguments) -> int` runs it.
+    """Sub-command: its line in `--help`, and the `module:function` that runs it, `(arguments) -> int`.
 
     `only_prints`: the command can end when nobody reads its output. `runs_user_code`: Ctrl-C prints a traceback,
     because the user may want to know where it struck.
     """
 
     summary: str
-    module: str
+    place: str
     only_prints: bool = True
     runs_user_code: bool = False
 
     def run(self, arguments: list[str]) -> int:
         """Import the module, run the command and return the exit status."""
-        main: Callable[[list[str]], int] = importlib.import_module(self.module, __package__).main
+        module, _, name = self.place.partition(":")
+        main: Callable[[list[str]], int] = getattr(importlib.import_module(module, __package__), name)
         if not self.only_prints:
             return main(arguments)
         return until_cut(lambda: main(arguments), shows_place=self.runs_user_code)
@@ -83,27 +86,53 @@ def _flush() -> None:
 COMMANDS = {
     "bisect": Command(
         "which module, compiled, or which setting changes what a model computes",
-        ".bisect",
+        ".equivalence:bisect_main",
         runs_user_code=True,
     ),
     "compare": Command(
-        "the first module in which two implementations of a model differ", ".compare", runs_user_code=True
+        "the first module in which two implementations of a model, or two traces, differ",
+        ".equivalence:compare_main",
+        runs_user_code=True,
     ),
-    "diff": Command("where two traces, or two batches of one, part", ".diff"),
-    "doctor": Command("what is installed, what serves which device, and what is missing", ".doctor"),
-    "formats": Command("the narrowest format that holds what each module makes, by a trace", ".formats"),
-    "merge": Command("the reports of all ranks of a job as one", ".merge"),
+    "diff": Command("where two traces, or two batches of one, part", ".files:diff_main"),
+    "doctor": Command("what is installed, what serves which device, and what is missing", ".doctor:main"),
+    "formats": Command(
+        "the narrowest format that holds what each module makes, by a trace", ".files:formats_main"
+    ),
+    "merge": Command("the reports of all ranks of a job as one", ".files:merge_main"),
     "netcheck": Command(
-        "can the ranks of a job reach each other? Start it with torchrun", "..netcheck", only_prints=False
+        "can the ranks of a job reach each other? Start it with torchrun",
+        "..netcheck:main",
+        only_prints=False,
     ),
     "replay": Command(
-        "make the call in a capsule again, in one dtype or several", ".replay", runs_user_code=True
+        "make the call in a capsule again, in one dtype or several", ".replay:main", runs_user_code=True
     ),
-    "run": Command("watch the model of an unchanged training script", ".run", only_prints=False),
-    "show": Command("the frames of a trace, or a saved report", ".show"),
-    "top": Command("the modules of a running trace by headroom and trend, live", ".top"),
-    "twice": Command("does a script compute the same when it is run twice, and if not, why", ".twice"),
+    "run": Command("watch the model of an unchanged training script", ".run:main", only_prints=False),
+    "show": Command("the frames of a trace, or a saved report", ".files:show_main"),
+    "top": Command("the modules of a running trace by headroom and trend, live", ".top:main"),
+    "twice": Command(
+        "does a script compute the same when it is run twice, and if not, why", ".equivalence:twice_main"
+    ),
 }
+
+
+def answered(
+    name: str, find: Callable[[Tell], tuple[str, int]], *, errors: tuple[type[Exception], ...] = ()
+) -> int:
+    """Print the text that `find(tell)` returns, and return the exit status beside it.
+
+    Errors of use and of files are one line on stderr, and those in `errors` too. What the user's own code prints
+    meanwhile goes to stderr.
+    """
+    expected: tuple[type[Exception], ...] = (UseError, ValueError, OSError, ImportError, *errors)
+    try:
+        with shown() as tell, contextlib.redirect_stdout(sys.stderr):
+            text, status = find(tell)
+    except expected as error:
+        return failed(name, error)
+    print(text)
+    return status
 
 
 def failed(name: str, error: BaseException) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import platform
 import re
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._version import __version__
 from ..numerics import _extension, _ops, _reference
 from .commands import command_parser
 
@@ -44,13 +44,6 @@ class Outcome:
     cases: int
     error: str = ""
     skipped: str = ""
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("nanwatch")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _cpu_name() -> str:
@@ -94,7 +87,7 @@ def facts() -> dict[str, Any]:
     """Return the document of `--json`, without the self-check."""
     module: Any = _extension.C
     return {
-        "nanwatch": {"version": _version(), "path": str(Path(__file__).parents[1])},
+        "nanwatch": {"version": __version__, "path": str(Path(__file__).parents[1])},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": {"version": str(torch.__version__), "cuda": torch.version.cuda, "hip": torch.version.hip},

@@ -70,7 +70,11 @@ def main(arguments: list[str]) -> int:
             tell(f"reading {options.capsule}")
             capsule = Capsule.open(options.capsule)
             tell(f"importing {options.model}")
-            model = _model(options.model)
+            model = imported(options.model, "--model")
+            if not isinstance(model, torch.nn.Module):
+                raise UseError(
+                    f"--model {options.model} should be a torch.nn.Module or make one, got {type(model).__name__}"
+                )
         except (UseError, ValueError, ImportError) as error:
             return failed("replay", error)
         runs = _runs(capsule, model, options.dtype, options.device, tell)
@@ -110,28 +114,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _model(spelt: str) -> torch.nn.Module:
-    """Return the module that `pkg.mod:name` is, or that it makes."""
-    made = imported(spelt, "--model")
-    if not isinstance(made, torch.nn.Module):
-        raise UseError(f"--model {spelt} should be a torch.nn.Module or make one, got {type(made).__name__}")
-    return made
-
-
 def _runs(capsule: Capsule, model: Any, dtypes: list[str], device: str | None, tell: Tell) -> list[_Run]:
     runs: list[_Run] = []
     for name in ("", *dtypes):
         tell(f"replaying in {_label(capsule, name)}", len(runs), 1 + len(dtypes), "runs")
-        runs.append(_run(capsule, model, name, device))
+        try:
+            runs.append(_Run(name, rerun(capsule, model, getattr(torch, name) if name else None, device)))
+        except Exception as error:  # other dtypes may work
+            runs.append(_Run(name, None, spell(error)))
     return runs
-
-
-def _run(capsule: Capsule, model: Any, name: str, device: str | None) -> _Run:
-    try:
-        return _Run(name, rerun(capsule, model, getattr(torch, name) if name else None, device))
-    except Exception as error:
-        # Other dtypes may work.
-        return _Run(name, None, spell(error))
 
 
 def _label(capsule: Capsule, dtype: str) -> str:

@@ -22,8 +22,7 @@ from ..session.api import DeferredWatch, Watch, watch
 from ..session.options import Options
 from ..util.suppressed import suppressed
 from ..util.visible import spell, visible
-from .model_finder import MAX_MODELS, ModelFinder
-from .script import FILES, check_script, run_script
+from .script import FILES, MAX_MODELS, ModelFinder, check_script, run_script
 
 _NAME = "nanwatch run"
 # Exit statuses.

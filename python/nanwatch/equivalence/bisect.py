@@ -3,90 +3,28 @@
 from __future__ import annotations
 
 import copy
-import functools
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from math import ceil, inf, log2
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..instrumentation.wrapped_names import name_of, unwrapped
 from ..numerics.ranges import fingerprint
 from ..precision.casting import replaced
 from ..recording.walk import leaves
 from ..util.progress import Tell, silent
-from ..util.reading import plain
-from ..util.visible import spell, visible
-from .state import State
-from .switches import Switch, switched, switches_of
+from ..util.visible import module_name, spell
+from .results import Bisection
+from .state import State, temporarily
 
 # An error of so many times that of the reference is no rounding. Kernels that round in another order reach 3.
 _FACTOR = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Bisection:
-    """Result of `nanwatch.bisect`.
-
-    `changed_by` describes the switch that changes the numbers, or is "" when none does; `module` and `class_name` are
-    of the module that it compiles. `label` is the tensor in which that shows, `error` its relative error with the
-    switch and `floor` that without it, both against a run in `reference`. With the reference "bits", `error` is that
-    against the run with all switches off. `raised` is the exception with which the run ended. `switches`, `runs` and
-    `parts` (modules inside the module) are counts.
-    """
-
-    changed_by: str
-    module: str
-    class_name: str
-    label: str
-    error: float
-    floor: float
-    reference: str
-    raised: str
-    switches: int
-    runs: int
-    parts: int = 0
-    remarks: tuple[str, ...] = ()
-
-    @property
-    def equal(self) -> bool:
-        """True when no switch changes the numbers."""
-        return not self.changed_by
-
-    def to_json(self) -> str:
-        """Return the result as one JSON document."""
-        return json.dumps({"equal": self.equal, **plain(self)}, indent=2)
-
-    def to_text(self) -> str:
-        """Return the result for people."""
-        amount = f"{self.switches} switch{'' if self.switches == 1 else 'es'}, {self.runs} runs"
-        if self.equal:
-            lines = [f"Nothing changes the numbers {self._beyond} ({amount})."]
-        else:
-            lines = [f"Changed by: {self.changed_by} ({amount})"]
-            if self.raised:
-                lines.append(f"            which ends the run by {self.raised}")
-        if self.label and not self.raised:
-            lines.append(f"Largest:    `{self.label}`, {self._errors}")
-        if self.class_name:
-            fused = "its own forward, and what is fused across its parts: each alone is right"
-            lines.append(f"Look at:    {fused if self.parts else 'its operations'}.")
-            lines.append("            Kept eager by torch.compiler.disable, it computes as before")
-        lines += ["", *(f"Note: {remark}" for remark in self.remarks)] if self.remarks else []
-        return "\n".join(map(visible, lines))
-
-    @property
-    def _beyond(self) -> str:
-        return "in any bit" if self.reference == "bits" else "beyond rounding"
-
-    @property
-    def _errors(self) -> str:
-        if self.reference == "bits":
-            return f"relative difference {self.error:.1e} from the run without any"
-        return f"relative error {self.error:.1e} against a {self.reference} run, {self.floor:.1e} without any switch"
 
 
 def bisect(
@@ -142,45 +80,35 @@ def bisect(
         return _Bisection(model, args, kwargs, function, found, backend, state, tell).find(exact)
 
 
+@dataclass
 class _Bisection:
     """Runs of one model under more or fewer switches."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        loss: Callable[[Any], Tensor] | None,
-        switches: list[Switch],
-        backend: Any,
-        state: State,
-        tell: Tell,
-    ) -> None:
-        self._model = model
-        self._inputs = inputs
-        self._kwargs = kwargs
-        self._loss = loss
-        self._switches = switches
-        self._backend = backend
-        self._state = state
-        self._tell = tell
-        self._runs = 0
-        self._reference: dict[str, Tensor] = {}
-        self._floors: dict[str, float] = {}
-        self._kind = "bits"
-        self._last: tuple[str, float, str] = ("", 0.0, "")
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], Tensor] | None
+    switches: list[Switch]
+    backend: Any
+    state: State
+    tell: Tell
+    runs: int = 0
+    reference: dict[str, Tensor] = field(default_factory=dict)
+    kind: str = "bits"
+    floors: dict[str, float] = field(default_factory=dict)
+    last: tuple[str, float, str] = ("", 0.0, "")
 
     def find(self, exact: bool) -> Bisection:
         """Return the first switch that changes the numbers."""
-        most = ceil(log2(max(len(self._switches), 1))) + 3
+        most = ceil(log2(max(len(self.switches), 1))) + 3
         plainest = self._run(0)
-        self._reference = plainest
+        self.reference = plainest
         remarks = [] if exact else self._measure_floor(plainest)
-        largest = self._look(len(self._switches))
+        largest = self._look(len(self.switches))
         if largest is None:
-            return self._result(None, self._last, remarks)
+            return self._result(None, self.last, remarks)
         # With the first `low` switches there is no change, with the first `high` there is one.
-        low, high = 0, len(self._switches)
+        low, high = 0, len(self.switches)
         while high - low > 1:
             middle = (low + high) // 2
             change = self._look(middle)
@@ -188,48 +116,48 @@ class _Bisection:
                 low = middle
             else:
                 high, largest = middle, change
-        assert self._runs <= most
-        return self._result(self._switches[high - 1], largest, remarks)
+        assert self.runs <= most
+        return self._result(self.switches[high - 1], largest, remarks)
 
     def _result(
-        self, switch: Switch | None, largest: tuple[str, float, str], remarks: Sequence[str] = ()
+        self, switch: Switch | None, largest: tuple[str, float, str], remarks: list[str]
     ) -> Bisection:
         label, error, raised = largest
         module = None if switch is None else switch.module
         return Bisection(
             changed_by="" if switch is None else switch.words,
-            module="" if module is None else name_of(self._model, module),
+            module="" if module is None else name_of(self.model, module),
             class_name="" if module is None else type(module).__name__,
             label=label,
             error=error,
-            floor=self._floors.get(label, 0.0),
-            reference=self._kind,
+            floor=self.floors.get(label, 0.0),
+            reference=self.kind,
             raised=raised,
-            switches=len(self._switches),
-            runs=self._runs,
+            switches=len(self.switches),
+            runs=self.runs,
             parts=0 if module is None else len(list(module.modules())) - 1,
             remarks=tuple(remarks),
         )
 
     def _measure_floor(self, plainest: dict[str, Tensor]) -> list[str]:
         """Run in float64 and take the error of the plainest run as the floor. Return why that cannot be."""
-        narrow = any(x.dtype.itemsize < 4 for x in self._model.parameters() if x.is_floating_point())
+        narrow = any(x.dtype.itemsize < 4 for x in self.model.parameters() if x.is_floating_point())
         why = ""
         for dtype in (torch.float64, torch.float32) if narrow else (torch.float64,):
             try:
-                model = copy.deepcopy(self._model).to(dtype)
-                inputs, kwargs = replaced((self._inputs, self._kwargs), functools.partial(_to, dtype))
-                self._reference = self._run(0, model, inputs, kwargs)
-                self._kind = str(dtype).removeprefix("torch.")
+                model = copy.deepcopy(self.model).to(dtype)
+                inputs, kwargs = replaced((self.inputs, self.kwargs), partial(_to, dtype))
+                self.reference = self._run(0, model, inputs, kwargs)
+                self.kind = str(dtype).removeprefix("torch.")
                 floors = {label: max(one, _eps(plainest[label])) for label, one in self._errors(plainest)}
                 if any(one > _eps(plainest[label]) ** 0.5 for label, one in floors.items()):
                     raise ValueError("it computes something else there, as with other random numbers")
             except Exception as error:
                 why = why or spell(error)
                 continue
-            self._floors = floors
+            self.floors = floors
             return []
-        self._reference, self._kind = plainest, "bits"
+        self.reference, self.kind = plainest, "bits"
         return [
             f"the noise floor is not known, so every bit counts: in float64 the model is not the same ({why})"
         ]
@@ -241,33 +169,33 @@ class _Bisection:
         except Exception as error:  # a compiler that fails has changed something too
             return "", inf, spell(error)
         found = self._errors(made)
-        ratio = {label: error / self._floors.get(label, 1.0) for label, error in found}
+        ratio = {label: error / self.floors.get(label, 1.0) for label, error in found}
         label, largest = max(found, key=lambda one: ratio[one[0]], default=("", 0.0))
-        self._last = label, largest, ""
-        is_changed = largest > 0 if self._kind == "bits" else ratio.get(label, 0.0) > _FACTOR
-        return self._last if is_changed else None
+        self.last = label, largest, ""
+        is_changed = largest > 0 if self.kind == "bits" else ratio.get(label, 0.0) > _FACTOR
+        return self.last if is_changed else None
 
     def _errors(self, made: dict[str, Tensor]) -> list[tuple[str, float]]:
-        if made.keys() != self._reference.keys():
+        if made.keys() != self.reference.keys():
             return [("output", inf)]
-        return [(label, _error(made[label], x, self._kind == "bits")) for label, x in self._reference.items()]
+        return [(label, _error(made[label], x, self.kind == "bits")) for label, x in self.reference.items()]
 
     def _run(
         self, number: int, model: nn.Module | None = None, inputs: Any = None, kwargs: Any = None
     ) -> dict[str, Tensor]:
         """Return copies of what the model computes with the first `number` switches on."""
-        self._runs += 1
-        self._tell(f"run {self._runs}: {number} of {len(self._switches)} switches on")
-        self._state.restore()
+        self.runs += 1
+        self.tell(f"run {self.runs}: {number} of {len(self.switches)} switches on")
+        self.state.restore()
         if model is None:
-            model, inputs, kwargs = self._model, self._inputs, self._kwargs
-        with switched(self._switches, number, self._backend), torch.set_grad_enabled(self._loss is not None):
+            model, inputs, kwargs = self.model, self.inputs, self.kwargs
+        with switched(self.switches, number, self.backend), torch.set_grad_enabled(self.loss is not None):
             output = model(*inputs, **kwargs)
             made = [("output", output)]
-            if self._loss is not None:
+            if self.loss is not None:
                 parameters = [(name, x) for name, x in model.named_parameters() if x.requires_grad]
                 gradients = torch.autograd.grad(
-                    self._loss(output), [x for _, x in parameters], allow_unused=True, materialize_grads=True
+                    self.loss(output), [x for _, x in parameters], allow_unused=True, materialize_grads=True
                 )
                 made += [(f"{name}.grad", x) for (name, _), x in zip(parameters, gradients, strict=True)]
         tensors = [one for label, value in made for one in leaves(value, label) if isinstance(one[1], Tensor)]
@@ -306,3 +234,153 @@ def _error(x: Tensor, reference: Tensor, exact: bool) -> float:
     error = float(difference / theirs[finite].abs().max().clamp_min(torch.finfo(torch.float64).tiny))
     # Bits that differ and numbers that do not, such as zeros of two signs.
     return error or (torch.finfo(torch.float64).tiny if exact else 0.0)
+
+
+Setting = Callable[[], AbstractContextManager[Any]]
+# Dynamo leaves a module of torch.nn alone unless its call is wrapped. Each module of a class is one more compilation of
+# the same code, of which 8 are allowed, and other numbers in it would make Dynamo take them for variables.
+_DYNAMO = {
+    "wrap_top_frame": True,
+    "recompile_limit": 1 << 20,
+    "accumulated_recompile_limit": 1 << 20,
+    "automatic_dynamic_shapes": False,
+    "specialize_float": True,
+}
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One switch. `on` and `off` are contexts of a run; a switch of a `module` compiles it instead.
+
+    `off` is the setting that rounds least or in the most predictable way. `words` describe it switched on.
+    """
+
+    words: str
+    on: Setting = nullcontext
+    off: Setting = nullcontext
+    module: nn.Module | None = None
+
+
+def _switch(words: str, setter: Callable[[Any], object], before: Any, on: Any, off: Any) -> Switch:
+    return Switch(words, partial(temporarily, setter, on, before), partial(temporarily, setter, off, before))
+
+
+def _set_matmul_precision(value: tuple[str, bool]) -> None:
+    torch.set_float32_matmul_precision(value[0])
+    torch.backends.cudnn.allow_tf32 = value[1]
+
+
+def _settings(device: str) -> dict[str, tuple[bool, Switch]]:
+    """Return the switches by name, each with whether its setting is on at present."""
+    is_autocast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    tf32 = precision if precision != "highest" else "high"
+    number, mha = torch.get_num_threads(), torch.backends.mha
+    fastpath, mkldnn = mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
+    most = max(number, 2)
+    return {
+        "autocast": (
+            is_autocast,
+            Switch(
+                f"torch.autocast({device!r}, {dtype})",
+                partial(torch.autocast, device, dtype),
+                partial(torch.autocast, device, enabled=False),
+            ),
+        ),
+        "tf32": (
+            precision != "highest" or (device == "cuda" and cudnn),
+            _switch(
+                f"torch.set_float32_matmul_precision({tf32!r})",
+                _set_matmul_precision,
+                (precision, cudnn),
+                (tf32, True),
+                ("highest", False),
+            ),
+        ),
+        "sdpa": (
+            True,
+            Switch(
+                "fused attention kernels (SDPBackend other than MATH)",
+                off=partial(sdpa_kernel, SDPBackend.MATH),
+            ),
+        ),
+        "fastpath": (
+            fastpath,
+            _switch("torch.backends.mha fast path", mha.set_fastpath_enabled, fastpath, True, False),
+        ),
+        "mkldnn": (
+            mkldnn,
+            _switch("torch.backends.mkldnn", torch._C._set_mkldnn_enabled, mkldnn, True, False),
+        ),
+        "threads": (
+            number > 1,
+            _switch(f"torch.set_num_threads({most})", torch.set_num_threads, number, most, 1),
+        ),
+    }
+
+
+NAMES = ("autocast", "tf32", "sdpa", "fastpath", "mkldnn", "threads", "compile")
+
+
+def switches_of(model: nn.Module, names: Sequence[str] | None, device: str) -> list[Switch]:
+    """Return the switches of these names, or all whose setting is on at present and the compilation of all modules.
+
+    Modules come after their children, so that a module is switched on when all its parts are.
+    """
+    settings = _settings(device)
+    for name in names or ():
+        if name not in NAMES:
+            raise ValueError(f"there is no switch {name!r}; the switches are {', '.join(NAMES)}")
+    found = [one for name, (is_on, one) in settings.items() if (is_on if names is None else name in names)]
+    if names is None or "compile" in names:
+        found += [
+            Switch(f"torch.compile of {module_name(name_of(model, one))} ({type(one).__name__})", module=one)
+            for one in _after_children(model, set())
+            if type(one).forward is not nn.Module.forward
+        ]
+    return found
+
+
+def _after_children(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """Yield the modules below and then this one, each once."""
+    seen.add(id(module))
+    for child in module._modules.values():
+        if child is not None and id(child) not in seen:
+            yield from _after_children(child, seen)
+    yield module
+
+
+@contextmanager
+def switched(switches: Sequence[Switch], number: int, backend: Any) -> Iterator[None]:
+    """Switch the first `number` on inside the block, and the others off."""
+    with ExitStack() as after:
+        for i, one in enumerate(switches):
+            after.enter_context((one.on if i < number else one.off)())
+        compiled = [one.module for one in switches[:number] if one.module is not None]
+        if not compiled:
+            after.enter_context(torch.compiler.set_stance("force_eager"))
+        else:
+            after.enter_context(_compiled(compiled, backend))
+        yield
+
+
+@contextmanager
+def _compiled(modules: list[nn.Module], backend: Any) -> Iterator[None]:
+    """Compile these modules, each as a whole with its parts."""
+    inner = {id(child) for one in modules for child in one.modules() if child is not one}
+    before = [(one, one.__dict__.get("_compiled_call_impl")) for one in modules if id(one) not in inner]
+    import torch._inductor.config as inductor  # 0.1 s, and only where modules are compiled
+
+    dynamo = {name: value for name, value in _DYNAMO.items() if hasattr(torch._dynamo.config, name)}
+    torch._dynamo.reset()
+    try:
+        with torch._dynamo.config.patch(dynamo), inductor.patch(fallback_random=True):
+            for one, _ in before:
+                one.compile(backend=backend)
+            yield
+    finally:
+        for one, own in before:
+            one.__dict__.pop("_compiled_call_impl", None)
+            if own is not None:
+                one._compiled_call_impl = own
+        torch._dynamo.reset()

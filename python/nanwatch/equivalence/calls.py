@@ -23,7 +23,7 @@ from ..instrumentation.slot import TemporaryWrapper, attached
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..util.modules import each_module
 from ..util.visible import module_name, without_wrappers
-from .differences import Kept, Store, Tokens, relative_errors, side_by_side, sketch, total, weight_of
+from .differences import Kept, Store, Tokens, relative_errors, side_by_side, sketches, total, weight_of
 
 _PROJECTIONS = 8
 # Weights in bfloat16 are within 0.4 % of those in float32.
@@ -40,12 +40,13 @@ _NEAR = 0.9
 class Call:
     """Call of a module. `key` is its path and which of the module's calls it is.
 
-    `start` and `end` count the starts and ends of all calls. `parent` is the call around it.
+    `module` is None for a call of a trace. `start` and `end` count the starts and ends of all calls. `parent` is the
+    call around it.
     """
 
     key: tuple[str, int]
     class_name: str
-    module: nn.Module
+    module: nn.Module | None
     parent: Call | None
     start: int
     end: int = 0
@@ -110,7 +111,10 @@ def part_of_difference(parts: Sequence[Call], a: Tensor, b: Tensor, limit: float
 
 def is_sum(values: Sequence[Kept]) -> bool:
     """Return True if the first two values may be hidden and residual."""
-    return len(values) > 1 and values[0].shape == values[1].shape and values[0].rows.is_floating_point()
+    if len(values) < 2:
+        return False
+    a, b = values[:2]
+    return a.shape == b.shape and a.rows.shape == b.rows.shape and a.rows.is_floating_point()
 
 
 def value(calls: Sequence[Call], kind: str, pick: tuple[int, ...]) -> Kept | None:
@@ -338,8 +342,8 @@ class Matcher:
             vectors = []
             for kept in values[: 2 if is_sum(values) else 1]:
                 rows = self._tokens.rows(kept)
-                rows = (rows if kept.is_sketch else sketch(rows)).to(torch.float64).nan_to_num()
-                vectors.append(sketch(rows.t()).flatten())
+                rows = (rows if kept.is_sketch else sketches(rows)).to(torch.float64).nan_to_num()
+                vectors.append(sketches(rows.t()).flatten())
             found.append([*vectors[:1], *([vectors[0] + vectors[1]] if len(vectors) > 1 else [])])
         return found
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
-import textwrap
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..numerics.readable import dtype_name
 from ..util.modules import each_parameter
-from ..util.reading import plain
-from ..util.visible import module_name, spell, visible
+from ..util.visible import spell
 from .calls import Call, Matcher, Pair, alone, innermost, is_sum, part_of_difference, recorded, value
 from .differences import (
     Errors,
@@ -27,8 +25,8 @@ from .differences import (
     module_differences,
     relative_errors,
     shape_of_difference,
-    spell_error,
 )
+from .results import Comparison, ModuleError
 from .state import State
 
 Caller = Callable[[nn.Module, Any], Any]
@@ -38,83 +36,7 @@ _LEAVES = 4
 _VANISHED = 100.0
 _KINDS = ("inputs", "outputs")
 # By precision.
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleError:
-    """Relative errors of a module's input and output between the two models, and the noise floor of the output.
-
-    `module_a` or `module_b` names several where the other is their fused projection. An error is None where the
-    tensors could not be compared. `tokens` are the errors by position in the sequence.
-    """
-
-    module_a: str
-    module_b: str
-    class_a: str
-    class_b: str
-    input_error: float | None
-    error: float | None
-    floor: float
-    tokens: tuple[float, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Both names in words."""
-        one, other = (
-            f"{module_name(self.module_a)} ({self.class_a})",
-            f"{module_name(self.module_b)} ({self.class_b})",
-        )
-        return one if one == other else f"{one} | {other}"
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Result of `nanwatch.compare`.
-
-    `equal` is None when nothing could be said. `first` is the first module whose inputs agree and whose outputs do not,
-    or None with the reason in `why`. `where` says where in it the difference begins, `likely` what it looks like.
-    `modules` has all compared modules in the order of their calls in A. `floor` says how the noise was measured.
-    """
-
-    equal: bool | None
-    first: ModuleError | None
-    where: str
-    likely: tuple[str, ...]
-    why: str
-    floor: str
-    factor: float
-    calls_a: int
-    calls_b: int
-    modules: tuple[ModuleError, ...]
-    remarks: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        """Return the result as one JSON document."""
-        return json.dumps(plain(self), indent=2)
-
-    def to_text(self) -> str:
-        """Return the result for people."""
-        amount = f"{len(self.modules):,} of {self.calls_a:,} module calls compared with {self.calls_b:,}"
-        if self.equal:
-            lines = [f"Equal within the noise floor: {amount}."]
-        elif self.first is None:
-            lines = [f"No module can be named: {self.why}.", "", f"Compared:   {amount}"]
-        else:
-            found = self.first
-            lines = [
-                f"Differ first in {found.name}.",
-                "",
-                f"Input:      {spell_error(found.input_error)}",
-                f"Output:     {spell_error(found.error)}, above {self.factor:g} x the floor of {found.floor:.2g}",
-            ]
-            said = [("Where:      ", self.where), *(("Looks like: ", one) for one in self.likely)]
-            for head, text in said:
-                lines += textwrap.wrap(head + text, 100, subsequent_indent=" " * 12) if text else []
-            lines += [f"Compared:   {amount}"]
-        lines += [f"Noise:      {self.floor}"]
-        lines += ["", *(f"Note: {remark}" for remark in self.remarks)] if self.remarks else []
-        return "\n".join(map(visible, lines))
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def compare(
@@ -144,7 +66,8 @@ def compare(
     floor of each module is its error against a run of the same model in higher precision, for which the models are
     copied. Models of two precisions are held to the coarser one.
 
-    Neither model is changed, and random states are as before. Gradients are off. Raises what the models raise.
+    Neither model is changed, and random states are as before. Gradients are off. Raises what the models raise. The
+    result has `to_text()`, `to_json()` and `to_html()`.
 
     >>> import copy, torch
     >>> from nanwatch import compare
@@ -166,12 +89,12 @@ def compare(
         tokens = mask if tokens is None and isinstance(mask, Tensor) and mask.ndim == 2 else tokens
     state = State([model_a, model_b])
     with state.kept():
-        a = _Side(model_a, call_a, inputs, state, most_bytes)
-        b = _Side(model_b, call_b, inputs, state, most_bytes)
-        return _Comparer(a, b, Tokens(tokens), factor).compare()
+        a = _Model(model_a, call_a, inputs, state, most_bytes)
+        b = _Model(model_b, call_b, inputs, state, most_bytes)
+        return _ModelComparer((a, b), Tokens(tokens), factor).compare()
 
 
-class _Side:
+class _Model:
     """One of the two models, and how to run it."""
 
     def __init__(
@@ -184,10 +107,10 @@ class _Side:
         self._most_bytes = most_bytes
         self.calls = self._run(model, None)
         dtypes = Counter(kept.rows.dtype for one in self.calls for kept in one.outputs)
-        known = [dtype for dtype, _ in dtypes.most_common() if dtype in _FLOATS]
+        known = [dtype for dtype, _ in dtypes.most_common() if dtype in FLOATS]
         self.dtype = known[0] if known else torch.float32
 
-    def run_in(self, dtype: torch.dtype) -> _Runs:
+    def run_in(self, dtype: torch.dtype) -> Runs:
         """Return the calls of a copy in this dtype, or of the model itself where that is its own."""
         if dtype is self.dtype:
             return {one.key: one for one in self.calls}
@@ -219,7 +142,7 @@ class _Side:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class Seen:
     """Comparison of an event: the errors, the floor, and how many times the floor the error is."""
 
     errors: Errors
@@ -229,29 +152,37 @@ class _Seen:
     picks: tuple[tuple[int, ...], ...]
 
 
-_Runs = dict[tuple[str, int], Call]
 # Kind of values, and of which calls.
-_Event = tuple[str, Pair]
+Event = tuple[str, Pair]
+# Calls by their keys.
+Runs = dict[tuple[str, int], Call]
 
 
-class _Comparer:
+class Side(Protocol):
+    """What one side of a comparison has called, in the order of the starts, and in which dtype."""
+
+    calls: list[Call]
+    dtype: torch.dtype
+
+
+class Comparer(ABC):
     """Comparison of the events of two runs, in the order of A, and the search for the first difference."""
 
-    def __init__(self, a: _Side, b: _Side, tokens: Tokens, factor: float) -> None:
-        self._sides = (a, b)
+    def __init__(self, sides: tuple[Side, Side], tokens: Tokens, factor: float) -> None:
+        self._sides = sides
         self._tokens = tokens
         self._factor = factor
-        self._coarse = max(a.dtype, b.dtype, key=_FLOATS.index)
+        self._coarse = max((side.dtype for side in sides), key=FLOATS.index)
         self._remarks: list[str] = []
         # Side, and its runs in low and in high precision.
-        self._measured: list[tuple[int, _Runs, _Runs]] = []
-        self._seen: dict[_Event, _Seen | None] = {}
+        self._measured: list[tuple[int, Runs, Runs]] = []
+        self._seen: dict[Event, Seen | None] = {}
 
     def compare(self) -> Comparison:
         """Return the result."""
         floor = self._measure()
         calls_a, calls_b = (side.calls for side in self._sides)
-        pairs = Matcher(calls_a, calls_b, self._tokens).match()
+        pairs = self._match()
         self._seen = {(kind, pair): self._see(kind, pair) for pair in pairs for kind in _KINDS}
         equal, event, last, why = self._first(pairs)
         first, where, words = None, "", list[str]()
@@ -269,8 +200,9 @@ class _Comparer:
                 pair = Pair((found[0],), (found[1],))
             first = self._error(pair)
             seen = self._seen[event]
-            if len(pair.a) == len(pair.b) == 1:
-                words = module_differences(pair.a[0].module, pair.b[0].module, is_leaf=pair.a[0].is_leaf)
+            modules = [call.module for call in (*pair.a, *pair.b) if call.module is not None]
+            if len(modules) == 2:
+                words = module_differences(*modules, is_leaf=pair.a[0].is_leaf)
             if seen is not None and (values := self._values(*event, *seen.picks)) is not None:
                 parts = max(pair.a, pair.b, key=len)
                 words += part_of_difference(parts, *values[1:], self._factor * seen.floor)
@@ -281,25 +213,16 @@ class _Comparer:
             tuple(self._remarks[:5]),
         )  # fmt: skip
 
+    @abstractmethod
     def _measure(self) -> str:
-        """Run the models in other precisions. Return in words how the floor was measured."""
-        coarse = self._coarse
-        low = torch.float32 if coarse is torch.float64 else coarse
-        high = torch.float64 if low is torch.float32 else torch.float32
-        for number, (side, other) in enumerate((self._sides, self._sides[::-1])):
-            if _FLOATS.index(side.dtype) > _FLOATS.index(other.dtype):
-                continue  # its weights are rounded already
-            try:
-                self._measured.append((number, side.run_in(low), side.run_in(high)))
-            except Exception as error:  # of the user's code, which may know one precision only
-                self._remarks.append(f"{'AB'[number]} did not run in {dtype_name(high)}: {spell(error)}")
-        measured = " and of ".join("AB"[number] for number, _, _ in self._measured)
-        if not measured:
-            return f"not measured, taken for 4 eps of {dtype_name(coarse)}"
-        scaled = ", scaled to float64" if coarse is torch.float64 else ""
-        return f"error of {measured} in {dtype_name(low)} against {dtype_name(high)}{scaled}"
+        """Fill `_measured`. Return in words how the floor was measured."""
 
-    def _see(self, kind: str, pair: Pair) -> _Seen | None:
+    def _match(self) -> list[Pair]:
+        """Return the calls of both sides that compute the same, in the order of A."""
+        a, b = self._sides
+        return Matcher(a.calls, b.calls, self._tokens).match()
+
+    def _see(self, kind: str, pair: Pair) -> Seen | None:
         """Compare the inputs or the outputs of a pair, or return None where they do not go together."""
         values = [getattr(side[0], kind)[:_LEAVES] for side in (pair.a, pair.b)]
         counts = [len(one) for one in values]
@@ -314,7 +237,7 @@ class _Comparer:
         found = [main, *(self._see_one(kind, pair, *picks) for picks in sums)]
         return min((one for one in found if one is not None), key=lambda one: one.errors.total, default=None)
 
-    def _see_one(self, kind: str, pair: Pair, *picks: tuple[int, ...]) -> _Seen | None:
+    def _see_one(self, kind: str, pair: Pair, *picks: tuple[int, ...]) -> Seen | None:
         values = self._values(kind, pair, *picks)
         if values is None:
             return None
@@ -333,7 +256,7 @@ class _Comparer:
         scale = eps / torch.finfo(torch.float32).eps if self._coarse is torch.float64 else 1.0
         whole = max(least, scale * min((one.total for one in floors), default=0.0))
         worst = max(least, scale * min((one.largest for one in floors), default=0.0))
-        return _Seen(errors, whole, max(errors.total / whole, errors.largest / worst), shape, picks)
+        return Seen(errors, whole, max(errors.total / whole, errors.largest / worst), shape, picks)
 
     def _values(
         self, kind: str, pair: Pair, *picks: tuple[int, ...]
@@ -343,7 +266,7 @@ class _Comparer:
         rows = None if a is None or b is None else self._tokens.pair(a, b)
         return None if rows is None or a is None else (a.shape, *rows)
 
-    def _first(self, pairs: list[Pair]) -> tuple[bool | None, _Event | None, _Event | None, str]:
+    def _first(self, pairs: list[Pair]) -> tuple[bool | None, Event | None, Event | None, str]:
         """Return whether the models are equal, the first event that differs, the last before, and why none."""
         root = next((pair for pair in pairs if pair.a[0].parent is None), None)
         if root is None or self._seen["outputs", root] is None:
@@ -363,11 +286,11 @@ class _Comparer:
                 return False, event, last, why
         return True, None, None, ""
 
-    def _differs(self, event: _Event) -> bool:
+    def _differs(self, event: Event) -> bool:
         seen = self._seen[event]
         return seen is not None and seen.ratio > self._factor
 
-    def _gone(self, event: _Event) -> _Event | None:
+    def _gone(self, event: Event) -> Event | None:
         """Return the output at which the difference is gone, of the module or of one around it: a convention."""
         (kind, pair), seen = event, self._seen[event]
         for outer in reversed([pair for kind, pair in self._seen if kind == "outputs"]):
@@ -396,5 +319,31 @@ class _Comparer:
         )
 
 
-def _spell(event: _Event) -> str:
+class _ModelComparer(Comparer):
+    """Comparison of two models, which can be run in other precisions."""
+
+    def __init__(self, models: tuple[_Model, _Model], tokens: Tokens, factor: float) -> None:
+        super().__init__(models, tokens, factor)
+        self._models = models
+
+    def _measure(self) -> str:
+        """Run the models in other precisions. Return in words how the floor was measured."""
+        coarse = self._coarse
+        low = torch.float32 if coarse is torch.float64 else coarse
+        high = torch.float64 if low is torch.float32 else torch.float32
+        for number, (side, other) in enumerate((self._models, self._models[::-1])):
+            if FLOATS.index(side.dtype) > FLOATS.index(other.dtype):
+                continue  # its weights are rounded already
+            try:
+                self._measured.append((number, side.run_in(low), side.run_in(high)))
+            except Exception as error:  # of the user's code, which may know one precision only
+                self._remarks.append(f"{'AB'[number]} did not run in {dtype_name(high)}: {spell(error)}")
+        measured = " and of ".join("AB"[number] for number, _, _ in self._measured)
+        if not measured:
+            return f"not measured, taken for 4 eps of {dtype_name(coarse)}"
+        scaled = ", scaled to float64" if coarse is torch.float64 else ""
+        return f"error of {measured} in {dtype_name(low)} against {dtype_name(high)}{scaled}"
+
+
+def _spell(event: Event) -> str:
     return f"the {event[0][:-1]} of {event[1].name}"

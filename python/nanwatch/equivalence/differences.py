@@ -6,15 +6,15 @@ A tensor is kept whole while there is room, else as a sketch of each row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..numerics.sketch import WIDTH, sketch
 from ..util.modules import WeakIdentityDict
 
-COLUMNS = 32
 # Rows with less than this share of the mean norm are compared by that share: padding may be all but zero.
 _LEAST_ROW = 0.1
 # Masks hold -inf or the least number of a dtype, whose squares have no norm.
@@ -41,19 +41,9 @@ class Errors(NamedTuple):
         return float(self.rows.max()) if len(self.rows) else 0.0
 
 
-@lru_cache(maxsize=64)
-def _signs(columns: int) -> Tensor:
-    generator = torch.Generator().manual_seed(columns)
-    return torch.randint(0, 2, (columns, COLUMNS), generator=generator).mul_(2).sub_(1).to(torch.int8)
-
-
-def sketch(rows: Tensor) -> Tensor:
-    """Return the projections of each row by seeded random signs: 32 numbers whose norm estimates that of the row.
-
-    Linear, so that the sketch of a difference is the difference of the sketches.
-    """
-    wide = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
-    return (wide @ _signs(rows.shape[-1]).to(wide)).div_(COLUMNS**0.5)
+def sketches(rows: Tensor) -> Tensor:
+    """Return the sketches of all rows, as exact as they can be."""
+    return sketch(rows, max_rows=None, wide=True)
 
 
 class Store:
@@ -72,9 +62,9 @@ class Store:
         flat = torch.view_as_real(x.detach()).flatten(-2) if x.is_complex() else x.detach()
         rows = flat.reshape(-1, flat.shape[-1] if flat.ndim else 1)
         size = rows.numel() * rows.element_size()
-        is_sketch = size > self._left and rows.shape[-1] > COLUMNS
+        is_sketch = size > self._left and rows.shape[-1] > WIDTH
         if is_sketch:
-            copy = sketch(rows).cpu()
+            copy = sketches(rows).cpu()
         else:
             self._left -= size
             copy = rows.to("cpu", copy=True)
@@ -115,7 +105,7 @@ class Tokens:
         if not whole:
             if a.shape[-1:] != b.shape[-1:]:
                 return None
-            one, other = (x if kept.is_sketch else sketch(x) for x, kept in ((one, a), (other, b)))
+            one, other = (x if kept.is_sketch else sketches(x) for x, kept in ((one, a), (other, b)))
         if one.numel() != other.numel() or not one.numel():
             return None
         if one.shape != other.shape:
@@ -131,7 +121,7 @@ def total(values: Sequence[Kept]) -> Kept:
     if len(values) == 1:
         return values[0]
     is_sketch = any(one.is_sketch for one in values)
-    rows = (sketch(one.rows) if is_sketch and not one.is_sketch else one.rows for one in values)
+    rows = (sketches(one.rows) if is_sketch and not one.is_sketch else one.rows for one in values)
     return Kept(values[0].shape, torch.stack(list(rows)).sum(0), is_sketch)
 
 
@@ -174,7 +164,8 @@ def shape_of_difference(
         difference.norm()
     ):
         found.append("an offset: the same in each token, as of a bias")
-    if d > 0.01 and _apart(a.sort(-1)[0], b.sort(-1)[0]) < noise:
+    ordered, other = (x.sort(-1)[0] for x in (a, b))
+    if d > 0.01 and float((ordered - other).norm() / ordered.norm().clamp(min=1e-300)) < noise:
         found.append("a permutation: the same numbers in another order")
     columns = difference.norm(dim=0)
     off = columns > max(1e-3 * float(columns.max()), 2 * floor * float(a.norm(dim=0).max()))
@@ -184,13 +175,9 @@ def shape_of_difference(
     return found + _by_token(errors.rows, shape, floor)
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / a.norm().clamp(min=1e-300))
-
-
 def by_token(rows: Tensor, shape: Sequence[int]) -> Tensor | None:
     """Return the largest error at each position of the sequence, for a tensor of shape (batch, length, ...)."""
-    if len(shape) < 3 or shape[1] < 2 or len(rows) != torch.Size(shape[:-1]).numel():
+    if len(shape) < 3 or shape[1] < 2 or len(rows) != prod(shape[:-1]):
         return None
     return rows.reshape(shape[0], shape[1], -1).amax((0, 2))
 
@@ -209,13 +196,13 @@ def module_differences(a: nn.Module, b: nn.Module, *, is_leaf: bool) -> list[str
                 *(w.detach().cpu().to(torch.float64).reshape(1, -1) for w in (x, y))
             ).total
             if error > max(torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps):
-                found.append(f"its {name} is {spell_error(error)} apart")
+                found.append(f"its {name} is {error:.2g} apart")
     return found
 
 
-def weight_of(module: nn.Module) -> Tensor | None:
+def weight_of(module: nn.Module | None) -> Tensor | None:
     """Return the weight with a row for each output, or None."""
-    weight = module._parameters.get("weight")
+    weight = None if module is None else module._parameters.get("weight")
     if (
         weight is None
         or weight.is_meta
@@ -232,11 +219,6 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     """Return the numbers and words that a module keeps, by name; any name with eps is eps."""
     kept = {name: one for name, one in vars(module).items() if isinstance(one, bool | int | float | str)}
     return {"eps" if "eps" in name else name: one for name, one in kept.items() if name != "training"}
-
-
-def spell_error(error: float | None) -> str:
-    """Return a relative error in words."""
-    return "not comparable" if error is None else f"{error:.2g}"
 
 
 def _by_token(rows: Tensor, shape: Sequence[int], floor: float) -> list[str]:

@@ -225,9 +225,9 @@ def first_operation(
     It is the first operation with a difference on the way from one writer of a storage to the next. Others may differ
     and have no part in it. Without a writer of the tensor it is the first of all that differs.
     """
-    same = next(
-        (i for i, pair in enumerate(zip(a, b, strict=False)) if not _alike(*pair)), min(len(a), len(b))
-    )
+    paths = ([(one.name, one.source, len(one.operands)) for one in run] for run in (a, b))
+    pairs = enumerate(zip(*paths, strict=False))
+    same = next((i for i, (one, other) in pairs if one != other), min(len(a), len(b)))
     begun: list[int] = []
     ahead, seen = [(target, same)], set[int]()
     while ahead:
@@ -260,10 +260,6 @@ def first_operation(
         if ours
         else OperationDifference("path", theirs or b[same], None)
     )
-
-
-def _alike(one: OperationRecord, other: OperationRecord) -> bool:
-    return (one.name, one.source, len(one.operands)) == (other.name, other.source, len(other.operands))
 
 
 def _how(one: OperationRecord, other: OperationRecord) -> str:

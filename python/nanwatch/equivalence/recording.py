@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from ..recording.walk import call_leaves, leaves
 from ..util.modules import WeakIdentityDict, each_module
 from ..util.visible import spell
 from .operations import OperationLog, OperationRecord
+from .results import FirstDifference
 
 
 class Print(NamedTuple):
@@ -70,30 +72,29 @@ class Recording:
         found.operations = [OperationRecord.of(one) for one in found.operations]
         return found
 
-    @property
-    def unread(self) -> list[Print]:
-        """The prints of tensors that could not be read."""
-        return [one for one in self.prints if "not compared" in one.form]
 
-
-def first_difference(a: Recording, b: Recording) -> tuple[int, Print, Print | None] | None:
-    """Return the first print of `a` that `b` has otherwise, with its place in `a`, and what `b` has there.
+def first_difference(a: Recording, b: Recording) -> FirstDifference | None:
+    """Return the first print of `a` that `b` has otherwise, without its operation.
 
     Threads are compared each by itself, because their order among each other is not the program's.
     """
     found: list[tuple[int, Print, Print | None]] = []
     for name in dict.fromkeys(one.thread for one in (*a.prints, *b.prints)):
-        ours = [(i, one) for i, one in enumerate(a.prints) if one.thread == name]
+        ours = [i for i, one in enumerate(a.prints) if one.thread == name]
         theirs = [one for one in b.prints if one.thread == name]
-        same = next(
-            (i for i, ((_, one), other) in enumerate(zip(ours, theirs, strict=False)) if one != other),
-            min(len(ours), len(theirs)),
-        )
-        if same < len(ours):
-            found.append((*ours[same], theirs[same] if same < len(theirs) else None))
-        elif same < len(theirs):
-            found.append((len(a.prints), theirs[same], None))
-    return min(found, key=lambda one: one[0], default=None)
+        for i, other in zip_longest(ours, theirs):
+            if i is None:
+                found.append((len(a.prints), other, None))
+                break
+            if a.prints[i] != other:
+                found.append((i, a.prints[i], other))
+                break
+    if not found:
+        return None
+    place, one, other = min(found, key=lambda one: one[0])
+    if other is None or other[:-1] == one[:-1]:
+        return FirstDifference(*one[1:-1], place, "nothing" if other is None else "")
+    return FirstDifference(*one[1:-1], place, FirstDifference(*other[1:-1], 0).where)
 
 
 class EnoughError(BaseException):

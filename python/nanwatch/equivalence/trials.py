@@ -1,25 +1,32 @@
-"""Trials: changes of the surroundings of a run, each of which takes one source of chance away.
+"""Causes of runs that part, and trials: changes of a run's surroundings that take one source of chance away each.
 
-A run that becomes repeatable under a trial has shown its cause. Trials that replace a function note who called it.
+`explain` knows causes by the operation in which runs part. A run that becomes repeatable under a trial has shown its
+cause. Trials that replace a function note who called it.
 """
 
 from __future__ import annotations
 
+import ast
 import itertools
+import linecache
 import os
 import random
+import re
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from ..diagnosis.provenance import SKIPPED_FILES, program_frame
+from .operations import OUTSIDE, UNWRITTEN, OperationDifference
+from .state import temporarily
 
 Note = Callable[[str], object]
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
@@ -35,7 +42,6 @@ class Trial:
     process. `for_scripts`: it makes sense only for runs in processes of their own.
     """
 
-    name: str
     change: str
     cause: str
     patch: Callable[[Note], AbstractContextManager[Any]] = lambda note: nullcontext()
@@ -60,16 +66,6 @@ def _deterministic(note: Note) -> Iterator[None]:
         cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
         if not is_given:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-
-
-@contextmanager
-def _one_thread(note: Note) -> Iterator[None]:
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(number)
 
 
 @contextmanager
@@ -109,12 +105,8 @@ def _no_fresh_entropy(note: Note) -> Iterator[None]:
             a = 0
         python_seed(self, a, version)
 
-    random.Random.seed = seed  # type: ignore[method-assign]
-    try:
-        with _replaced(done):
-            yield
-    finally:
-        random.Random.seed = python_seed  # type: ignore[method-assign]
+    with temporarily(partial(setattr, random.Random, "seed"), seed, python_seed), _replaced(done):
+        yield
 
 
 @contextmanager
@@ -152,11 +144,8 @@ def _ordered_loaders(note: Note) -> Iterator[None]:
         note_call("a DataLoader", note)
         before(self, *args, **kwargs)
 
-    DataLoader.__init__ = init  # type: ignore[method-assign]
-    try:
+    with temporarily(partial(setattr, DataLoader, "__init__"), init, before):
         yield
-    finally:
-        DataLoader.__init__ = before  # type: ignore[method-assign]
 
 
 def note_call(name: str, note: Note) -> None:
@@ -190,77 +179,155 @@ def _replaced(functions: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]
     """Replace functions in their own modules and where the program has imported them by name."""
     new = {id(old): one for old, one in functions}
     with ExitStack() as after:
-        for module in list(sys.modules.values()):
+        for key, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None) or ""
             if file.startswith(SKIPPED_FILES):
                 continue
             for name, value in list(getattr(module, "__dict__", {}).items()):
-                if id(value) in new and getattr(module, "__name__", "") not in (
-                    "logging",
-                    "threading",
-                    "queue",
-                ):
+                if id(value) in new and key not in ("logging", "threading", "queue"):
                     after.callback(setattr, module, name, value)
                     setattr(module, name, new[id(value)])
-        # torch's own functions are replaced where programs ask for them.
-        for name in ("seed",):
-            value = getattr(torch, name)
-            if id(value) in new:
-                after.callback(setattr, torch, name, value)
-                setattr(torch, name, new[id(value)])
+        # Modules of torch are skipped above, and programs ask for this function there.
+        if id(torch.seed) in new:
+            after.enter_context(temporarily(partial(setattr, torch, "seed"), new[id(torch.seed)], torch.seed))
         yield
 
 
-SEEDS = "torch.manual_seed(0), random.seed(0), numpy.random.seed(0)"
 TRIALS = {
-    one.name: one
-    for one in (
-        Trial(
-            "seeds",
-            f"{SEEDS} at the start",
-            "the program draws from the global random number generators and does not seed them",
-            _seeded,
-            for_scripts=True,
-        ),
-        Trial(
-            "loader",
-            "DataLoader(generator=torch.Generator().manual_seed(0), num_workers=0)",
-            "the order or the workers of a data loader",
-            _ordered_loaders,
-            for_scripts=True,
-        ),
-        Trial(
-            "hash",
-            "PYTHONHASHSEED=0",
-            "the order of a set, or another use of hash(), which Python seeds anew in each process",
-            environment={"PYTHONHASHSEED": "0"},
-            for_scripts=True,
-        ),
-        Trial(
-            "clock",
-            "the clocks of the module time held still",
-            "a time that the program reads",
-            _stopped_clock,
-        ),
-        Trial(
-            "entropy",
-            "fixed seeds in place of the operating system's random bytes",
-            "fresh random bytes of the operating system, or a generator seeded with them",
-            _no_fresh_entropy,
-        ),
-        Trial(
-            "threads",
-            "torch.set_num_threads(1)",
-            "a sum that threads split in another way in each run",
-            _one_thread,
-            {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        ),
-        Trial(
-            "deterministic",
-            "torch.use_deterministic_algorithms(True)",
-            "an operation for which PyTorch has a deterministic kernel, or memory that torch.empty leaves unwritten",
-            _deterministic,
-            {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-        ),
-    )
+    "seeds": Trial(
+        "torch.manual_seed(0), random.seed(0), numpy.random.seed(0) at the start",
+        "the program draws from the global random number generators and does not seed them",
+        _seeded,
+        for_scripts=True,
+    ),
+    "loader": Trial(
+        "DataLoader(generator=torch.Generator().manual_seed(0), num_workers=0)",
+        "the order or the workers of a data loader",
+        _ordered_loaders,
+        for_scripts=True,
+    ),
+    "hash": Trial(
+        "PYTHONHASHSEED=0",
+        "the order of a set, or another use of hash(), which Python seeds anew in each process",
+        environment={"PYTHONHASHSEED": "0"},
+        for_scripts=True,
+    ),
+    "clock": Trial(
+        "the clocks of the module time held still",
+        "a time that the program reads",
+        _stopped_clock,
+    ),
+    "entropy": Trial(
+        "fixed seeds in place of the operating system's random bytes",
+        "fresh random bytes of the operating system, or a generator seeded with them",
+        _no_fresh_entropy,
+    ),
+    "threads": Trial(
+        "torch.set_num_threads(1)",
+        "a sum that threads split in another way in each run",
+        lambda note: temporarily(torch.set_num_threads, 1, torch.get_num_threads()),
+        {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    ),
+    "deterministic": Trial(
+        "torch.use_deterministic_algorithms(True)",
+        "an operation for which PyTorch has a deterministic kernel, or memory that torch.empty leaves unwritten",
+        _deterministic,
+        {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    ),
 }
+
+
+# From the list at torch.use_deterministic_algorithms: operations whose CUDA kernels add with atomics.
+_ATOMICS = re.compile(
+    r"index_add|scatter|index_put|index_copy|put_|histc|bincount|cumsum|embedding.*backward|grid_sample|upsample"
+    r"|interpolate|adaptive_.*backward|max_pool.*backward|max_unpool|reflection_pad|replication_pad|ctc_loss"
+    r"|nll_loss2d|kthvalue|median|segment_reduce|repeat_interleave"
+)
+_TUNED = re.compile(r"conv|mm|matmul|linear|baddbmm|attention|rnn|lstm|gru")
+# Calls in the source of a function whose results differ from run to run, and the trials that hold them still.
+_SUSPECTS = {
+    r"\btime\.\w+\(|\b(?:perf_counter|monotonic)(?:_ns)?\(|datetime\.\w*now\(": "clock",
+    r"\b(?:urandom|uuid4|SystemRandom)\(|\bsecrets\.\w+\(|(?:default_rng|\bRandom|\.seed)\(\s*\)": "entropy",
+    r"(?<![\w.])hash\(|(?<![\w.])(?:frozen)?set\(|\{[^:{}]+ for ": "hash",
+    r"(?<![\w.])id\(": "",
+    r"\bas_completed\(|\bThread\(|\.submit\(|imap_unordered\(": "",
+    r"\blistdir\(|\bscandir\(|\biglob\(|(?<![\w])glob\(": "",
+}
+
+
+def explain(found: OperationDifference) -> tuple[str, list[str]]:
+    """Return the cause of a difference in one sentence, and the names of the trials to make first."""
+    one = found.a
+    operand = found.operand
+    calls, trials = _suspects(one.source)
+    if found.how == "results" and one.is_random:
+        ahead = ["seeds", *trials, "kept", "loader", "entropy", "clock"]
+        return _of_random(one.has_generator, one.in_loader), ahead
+    if found.how == "results":
+        return _of_results(one.name, calls), ["deterministic", "threads", *trials]
+    if found.how == "operands" and operand.origin == UNWRITTEN:
+        cause = f"it reads memory that was allocated at {operand.allocated} and that no operation wrote"
+        return cause, ["deterministic"]
+    ahead = ["loader"] if one.in_loader else []
+    everything = [*ahead, *trials, "kept", "entropy", "clock", "hash", "seeds"]
+    if found.how == "path":
+        other = "nothing" if found.b is None else f"{found.b.name} at {found.b.source}"
+        return f"the other run does {other} here: Python takes another branch{calls}", everything
+    if found.how == "numbers":
+        theirs = "" if found.b is None else f" against {found.b.numbers}"
+        return f"Python gives it another number, {one.numbers}{theirs}{calls}", everything
+    if operand.origin == OUTSIDE:
+        places = "Python, numpy, another thread or process, or an earlier batch"
+        return f"what it was given comes from outside the recorded operations: {places}{calls}", everything
+    return f"what it was given was written past PyTorch's dispatcher{calls}", everything
+
+
+def _of_random(has_generator: bool, in_loader: bool) -> str:
+    if in_loader:
+        return "a data loader draws its order from a generator that is not seeded alike in both runs"
+    if has_generator:
+        return "it draws from a torch.Generator of its own, which is not in the same state in both runs"
+    return "it draws from PyTorch's global generator, which is not in the same state in both runs"
+
+
+def _of_results(name: str, calls: str) -> str:
+    base = name.removeprefix("aten.")
+    if not name.startswith("aten."):
+        return f"{name} makes other bits of equal operands; its kernel is not PyTorch's{calls}"
+    if _ATOMICS.search(base):
+        return f"{name} adds with atomics on CUDA, in an order that differs from run to run"
+    if _TUNED.search(base):
+        return f"{name} may be computed by another algorithm or split over threads in another way in each run"
+    return f"{name} makes other bits of equal operands"
+
+
+def _suspects(source: str) -> tuple[str, list[str]]:
+    """Return, for a sentence, the calls in the function at `source` that may differ, and the trials for them."""
+    file, _, number = source.rpartition(":")
+    found, trials = [], []
+    for at in _lines_of_function(file, int(number or 0)):
+        code = linecache.getline(file, at).partition("#")[0]
+        for pattern, trial in _SUSPECTS.items():
+            if match := re.search(pattern, code):
+                words = re.sub(r"\($", "()", match.group().strip())
+                found.append(f"{words} in line {at}")
+                trials += [trial] if trial else []
+    return (f"; look at {', '.join(found[:3])}" if found else ""), list(dict.fromkeys(trials))
+
+
+@lru_cache(maxsize=64)
+def _lines_of_function(file: str, line: int) -> tuple[int, ...]:
+    """Return the lines of the innermost function around a line, or of the file without one."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return (line,) if line else ()
+    spans = [
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    around = [span for span in spans if span[0] <= line <= span[1]]
+    # The last that begins before the line is the innermost. Outside any, the 20 lines before it are enough.
+    first, last = max(around, default=(max(line - 20, 1), line))
+    return tuple(range(first, last + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,13 +14,11 @@ from ..instrumentation.slot import wrappers
 from ..util.modules import each_module
 from ..util.progress import Tell, silent
 from ..util.visible import module_name, spell
-from .causes import explain
 from .operations import OperationDifference, first_operation
-from .reach import Leftovers, Reach
 from .recording import Recorder, Recording, first_difference
-from .repetition import FirstDifference, Repetition, Tried, operation_fields
-from .state import State
-from .trials import TRIALS, Trial
+from .results import FirstDifference, Repetition, Tried
+from .state import Leftovers, Reach, State
+from .trials import TRIALS, Trial, explain
 
 # Runs beside the first two that have to be equal too before a change is said to make the runs equal.
 _CONFIRMING = 2
@@ -114,7 +113,6 @@ class _Runner:
         self.leftovers = Leftovers(reach)
         self.trials = {
             "kept": Trial(
-                "kept",
                 "objects that the step keeps put back before each run, and functools caches emptied",
                 "something that the step keeps from run to run",
             ),
@@ -137,38 +135,30 @@ class _Runner:
             for name in request.trials:
                 trials.enter_context(self.trials[name].patch(notes.append))
             with recorder.running() as recording:
-                self._run_batches(recorder, request.most_batches)
+                calls = [()] if self._batches is None else [(one,) for one in self._batches]
+                for recorder.batch, arguments in enumerate(calls[: request.most_batches]):
+                    recorder.add(self._step(*arguments), "result", "result")
+        recording.batches = len(calls[: request.most_batches])
         if "kept" in request.trials:
             notes += self.leftovers.changed()
         return recording
 
-    def _run_batches(self, recorder: Recorder, most: int | None) -> None:
-        calls = [()] if self._batches is None else [(one,) for one in self._batches[:most]]
-        for number, arguments in enumerate(calls):
-            recorder.batch = number
-            recorder.add(self._step(*arguments), "result", "result")
-        recorder.recording.batches = len(calls)
-
 
 def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tell = silent) -> Repetition:
     """Compare `times` runs; where they part, find the operation and try the trials."""
-    tell("making the first run")
-    first = run(Request())
-    found = None
-    for number in range(1, times):
-        tell(f"making run {number + 1}")
-        other = run(Request())
-        found = first_difference(first, other)
-        if found is not None:
-            break
-    remarks = _remarks(first)
-    if found is None:
-        return Repetition(what, times, first.batches, len(first.prints), remarks=remarks)
-    difference = FirstDifference.of(*found)
+    first, other, difference = _compared(run, Request(), times, lambda i: tell(f"making run {i}"))
+    remarks = [f"the run ended by {first.error}"] if first.error else []
+    if unread := [one for one in first.prints if "not compared" in one.form]:
+        label, form = unread[0].label, unread[0].form
+        remarks.insert(0, f"{len(unread):,} tensors could not be compared, the first {label}: {form}")
+    result = Repetition(what, times, first.batches, len(first.prints), remarks=tuple(remarks))
+    if difference is None:
+        return result
     tell("recording the operations")
     start = next((i for i, one in enumerate(first.prints) if one.batch == difference.batch), 0)
     until = difference.batch + 1
-    operation, writes = _operation(run, trials, Request(window=(start, found[0]), most_batches=until))
+    window = (start, difference.equal_before)
+    operation, writes = _operation(run, trials, Request(window=window, most_batches=until))
     cause, ahead = _NO_OPERATION, list[str]()
     if operation is not None:
         cause, ahead = explain(operation)
@@ -177,18 +167,40 @@ def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tel
             cause = f"what it was given was written in place by {writer}, and is not put back between runs"
             ahead = ["kept", *ahead]
     names = [name for name in dict.fromkeys((*ahead, *trials)) if name in trials]
-    tried, shown = _Trials(run, trials, until, tell).make(names, difference.equal_before)
+    tried, shown = _try(run, trials, names, until, difference.equal_before, tell)
     if shown:
-        cause = f"{cause}. {shown}" if cause and operation is not None else shown
-    return Repetition(
-        what,
-        times,
-        first.batches,
-        len(first.prints),
-        replace(difference, **operation_fields(operation, cause)),
-        tuple(tried),
-        tuple(dict.fromkeys((*remarks, *other.notes))),
+        cause = f"{cause}. {shown}" if operation is not None else shown
+    if operation is not None:
+        one = operation.a
+        file, _, line = one.source.rpartition(":")
+        difference = replace(
+            difference,
+            operation=one.name,
+            operation_module=one.module or one.class_name,
+            source=one.source,
+            code=linecache.getline(file, int(line or 0)).strip(),
+            in_backward=one.in_backward,
+        )
+    return replace(
+        result,
+        difference=replace(difference, cause=cause),
+        tried=tuple(tried),
+        remarks=tuple(dict.fromkeys((*remarks, *other.notes))),
     )
+
+
+def _compared(
+    run: Run, request: Request, times: int, tell: Callable[[int], object] = lambda i: None
+) -> tuple[Recording, Recording, FirstDifference | None]:
+    """Make runs until one differs from the first. Return the first, the last, and the difference."""
+    tell(1)
+    first = other = run(request)
+    for number in range(2, times + 1):
+        tell(number)
+        other = run(request)
+        if (found := first_difference(first, other)) is not None:
+            return first, other, found
+    return first, other, None
 
 
 def _operation(
@@ -207,64 +219,33 @@ def _operation(
     return None, {}
 
 
-class _Trials:
-    """Runs under trials, until one makes them equal."""
+def _try(
+    run: Run, trials: dict[str, Trial], names: list[str], until: int, place: int, tell: Tell
+) -> tuple[list[Tried], str]:
+    """Make runs under trials until one makes them equal. Return what was tried, and the cause that it shows.
 
-    def __init__(self, run: Run, trials: dict[str, Trial], until: int, tell: Tell) -> None:
-        self._run = run
-        self._trials = trials
-        self._until = until
-        self._tell = tell
-
-    def make(self, names: list[str], place: int) -> tuple[list[Tried], str]:
-        """Return what was tried, and the cause that it shows, in words. `place` is that of the first difference.
-
-        A trial after which the runs part later has cured one cause of several, so it stays for the trials behind it.
-        """
-        done: list[Tried] = []
-        kept: tuple[str, ...] = ()
-        left = list(names)
-        while left:
-            name = left.pop(0)
-            one, farther, notes = self._make((*kept, name))
-            done.append(one)
-            if one.outcome == "equal":
-                return done, _shown([self._trials[name] for name in (*kept, name)], notes)
-            if farther > place:
-                place, kept = farther, (*kept, name)
-                left = [one for one in names if one not in kept]
-        return done, ""
-
-    def _make(self, names: tuple[str, ...]) -> tuple[Tried, int, list[str]]:
-        """Return the outcome of the runs under these trials, the place where they part, and what was noted."""
-        change = " and ".join(self._trials[name].change for name in names)
-        self._tell(f"trying {change}")
-        request = Request(names, most_batches=self._until)
+    `place` is that of the first difference. A trial after which the runs part later has cured one cause of several, so
+    it stays for the trials behind it.
+    """
+    done: list[Tried] = []
+    kept: tuple[str, ...] = ()
+    left = list(names)
+    while left:
+        using = (*kept, left.pop(0))
+        change = " and ".join(trials[name].change for name in using)
+        tell(f"trying {change}")
         try:
-            first = self._run(request)
-            for _ in range(1 + _CONFIRMING):
-                other = self._run(request)
-                found = first_difference(first, other)
-                if found is not None:
-                    return Tried(change, "differ", FirstDifference.of(*found).where), found[0], []
+            first, _, found = _compared(run, Request(using, most_batches=until), 2 + _CONFIRMING)
         except Exception as error:  # torch names operations that have no deterministic kernel in this way
-            return Tried(change, "failed", spell(error)), -1, []
-        return Tried(change, "equal"), len(first.prints), first.notes
-
-
-def _shown(trials: Iterable[Trial], notes: list[str]) -> str:
-    causes = " and ".join(one.cause for one in trials)
-    calls = list(dict.fromkeys(notes))
-    return f"A trial shows {causes}" + (f": {', '.join(calls[:3])}" if calls else "")
-
-
-def _remarks(one: Recording) -> tuple[str, ...]:
-    unread = one.unread
-    found = []
-    if unread:
-        found.append(
-            f"{len(unread):,} tensors could not be compared, the first {unread[0].label}: {unread[0].form}"
-        )
-    if one.error:
-        found.append(f"the run ended by {one.error}")
-    return tuple(found)
+            done.append(Tried(change, "failed", spell(error)))
+            continue
+        if found is None:
+            done.append(Tried(change, "equal"))
+            causes = " and ".join(trials[name].cause for name in using)
+            calls = ", ".join(list(dict.fromkeys(first.notes))[:3])
+            return done, f"A trial shows {causes}" + (f": {calls}" if calls else "")
+        done.append(Tried(change, "differ", found.where))
+        if found.equal_before > place:
+            place, kept = found.equal_before, using
+            left = [one for one in names if one not in kept]
+    return done, ""

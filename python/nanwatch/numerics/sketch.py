@@ -43,13 +43,15 @@ def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def sketch(x: Tensor, *, start: int = 0, max_rows: int | None = MAX_ROWS) -> Tensor:
-    """Return the sketches of the first `max_rows` rows of `x`, float32 of shape (rows, 32), on its device.
+def sketch(x: Tensor, *, start: int = 0, max_rows: int | None = MAX_ROWS, wide: bool = False) -> Tensor:
+    """Return the sketches of the first `max_rows` rows of `x`, of shape (rows, 32), on its device.
+
+    They are float32, or with `wide` float64, where the device has it.
 
     Linear in `x`. A row's sketch has the squared norm of the row on average over all matrices, with a standard error
     of 25 %: 12.5 % of the norm. A row with a nan or an inf has non-finite numbers alone.
     `start` is the place of the first element in a longer row: `sketch(a) + sketch(b, start=len(a))` is the sketch of
-    `torch.cat([a, b])`. Needs a strided tensor of floating point.
+    `torch.cat([a, b])`. Needs a strided tensor of real numbers.
     """
     with torch.no_grad():
         x = x.detach()
@@ -60,7 +62,7 @@ def sketch(x: Tensor, *, start: int = 0, max_rows: int | None = MAX_ROWS) -> Ten
             x = x[: None if max_rows is None else -(-max_rows // per_entry)]
         rows = x.reshape(-1, width)[:max_rows]
         signs = _signs(start, start + width, x.device)
-        found = torch.empty(len(rows), WIDTH, dtype=torch.float32, device=x.device)
+        found = torch.empty(len(rows), WIDTH, dtype=signs.dtype if wide else torch.float32, device=x.device)
         step = max(1, _CHUNK // max(1, width))
         for at in range(0, len(rows), step):
             products = rows[at : at + step].to(signs.dtype) @ signs

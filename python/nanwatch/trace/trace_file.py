@@ -246,18 +246,19 @@ class Side:
         table = self.trace.table(("call", "sketch"), [int(batch)])
         order = np.argsort(table["call"].to_numpy(), kind="stable")
         found = table["sketch"][int(order[row - np.searchsorted(self.batch, batch)])].as_py()
-        if found is None:
-            return None
-        if len(found) % (4 * WIDTH):
-            raise TraceError(
-                f"{self.trace.path}: a sketch has {len(found)} bytes, no multiple of {4 * WIDTH}"
-            )
-        return np.frombuffer(found, "<f4").reshape(-1, WIDTH).astype(np.float64)
+        return None if found is None else sketches(found)
 
     def originals(self, column: str, row: int) -> str:
         """Return the value in one row as it was written."""
         value = self.table[column][row].as_py()
         return "" if value is None else str(value)
+
+
+def sketches(found: bytes) -> Sketches:
+    """Return the sketches in a cell of a trace, float64 of shape (rows of the tensor, 32)."""
+    if len(found) % (4 * WIDTH):
+        raise TraceError(f"a sketch in a trace has {len(found)} bytes, no multiple of {4 * WIDTH}")
+    return np.frombuffer(found, "<f4").reshape(-1, WIDTH).astype(np.float64)
 
 
 def batch_words(batches: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.cli.model_finder import MAX_MODELS, ModelFinder, is_inside_a_call, made, may_be_trained, topmost
+from nanwatch.cli.script import MAX_MODELS, ModelFinder, is_inside_a_call, made, may_be_trained, topmost
 
 X = torch.ones(2, 3)
 

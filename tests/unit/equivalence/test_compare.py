@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.equivalence.differences import relative_errors, sketch
+from nanwatch.equivalence.differences import relative_errors, sketches
 
 
 class Unit(nn.Module):
@@ -48,7 +48,7 @@ def test_a_sketch_has_the_relative_error_within_a_fifth() -> None:
         a *= torch.rand(rows, 1, generator=generator) + 0.1
         b = a + error * noise
         true = float((a - b).norm() / a.norm())
-        assert relative_errors(sketch(a), sketch(b)).total == pytest.approx(true, rel=0.2)
+        assert relative_errors(sketches(a), sketches(b)).total == pytest.approx(true, rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,50 @@ const drawing = (() => {
     });
   }
 
+  // On a logarithmic scale zero has no place, and neither has what is not finite.
+  const onLog = (values) => values.map((value) => (typeof value === "number" && value > 0 ? value : null));
+  const told = (value) => (typeof value === "number" ? value.toExponential(2) : value);
+
+  // Marks of a logarithmic axis. Over less than two decades the powers of ten alone are too few, and plotly writes 2
+  // and 5 without their power: there the numbers are written out.
+  function marks(lines) {
+    const values = lines.flatMap((one) => one.y).filter((value) => value !== null);
+    const [low, high] = values.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, 0]);
+    if (!(high < 100 * low)) return high < 1e24 * low ? { dtick: 1 } : {};
+    const power = Math.floor(Math.log10(low));
+    const tickvals = [0, 1, 2].flatMap((i) => [1, 2, 5].map((digit) => Number(`${digit}e${power + i}`)));
+    return { tickvals, ticktext: tickvals.map((value) => (value < 1e-3 ? value.toExponential() : String(value))) };
+  }
+
+  // Lines on a logarithmic scale over the places `x`.
+  function logLines(id, lines, [across, up]) {
+    return plot(id, lines, {
+      xaxis: { title: { text: across }, zeroline: false, showgrid: false, linecolor: color("line") },
+      yaxis: { title: { text: up }, type: "log", exponentformat: "power", ...marks(lines), gridcolor: color("line"), griddash: "dot", zeroline: false },
+    });
+  }
+
+  function plot(id, traces, rest, left = 62) {
+    const place = document.getElementById(id);
+    if (!place) return undefined;
+    if (!place.dataset.drawn) place.replaceChildren();
+    place.dataset.drawn = "yes";
+    return Plotly.react(place, traces, layout(place, traces, { l: left, r: 12, b: 42 }, rest), config);
+  }
+
+  // Draws now and whenever colours or width change, or says in place of the charts why not.
+  async function start(drawAll) {
+    try {
+      await load();
+      await drawAll();
+    } catch (error) {
+      for (const message of document.querySelectorAll("[role=figure] .message")) message.textContent = `${failure(error)} ${needs}`;
+      return;
+    }
+    onChange(drawAll);
+  }
+
   const failure = (error) => `The chart could not be drawn (${error}).`;
   const needs = "A browser of 2023 or newer draws it.";
-  return { forPlotly, clip, color, NARROW, layout, config, load, onChange, failure, needs };
+  return { forPlotly, clip, color, NARROW, layout, config, load, onChange, failure, needs, onLog, told, logLines, plot, start };
 })();
