@@ -173,6 +173,26 @@ def test_accumulation_and_evaluation_count_as_batches(gradients, tmp_path):
     assert all(module._compiled_call_impl is None for module in watched.model.modules())
 
 
+def _of_ignored_labels(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    counted = (labels > 1000).float()
+    return (outputs.logits.square().mean(-1) * counted).sum() / counted.sum()  # here
+
+
+def test_a_loss_function_of_the_user(tmp_path):
+    """Trainer has deleted the batch by the time of the backward. The line is the user's, and a patch of it works."""
+    callback = NanWatchCallback(gradients=True)
+    trainer = trainer_of(tmp_path, callbacks=[callback], compute_loss_func=_of_ignored_labels)
+    with pytest.raises(nanwatch.NonFiniteError) as error:
+        trainer.train()
+    finding = error.value.report.finding
+    line = next(
+        i for i, text in enumerate(Path(__file__).read_text().split("\n"), 1) if text.endswith("# here")
+    )
+    assert (finding.operation, finding.source) == ("aten.div.Tensor", f"{__file__}:{line}")
+    assert finding.cures[0].works
+    assert finding.cures[0].patch.count("\n+") == 2  # the new line, and the head
+
+
 @pytest.mark.parametrize("gradients", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_resumed_training_is_watched(gradients, tmp_path):
     """`resume_from_checkpoint`: the rest of the training is watched and ends as the whole one did."""

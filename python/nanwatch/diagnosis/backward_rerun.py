@@ -9,11 +9,9 @@ ones shows whether a smaller loss scale would have been enough.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,29 +26,23 @@ from ..report.record import Frame, Record
 from ..util.suppressed import suppressed
 from ..util.visible import spell
 from .backward_cures import BACKWARD_RUNS, gradient_record, try_backward_cures
-from .batch_snapshot import BatchSnapshot, is_narrow, may_be_narrow, no_second_run
+from .batch_snapshot import BatchSnapshot, may_be_narrow, no_second_run
 from .diagnosis import Diagnosis, Place, bad_rows, enrich
 from .experiment import (
     NO_CONDITIONS,
     BackwardStart,
     Conditions,
-    graph_nodes,
     mean_gradients,
     run_backward,
     with_graph,
     with_leaves,
     without_hooks,
 )
+from .patching.code_swap import TargetFinder, find_target
 from .patching.patches import MOST_RUNS, try_patches
-from .patching.rules import DERIVATIVE_POLES, POLES, operation_name
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
-
-
-# More are no hint.
-_MOST_NODES = 6
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 class _Found(Exception):  # noqa: N818 - ends the run, and is no error
@@ -64,12 +56,14 @@ def rerun_backward(
     *,
     model: nn.Module,
     conditions: Conditions = NO_CONDITIONS,
+    at: TargetFinder = find_target,
 ) -> Diagnosis:
     """Run the batch of `finding` once more, and the backward of the guilty module's calls; see which operation makes
     a non-finite gradient of finite ones, and whether it does with a smaller loss scale too.
 
-    `frames` are the report's, and the loss scale is that of the failed backward. No gradient of the user's
-    is touched. Raises nothing of its own: what could not be done is a remark.
+    `frames` are the report's, and the loss scale is that of the failed backward. `at` finds what runs a line, for
+    changes of the source. No gradient of the user's is touched. Raises nothing of its own: what could not be done is a
+    remark.
     """
     name = finding.module if finding.origin == "produced" else finding.source_module
     if name is None:
@@ -96,9 +90,9 @@ def rerun_backward(
     try:
         if probe is not None and probe.gradients:
             start = BackwardStart(name, probe.call, probe.gradients)
-            return _with_cures(probe.found, finding, snapshot, model, start, conditions)
+            return _with_cures(probe.found, finding, snapshot, model, start, conditions, at)
         if found := _from_outputs(snapshot):
-            return _with_cures(found, finding, snapshot, model, None, conditions)
+            return _with_cures(found, finding, snapshot, model, None, conditions, at)
     except Exception as error:
         remarks = (*remarks, f"the backward could not be examined: {spell(error)}")
     if not remarks:
@@ -106,62 +100,6 @@ def rerun_backward(
             "in a second run, with other gradients of the same size, no operation made a bad gradient",
         )
     return Diagnosis(remarks=(*remarks, *(snapshot.doubts() if probe is not None else ())))
-
-
-def behind_model(finding: Finding, since: int) -> Finding:
-    """Return the finding of a backward that has just ended with what its graph tells of the loss.
-
-    The gradient came to the model non-finite. Nodes from the autograd sequence number `since` on are no part of the
-    model. The values they saved are gone, and with them the operands. Only their names tell which can have made it, and
-    in anomaly mode the line.
-    """
-    roots = _roots()
-    nodes = sorted(graph_nodes((x.grad_fn for x in roots), since), key=lambda node: int(node._sequence_nr()))
-    is_finite = all(bool(x.isfinite().all()) for x in roots)
-    names = DERIVATIVE_POLES if is_finite else POLES | DERIVATIVE_POLES
-    poles = [node for node in nodes if operation_name(node.name()) in names and not _is_whole_power(node)]
-    if not nodes:
-        return finding
-    places = {node: _place(node.metadata.get("traceback_", ())) for node in poles or nodes}
-    spelt = [node.name() + (f" at {place}" if place else "") for node, place in places.items()]
-    remark = (
-        f"the loss was {'finite' if is_finite else 'not finite'}; of what lies between the model and the loss, the"
-        f" value can come from {' or '.join(list(dict.fromkeys(spelt))[:_MOST_NODES])}"
-    )
-    if not all(places.values()):
-        remark += ": torch.autograd.set_detect_anomaly(True, check_nan=False) lets a report name the lines"
-    # A gradient may overflow in any operation on half precision, and where it is converted to it.
-    is_half = any(is_narrow(str(x.dtype)) for x in roots) or any(
-        node.name() == "ToCopyBackward0" for node in nodes
-    )
-    is_known = len(poles) == 1 and not is_half
-    place = places[poles[0]] if is_known else None
-    return replace(
-        finding,
-        operation=poles[0].name() if is_known else None,
-        source=str(place) if place else None,
-        remarks=(*finding.remarks, remark),
-    )
-
-
-def _roots() -> Sequence[Tensor]:
-    """Return the tensors that the backward under way began at: the engine may run hooks in a thread of its own."""
-    found = []
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        roots: Sequence[Tensor] = ()
-        while frame is not None:
-            if frame.f_code is _ENGINE:
-                roots = frame.f_locals["t_outputs"]
-            frame = frame.f_back
-        found += [roots] if roots else []
-    return found[0] if len(found) == 1 else ()
-
-
-def _is_whole_power(node: Any) -> bool:
-    """Return whether the node is that of a power without a pole, as of a square."""
-    exponent = getattr(node, "_saved_exponent", None) if node.name().startswith("PowBackward0") else None
-    return isinstance(exponent, int | float) and exponent >= 1
 
 
 def _from_outputs(snapshot: BatchSnapshot) -> Diagnosis | None:
@@ -188,6 +126,7 @@ def _with_cures(
     model: nn.Module,
     start: BackwardStart | None,
     conditions: Conditions,
+    at: TargetFinder,
 ) -> Diagnosis:
     # Without a start the operation took two runs to find, and nothing but a change of the source is tried.
     kept = 1 if start is None else BACKWARD_RUNS if may_be_narrow(snapshot, finding) else 0
@@ -199,6 +138,7 @@ def _with_cures(
         most_runs=MOST_RUNS - kept,
         conditions=conditions,
         start=start,
+        at=at,
     )
     cures: tuple[Cure, ...] = ()
     remarks: tuple[str, ...] = ()
@@ -325,7 +265,7 @@ def _looker(node: Any, steps: list[Diagnosis]) -> Any:
             Diagnosis(
                 operation=node.name(),
                 made="nan" if any("nan" in value_of(one) for one in nonfinite) else "inf",
-                place=_place(node.metadata.get("traceback_", ())),
+                place=place_of(node.metadata.get("traceback_", ())),
                 operands=(*records, *_saved(node)),
                 rows=tuple(bad_rows(x) for x in made if x is not None),
                 remarks=(
@@ -352,7 +292,7 @@ def _saved(node: Any) -> list[Record]:
     return found
 
 
-def _place(traceback: Sequence[str]) -> Place | None:
+def place_of(traceback: Sequence[str]) -> Place | None:
     """Return the innermost line of a formatted stack that is neither PyTorch's nor nanwatch's."""
     for entry in reversed(traceback):
         match = _LINE.search(entry)

@@ -25,6 +25,8 @@ from .cures import MAX_RUNS, try_cures
 from .diagnosis import Call, Diagnosis, enrich
 from .experiment import Allows, Conditions, module_words, nothing_allowed
 from .forward_rerun import rerun_forward
+from .loss_rerun import rerun_loss
+from .loss_statements import BackwardCall
 from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_patches
 from .samples import dataset_indices, find_samples
 
@@ -50,12 +52,14 @@ def post_mortem(
     allows: Allows = nothing_allowed,
     gradients: bool = False,
     call: BatchSnapshot | None = None,
+    loss: BackwardCall | None = None,
 ) -> Report:
     """Return the report with the results of a re-run, if it `examines`, and write it to `output_dir`, if any.
 
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss_scale` is
     that of the batch, where it is known, `allows` says which infinities are meant, and `gradients` whether
-    gradients are watched. `call` is the failed module call itself, to run where the batch shows nothing.
+    gradients are watched. `call` is the failed module call itself, to run where the batch shows nothing, and `loss` the
+    backward of a loss outside all modules that made the value.
     """
     finding = report.finding
     if finding is None:
@@ -70,7 +74,10 @@ def post_mortem(
     elif examines and snapshot is not None and finding.phase != "step":
         snapshot = replace(snapshot, forwards=Forwards())
         conditions = Conditions(loss_scale, allows, gradients)
-        finding, diagnosis = _look(finding, report.frames, snapshot, model, conditions, remarks)
+        if loss is not None:
+            finding = rerun_loss(loss, finding, model, conditions)
+        else:
+            finding, diagnosis = _look(finding, report.frames, snapshot, model, conditions, remarks)
         if call is not None and finding.origin == "produced" and not (diagnosis and diagnosis.operation):
             remarks.append(
                 f"{module_words(finding.module)} was run alone, with what the failed call was given"
@@ -119,9 +126,18 @@ def _cured(
     """Return the finding with the cures that were tried: changes of the source first, as they are the smallest."""
     is_narrow = may_be_narrow(snapshot, finding)
     most = MOST_RUNS - (KEPT_FOR_FORMATS if is_narrow else 1)
-    found = try_patches(snapshot, finding, model, diagnosis.place, most_runs=most, conditions=conditions)
+    # Where a narrow format takes part, the trials of wider ones need the forward that hiding would take.
+    found = try_patches(
+        snapshot,
+        finding,
+        model,
+        diagnosis.place,
+        most_runs=most,
+        conditions=conditions,
+        may_hide=not is_narrow,
+    )
     cures, more = found.cures, found.remarks
-    if is_narrow or not cures:
+    if is_narrow or not any(cure.works for cure in cures):
         most = min(MAX_RUNS, MOST_RUNS - found.runs)
         tried = _attempt(
             "trying cures",

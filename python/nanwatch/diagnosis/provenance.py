@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,9 +32,10 @@ from ..util.visible import spell
 from .diagnosis import BadRows, Place, bad_rows
 from .operation import Operands, Operation, StorageWriteLog, operation_of
 
+# With the separator: torchvision is not torch.
 SKIPPED_FILES = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
+    f"{Path(torch.__file__).parent}{os.sep}",
+    f"{Path(__file__).parents[1]}{os.sep}",
     contextlib.__file__,
     functools.__file__,
 )

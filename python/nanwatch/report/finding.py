@@ -22,7 +22,8 @@ class Cure:
     `patch` is the change as a unified diff that `git apply` takes, "" where it is no change of a source file. Its paths
     begin with a/ and b/ and are relative to the top of the git work tree that holds the file, else to the folder that
     was current. `code` is the new statement, without indentation, "" where `what` has it. `effect` says what the change
-    does to values that were finite, such as "changes 3 of 4,096 elements, the others bit-equal".
+    does to values that were finite, such as "changes 3 of 4,096 elements, the others bit-equal". `hides` marks a change
+    that puts numbers in place of nan and inf, and leaves their cause as it is: it is no cure.
 
     Examples:
         >>> import nanwatch
@@ -38,12 +39,17 @@ class Cure:
     patch: str = ""
     effect: str = ""
     code: str = ""
+    hides: bool = False
 
     @property
     def verdict(self) -> str:
-        """`works`, `not enough` where all became finite but too little room is left, or `does not help`."""
+        """`works`, `not enough` where all became finite but too little room is left, `does not help`, or `only hides
+        it`.
+        """
         if self.works:
             return "works"
+        if self.hides:
+            return "only hides it"
         return "does not help" if self.headroom_bits is None else "not enough"
 
     def __str__(self) -> str:
@@ -53,8 +59,8 @@ class Cure:
 
 
 def working_first(cures: Iterable[Cure]) -> tuple[Cure, ...]:
-    """Return the cures, those that work before the others."""
-    return tuple(sorted(cures, key=lambda cure: not cure.works))
+    """Return the cures: those that work, then those that do not, then a change that only hides the failure."""
+    return tuple(sorted(cures, key=lambda cure: (not cure.works, cure.hides)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +202,6 @@ def _origin(record: Record, batch_inputs: Sequence[Record], caller: str | None) 
 read_finding = reading.of(
     Finding,
     added=("sequence", "spreads", "made", "samples"),
-    cures=reading.tuple_of(reading.of(Cure, added=("patch", "effect", "code"))),
+    cures=reading.tuple_of(reading.of(Cure, added=("patch", "effect", "code", "hides"))),
 )
 """Reader of a finding in a JSON document. Raises ValueError."""

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from ..diagnosis import postmortem
-from ..diagnosis.backward_rerun import behind_model
 from ..diagnosis.batch_snapshot import BatchSnapshot, call_under_way, num_processes
+from ..diagnosis.loss_rerun import read_graph
+from ..diagnosis.loss_statements import BackwardCall
 from ..instrumentation.functions import Function
 from ..instrumentation.slot import ExclusiveRun
 from ..instrumentation.wrapped_names import find_module
@@ -88,6 +89,8 @@ class RerunPolicy:
         # keeps its output would then hold itself, in a cycle which the garbage collector does not see.
         self._ended: weakref.WeakKeyDictionary[_Graph, _Ended] = weakref.WeakKeyDictionary()
         self._failed: _Ended | None = None
+        # By batch, the backward whose loss has failed, until a step has been checked.
+        self._losses: dict[int, BackwardCall] = {}
         self._keeps_ended = options.gradients
         self._scaler = options.scaler
         # A module that is not watched is not judged either.
@@ -152,7 +155,11 @@ class RerunPolicy:
         if ended is None or (finding.origin, finding.source_module) != ("received", None):
             return finding
         try:
-            return behind_model(finding, ended.sequence)
+            call = BackwardCall.capture(ended.sequence)
+            if call is None:
+                return finding
+            self._losses[finding.batch] = call
+            return read_graph(finding, call)
         except Exception:
             suppressed("the graph of the loss could not be read")
             return finding
@@ -167,6 +174,7 @@ class RerunPolicy:
         """Let go of the starts that were kept for a backward."""
         with self._door:
             self._ended.clear()
+            self._losses.clear()
             self._failed = None
 
     def examine(self, report: Report, *, is_late: bool = False) -> Report:
@@ -197,6 +205,7 @@ class RerunPolicy:
                 allows=self._allows,
                 gradients=self._keeps_ended,
                 call=self._calls.get(threading.get_ident()),
+                loss=self._loss_of(report),
             )
         except Exception as error:  # a failed re-run must not lose the first report
             warn_user(f"nanwatch could not look closer at a failure: {spell(error)}", may_raise=False)
@@ -267,6 +276,17 @@ class RerunPolicy:
             return failed.start() if failed is not None and failed.batch == report.finding.batch else None
         start, _ = self._starts.get(threading.get_ident(), (None, None))
         return start
+
+    def _loss_of(self, report: Report) -> BackwardCall | None:
+        """Return the backward of the report's loss, if the loss made the value."""
+        finding = report.finding
+        if finding is None or (finding.phase, finding.origin, finding.source_module) != (
+            "backward",
+            "received",
+            None,
+        ):
+            return None
+        return self._losses.get(finding.batch)
 
 
 def is_due(number: int) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import nanwatch
 from support.examined import Does, culprit, exponential, look
 
 INF, NAN = math.inf, math.nan
@@ -38,6 +41,16 @@ def test_the_fast_path_of_transformer_layers() -> None:
     finding, seen = look(nn.Sequential(layer), torch.randn(1, 3, 8))
     assert (finding.module, seen.transient) == ("0.linear1", False)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("owner", [torch, nanwatch])
+def test_a_package_whose_name_begins_alike(owner: ModuleType) -> None:
+    """torchvision is not torch: its lines are the program's."""
+    filename = f"{Path(str(owner.__file__)).parent}vision/models.py"
+    names: dict[str, Any] = {}
+    exec(compile("def forward(x):\n    return x * 1e30 * 1e30\n", filename, "exec"), names)
+    _, seen = look(Does(names["forward"]), torch.ones(2))
+    assert seen.source == f"{filename}:2"
 
 
 def test_vmap_inside() -> None:

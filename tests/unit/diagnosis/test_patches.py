@@ -98,6 +98,34 @@ def test_the_cure_is_the_line_and_its_effect_is_counted() -> None:
     assert cure.code == ""
 
 
+class Polygamma(nn.Module):
+    """Has a pole at 0, for which no change of the source is known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.0 + torch.polygamma(1, x) * 0.5
+
+
+class Reciprocals(nn.Module):
+    """Gives inf where the value is hidden, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.polygamma(1, x).log()
+
+
+@pytest.mark.parametrize("kind", [Polygamma, Reciprocals])
+def test_a_change_that_hides_the_value_is_no_cure(kind: type[nn.Module]) -> None:
+    """It comes last and by its name, without a patch, and only where it leaves the batch finite."""
+    report = failed(kind(), torch.tensor([0.0, 1.0]))
+    hiding = [cure for cure in report.cures if cure.hides]
+    assert not any(cure.works or cure.patch for cure in report.cures)
+    if kind is Reciprocals:
+        assert hiding == []
+        return
+    assert hiding == [report.cures[-1]]
+    words = "write `torch.polygamma(1, x).nan_to_num(0.0, 0.0, 0.0)` for `torch.polygamma(1, x)` at test_patches.py:"
+    assert str(hiding[0]).startswith(f"only hides it: put 0 in place of nan and inf: {words}")
+
+
 class Scaled(nn.Module):
     """Multiplies by a buffer that holds an infinity, where the other factor may be 0."""
 

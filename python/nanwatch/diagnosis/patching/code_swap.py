@@ -21,6 +21,8 @@ from .source import FunctionNode, SourceFile, Span, Target
 
 # Stands for the Probe in compiled code, until the Probe itself takes its place among the constants.
 _STAND_IN = "nanwatch.diagnosis.patching.code_swap.Probe"
+# Finds what runs a line of a file, or says why nothing can be put in its place.
+TargetFinder = Callable[[str, int], Target | str]
 
 
 class Probe:
@@ -74,6 +76,10 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
     `looks` are spans in that file: the probe is given the value of the outermost expression inside each. Raises
     ValueError where the edited function cannot take the other's place.
     """
+    if target.exchange is not None:
+        with target.exchange(file, looks, probe):
+            yield
+        return
     before = target.code
     node = node_of(file.tree, before)
     if node is None:
@@ -81,6 +87,7 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
     tree = copy.deepcopy(file.tree)
     place = node_of(tree, before)
     assert place is not None
+    assert not isinstance(target.node, ast.Module)
     for number, span in enumerate(looks):
         _Looks(file, span, number).visit(place)
     _join(place, target.node)
@@ -173,6 +180,14 @@ def _is_same(one: CodeType, other: CodeType) -> bool:
         _is_same(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType) else repr(a) == repr(b)
         for a, b in zip(one.co_consts, other.co_consts, strict=True)
     )
+
+
+def compiled_with(tree: ast.Module, file: SourceFile, looks: Sequence[Span], probe: Probe) -> CodeType:
+    """Return the code of statements of the file, which gives the probe the values of the expressions at `looks`."""
+    for number, span in enumerate(looks):
+        _Looks(file, span, number).visit(tree)
+    code = compile(ast.fix_missing_locations(tree), file.name, "exec", dont_inherit=True)
+    return _with_probe(code, probe)
 
 
 def _with_probe(code: CodeType, probe: Probe) -> CodeType:

@@ -20,9 +20,9 @@ from ...util.visible import spell
 from ..batch_snapshot import BatchSnapshot
 from ..diagnosis import Place
 from ..experiment import NO_CONDITIONS, BackwardStart, Conditions, Experiment, code_of, in_float64, run
-from .code_swap import Probe, exchanged, find_target, node_of
+from .code_swap import Probe, TargetFinder, exchanged, find_target, node_of
 from .guards import Facts, with_argument
-from .rules import changes, operation_name
+from .rules import changes, hiding, operation_name
 from .source import Change, Edit, Site, SourceFile, Span
 
 # Forwards after a failure, each perhaps of a large model. One finds the operation, and the others are for trials.
@@ -61,10 +61,13 @@ def try_patches(
     most_runs: int,
     conditions: Conditions = NO_CONDITIONS,
     start: BackwardStart | None = None,
+    may_hide: bool = False,
+    at: TargetFinder = find_target,
 ) -> Found:
     """Try an option of the module and changes of the line at `place` on the batch, at most so many forwards.
 
-    The first that works ends the search.
+    The first that works ends the search. With `may_hide` and where none works, a change that only hides the value is
+    tried last. `at` finds what runs a line.
 
     A change works when all that the modules are given and give is finite, every gradient of a backward from the outputs
     (where the batch was run with a graph), and values of the changed expression that were finite stay about the same.
@@ -78,7 +81,7 @@ def try_patches(
             _try_option(option, snapshot, model, conditions, start, found)
         if found.cures or place is None:
             return found
-        target = find_target(place.filename, place.line)
+        target = at(place.filename, place.line)
         if isinstance(target, str):
             found.remarks.append(f"no change of the source was tried: {target}")
             return found
@@ -91,9 +94,11 @@ def try_patches(
             place.numbers,
         )
         is_given = finding.origin in ("data", "buffer")
-        _Search(snapshot, model, site, conditions, start, most_runs, is_given, found).go(
-            facts, _position(site.file, place)
-        )
+        search = _Search(snapshot, model, site, conditions, start, most_runs, is_given, found)
+        position = _position(site.file, place)
+        search.go(facts, position)
+        if may_hide and not found.cures:
+            search.hide(hiding(site, facts, position))
     except Exception as error:
         found.remarks.append(f"the search for a change of the source ended early: {spell(error)}")
     return found
@@ -275,6 +280,13 @@ class _Search:
                 self._found.cures.append(self._cure(change, after, effect))
                 return
 
+    def hide(self, change: Change | None) -> None:
+        """Try the change, and keep it as what it is: it hides the value, and what made it stays."""
+        after = None if change is None else self._after(change)
+        if change is None or after is None or not self._runs_finite(after, (), Probe(_kept)):
+            return
+        self._found.cures.append(Cure(self._words(change), False, hides=True))
+
     def _proposed(self, facts: Facts, position: Span | None) -> list[Change]:
         """Return the changes of the line itself, and of the lines that define the names in it, in the order of the
         trials.
@@ -323,13 +335,15 @@ class _Search:
         line = file.line_of(change.edits[0].span)
         old, new = (_statement(one, line) for one in (file, after))
         patch = file.patch(after)
-        where = f"{Path(file.name).name}:{line}"
+        code = "" if patch or new == old else new
+        return Cure(self._words(change), True, None, patch, effect, code)
+
+    def _words(self, change: Change) -> str:
+        file = self._site.file
+        where = f"{Path(file.name).name}:{file.line_of(change.edits[0].span)}"
         written = " and ".join(f"`{one.text}`" for one in change.edits)
         replaced = " and ".join(f"`{file.part(one.span)}`" for one in change.edits)
-        what = f"{change.words}: write {written} for {replaced} at {where}"
-        return Cure(
-            " ".join(what.split()), True, None, patch, effect, "" if patch else new if new != old else ""
-        )
+        return " ".join(f"{change.words}: write {written} for {replaced} at {where}".split())
 
     def _run(self, hold: AbstractContextManager[Any]) -> Experiment:
         self._found.runs += 1

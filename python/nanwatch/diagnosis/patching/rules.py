@@ -71,6 +71,25 @@ def operation_name(operation: str) -> str:
 
 def changes(site: Site, facts: Facts, position: Span | None = None) -> Iterator[Change]:
     """Yield the changes of the statement that may end the failure; `position` is of the expression that failed."""
+    exact, spelt = _failing(site, facts, position)
+    seen: set[tuple[Edit, ...]] = set()
+    for change in _in_order(site, facts, exact, spelt):
+        if change.edits not in seen:
+            seen.add(change.edits)
+            yield change
+
+
+def hiding(site: Site, facts: Facts, position: Span | None) -> Change | None:
+    """Return the change that puts 0 in place of what is not finite in the failing expression, if it can be found."""
+    failing = next((one.node for one in _failing(site, facts, position)[0]), None)
+    if not isinstance(failing, ast.expr):
+        return None
+    text = f"{site.primary(failing)}.nan_to_num(0.0, 0.0, 0.0)"
+    return _change(site, None, [Rewrite(failing, text, "put 0 in place of nan and inf")])
+
+
+def _failing(site: Site, facts: Facts, position: Span | None) -> tuple[list[Spelt], list[Spelt]]:
+    """Return the expressions of the statement that may be the failing operation, the likeliest first, and all."""
     wanted = _SPELLINGS.get(facts.operation, (facts.operation,))
     spelt = list(site.expressions())
     exact = [one for one in spelt if one.name in wanted]
@@ -78,11 +97,7 @@ def changes(site: Site, facts: Facts, position: Span | None = None) -> Iterator[
         at = [one for one in spelt if site.file.span(one.node) == position]
         # A module that runs the operation has a name of its own.
         exact = [one for one in at if one in exact or not exact] + [one for one in exact if one not in at]
-    seen: set[tuple[Edit, ...]] = set()
-    for change in _in_order(site, facts, exact, spelt):
-        if change.edits not in seen:
-            seen.add(change.edits)
-            yield change
+    return exact, spelt
 
 
 def _in_order(site: Site, facts: Facts, exact: list[Spelt], spelt: list[Spelt]) -> Iterator[Change]:

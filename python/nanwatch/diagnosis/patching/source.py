@@ -7,7 +7,8 @@ import difflib
 import linecache
 import tokenize
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -171,11 +172,16 @@ _ALIASES = {
 
 
 class Target(NamedTuple):
-    """The functions that run a line, which share one code, and the file that they were compiled from."""
+    """The functions that run a line, which share one code, and the file that they were compiled from.
+
+    Statements without a function of their own have the node of what is around them, and `exchange` runs an edited file
+    in their place.
+    """
 
     functions: tuple[FunctionType, ...]
     file: SourceFile
-    node: FunctionNode
+    node: FunctionNode | ast.Module
+    exchange: Callable[[SourceFile, Sequence[Span], Any], AbstractContextManager[None]] | None = None
 
     @property
     def code(self) -> CodeType:

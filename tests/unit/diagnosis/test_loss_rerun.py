@@ -1,0 +1,249 @@
+"""Losses outside all modules: the operation, its line and a cure, from the statements between model and backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nanwatch import NonFiniteError, watch
+from nanwatch.report.finding import Finding
+
+HERE = __file__
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+# Each fails in the line that ends with the operation's name.
+
+
+def dpo(logits: Tensor, labels: Tensor) -> Tensor:
+    chosen, rejected = logits.log_softmax(-1)[:2, 0], logits.log_softmax(-1)[2:, 0]
+    margin = torch.sigmoid(50 * (rejected - chosen))
+    return -torch.log(1 - margin).mean()  # aten.log.default
+
+
+def grpo(logits: Tensor, labels: Tensor) -> Tensor:
+    log_probs = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    rewards = torch.ones(len(labels))
+    advantages = (rewards - rewards.mean()) / rewards.std()  # aten.div.Tensor
+    return -(log_probs * advantages).mean()
+
+
+def policy_ratio(logits: Tensor, labels: Tensor) -> Tensor:
+    log_probs = logits.log_softmax(-1)[:, 0]
+    ratio = torch.exp(log_probs - log_probs.detach() + 100)  # aten.exp.default
+    return (ratio - ratio).mean()
+
+
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    p = logits.softmax(-1).gather(-1, labels[:, None])
+    return -((1 - p) ** 2 * torch.log(p)).mean()  # aten.log.default
+
+
+def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
+    unit = logits / logits.norm(dim=-1, keepdim=True)
+    similarity = torch.exp(unit @ unit.T / 0.001)  # aten.exp.default
+    return -torch.log(similarity.diagonal() / similarity.sum(-1)).mean()
+
+
+def triplet(logits: Tensor, labels: Tensor) -> Tensor:
+    near = ((logits[0] - logits[0]) ** 2).sum()
+    return near.sqrt() - logits[1].sum()  # SqrtBackward0
+
+
+def ctc_by_hand(logits: Tensor, labels: Tensor) -> Tensor:
+    p = logits.softmax(-1)
+    alpha = p[0, :2]
+    for row in p[1:]:
+        alpha = alpha * row[:2]
+    return -alpha.sum().log()  # aten.log.default
+
+
+def masked_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    keep = (labels == 99).float()
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return (losses * keep).sum() / keep.sum()  # aten.div.Tensor
+
+
+def kl_by_hand(logits: Tensor, labels: Tensor) -> Tensor:
+    q = (logits * 2).softmax(-1)
+    return (q * (q.log() - logits.log_softmax(-1))).sum()  # aten.mul.Tensor
+
+
+def perceptual(logits: Tensor, labels: Tensor) -> Tensor:
+    distance = (logits - logits.mul(1)) ** 0.5  # PowBackward0
+    return distance.mean() + logits.mean()
+
+
+LOSSES = [
+    dpo,
+    grpo,
+    policy_ratio,
+    focal,
+    contrastive,
+    triplet,
+    ctc_by_hand,
+    masked_mean,
+    kl_by_hand,
+    perceptual,
+]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 5)
+        with torch.no_grad():
+            self.head.weight.zero_().add_(torch.arange(15.0).reshape(5, 3) * 40 - 200)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        result: Tensor = self.head(x)
+        return result
+
+
+BATCH = torch.tensor([[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+LABELS = torch.tensor([0, 1, 0, 2])
+
+
+@contextlib.contextmanager
+def failing(model: nn.Module) -> Iterator[list[Finding]]:
+    """Watch the model in the block, which has to fail at a step. The finding is in the list afterwards."""
+    found: list[Finding] = []
+    with pytest.raises(NonFiniteError) as error, watch(model, gradients=True):
+        yield found
+    assert error.value.report.finding is not None
+    found.append(error.value.report.finding)
+
+
+def line_of(marker: str, function: Any) -> tuple[str, str]:
+    """Return the operation that the function's source names behind the marker, and that line."""
+    code = function.__code__
+    lines = open(HERE, encoding="utf-8").read().split("\n")  # noqa: SIM115
+    number = next(i for i in range(code.co_firstlineno, len(lines)) if marker in lines[i])
+    return lines[number].split(marker)[1].strip(), f"{HERE}:{number + 1}"
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_a_functional_loss(loss: Loss) -> None:
+    """The operation and the line are those in the loss's own source, and no forward is made to find them."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with failing(model) as found:
+        logits = model(BATCH)
+        value = loss(logits, LABELS)
+        value.backward()
+        optimizer.step()
+    (finding,) = found
+    assert (finding.operation, finding.source) == line_of("  # ", loss)
+    assert finding.operands
+    assert model.calls == 1
+
+
+def test_a_cure_of_the_script_s_own_line() -> None:
+    """It is tried on the statements themselves, in a loop, under autocast and with a scaler; nothing is done twice."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    data = iter([(BATCH, LABELS == 0), (BATCH, LABELS == 7), (BATCH, LABELS == 0)])
+    seen: list[Tensor] = []
+    weights = model.head.weight
+    with failing(model) as found:
+        for x, kept in data:
+            logits = model(x)
+            logits = logits.float() / 1000
+            with torch.autocast("cpu", enabled=False):
+                losses = logits.square().mean(-1)
+                mean = (losses * kept).sum() / kept.sum()  # aten.div.Tensor
+            seen.append(mean.detach())
+            scaler.scale(mean).backward()
+            held = weights.detach().clone(), torch.get_rng_state()
+            optimizer.step()
+            optimizer.zero_grad()
+    (finding,) = found
+    assert (finding.operation, finding.source) == line_of("  # ", test_a_cure_of_the_script_s_own_line)
+    (cure,) = finding.cures
+    assert cure.works
+    assert "kept.sum().clamp(min=1)" in cure.patch
+    # The batch of the failure, and nothing behind it.
+    assert len(seen) == 2
+    assert len(list(data)) == 1
+    assert all(torch.equal(a, b) for a, b in zip(held, (weights, torch.get_rng_state()), strict=True))
+
+
+class Trainer:
+    """Calls the model in a method whose frame is gone at the backward, and hands the loss through two more."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.model(batch["x"])
+        return masked_mean(logits, batch["labels"])
+
+    def backward(self, loss: Tensor, scale: float = 1.0) -> None:
+        if scale != 1.0:
+            loss = loss / scale
+        loss.backward()
+
+    def training_step(self, batch: dict[str, Tensor]) -> None:
+        loss = self.compute_loss(batch)
+        self.backward(loss)
+        self.optimizer.step()
+
+
+def test_a_trainer_s_loss() -> None:
+    """The statement that computed it is two frames up, and calls the model again; the cure is in a third function."""
+    model = Net()
+    trainer = Trainer(model)
+    with failing(model) as found:
+        trainer.training_step({"x": BATCH, "labels": LABELS})
+    (finding,) = found
+    assert (finding.operation, finding.source) == line_of("  # ", masked_mean)
+    assert finding.cures[0].works
+    assert model.calls > 1
+
+
+@pytest.mark.parametrize("way", ["next", "append", "loop", "walrus", "augmented"])
+def test_what_may_not_run_twice_is_not_run(way: str) -> None:
+    """Data, lists and tensors of the program stay as they are; the finding says why it has no line."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    left = iter([0.0, 1.0, 2.0])
+    kept: list[Tensor] = []
+    total = torch.zeros(())
+    with failing(model) as found:
+        logits = model(BATCH)
+        loss = logits.sum()
+        if way == "next":
+            loss = logits.sum() / next(left)
+        elif way == "append":
+            kept.append(loss / 0)
+            loss = kept[0]
+        elif way == "loop":
+            for row in logits:
+                loss = loss + row.sum() / next(left)
+                break
+        elif way == "walrus":
+            loss = (loss := logits.sum()) / 0
+        else:
+            total += 1
+            loss = loss / (total - 1)
+        loss.backward()
+        optimizer.step()
+    (finding,) = found
+    told = finding.remarks[-1]
+    assert list(left) == ([1.0, 2.0] if way in ("next", "loop") else [0.0, 1.0, 2.0])
+    assert len(kept) == (way == "append")
+    assert float(total) == (way == "augmented")
+    if way == "augmented":
+        assert finding.source is not None
+    else:
+        assert finding.source is None
+        assert "@nanwatch.watched" in told
