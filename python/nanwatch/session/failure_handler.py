@@ -229,6 +229,8 @@ class FailureHandler:
                 self._monitor.on_nonfinite(finding)
                 self._warn_at_end(finding, report)
         finally:
+            if self._guard is not None:
+                self._guard.sum_up()
             batches = self._recorder.latest_batch + 1
             self._warnings.close(batches, may_raise=sys.exc_info()[0] is None)
 

@@ -207,10 +207,14 @@ class Watch:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Counts so far: calls, frames, tensors (seen), tensors_read, bytes_read, cache_hits, skipped_steps."""
+        """Counts so far: calls, frames, tensors (seen), tensors_read, bytes_read, cache_hits, and of gradients.
+
+        With `gradients`: skipped_steps, and untaken_backwards: non-finite, though the step's gradients were finite.
+        """
         self._settle()
-        num_skipped = 0 if self._backward is None else self._backward.guard.num_skipped
-        return {**self._recorder.counters, "skipped_steps": num_skipped}
+        guard = None if self._backward is None else self._backward.guard
+        skipped, untaken = (guard.num_skipped, guard.num_untaken) if guard is not None else (0, 0)
+        return {**self._recorder.counters, "skipped_steps": skipped, "untaken_backwards": untaken}
 
     def report(self) -> Report:
         """Return the report of the latest failure, or of the latest frames when there was none.
