@@ -83,6 +83,7 @@ _T = TypeVar("_T")
 
 # Code by which a call of a module is recognised on the stack.
 _CALL = nn.Module.__call__.__code__
+_OWN = f"{__name__.partition('.')[0]}."
 # Limit for a program that makes its model again and again, as a search for hyperparameters does.
 MAX_MODELS = 8
 
@@ -213,6 +214,10 @@ class ModelFinder:
     def _look(self, module: nn.Module, caller: FrameType | None) -> bool:
         """Return whether the module was found to be a model. `caller` is the frame of whoever calls it."""
         model = module
+        if type(module).__module__.startswith(
+            _OWN
+        ):  # the loss outside a model, which a re-run computes again
+            return False
         if self._class_name is not None:
             is_candidate = True
             is_model = fnmatchcase(type(module).__name__, self._class_name)
