@@ -237,6 +237,40 @@ def test_options_reach_the_watch(tmp_path, capsys):
     assert nanwatch.Trace.open(trace).batches == tuple(range(5))
 
 
+@pytest.mark.parametrize(
+    ("mend", "expected"),
+    [
+        pytest.param(
+            "opt.zero_grad()",
+            "3 steps were skipped, as gradients were not finite; the last: nan",
+            id="skipped",
+        ),
+        pytest.param(
+            "[p.grad.nan_to_num_() for p in net.parameters()]\n    opt.step()",
+            "3 backwards were not finite, but the steps took finite gradients;",
+            id="mended",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_that_reached_no_weight_are_told_at_the_end(tmp_path, capsys, mend, expected):
+    """The closing line does not say that all was finite."""
+    body = "opt = torch.optim.SGD(net.parameters(), 0.1)\nfor _ in range(3):\n    net.zero_grad()\n"
+    body += f"    (net(x) * 0).sqrt().sum().backward()\n    {mend}\nnet(x).sum().backward()\n"
+    assert in_process(tmp_path, body, "--gradients") == 0
+    assert f"4 batches of Sequential: {expected}" in capsys.readouterr().err
+
+
+def test_the_re_run_of_a_loss_is_no_model(tmp_path, capsys):
+    """The loss outside the model is run again in a module of nanwatch's own, which nobody has to watch."""
+    body = "opt = torch.optim.SGD(net.parameters(), 0.1)\nloss = (net(x) * 0).sqrt().sum()\n"
+    body += "loss.backward()\nopt.step()\n"
+    assert in_process(tmp_path, body, "--gradients") == 3
+    err = capsys.readouterr().err
+    assert "found by running line" in err
+    assert err.count("nanwatch run:") == 1
+
+
 def test_two_models_are_two_watches(tmp_path, capsys):
     """Each of two models is watched by itself, and the report is of the one that failed."""
     body = "other = nn.Sequential(nn.Identity(), nn.Linear(2, 2))\nother[1].weight.data.fill_(3e38)\nnet(x)\nother(x)\n"

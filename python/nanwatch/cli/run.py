@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ..report import text
+from ..report.record import SKIPPED_STEP
 from ..report.report import BatchLimitError, NonFiniteError, Report
 from ..session.api import DeferredWatch, Watch, watch
 from ..session.options import Options
@@ -274,7 +275,22 @@ def _line(name: str, one: Watch, report: Report) -> str:
         )
     if _ended_in(one):
         return f"{amount}, the last ended by an exception: what that call computed last was not read"
+    if faults := list(_harmless(one)):
+        return f"{amount}: {'; '.join(faults)}; all else that was read is finite"
     return f"{amount}: all that was read is finite"
+
+
+def _harmless(one: Watch) -> Iterator[str]:
+    """Yield sentences of non-finite gradients that have reached no weight."""
+    counters = one.counters
+    if count := counters["skipped_steps"]:
+        step = one.skipped_steps[-1]
+        scale = str(step).removeprefix(SKIPPED_STEP)
+        steps = "1 step was" if count == 1 else f"{count:,} steps were"
+        yield f"{steps} skipped, as gradients were not finite; the last: {text.summary(step.finding)}{scale}"
+    if count := counters["untaken_backwards"]:
+        backwards = "1 backward was" if count == 1 else f"{count:,} backwards were"
+        yield f"{backwards} not finite, but the steps took finite gradients"
 
 
 def _ended_in(one: Watch) -> bool:
