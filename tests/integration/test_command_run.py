@@ -349,6 +349,14 @@ def test_a_later_model_need_not_match(tmp_path, capsys):
     ("body", "expected"),
     [
         ("", "nothing was watched: no call of a module was seen"),
+        (
+            "import nanwatch\nown = nanwatch.watch(net)\nnet(x)\n",
+            "run: the script watches its model itself (Sequential)",
+        ),
+        (
+            "from nanwatch.session.api import DeferredWatch\nDeferredWatch({})\n",
+            "nothing was watched: no call of a module was seen",
+        ),
         ("nn.MSELoss()(x, x)\n", "no module with parameters to train was called, only such as MSELoss;"),
         ("torch.jit.trace(net, x)(x)\n", "3 batches of Sequential: all that was read is finite"),
         ("torch.jit.script(net)(x)\n", "nothing was watched: RecursiveScriptModule cannot be"),
@@ -362,6 +370,42 @@ def test_the_closing_lines_are_true(tmp_path, capsys, body, expected):
     """One for each way in which a run may end without a failure."""
     assert in_process(tmp_path, body) == 0
     assert expected in capsys.readouterr().err
+
+
+DROP_IN = """
+import nanwatch
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = net
+    def forward(self, x):
+        return {"loss": self.part(x).sum() * torch.nan} if len(x) > 1 else self.part(x)
+named = Named()
+debug = nanwatch.DebugUnderflowOverflow(named)
+named(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("bad", "place", "shown"),
+    [
+        pytest.param("named(torch.ones(2, 2))\n", "`output[loss]` of the root module", "", id="in-a-dict"),
+        pytest.param(
+            "net[0].weight.data.fill_(3e38)\nnamed(x)\n",
+            "`output` of part.0",
+            "output has infs",
+            id="in-a-tensor",
+        ),
+    ],
+)
+def test_beside_the_drop_in_all_values_are_watched(tmp_path, capsys, bad, place, shown):
+    """What transformers' class reads has its text on stdout; what it passes over, as a dict, is found all the same."""
+    assert in_process(tmp_path, DROP_IN + bad) == 3
+    out, err = capsys.readouterr()
+    assert f"first seen in {place}" in err
+    assert err.count("By:") == 1
+    assert (shown in out) if shown else not out
+    assert "nothing was watched" not in err
 
 
 def test_a_search_that_failed_is_told(tmp_path, capsys, monkeypatch):

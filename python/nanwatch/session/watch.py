@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
+from ..instrumentation.global_hooks import GlobalHooks
 from ..monitoring.monitor import Monitor
 from ..recording.events import Arrival, BackwardCall, Event, Recorder
 from ..recording.recorder import make_recorder
@@ -28,6 +29,10 @@ from .options import Options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
 from .suspicion import Suspicion
+
+# hook(watch, model), called when a watch begins.
+_callers: list[Callable[[Watch, nn.Module], object]] = []
+watch_starts = GlobalHooks(_callers.append)
 
 
 class Watch:
@@ -112,6 +117,8 @@ class Watch:
             self._attachment = Attachment(
                 model, self._recorder, options.observes, options.allows_inf, options.parts
             )
+            for call in _callers:
+                call(self, model)
 
     def __repr__(self) -> str:
         model = self._model()
