@@ -237,6 +237,40 @@ def test_options_reach_the_watch(tmp_path, capsys):
     assert nanwatch.Trace.open(trace).batches == tuple(range(5))
 
 
+@pytest.mark.parametrize(
+    ("mend", "expected"),
+    [
+        pytest.param(
+            "opt.zero_grad()",
+            "3 steps were skipped, as gradients were not finite; the last: nan",
+            id="skipped",
+        ),
+        pytest.param(
+            "[p.grad.nan_to_num_() for p in net.parameters()]\n    opt.step()",
+            "3 backwards were not finite, but the steps took finite gradients;",
+            id="mended",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_that_reached_no_weight_are_told_at_the_end(tmp_path, capsys, mend, expected):
+    """The closing line does not say that all was finite."""
+    body = "opt = torch.optim.SGD(net.parameters(), 0.1)\nfor _ in range(3):\n    net.zero_grad()\n"
+    body += f"    (net(x) * 0).sqrt().sum().backward()\n    {mend}\nnet(x).sum().backward()\n"
+    assert in_process(tmp_path, body, "--gradients") == 0
+    assert f"4 batches of Sequential: {expected}" in capsys.readouterr().err
+
+
+def test_the_re_run_of_a_loss_is_no_model(tmp_path, capsys):
+    """The loss outside the model is run again in a module of nanwatch's own, which nobody has to watch."""
+    body = "opt = torch.optim.SGD(net.parameters(), 0.1)\nloss = (net(x) * 0).sqrt().sum()\n"
+    body += "loss.backward()\nopt.step()\n"
+    assert in_process(tmp_path, body, "--gradients") == 3
+    err = capsys.readouterr().err
+    assert "found by running line" in err
+    assert err.count("nanwatch run:") == 1
+
+
 def test_two_models_are_two_watches(tmp_path, capsys):
     """Each of two models is watched by itself, and the report is of the one that failed."""
     body = "other = nn.Sequential(nn.Identity(), nn.Linear(2, 2))\nother[1].weight.data.fill_(3e38)\nnet(x)\nother(x)\n"
@@ -315,6 +349,14 @@ def test_a_later_model_need_not_match(tmp_path, capsys):
     ("body", "expected"),
     [
         ("", "nothing was watched: no call of a module was seen"),
+        (
+            "import nanwatch\nown = nanwatch.watch(net)\nnet(x)\n",
+            "run: the script watches its model itself (Sequential)",
+        ),
+        (
+            "from nanwatch.session.api import DeferredWatch\nDeferredWatch({})\n",
+            "nothing was watched: no call of a module was seen",
+        ),
         ("nn.MSELoss()(x, x)\n", "no module with parameters to train was called, only such as MSELoss;"),
         ("torch.jit.trace(net, x)(x)\n", "3 batches of Sequential: all that was read is finite"),
         ("torch.jit.script(net)(x)\n", "nothing was watched: RecursiveScriptModule cannot be"),
@@ -328,6 +370,42 @@ def test_the_closing_lines_are_true(tmp_path, capsys, body, expected):
     """One for each way in which a run may end without a failure."""
     assert in_process(tmp_path, body) == 0
     assert expected in capsys.readouterr().err
+
+
+DROP_IN = """
+import nanwatch
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = net
+    def forward(self, x):
+        return {"loss": self.part(x).sum() * torch.nan} if len(x) > 1 else self.part(x)
+named = Named()
+debug = nanwatch.DebugUnderflowOverflow(named)
+named(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("bad", "place", "shown"),
+    [
+        pytest.param("named(torch.ones(2, 2))\n", "`output[loss]` of the root module", "", id="in-a-dict"),
+        pytest.param(
+            "net[0].weight.data.fill_(3e38)\nnamed(x)\n",
+            "`output` of part.0",
+            "output has infs",
+            id="in-a-tensor",
+        ),
+    ],
+)
+def test_beside_the_drop_in_all_values_are_watched(tmp_path, capsys, bad, place, shown):
+    """What transformers' class reads has its text on stdout; what it passes over, as a dict, is found all the same."""
+    assert in_process(tmp_path, DROP_IN + bad) == 3
+    out, err = capsys.readouterr()
+    assert f"first seen in {place}" in err
+    assert err.count("By:") == 1
+    assert (shown in out) if shown else not out
+    assert "nothing was watched" not in err
 
 
 def test_a_search_that_failed_is_told(tmp_path, capsys, monkeypatch):

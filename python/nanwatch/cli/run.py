@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ..report import text
+from ..report.record import SKIPPED_STEP
 from ..report.report import BatchLimitError, NonFiniteError, Report
 from ..session.api import DeferredWatch, Watch, watch
 from ..session.options import Options
@@ -217,7 +218,7 @@ class _Run:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         if not self._watches and self._status != BAD_USE:
-            _tell(f"nothing was watched: {self._why_nothing()}")
+            _tell(self._why_nothing())
         for (name, one), report in zip(self._watches, reports, strict=True):
             _tell(_line(name, one, report))
             if has_failed and _ended_in(one) and report.finding is not None and report.batch == one.batch:
@@ -252,15 +253,19 @@ class _Run:
         return one.report()
 
     def _why_nothing(self) -> str:
+        """Return a sentence that says why there is no watch."""
+        if own := ", ".join(self._finder.watched_already):
+            return f"the script watches its model itself ({own}): nothing was added"
         if self._finder.trouble:
-            return f"the search for models ended by {self._finder.trouble}"
-        if self._not_watched:
-            return f"{', '.join(self._not_watched)} cannot be, as said above"
-        seen = ", ".join(self._finder.passed_over)
-        if not seen:
-            return "no call of a module was seen; those in a compiled function or in another process are not"
-        wanted = f"of class {self._class_name!r}" if self._class_name else "with parameters to train"
-        return f"no module {wanted} was called, only such as {seen}; name the class of the model with --model"
+            why = f"the search for models ended by {self._finder.trouble}"
+        elif self._not_watched:
+            why = f"{', '.join(self._not_watched)} cannot be, as said above"
+        elif seen := ", ".join(self._finder.passed_over):
+            wanted = f"of class {self._class_name!r}" if self._class_name else "with parameters to train"
+            why = f"no module {wanted} was called, only such as {seen}; name the class of the model with --model"
+        else:
+            why = "no call of a module was seen; those in a compiled function or in another process are not"
+        return f"nothing was watched: {why}"
 
 
 def _line(name: str, one: Watch, report: Report) -> str:
@@ -274,7 +279,22 @@ def _line(name: str, one: Watch, report: Report) -> str:
         )
     if _ended_in(one):
         return f"{amount}, the last ended by an exception: what that call computed last was not read"
+    if faults := list(_harmless(one)):
+        return f"{amount}: {'; '.join(faults)}; all else that was read is finite"
     return f"{amount}: all that was read is finite"
+
+
+def _harmless(one: Watch) -> Iterator[str]:
+    """Yield sentences of non-finite gradients that have reached no weight."""
+    counters = one.counters
+    if count := counters["skipped_steps"]:
+        step = one.skipped_steps[-1]
+        scale = str(step).removeprefix(SKIPPED_STEP)
+        steps = "1 step was" if count == 1 else f"{count:,} steps were"
+        yield f"{steps} skipped, as gradients were not finite; the last: {text.summary(step.finding)}{scale}"
+    if count := counters["untaken_backwards"]:
+        backwards = "1 backward was" if count == 1 else f"{count:,} backwards were"
+        yield f"{backwards} not finite, but the steps took finite gradients"
 
 
 def _ended_in(one: Watch) -> bool:

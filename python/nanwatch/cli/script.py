@@ -24,9 +24,10 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from ..instrumentation.global_hooks import after_steps
+from ..instrumentation.global_hooks import Handles, after_steps
 from ..instrumentation.slot import default_call, set_default_call
 from ..numerics._extension import instances_of
+from ..session.watch import Watch, watch_starts
 from ..util.visible import spell, warn_user
 
 # Files whose frames stand between a command and the script.
@@ -83,6 +84,7 @@ _T = TypeVar("_T")
 
 # Code by which a call of a module is recognised on the stack.
 _CALL = nn.Module.__call__.__code__
+_OWN = f"{__name__.partition('.')[0]}."
 # Limit for a program that makes its model again and again, as a search for hyperparameters does.
 MAX_MODELS = 8
 
@@ -149,6 +151,9 @@ class ModelFinder:
     If there is none when the first module with parameters is called, `unmatched(class names)` is called once, with the
     classes of the modules that no other holds. The search ends after MAX_MODELS.
 
+    The finder leaves a model alone that the script watches itself, and notes its class in `watched_already`. The
+    drop-in for DebugUnderflowOverflow does not count: its Watch, of a subclass, acts on fewer values.
+
     `passed_over` has classes of modules that were called and are no model; modules inside another one only with
     `class_name`. `trouble` is the error that ended the search. `is_full` says that MAX_MODELS were found.
     """
@@ -168,8 +173,9 @@ class ModelFinder:
         # Modules for which optimizers were looked for: without gradients, and with them.
         self._searched: tuple[weakref.WeakSet[nn.Module], ...] = (weakref.WeakSet(), weakref.WeakSet())
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._handle: Any = None
+        self._handles: Handles | None = None
         self.passed_over: dict[str, None] = {}
+        self.watched_already: dict[str, None] = {}
         self.trouble = ""
 
     @property
@@ -188,7 +194,8 @@ class ModelFinder:
             return nn.Module.__call__(module, *args, **kwargs)
 
         set_default_call(call)
-        self._handle = after_steps.add(lambda optimizer, *_: self._optimizers.add(optimizer))
+        steps = after_steps.add(lambda optimizer, *_: self._optimizers.add(optimizer))
+        self._handles = Handles(self, [steps, watch_starts.add(self._watch_started)])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -196,10 +203,20 @@ class ModelFinder:
 
     def stop(self) -> None:
         """Look no more. A second time does nothing."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if self._handles is not None:
+            self._handles.remove()
+            self._handles = None
             set_default_call(None)
+
+    def _watch_started(self, watch: Watch, model: nn.Module) -> None:
+        if model in self._known:  # by `found`
+            return
+        name = type(model).__name__
+        if type(watch) is Watch:
+            if _has_parameters(model):  # a callback checks its options on a module without
+                self.watched_already[name] = None
+        elif self._class_name is None or fnmatchcase(name, self._class_name):
+            self._take(model, model)
 
     def _try_to_look(self, module: nn.Module, caller: FrameType | None) -> bool:
         try:
@@ -213,6 +230,10 @@ class ModelFinder:
     def _look(self, module: nn.Module, caller: FrameType | None) -> bool:
         """Return whether the module was found to be a model. `caller` is the frame of whoever calls it."""
         model = module
+        if type(module).__module__.startswith(
+            _OWN
+        ):  # the loss outside a model, which a re-run computes again
+            return False
         if self._class_name is not None:
             is_candidate = True
             is_model = fnmatchcase(type(module).__name__, self._class_name)
@@ -230,12 +251,15 @@ class ModelFinder:
             if is_candidate and len(self.passed_over) < 5:
                 self.passed_over[type(module).__name__] = None
             return False
+        self._take(module, model)
+        return True
+
+    def _take(self, module: nn.Module, model: nn.Module) -> None:
         self._known.update((module, model))
         self._left -= 1
         if self.is_full:
             self.stop()
         self._found(model)
-        return True
 
     def _check_class_name(self, class_name: str) -> None:
         alive = made(nn.Module)

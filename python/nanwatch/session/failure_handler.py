@@ -9,7 +9,8 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import nn
 
@@ -20,13 +21,21 @@ from ..recording.events import Event
 from ..recording.observe import observe
 from ..recording.walk import call_leaves
 from ..report import text
-from ..report.finding import Finding, Origin
+from ..report.finding import Finding
+from ..report.finding import Origin
 from ..report.record import FrameRows
-from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
+from ..report.report import BatchLimitError
+from ..report.report import NonFiniteError
+from ..report.report import Report
+from ..report.report import add_note
+from ..report.report import report_of
 from ..util.suppressed import suppressed
 from ..util.visible import warn_user
 from .optimizer_guard import OptimizerGuard
-from .reports import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings, Reports
+from .reports import NonFiniteBatch
+from .reports import NonFiniteBatches
+from .reports import NonFiniteWarnings
+from .reports import Reports
 
 if TYPE_CHECKING:
     from .rerun_policy import RerunPolicy
@@ -220,6 +229,8 @@ class FailureHandler:
                 self._monitor.on_nonfinite(finding)
                 self._warn_at_end(finding, report)
         finally:
+            if self._guard is not None:
+                self._guard.sum_up()
             batches = self._recorder.latest_batch + 1
             self._warnings.close(batches, may_raise=sys.exc_info()[0] is None)
 

@@ -11,20 +11,24 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from ..numerics._extension import instances_of
 from ..numerics.readable import only_our_dispatch
-from ..recording.events import Event, Recorder
+from ..recording.events import Event
+from ..recording.events import Recorder
 from ..recording.observe import read
 from ..report import text
 from ..report.finding import Finding
-from ..report.record import NOT_TAKEN, SKIPPED_STEP
+from ..report.record import NOT_TAKEN
+from ..report.record import SKIPPED_STEP
 from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.visible import warn_user
@@ -82,6 +86,8 @@ class OptimizerGuard:
     def __init__(self, recorder: Recorder, options: Options) -> None:
         self.skipped: deque[SkippedStep] = deque(maxlen=_MAX_KEPT)
         self.num_skipped = 0
+        self.num_untaken = 0  # non-finite backwards after which a step took finite gradients
+        self._num_told = 0  # of them, at the latest warning
         self._recorder = recorder
         self._backward_starts = recorder.subscribe(Event.BACKWARD_START)
         self._backward_starts.active = False  # until a failure is deferred
@@ -206,8 +212,28 @@ class OptimizerGuard:
         self._recorder.excuse_gradients(sorted(pending.batches), NOT_TAKEN)
         finding = pending.report.finding
         assert finding is not None
+        self.num_untaken = count = self.num_untaken + 1
+        if (
+            count < 2 * self._num_told
+        ):  # warn of the 1st, 2nd, 4th, 8th: 100 bad batches give 7 lines and a sum
+            return
+        self._num_told = count
+        so_far = f" ({count:,} such backwards so far)" if count > 1 else ""
         warn_user(
-            f"{text.summary(finding)}; the gradients that the optimizer's step takes are finite: nothing was stopped"
+            f"{text.summary(finding)}; the gradients that the optimizer's step takes are finite: nothing was"
+            f" stopped{so_far}"
+        )
+
+    def sum_up(self) -> None:
+        """Warn of the number of backwards that were let pass, unless a warning has said it."""
+        if self.num_untaken == self._num_told:
+            return
+        self._num_told = self.num_untaken
+        # A filter that raises has done so at the first of them.
+        warn_user(
+            f"{self.num_untaken:,} backwards were not finite, but the gradients that the optimizer's steps took were:"
+            " nothing was stopped",
+            may_raise=False,
         )
 
     def _due(self, remark: str = "") -> Report | None:

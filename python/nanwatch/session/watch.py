@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -11,22 +12,38 @@ from typing import Any
 
 from torch import nn
 
-from ..instrumentation.attention import AttentionLogits, AttentionWatch
+from ..instrumentation.attention import AttentionLogits
+from ..instrumentation.attention import AttentionWatch
 from ..instrumentation.calls import Attachment
+from ..instrumentation.global_hooks import GlobalHooks
 from ..monitoring.monitor import Monitor
-from ..recording.events import Arrival, BackwardCall, Event, Recorder
+from ..recording.events import Arrival
+from ..recording.events import BackwardCall
+from ..recording.events import Event
+from ..recording.events import Recorder
 from ..recording.recorder import make_recorder
 from ..report import text
-from ..report.record import Frame, FrameRows
-from ..report.report import BatchLimitError, Report
-from ..trace.tracer import Tracer, ring_size, start_tracer
+from ..report.record import Frame
+from ..report.record import FrameRows
+from ..report.report import BatchLimitError
+from ..report.report import Report
+from ..trace.tracer import Tracer
+from ..trace.tracer import ring_size
+from ..trace.tracer import start_tracer
 from ..util.visible import warn_user
 from .failure_handler import FailureHandler
-from .optimizer_guard import OptimizerGuard, SkippedStep, is_inside_step
-from .optimizer_steps import BackwardWatch, OptimizerSteps
+from .optimizer_guard import OptimizerGuard
+from .optimizer_guard import SkippedStep
+from .optimizer_guard import is_inside_step
+from .optimizer_steps import BackwardWatch
+from .optimizer_steps import OptimizerSteps
 from .options import Options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
+
+# hook(watch, model), called when a watch begins.
+_callers: list[Callable[[Watch, nn.Module], object]] = []
+watch_starts = GlobalHooks(_callers.append)
 
 
 class Watch:
@@ -106,6 +123,8 @@ class Watch:
             self._attachment = Attachment(
                 model, self._recorder, options.observes, options.allows_inf, options.parts
             )
+            for call in _callers:
+                call(self, model)
 
     def __repr__(self) -> str:
         model = self._model()
@@ -201,10 +220,14 @@ class Watch:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Counts so far: calls, frames, tensors (seen), tensors_read, bytes_read, cache_hits, skipped_steps."""
+        """Counts so far: calls, frames, tensors (seen), tensors_read, bytes_read, cache_hits, and of gradients.
+
+        With `gradients`: skipped_steps, and untaken_backwards: non-finite, though the step's gradients were finite.
+        """
         self._settle()
-        num_skipped = 0 if self._backward is None else self._backward.guard.num_skipped
-        return {**self._recorder.counters, "skipped_steps": num_skipped}
+        guard = None if self._backward is None else self._backward.guard
+        skipped, untaken = (guard.num_skipped, guard.num_untaken) if guard is not None else (0, 0)
+        return {**self._recorder.counters, "skipped_steps": skipped, "untaken_backwards": untaken}
 
     def report(self) -> Report:
         """Return the report of the latest failure, or of the latest frames when there was none.

@@ -249,6 +249,29 @@ def test_what_the_user_mends_or_drops_is_no_failure() -> None:
         assert [str(step) for step in w.skipped_steps] == ["skipped step"]
 
 
+def test_warnings_of_what_the_user_mends_become_rarer() -> None:
+    """Of five such backwards the first, second and fourth get a line, and the end of the watch the sum, once."""
+    model = nn.Sequential(Sick())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        w = watch(model, gradients=True)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(3)).sum().backward()
+            torch.nan_to_num_(model[0].weight.grad, posinf=0.0)
+            optimizer.step()
+        w.stop()
+        w.stop()
+    lines = [str(one.message) for one in told]
+    assert [
+        f"the backward of batch {batch};" in line for batch, line in zip((0, 1, 3), lines, strict=False)
+    ] == [True] * 3
+    assert lines[3].startswith("5 backwards were not finite")
+    assert len(lines) == 4
+    assert w.counters["untaken_backwards"] == 5
+
+
 def test_a_closure_is_stopped_before_its_step_changes_a_weight() -> None:
     """The backward runs inside the step, which has been looked at: the end of the backward raises."""
     model = nn.Sequential(Sick())
