@@ -11,24 +11,20 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..numerics._extension import instances_of
 from ..numerics.readable import only_our_dispatch
-from ..recording.events import Event
-from ..recording.events import Recorder
+from ..recording.events import Event, Recorder
 from ..recording.observe import read
 from ..report import text
 from ..report.finding import Finding
-from ..report.record import NOT_TAKEN
-from ..report.record import SKIPPED_STEP
+from ..report.record import NOT_TAKEN, SKIPPED_STEP
 from ..report.report import Report
 from ..util.suppressed import suppressed
 from ..util.visible import warn_user

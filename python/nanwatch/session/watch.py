@@ -4,39 +4,27 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
-from ..instrumentation.attention import AttentionLogits
-from ..instrumentation.attention import AttentionWatch
+from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
 from ..monitoring.monitor import Monitor
-from ..recording.events import Arrival
-from ..recording.events import BackwardCall
-from ..recording.events import Event
-from ..recording.events import Recorder
+from ..recording.events import Arrival, BackwardCall, Event, Recorder
 from ..recording.recorder import make_recorder
 from ..report import text
-from ..report.record import Frame
-from ..report.record import FrameRows
-from ..report.report import BatchLimitError
-from ..report.report import Report
-from ..trace.tracer import Tracer
-from ..trace.tracer import ring_size
-from ..trace.tracer import start_tracer
+from ..report.record import Frame, FrameRows
+from ..report.report import BatchLimitError, Report
+from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.visible import warn_user
 from .failure_handler import FailureHandler
-from .optimizer_guard import OptimizerGuard
-from .optimizer_guard import SkippedStep
-from .optimizer_guard import is_inside_step
-from .optimizer_steps import BackwardWatch
-from .optimizer_steps import OptimizerSteps
+from .optimizer_guard import OptimizerGuard, SkippedStep, is_inside_step
+from .optimizer_steps import BackwardWatch, OptimizerSteps
 from .options import Options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
