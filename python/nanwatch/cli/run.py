@@ -20,8 +20,7 @@ from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report
 from ..session.api import DeferredWatch, Watch, watch
 from ..session.options import Options
-from ..util.suppressed import suppressed
-from ..util.visible import spell, visible
+from ..util.visible import spell, suppressed, visible
 from .model_finder import MAX_MODELS, ModelFinder
 from .script import FILES, check_script, run_script
 

@@ -25,8 +25,7 @@ from ..instrumentation.wrapped_names import find_module
 from ..recording.walk import leaves
 from ..report.finding import Cure, Finding, value_of, working_first
 from ..report.record import Frame, Record
-from ..util.suppressed import suppressed
-from ..util.visible import spell
+from ..util.visible import spell, suppressed
 from .backward_cures import BACKWARD_RUNS, gradient_record, try_backward_cures
 from .batch_snapshot import BatchSnapshot, is_narrow, may_be_narrow, no_second_run
 from .diagnosis import Diagnosis, Place, bad_rows, enrich

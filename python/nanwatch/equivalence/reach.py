@@ -21,7 +21,7 @@ from ..numerics._extension import instances_of
 from ..numerics.ranges import fingerprint
 from ..recording.walk import leaves
 from ..util.modules import each_module
-from ..util.suppressed import suppressing
+from ..util.visible import suppressing
 from .state import Restore, restorer, saved
 
 # A step that refers to more objects than these is not searched to the end.

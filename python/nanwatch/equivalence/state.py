@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..instrumentation.execution_context import RngState
 from ..util.modules import each_module
-from ..util.suppressed import suppressed
+from ..util.visible import suppressed
 
 Restore = Callable[[], object]
 

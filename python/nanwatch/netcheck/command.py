@@ -17,8 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..util.suppressed import suppressing
-from ..util.visible import visible
+from ..util.visible import suppressing, visible
 from . import steps
 from .meeting import (
     GRACE,

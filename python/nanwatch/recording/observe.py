@@ -11,17 +11,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..numerics._fingerprint import sketch
 from ..numerics._reference import without_repeats
 from ..numerics.exponents import exponent_histogram
 from ..numerics.formats import HealthWithExponents, TensorHealth, limits
 from ..numerics.ranges import abs_range, health_of, range_and_fingerprint, tensor_health
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
-from ..numerics.sketch import sketch
 from ..report.histogram import StoredHistogram
 from ..report.record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
-from ..util.suppressed import suppressed
-from .masked_scores import MaskedScores, are_masked
-from .shard import shard_note
+from ..util.visible import suppressed
+from .notes import MaskedScores, are_masked, shard_note
 from .walk import Unwalked, call_leaves, leaves
 
 # Any wait for the device ends the user's capture with an error.

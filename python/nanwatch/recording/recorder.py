@@ -23,7 +23,7 @@ from .backward import RecordsBackwards
 from .events import Event, PeakName, RecorderEvents, Settings, Subscription, Subscriptions
 from .frame_ring import FrameRing, PeakMagnitudes
 from .gradients import PythonGradients
-from .masked_scores import MaskedScores
+from .notes import MaskedScores
 from .observe import Observe, call_values, completed_row, observe_with, planned_rows
 from .walk import is_container, leaves, spell_key
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ..util import reading
 from ..util.job import Attempt, current_attempt, rank, read_attempt
 from ..util.progress import Tell, silent, wants_color
-from ..util.suppressed import suppressed
+from ..util.visible import suppressed
 from . import text
 from .finding import Finding, read_finding
 from .record import Frame

@@ -22,8 +22,7 @@ from ..report import text
 from ..report.finding import Finding
 from ..report.record import FrameRows, Record, is_fault, to_record
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
-from ..util.suppressed import suppressed
-from ..util.visible import warn_user
+from ..util.visible import suppressed, warn_user
 from .reports import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings, Reports, left_frames
 
 if TYPE_CHECKING:

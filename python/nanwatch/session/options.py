@@ -23,12 +23,12 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.wrapped_names import for_names
 from ..monitoring.backends import ACCEPTED, is_target
 from ..recording.events import Check, Settings
-from ..recording.masked_scores import masked_scores
+from ..recording.notes import masked_scores
 from ..util.reading import shorten
 from ..util.visible import close_names
 
 if TYPE_CHECKING:
-    from ..recording.masked_scores import MaskedScores
+    from ..recording.notes import MaskedScores
     from ..report.report import Report
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"

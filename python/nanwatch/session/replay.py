@@ -20,8 +20,7 @@ from ..capsule.capsule import Capsule
 from ..capsule.tree import LeftOut, Structure
 from ..instrumentation.execution_context import RngState
 from ..report.report import Report
-from ..util.suppressed import suppressed
-from ..util.visible import close_names, visible, without_wrappers
+from ..util.visible import close_names, suppressed, visible, without_wrappers
 from .api import watch
 from .options import SWITCH
 

@@ -11,8 +11,8 @@ from torch import nn
 from ..diagnosis.batch_snapshot import LeftCall
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..recording.events import Recorder
+from ..recording.notes import parameter_mesh
 from ..recording.observe import call_values, observe_with
-from ..recording.shard import parameter_mesh
 from ..recording.walk import call_leaves
 from ..report.finding import Finding, find
 from ..report.record import Frame, FrameRows, Record, Row

@@ -20,8 +20,7 @@ from ..instrumentation.slot import ExclusiveRun
 from ..instrumentation.wrapped_names import find_module
 from ..report.finding import Finding
 from ..report.report import Report
-from ..util.suppressed import suppressed
-from ..util.visible import spell, warn_user
+from ..util.visible import spell, suppressed, warn_user
 
 if TYPE_CHECKING:
     from .options import Options

@@ -13,7 +13,7 @@ from ..recording.observe import observe, past_torch_function
 from ..report.record import Frame
 from ..report.suspect import Suspect
 from ..util.modules import each_parameter
-from ..util.suppressed import suppressed
+from ..util.visible import suppressed
 
 # nn.MultiheadAttention holds it for its weights, and never calls it.
 _HOLDS_WEIGHTS = "NonDynamicallyQuantizableLinear"
