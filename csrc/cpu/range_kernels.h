@@ -26,18 +26,13 @@ struct RangeBits {
 
 // Health accumulator of every format, order-free: where the first non-finite element stands is looked for afterwards,
 // only when there is one.
-struct HealthBits {
+struct HealthBits : HealthCounts {
   RangeBits range, finite;
-  int64_t num_nan = 0, num_posinf = 0, num_neginf = 0, num_zero = 0, num_subnormal = 0;
 
   void merge(const HealthBits& other) {
     range.merge(other.range);
     finite.merge(other.finite);
-    num_nan += other.num_nan;
-    num_posinf += other.num_posinf;
-    num_neginf += other.num_neginf;
-    num_zero += other.num_zero;
-    num_subnormal += other.num_subnormal;
+    HealthCounts::merge(other);
   }
 
   int64_t num_nonfinite() const { return num_nan + num_posinf + num_neginf; }

@@ -87,6 +87,12 @@ std::tuple<at::Tensor, at::Tensor> range_and_fingerprint(const at::Tensor& x) {
   return {values, as_scalar(sealed_fingerprint(row.blocks, int64_t(view.format), view.dims, view.sizes))};
 }
 
+// The conjugate and negative bits do not change a magnitude: without these the dispatcher would copy the tensor.
+void fall_through(torch::Library& m) {
+  for (const char* const name : {"abs_range", "abs_ranges", "health", "exponent_histogram", "count_from"})
+    m.impl(name, torch::CppFunction::makeFallthrough());
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
@@ -99,21 +105,12 @@ TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("count_from", count_from);
 }
 
-// The conjugate and negative bits do not change a magnitude: without these the dispatcher would copy the tensor.
 TORCH_LIBRARY_IMPL(nanwatch, Conjugate, m) {
-  m.impl("abs_range", torch::CppFunction::makeFallthrough());
-  m.impl("abs_ranges", torch::CppFunction::makeFallthrough());
-  m.impl("health", torch::CppFunction::makeFallthrough());
-  m.impl("exponent_histogram", torch::CppFunction::makeFallthrough());
-  m.impl("count_from", torch::CppFunction::makeFallthrough());
+  fall_through(m);
 }
 
 TORCH_LIBRARY_IMPL(nanwatch, Negative, m) {
-  m.impl("abs_range", torch::CppFunction::makeFallthrough());
-  m.impl("abs_ranges", torch::CppFunction::makeFallthrough());
-  m.impl("health", torch::CppFunction::makeFallthrough());
-  m.impl("exponent_histogram", torch::CppFunction::makeFallthrough());
-  m.impl("count_from", torch::CppFunction::makeFallthrough());
+  fall_through(m);
 }
 
 }  // namespace nanwatch

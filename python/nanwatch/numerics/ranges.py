@@ -18,8 +18,23 @@ from .formats import AbsRange, TensorHealth
 from .readable import is_plain, only_our_dispatch, readable, through_public, type_name
 
 
-def _abs_range(x: Tensor) -> AbsRange:
-    """Do the work of `abs_range` without the compiled part, or for a tensor that the compiled part cannot read."""
+def abs_range(x: Tensor) -> AbsRange:
+    """Return `(abs_min, abs_max, isfinite)` of |x| over all elements of `x`, in one pass and with one sync.
+
+    Equal to `x.abs().min()`, `x.abs().max()` and `torch.isfinite(x).all()`, as a float, a float and a bool:
+    one nan makes both ends nan. Any shape and layout; floating point down to float8, integers (unsigned
+    magnitude), bool (0 and 1) and complex (modulus). An empty tensor gives `(inf, 0.0, True)`, a DTensor the
+    range of its local shard.
+
+    Raises TypeError when `x` is not a tensor or has no values to read (meta, FakeTensor, inside functorch
+    transforms, freed storage, packed dtypes).
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> nanwatch.abs_range(torch.tensor([-3.0, 0.5]))
+        AbsRange(abs_min=0.5, abs_max=3.0, isfinite=True)
+    """
+    _extension.explain_once()
     with only_our_dispatch():
         return _to_range(_range_row(readable(x, "abs_range")).tolist())
 
@@ -61,53 +76,30 @@ def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
     return cast("list[AbsRange]", ranges)
 
 
-def _tensor_health(x: Tensor) -> TensorHealth:
-    """Do the work of `tensor_health` without the compiled part, or for a tensor that it cannot read."""
+def tensor_health(x: Tensor) -> TensorHealth:
+    """Return range, counts and the index of the first non-finite element of `x`, in one pass and with one sync.
+
+    A complex element is finite when its parts are; the rest is judged by its modulus, an
+    infinite one counts in `num_posinf`. Raises TypeError as `abs_range` does.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> health = nanwatch.tensor_health(torch.tensor([[0.0, 1e-40], [torch.inf, 3.0]]))
+        >>> health.abs_max, health.finite_abs_max, health.first_nonfinite
+        (inf, 3.0, (1, 0))
+    """
+    _extension.explain_once()
     with only_our_dispatch():
         x = readable(x, "tensor_health")
-        return _to_health(x, _health_row(x).tolist())
+        return _health(_health_row(x).tolist(), x.numel(), lambda flat: _index_of(x, flat))
 
 
-if TYPE_CHECKING or _extension.C is None:
+_abs_range, _tensor_health = abs_range, tensor_health
 
-    def abs_range(x: Tensor) -> AbsRange:
-        """Return `(abs_min, abs_max, isfinite)` of |x| over all elements of `x`, in one pass and with one sync.
-
-        Equal to `x.abs().min()`, `x.abs().max()` and `torch.isfinite(x).all()`, as a float, a float and a bool:
-        one nan makes both ends nan. Any shape and layout; floating point down to float8, integers (unsigned
-        magnitude), bool (0 and 1) and complex (modulus). An empty tensor gives `(inf, 0.0, True)`, a DTensor the
-        range of its local shard.
-
-        Raises TypeError when `x` is not a tensor or has no values to read (meta, FakeTensor, inside functorch
-        transforms, freed storage, packed dtypes).
-
-        Examples:
-            >>> import nanwatch, torch
-            >>> nanwatch.abs_range(torch.tensor([-3.0, 0.5]))
-            AbsRange(abs_min=0.5, abs_max=3.0, isfinite=True)
-        """
-        _extension.explain_once()
-        return _abs_range(x)
-
-    def tensor_health(x: Tensor) -> TensorHealth:
-        """Return range, counts and the index of the first non-finite element of `x`, in one pass and with one sync.
-
-        A complex element is finite when its parts are; the rest is judged by its modulus, an
-        infinite one counts in `num_posinf`. Raises TypeError as `abs_range` does.
-
-        Examples:
-            >>> import nanwatch, torch
-            >>> health = nanwatch.tensor_health(torch.tensor([[0.0, 1e-40], [torch.inf, 3.0]]))
-            >>> health.abs_max, health.finite_abs_max, health.first_nonfinite
-            (inf, 3.0, (1, 0))
-        """
-        _extension.explain_once()
-        return _tensor_health(x)
-
-else:
+if not TYPE_CHECKING and _extension.C is not None:
+    # The compiled functions call these two for a tensor that they cannot read, and describe themselves as these do.
     _extension.C.bind(AbsRange, _abs_range, TensorHealth, _tensor_health)
-    abs_range = _extension.C.abs_range
-    tensor_health = _extension.C.tensor_health
+    abs_range, tensor_health = _extension.C.abs_range, _extension.C.tensor_health
 
 
 def _range_row(x: Tensor) -> Tensor:
@@ -139,10 +131,6 @@ def _index_in(shape: Sequence[int], flat: int) -> tuple[int, ...]:
 def _to_range(row: list[float]) -> AbsRange:
     abs_min, abs_max, isfinite = row
     return AbsRange(abs_min, abs_max, isfinite != 0.0)
-
-
-def _to_health(x: Tensor, row: list[float]) -> TensorHealth:
-    return _health(row, x.numel(), lambda flat: _index_of(x, flat))
 
 
 def health_of(row: list[float], shape: Sequence[int]) -> TensorHealth:
