@@ -1,4 +1,4 @@
-// The operators' CPU kernels. The schemas and their fakes are in python/nanwatch/numerics/_ops.py.
+// The operators' CPU kernels. The schemas and their fakes are in python/nanwatch/numerics/_extension.py.
 #include <torch/library.h>
 
 #include <algorithm>

@@ -81,7 +81,7 @@ Number* numbers(const Tensor& x) {
   return static_cast<Number*>(x.mutable_data_ptr());
 }
 
-// Calls the operator that python/nanwatch/numerics/_ops.py defines over the reference for this.
+// Calls the operator that python/nanwatch/numerics/_extension.py defines over the reference for this.
 template <typename... Arguments>
 Tensor reference(const char* op, const Arguments&... arguments) {
   std::array<StableIValue, sizeof...(Arguments)> stack{stable::from(arguments)...};

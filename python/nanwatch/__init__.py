@@ -16,8 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ._version import __version__
-from .numerics import _extension as _extension
-from .numerics import _ops as _ops  # torch.ops.nanwatch.*
+from .numerics import _extension as _extension  # torch.ops.nanwatch.*
 
 if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from nanwatch.numerics import _extension, _fingerprint, _ops, _reference, ranges
+from nanwatch.numerics import _extension, _fingerprint, _reference, ranges
 
 NATIVE_LEVELS = ("baseline", "avx2", "avx512")
 
@@ -59,7 +59,7 @@ def active(name: str) -> Iterator[Implementation]:
     if name == "reference":
         with (
             mock.patch.multiple(
-                _ops,
+                _extension,
                 abs_range=_reference.abs_range,
                 abs_ranges=_reference.abs_ranges,
                 health=_reference.health,

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..instrumentation.functions import find_called
 from ..instrumentation.slot import wrap_calls
-from ..instrumentation.wrapped_names import find_module
 from ..recording.walk import leaves
 from ..report.finding import Cure, Finding, value_of, working_first
 from ..report.record import Frame, Record
@@ -80,7 +80,7 @@ def rerun_backward(
     probe: _BackwardProbe | None = None
     remarks: tuple[str, ...] = ()
     try:
-        if (guilty := find_module(model, name)) is None:
+        if (guilty := find_called(model, name)) is None:
             return Diagnosis(remarks=(f"the model has no module {name!r} any more",))
         if magnitudes := _magnitudes(finding, frames, name):
             probe = _BackwardProbe(finding, magnitudes)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from . import _extension, _ops, _reference
+from . import _extension, _reference
 from .formats import AbsRange, TensorHealth
 from .readable import is_plain, only_our_dispatch, readable, through_public, type_name
 
@@ -68,7 +68,9 @@ def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
                 alone.append(i)
         ranges: list[AbsRange | None] = [None] * len(given_tensors)
         # Every launch is made before the first wait, so that devices work at the same time.
-        tables = [(group, _ops.abs_ranges([given_tensors[i] for i in group])) for group in together.values()]
+        tables = [
+            (group, _extension.abs_ranges([given_tensors[i] for i in group])) for group in together.values()
+        ]
         tables += [([i], _range_row(given_tensors[i]).reshape(1, -1)) for i in alone]
         for group, table in tables:
             for i, row in zip(group, table.tolist(), strict=True):
@@ -103,11 +105,15 @@ if not TYPE_CHECKING and _extension.C is not None:
 
 
 def _range_row(x: Tensor) -> Tensor:
-    return _ops.abs_range(x) if is_plain(x) else through_public(_ops.abs_range, _reference.abs_range, x)
+    return (
+        _extension.abs_range(x)
+        if is_plain(x)
+        else through_public(_extension.abs_range, _reference.abs_range, x)
+    )
 
 
 def _health_row(x: Tensor) -> Tensor:
-    return _ops.health(x) if is_plain(x) else through_public(_ops.health, _reference.health, x)
+    return _extension.health(x) if is_plain(x) else through_public(_extension.health, _reference.health, x)
 
 
 def _index_of(x: Tensor, flat: int) -> tuple[int, ...]:
@@ -184,7 +190,7 @@ def fingerprint(x: Tensor) -> int:
                 f"fingerprint cannot read a {type_name(x)} of layout {x.layout}. It takes strided tensors of plain"
                 " dtypes. Pass the tensors that it is made of, or a dense copy."
             )
-        return int(_ops.fingerprint(x)) % 2**64
+        return int(_extension.fingerprint(x)) % 2**64
 
 
 def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:
@@ -196,5 +202,5 @@ def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:
         x = readable(x, "abs_range")
         if not is_plain(x):
             return _to_range(_range_row(x).tolist()), None
-        row, number = _ops.range_and_fingerprint(x)
+        row, number = _extension.range_and_fingerprint(x)
         return _to_range(row.tolist()), int(number) % 2**64

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..numerics.formats import TensorHealth
-from ..util import reading
 
 _CLAUSE = re.compile(r"(?P<kind>\w+(?:\([^()]*\))?) at (?P<dim>[^=,]*)=(?P<coordinate>\d+) of (?P<size>\d+)")
 _FROM = re.compile(r"from \[(?P<index>\d+(?:, \d+)*)\]")
@@ -140,7 +139,9 @@ class Record:
     isfinite: bool | None
     health: TensorHealth | None = None
     note: str = ""
-    fingerprint: int | None = field(default=None, metadata=reading.LEFT_OUT)
+    fingerprint: int | None = None
+
+    _left_out = ("fingerprint",)  # of a document, where it is None; see util/reading.py
 
     @property
     def is_shard(self) -> bool:

@@ -64,18 +64,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return [plain(item) for item in value]
     names = _field_names(type(value))
-    absent = [name for name in left_out(type(value)) if getattr(value, name) is None]
+    absent = [name for name in _left_out(type(value)) if getattr(value, name) is None]
     return {name: plain(getattr(value, name)) for name in names if name not in absent} if names else value
 
 
-# Metadata of a field of a dataclass that a document has only where it is not None.
-LEFT_OUT: Mapping[str, Any] = {"left out": True}
-
-
-def left_out(kind: Any) -> tuple[str, ...]:
-    """Return the names of the fields with that metadata."""
-    declared = getattr(kind, "__dataclass_fields__", {})
-    return tuple(name for name, field in declared.items() if field.metadata == LEFT_OUT)
+def _left_out(kind: Any) -> tuple[str, ...]:
+    """Return the fields that a document has only where they are not None, as the class itself says."""
+    found: tuple[str, ...] = getattr(kind, "_left_out", ())
+    return found
 
 
 def _field_names(kind: type) -> tuple[str, ...]:
@@ -197,7 +193,7 @@ def of(kind: Callable[..., _T], *, added: Iterable[str] = (), **own: Reader[Any]
         name: own.get(name) or _of_annotation(eval(str(getattr(words, "__forward_arg__", words)), space))
         for name, words in kind.__annotations__.items()
     }
-    absent = dict.fromkeys((*added, *left_out(kind)), _ABSENT)
+    absent = dict.fromkeys((*added, *_left_out(kind)), _ABSENT)
 
     def read(value: Any, where: str) -> _T:
         found = members(value, where, readers, absent)

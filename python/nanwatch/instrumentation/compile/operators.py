@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ...numerics._ops import define
+from ...numerics._extension import define
 from ...recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, spell_key
 from ...util.modules import WeakIdentityDict
 
