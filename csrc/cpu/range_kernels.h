@@ -45,11 +45,17 @@ struct Plane {
 };
 
 constexpr int kNumFormats = 18;
+// Elements of a block whose powers are summed: it lies in the first cache by then, and its numbers fit on the stack.
+constexpr int64_t kPowerSumsBlock = 4096;
 
 struct KernelTable {
   const char* name;
   void (*range[kNumFormats])(const Plane&, RangeBits*);
   void (*health[kNumFormats])(const Plane&, HealthBits*);
+  // Of one block; see power_sums_impl.h. With a range the sums are right if all elements are finite and the largest is
+  // within 2^20 times 1 / scale, above or below.
+  void (*power_sums[kNumFormats])(const Plane& block, double scale, double* sums, RangeBits* range);
+  int64_t (*beyond[kNumFormats])(const Plane& block, double mean, double limit);
   void (*fingerprint)(const char* blocks, int64_t count, uint64_t index, const FingerprintKeys&, const char* end,
                       uint64_t* sum);
 };

@@ -6,6 +6,7 @@
 
 #include "cpu/exponents_cpu.h"
 #include "cpu/fingerprint_cpu.h"
+#include "cpu/statistics_cpu.h"
 #include "ops/readable.h"
 
 namespace nanwatch {
@@ -42,6 +43,14 @@ at::Tensor health(const at::Tensor& x) {
   if (!readable.native) return reference("nanwatch::health", x);
   at::Tensor row = at::empty({kHealthColumns}, at::kDouble);
   health_cpu(readable.view(), row.mutable_data_ptr<double>());
+  return row;
+}
+
+at::Tensor statistics(const at::Tensor& x) {
+  const Readable readable(x, "statistics", true);
+  if (!readable.native) return reference("nanwatch::statistics", x);
+  at::Tensor row = at::empty({kStatisticsColumns}, at::kDouble);
+  statistics_cpu(readable.view(), row.mutable_data_ptr<double>());
   return row;
 }
 
@@ -89,7 +98,7 @@ std::tuple<at::Tensor, at::Tensor> range_and_fingerprint(const at::Tensor& x) {
 
 // The conjugate and negative bits do not change a magnitude: without these the dispatcher would copy the tensor.
 void fall_through(torch::Library& m) {
-  for (const char* const name : {"abs_range", "abs_ranges", "health", "exponent_histogram", "count_from"})
+  for (const char* const name : {"abs_range", "abs_ranges", "health", "statistics", "exponent_histogram", "count_from"})
     m.impl(name, torch::CppFunction::makeFallthrough());
 }
 
@@ -101,6 +110,7 @@ TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("abs_range", abs_range);
   m.impl("abs_ranges", abs_ranges);
   m.impl("health", health);
+  m.impl("statistics", statistics);
   m.impl("exponent_histogram", exponent_histogram);
   m.impl("count_from", count_from);
 }

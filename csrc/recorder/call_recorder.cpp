@@ -371,12 +371,13 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
     const char* role = role_name(row.role);
     if (row.note != Note::none) {
       rows.append(make_row({py::str(label), py::str(role), py::none(), py::str(""), py::none(), py::none(), py::none(),
-                            py::none(), py::str(notes[int(row.note)]), py::none()}));
+                            py::none(), py::str(notes[int(row.note)]), py::none(), py::none()}));
       continue;
     }
-    rows.append(make_row({py::str(label), py::str(role), shape_of(frame, row), py::str(dtype_name(row)),
-                          py::float_(row.range.abs_min), py::float_(row.range.abs_max), py::bool_(row.range.isfinite),
-                          py::none(), py::str(""), fingerprinted ? fingerprint_of(frame, row) : py::none()}));
+    rows.append(
+        make_row({py::str(label), py::str(role), shape_of(frame, row), py::str(dtype_name(row)),
+                  py::float_(row.range.abs_min), py::float_(row.range.abs_max), py::bool_(row.range.isfinite),
+                  py::none(), py::str(""), fingerprinted ? fingerprint_of(frame, row) : py::none(), py::none()}));
   }
   return frame_type_(frame.batch, node.name, node.class_name, rows, frame.recomputed, phases[int(frame.phase)]);
 }

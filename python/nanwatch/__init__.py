@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .integrations.trainer_debug import patch_transformers, unpatch_transformers
     from .numerics.exponents import ExponentHistogram, exponent_histogram
     from .numerics.fit import Fit, narrowest, would_fit
-    from .numerics.formats import AbsRange, TensorHealth
-    from .numerics.ranges import abs_range, abs_ranges, fingerprint, tensor_health
+    from .numerics.formats import AbsRange, Statistics, TensorHealth
+    from .numerics.ranges import abs_range, abs_ranges, fingerprint, statistics, tensor_health
     from .precision.precision import fp32_modules, run_in_fp32
     from .report.finding import Cure, Finding
     from .report.record import Frame, Record
@@ -54,8 +54,8 @@ else:
         "integrations.trainer_debug": ("patch_transformers", "unpatch_transformers"),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
         "numerics.fit": ("Fit", "narrowest", "would_fit"),
-        "numerics.formats": ("AbsRange", "TensorHealth"),
-        "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "tensor_health"),
+        "numerics.formats": ("AbsRange", "Statistics", "TensorHealth"),
+        "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "statistics", "tensor_health"),
         "precision.precision": ("fp32_modules", "run_in_fp32"),
         "report.finding": ("Cure", "Finding"),
         "report.record": ("Frame", "Record"),
@@ -94,6 +94,7 @@ __all__ = [
     "NonFiniteError",
     "Record",
     "Report",
+    "Statistics",
     "TensorHealth",
     "Trace",
     "TraceError",
@@ -113,6 +114,7 @@ __all__ = [
     "replay",
     "run_in_fp32",
     "span",
+    "statistics",
     "tensor_health",
     "twice",
     "unpatch_transformers",

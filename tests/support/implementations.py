@@ -63,6 +63,7 @@ def active(name: str) -> Iterator[Implementation]:
                 abs_range=_reference.abs_range,
                 abs_ranges=_reference.abs_ranges,
                 health=_reference.health,
+                statistics=_reference.statistics,
                 exponent_histogram=_reference.exponent_histogram,
                 count_from=_reference.count_from,
                 fingerprint=_fingerprint.fingerprint,

@@ -205,6 +205,13 @@ def _fake_health(x: Tensor) -> Tensor:
 _health = define("health(Tensor x) -> Tensor", _reference.health, _fake_health)
 
 
+def _fake_statistics(x: Tensor) -> Tensor:
+    return _row(x, _reference.STATISTICS_WIDTH)
+
+
+_statistics = define("statistics(Tensor x) -> Tensor", _reference.statistics, _fake_statistics)
+
+
 def _fake_exponent_histogram(x: Tensor) -> Tensor:
     columns = _reference.EXPONENT_HEAD + len(_reference.exponents_of(x.dtype))
     return torch.empty((columns,), dtype=torch.int64, device=x.device)
@@ -261,6 +268,12 @@ def abs_ranges(xs: Sequence[Tensor]) -> Tensor:
 def health(x: Tensor) -> Tensor:
     """Return range and counts of `x`: shape (11,), columns as in `_reference.health`, on x's device, no sync."""
     row: Tensor = _reference.health(x) if _would_be_copied(x) else _health(x)
+    return row
+
+
+def statistics(x: Tensor) -> Tensor:
+    """Return range and statistics of `x`: shape (7,), columns as in `_reference`, on x's device, no sync."""
+    row: Tensor = _reference.statistics(x) if _would_be_copied(x) else _statistics(x)
     return row
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _extension, _reference
-from .formats import AbsRange, TensorHealth
+from .formats import AbsRange, Statistics, TensorHealth
 from .readable import is_plain, only_our_dispatch, readable, through_public, type_name
 
 
@@ -191,6 +191,39 @@ def fingerprint(x: Tensor) -> int:
                 " dtypes. Pass the tensors that it is made of, or a dense copy."
             )
         return int(_extension.fingerprint(x)) % 2**64
+
+
+def statistics(x: Tensor) -> Statistics:
+    """Return mean, root mean square, kurtosis and the share of elements beyond 6 sigma of `x`, with one sync.
+
+    Equal to float64 arithmetic to 1e-6: the mean as a part of the rms, the others as a part of themselves. The share is
+    exact up to elements as near to the limit as that. Any shape and layout; floating point down to float8, integers,
+    and bool as 0 and 1. A DTensor gives the statistics of its local shard.
+
+    Raises TypeError for a complex tensor (pass `torch.view_as_real(x)` or `x.abs()`), and where `abs_range` does.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> x = torch.zeros(1000)
+        >>> x[0] = 8.0
+        >>> found = nanwatch.statistics(x)
+        >>> round(found.mean, 4), round(found.kurtosis), found.beyond_6_sigma
+        (0.008, 998, 0.001)
+    """
+    _extension.explain_once()
+    return range_and_statistics(x)[1]
+
+
+def range_and_statistics(x: Tensor) -> tuple[AbsRange, Statistics]:
+    """Return `abs_range` and `statistics` of `x` from one read where the compiled part has the dtype."""
+    with only_our_dispatch():
+        x = readable(x, "statistics")
+        _reference.refuse_complex(x.dtype, "statistics")
+        if is_plain(x):
+            row = _extension.statistics(x).tolist()
+        else:
+            row = through_public(_extension.statistics, _reference.statistics, x).tolist()
+        return _to_range(row[:3]), Statistics(*row[3:])
 
 
 def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:

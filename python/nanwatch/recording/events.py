@@ -39,6 +39,7 @@ class Settings:
     counts: bool = False
     fingerprints: bool = False
     sketches: int = 0
+    statistics: int = 0
     check: Check = "auto"
 
 

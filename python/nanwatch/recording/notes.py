@@ -1,4 +1,4 @@
-"""Notes of records: the place of a DTensor's local shard, and infinities that are masked scores.
+"""Notes of records: the place of a DTensor's local shard, infinities that are masked scores, and attention masks.
 
 The place of a shard is found without a communication. Masked scores are -inf in what nn.Softmax and nn.LogSoftmax are
 given. Softmax gives zero for such a score, and log-softmax -inf, as long as its row has a finite one.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..numerics._reference import without_repeats
 from ..numerics.readable import local_shard, only_our_dispatch
 from ..report.record import LOCAL_SHARD, MeshPlace, Placement
 from ..util.modules import each_module
@@ -22,7 +23,7 @@ from ..util.visible import suppressed
 
 if TYPE_CHECKING:
     from ..numerics.formats import TensorHealth
-    from ..report.record import Role
+    from ..report.record import Role, Row
 
 # A model has some hundred placements, and each is asked for in every batch: computing one takes 20 times the look-up.
 _MAX_KNOWN = 4096
@@ -217,3 +218,54 @@ def are_masked(x: Tensor, role: Role, health: TensorHealth, scores: MaskedScores
 
 def _has_only_neginf(health: TensorHealth) -> bool:
     return bool(health.num_neginf) and not health.num_nan and not health.num_posinf
+
+
+# Additive attention masks.
+
+
+def may_be_finite_mask(x: Tensor, row: Row) -> bool:
+    """Return whether the range is that of an additive mask made with the dtype's minimum in place of -inf."""
+    return (
+        row.role in ("input", "buffer") and _masks_with_lowest(x.dtype) and row.abs_max == _largest(x.dtype)
+    )
+
+
+def _masks_with_lowest(dtype: torch.dtype) -> bool:
+    """Return whether masks may hold the dtype's minimum. In 8 bits, finite tensors are full of it by saturation."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
+
+
+def is_mask(x: Tensor, health: TensorHealth) -> bool:
+    """Return whether the tensor is an additive attention mask.
+
+    A mask holds zeros and -inf, or zeros and the dtype's minimum, and nothing else. Every row has a zero, or softmax
+    would make nan of it. It comes as an argument or is a buffer; the same values in an output are the log of a zero
+    probability. Of a DTensor the local shard decides: to ask the other ranks is a communication, in which ranks that
+    see no -inf would not take part.
+    """
+    if not _may_be_mask(health, x.dtype, x.ndim):
+        return False
+    with torch.no_grad():
+        local = local_shard(x)
+        values, repeats = without_repeats((x if local is None else local).detach())
+        is_zero = values == 0
+        num_masked = health.num_neginf
+        if num_masked == 0 and _masks_with_lowest(x.dtype):
+            num_masked = repeats * int((values == -_largest(x.dtype)).sum())
+        if num_masked == 0 or health.num_zero + num_masked != health.numel:
+            return False
+        return bool(is_zero.any(dim=-1).all())
+
+
+def _may_be_mask(health: TensorHealth, dtype: torch.dtype, dims: int) -> bool:
+    return (
+        not health.num_nan
+        and not health.num_posinf
+        and bool(health.num_zero)
+        and dtype.is_floating_point
+        and dims > 0
+    )

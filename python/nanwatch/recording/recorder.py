@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from .events import Event, PeakName, RecorderEvents, Settings, Subscription, Sub
 from .frame_ring import FrameRing, PeakMagnitudes
 from .gradients import PythonGradients
 from .notes import MaskedScores
-from .observe import Observe, call_values, completed_row, observe_with, planned_rows
+from .observe import call_values, completed_row, observe_with, planned_rows
 from .walk import is_container, leaves, spell_key
 
 # A call may be watched from inside torch.compile, which follows every Python frame, also those of the recorder. With
@@ -99,7 +100,6 @@ class PythonRecorder(RecordsBackwards):
         )
         self._settings = settings
         self._observe = observe_with(settings)
-        self._sketch = observe_with(settings, sketches=True)
         self._events = events
         self._subscriptions = Subscriptions()
         self._traced = frozenset(settings.traced)
@@ -294,9 +294,8 @@ class PythonRecorder(RecordsBackwards):
         completed = False
         try:
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
-                class_name, rows, read = planned_rows(
-                    plan, tensors, node.allow_inf, self._observe_in(thread.batch)
-                )
+                observe = partial(self._observe, batch=thread.batch)
+                class_name, rows, read = planned_rows(plan, tensors, node.allow_inf, observe)
                 self._count(rows)
                 if thread.compiled is not None:
                     thread.given = (tuple(x for one in thread.compiled if (x := one()) is not None), None)
@@ -357,18 +356,13 @@ class PythonRecorder(RecordsBackwards):
         if any(map(is_fault, rows)):
             self._events.on_nonfinite(frame, caller, *thread.given)
 
-    def _observe_in(self, batch: int) -> Observe:
-        every = self._settings.sketches
-        return self._sketch if every and batch % every == 0 else self._observe
-
     def _rows(
         self, batch: int, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> tuple[list[Row], list[tuple[Role, str, Tensor]]]:
         """Return the rows of a call and their tensors."""
         values = call_values(self._settings, module, args, kwargs, output)
         values += self._thread.take_added()
-        observe = self._observe_in(batch)
-        found = [observe(x, label, role, node.allow_inf) for role, label, x in values]
+        found = [self._observe(x, label, role, node.allow_inf, batch) for role, label, x in values]
         self._count(found)
         return found, [one for one in values if isinstance(one[2], Tensor)]
 
@@ -391,7 +385,6 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Any:
         return PythonRecorder(settings, events)
     helpers = {
         "observe": observe_with(settings),
-        "sketch": observe_with(settings, sketches=True),
         "leaves": leaves,
         "is_container": is_container,
         "spell_key": spell_key,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..numerics.formats import TensorHealth
+from ..numerics.formats import Statistics, TensorHealth
 
 _CLAUSE = re.compile(r"(?P<kind>\w+(?:\([^()]*\))?) at (?P<dim>[^=,]*)=(?P<coordinate>\d+) of (?P<size>\d+)")
 _FROM = re.compile(r"from \[(?P<index>\d+(?:, \d+)*)\]")
@@ -118,7 +118,8 @@ class Record:
     (an additive mask, whose -inf is meant), "allowed inf" (as `allow_inf` says),
     "skipped step (scale 65536 → 32768)" (a gradient that no step took), "not in the step's gradients" (one that never
     reached them) or "not checked: <reason>". `fingerprint` is that of `nanwatch.fingerprint`, None without
-    `watch(fingerprints=True)`.
+    `watch(fingerprints=True)`. `statistics` are those of `nanwatch.statistics`, None without `watch(statistics=True)`
+    and for a tensor that is complex, empty or not finite.
 
     Examples:
         >>> import nanwatch, torch
@@ -140,8 +141,9 @@ class Record:
     health: TensorHealth | None = None
     note: str = ""
     fingerprint: int | None = None
+    statistics: Statistics | None = None
 
-    _left_out = ("fingerprint",)  # of a document, where it is None; see util/reading.py
+    _left_out = ("fingerprint", "statistics")  # of a document, where it is None; see util/reading.py
 
     @property
     def is_shard(self) -> bool:
@@ -181,6 +183,7 @@ class Row(NamedTuple):
     health: TensorHealth | None
     note: str
     fingerprint: int | None = None
+    statistics: Statistics | None = None
 
 
 def is_fault(row: Row) -> bool:

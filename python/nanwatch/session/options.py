@@ -118,11 +118,6 @@ def _check_flag_or_none(option: str, value: Any) -> bool | None:
     return value
 
 
-def _check_attention(option: str, value: Any) -> int:
-    """Return how many batches apart the exact readings are; 0 where attention logits are not read."""
-    return value * _ATTENTION_EVERY if isinstance(value, bool) else whole(option, value, 1, MAX_BATCH)
-
-
 def _check_enabled(option: str, value: Any) -> bool:
     """Return what the environment says, which goes before the code."""
     enabled, word = _check_flag(option, value), os.environ.get(SWITCH, "")
@@ -172,6 +167,15 @@ def _whole_from(least: int, most: int = MAX_BATCH) -> _Kind:
         lambda option, value: whole(option, value, least, most),
         {"type": int, "metavar": "N"},
     )
+
+
+def _every_or_flag(when_true: int) -> _Kind:
+    """Return the kind of a distance between batches, which is 0 for False and that number for True."""
+
+    def check(option: str, value: Any) -> int:
+        return value * when_true if isinstance(value, bool) else whole(option, value, 1, MAX_BATCH)
+
+    return _whole_from(1)._replace(check=check)
 
 
 def _choice(words: tuple[str, ...], accepted: str, *, or_callable: bool = False) -> _Kind:
@@ -252,9 +256,15 @@ class Options:
     fingerprints: bool = _option(
         False, _FLAG, "keep a hash of the bits of every tensor, with which 'nanwatch diff' compares two runs"
     )
+    statistics: int = _option(
+        False,
+        _every_or_flag(1),
+        "keep mean, rms, kurtosis and the share beyond 6 sigma of every tensor in batches 0, N, 2N, ...",
+        also="True is 1",
+    )
     attention: int = _option(
         False,
-        _Kind(_check_attention, {"type": int, "metavar": "N"}),
+        _every_or_flag(_ATTENTION_EVERY),
         "read a bound on the attention logits in every batch, and the largest ones by head in batches 0, N, 2N, ...",
         also="True is 100",
         needs="outputs=True",
