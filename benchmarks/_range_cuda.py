@@ -24,7 +24,7 @@ from _timing import Candidate, Plan, duration, interleave, machine, table, write
 from torch import Tensor
 
 import nanwatch
-from nanwatch.numerics import _ops
+from nanwatch.numerics import _extension
 
 NBYTES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30)
 QUICK_NBYTES = (1 << 20, 1 << 26)
@@ -116,9 +116,9 @@ class Floor:
 
 
 def kernel_candidates(floor: Floor | None, only: set[str]) -> dict[str, Callable[[Tensor], object]]:
-    found: dict[str, Callable[[Tensor], object]] = {"nanwatch": _ops.abs_range}
+    found: dict[str, Callable[[Tensor], object]] = {"nanwatch": _extension.abs_range}
     if "health" in only:
-        found["health"] = _ops.health
+        found["health"] = _extension.health
     if floor is not None:
         found |= {"read": floor.read, "cub": floor.cub}
     return found
@@ -179,7 +179,11 @@ def verify(xs: Iterable[Tensor], floor: Floor | None) -> None:
             wide = part.double().abs()
             low, high = min(low, wide.min().item()), max(high, wide.max().item())
             largest = max(largest, int(part.view(torch.int32).max().item()))
-        for got in (nanwatch.abs_range(x), tuple(_ops.abs_range(x).tolist()), nanwatch.tensor_health(x)[:3]):
+        for got in (
+            nanwatch.abs_range(x),
+            tuple(_extension.abs_range(x).tolist()),
+            nanwatch.tensor_health(x)[:3],
+        ):
             if tuple(got) != (low, high, True):
                 raise SystemExit(
                     f"nanwatch gives {got} where {(low, high, True)} is right: nothing was timed"

@@ -15,7 +15,7 @@ from _targets import Target
 from _timing import duration, machine, write_results
 from torch import Tensor
 
-from nanwatch.numerics import _ops
+from nanwatch.numerics import _extension
 
 TENSORS = 24
 # A bias, a LayerNorm's weight, the activations of one token: from 3 KiB to 96 KiB in bfloat16.
@@ -37,7 +37,7 @@ def frames(count: int, device: torch.device) -> list[list[Tensor]]:
 def _launches_of_each_kernel(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         x = make_input(1 << 30, dtype, 0, device)
-        for function in (_ops.abs_range, _ops.health):
+        for function in (_extension.abs_range, _extension.health):
             function(x)
             function(x)
     torch.cuda.synchronize()
@@ -60,11 +60,11 @@ def main() -> None:
         return
     made = frames(16, device)
     for frame in made:
-        for row, x in zip(_ops.abs_ranges(frame).tolist(), frame, strict=True):
+        for row, x in zip(_extension.abs_ranges(frame).tolist(), frame, strict=True):
             wide = x.double().abs()
             if row[:2] != [wide.min().item(), wide.max().item()]:
                 raise SystemExit(f"a frame's row is {row[:2]} where torch finds otherwise: nothing was timed")
-    seconds = kernel_seconds(_ops.abs_ranges, made, 200)
+    seconds = kernel_seconds(_extension.abs_ranges, made, 200)
     target = Target("frame of 24 small tensors, us", "<= 8", f"{seconds * 1e6:#.3g}", seconds <= WANTED, "")
     print(f"24 tensors, {sum(x.nbytes for x in made[0]) >> 10} KiB: {duration(seconds)} in kernels")
     print(f"{target.name}: wanted {target.wanted}, found {target.found}")

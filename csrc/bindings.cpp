@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include <cstring>
 #include <map>
 
 #include "bindings.h"
@@ -17,8 +18,8 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
-// Set by `bind`: the named tuples that are returned, and the same functions through the dispatcher, for everything but
-// a plain tensor.
+// Set by `bind`: the named tuples that are returned, and the same functions in Python, for everything but a plain
+// tensor.
 struct Result {
   PyTypeObject* type = nullptr;
   PyObject* fallback = nullptr;
@@ -114,39 +115,9 @@ PyObject* tensor_health(PyObject*, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef tensor_health_def = {
-    "tensor_health", tensor_health, METH_O,
-    "tensor_health(x, /)\n--\n\n"
-    // The text is that of python/nanwatch/numerics/ranges.py.
-    R"(Return range, counts and the index of the first non-finite element of `x`, in one pass and with one sync.
-
-A complex element is finite when its parts are; the rest is judged by its modulus, an
-infinite one counts in `num_posinf`. Raises TypeError as `abs_range` does.
-
-Examples:
-    >>> import nanwatch, torch
-    >>> health = nanwatch.tensor_health(torch.tensor([[0.0, 1e-40], [torch.inf, 3.0]]))
-    >>> health.abs_max, health.finite_abs_max, health.first_nonfinite
-    (inf, 3.0, (1, 0)))"};
-
-PyMethodDef abs_range_def = {
-    "abs_range", abs_range, METH_O,
-    "abs_range(x, /)\n--\n\n"
-    // The text is that of python/nanwatch/numerics/ranges.py.
-    R"(Return `(abs_min, abs_max, isfinite)` of |x| over all elements of `x`, in one pass and with one sync.
-
-Equal to `x.abs().min()`, `x.abs().max()` and `torch.isfinite(x).all()`, as a float, a float and a bool:
-one nan makes both ends nan. Any shape and layout; floating point down to float8, integers (unsigned
-magnitude), bool (0 and 1) and complex (modulus). An empty tensor gives `(inf, 0.0, True)`, a DTensor the
-range of its local shard.
-
-Raises TypeError when `x` is not a tensor or has no values to read (meta, FakeTensor, inside functorch
-transforms, freed storage, packed dtypes).
-
-Examples:
-    >>> import nanwatch, torch
-    >>> nanwatch.abs_range(torch.tensor([-3.0, 0.5]))
-    AbsRange(abs_min=0.5, abs_max=3.0, isfinite=True))"};
+// `bind` gives both their docstrings.
+PyMethodDef abs_range_def = {"abs_range", abs_range, METH_O, nullptr};
+PyMethodDef tensor_health_def = {"tensor_health", tensor_health, METH_O, nullptr};
 
 std::map<std::string, std::string> build_info() {
   std::map<std::string, std::string> info;
@@ -168,12 +139,16 @@ bool cuda_compiled() {
 #endif
 }
 
-void bind_result(Result* result, const py::type& type, const py::function& fallback) {
+// Lets a function return this named tuple, and describe itself as its fallback in Python does.
+void bind_result(Result* result, PyMethodDef* definition, const py::type& type, const py::function& fallback) {
   auto* candidate = reinterpret_cast<PyTypeObject*>(type.ptr());
   if (!PyType_IsSubtype(candidate, &PyTuple_Type)) throw py::type_error("bind: expected a named tuple type");
   Py_INCREF(candidate);
   Py_INCREF(fallback.ptr());
-  *result = {candidate, fallback.ptr(), nullptr};  // for good: Python binds once, at import
+  // For good: Python binds once, at import.
+  *result = {candidate, fallback.ptr(), nullptr};
+  const std::string text = py::str(py::module_::import("inspect").attr("getdoc")(fallback));
+  definition->ml_doc = strdup((std::string(definition->ml_name) + "(x, /)\n--\n\n" + text).c_str());
 }
 
 // In C++ no other thread comes in between: see _extension.instances_of.
@@ -196,11 +171,12 @@ PYBIND11_MODULE(_C, m) {
       "bind",
       [](const py::type& range_type, const py::function& range_fallback, const py::type& health_type,
          const py::function& health_fallback) {
-        bind_result(&range_result, range_type, range_fallback);
-        bind_result(&health_result, health_type, health_fallback);
+        bind_result(&range_result, &abs_range_def, range_type, range_fallback);
+        bind_result(&health_result, &tensor_health_def, health_type, health_fallback);
       },
       py::arg("range_type"), py::arg("range_fallback"), py::arg("health_type"), py::arg("health_fallback"),
-      "Sets what abs_range and tensor_health return, and the functions that serve what they do not.");
+      "Sets what abs_range and tensor_health return, and the functions that serve what they do not and have the text "
+      "that describes them.");
   m.def("cpu_capabilities", &cpu_capabilities, "Instruction sets this machine can run, widest last.");
   m.def("cpu_capability", &cpu_capability, "The instruction set in force.");
   m.def("cpu_capability_warning", &cpu_capability_warning, "Not empty if NANWATCH_CPU could not be honoured.");

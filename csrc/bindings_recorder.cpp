@@ -62,13 +62,14 @@ void bind_recorder(py::module_& m) {
       .def(py::init([](py::object events, py::object frame_type, const py::dict& helpers, size_t max_frames,
                        int64_t every, std::vector<int64_t> traced, bool weights, bool buffers, bool inputs,
                        bool outputs, int64_t reread_weights, bool verify_hits, bool measure_time, bool gradients,
-                       bool counts, bool fingerprints, int64_t sketches, const std::string& check) {
-             const Options options{check_of(check), weights,      buffers,   inputs, outputs,      reread_weights,
-                                   verify_hits,     measure_time, gradients, counts, fingerprints, sketches};
+                       bool counts, bool fingerprints, int64_t sketches, int64_t statistics, const std::string& check) {
+             const Options options{check_of(check), weights,     buffers,      inputs,    outputs,
+                                   reread_weights,  verify_hits, measure_time, gradients, counts,
+                                   fingerprints,    sketches,    statistics};
              auto recorder = std::make_unique<CallRecorder>(
                  options,
-                 Helpers{helpers["observe"], helpers["sketch"], helpers["leaves"], helpers["is_container"],
-                         helpers["spell_key"], helpers["completed_row"]},
+                 Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"], helpers["spell_key"],
+                         helpers["completed_row"]},
                  std::move(events), std::move(frame_type), max_frames, every, std::move(traced));
              if (gradients) recorder->set_gradients(std::make_unique<GradientRecorder>(recorder.get(), options));
              return recorder;
@@ -76,7 +77,8 @@ void bind_recorder(py::module_& m) {
            py::kw_only(), py::arg("events"), py::arg("frame_type"), py::arg("helpers"), py::arg("max_frames"),
            py::arg("every"), py::arg("traced"), py::arg("weights"), py::arg("buffers"), py::arg("inputs"),
            py::arg("outputs"), py::arg("reread_weights"), py::arg("verify_hits"), py::arg("measure_time"),
-           py::arg("gradients"), py::arg("counts"), py::arg("fingerprints"), py::arg("sketches"), py::arg("check"))
+           py::arg("gradients"), py::arg("counts"), py::arg("fingerprints"), py::arg("sketches"), py::arg("statistics"),
+           py::arg("check"))
       .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("module"), py::arg("observed"),
            py::arg("allow_inf"))
       .def("frames", &CallRecorder::frames)

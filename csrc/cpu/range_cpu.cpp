@@ -127,11 +127,7 @@ void health_cpu(const View& view, double* row) {
     Health<F> health;
     health.range = bits.range.narrow<F>();
     health.finite = bits.finite.narrow<F>();
-    health.num_nan = bits.num_nan * walk.repeats;
-    health.num_posinf = bits.num_posinf * walk.repeats;
-    health.num_neginf = bits.num_neginf * walk.repeats;
-    health.num_zero = bits.num_zero * walk.repeats;
-    health.num_subnormal = bits.num_subnormal * walk.repeats;
+    health.HealthCounts::merge(bits.times(walk.repeats));
     if (bits.num_nonfinite() > 0) health.first_nonfinite = first_nonfinite<F>(view);
     health.write(row);
   });

@@ -26,18 +26,13 @@ struct RangeBits {
 
 // Health accumulator of every format, order-free: where the first non-finite element stands is looked for afterwards,
 // only when there is one.
-struct HealthBits {
+struct HealthBits : HealthCounts {
   RangeBits range, finite;
-  int64_t num_nan = 0, num_posinf = 0, num_neginf = 0, num_zero = 0, num_subnormal = 0;
 
   void merge(const HealthBits& other) {
     range.merge(other.range);
     finite.merge(other.finite);
-    num_nan += other.num_nan;
-    num_posinf += other.num_posinf;
-    num_neginf += other.num_neginf;
-    num_zero += other.num_zero;
-    num_subnormal += other.num_subnormal;
+    HealthCounts::merge(other);
   }
 
   int64_t num_nonfinite() const { return num_nan + num_posinf + num_neginf; }
@@ -50,11 +45,17 @@ struct Plane {
 };
 
 constexpr int kNumFormats = 18;
+// Elements of a block whose powers are summed: it lies in the first cache by then, and its numbers fit on the stack.
+constexpr int64_t kPowerSumsBlock = 4096;
 
 struct KernelTable {
   const char* name;
   void (*range[kNumFormats])(const Plane&, RangeBits*);
   void (*health[kNumFormats])(const Plane&, HealthBits*);
+  // Of one block; see power_sums_impl.h. With a range the sums are right if all elements are finite and the largest is
+  // within 2^20 times 1 / scale, above or below.
+  void (*power_sums[kNumFormats])(const Plane& block, double scale, double* sums, RangeBits* range);
+  int64_t (*beyond[kNumFormats])(const Plane& block, double mean, double limit);
   void (*fingerprint)(const char* blocks, int64_t count, uint64_t index, const FingerprintKeys&, const char* end,
                       uint64_t* sum);
 };

@@ -3,6 +3,7 @@
 
 #include "cpu/fingerprint_loop_impl.h"
 #include "cpu/health_loop_impl.h"
+#include "cpu/power_sums_impl.h"
 
 namespace nanwatch {
 namespace {
@@ -18,7 +19,12 @@ constexpr KernelTable make_kernels(const char* name) {
         kernel<S, Format::u8>, kernel<S, Format::i8>, kernel<S, Format::u16>, kernel<S, Format::i16>,  \
         kernel<S, Format::u32>, kernel<S, Format::i32>, kernel<S, Format::u64>, kernel<S, Format::i64> \
   }
-  return KernelTable{name, NANWATCH_ALL(range_plane), NANWATCH_ALL(health_plane), fingerprint_blocks<S>};
+  return KernelTable{name,
+                     NANWATCH_ALL(range_plane),
+                     NANWATCH_ALL(health_plane),
+                     NANWATCH_ALL(power_sums),
+                     NANWATCH_ALL(count_beyond),
+                     fingerprint_blocks<S>};
 #undef NANWATCH_ALL
 }
 

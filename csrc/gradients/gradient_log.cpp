@@ -210,19 +210,20 @@ bool GradientLog::open(int64_t task) {
   return true;
 }
 
-PyObject* GradientLog::row_from_python(const at::Tensor& gradient, Labels::Id label) {
+PyObject* GradientLog::row_from_python(const at::Tensor& gradient, Labels::Id label, int64_t batch) {
   const py::gil_scoped_acquire lock;
   if (sink_ == nullptr) return nullptr;
   const OutsideCompiler outside;
   const std::string text = sink_->label_text(label);
   const py::object wrapped = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
-  PyObject* row =
-      wrapped ? PyObject_CallFunction(observe_.ptr(), "Oss", wrapped.ptr(), text.c_str(), "gradient") : nullptr;
+  PyObject* row = wrapped ? PyObject_CallFunction(observe_.ptr(), "OssOL", wrapped.ptr(), text.c_str(), "gradient",
+                                                  Py_False, static_cast<long long>(batch))
+                          : nullptr;
   if (row == nullptr && !show_error()) throw_error();
   return row;
 }
 
-Finite GradientLog::read(const at::Tensor& gradient, RowData* row, int64_t* bytes) {
+Finite GradientLog::read(const at::Tensor& gradient, int64_t batch, RowData* row, int64_t* bytes) {
   View view{};
   const bool is_plain = plain_view(gradient, &view) && view.dims <= 255;
   if (is_plain) {
@@ -230,9 +231,10 @@ Finite GradientLog::read(const at::Tensor& gradient, RowData* row, int64_t* byte
     row->range = reader_(view);
     row->dtype = int8_t(gradient.scalar_type());
     row->dims = uint8_t(view.dims);
-    if (row->range.isfinite && !options_.needs_python(gradient)) return Finite::yes;
+    const bool is_pythons = options_.is_pythons(Role::gradient, batch) || options_.needs_python(gradient);
+    if (row->range.isfinite && !is_pythons) return Finite::yes;
   }
-  row->python = row_from_python(gradient, row->label);
+  row->python = row_from_python(gradient, row->label, batch);
   if (row->python == nullptr) return Finite::unknown;
   const py::gil_scoped_acquire lock;
   // A sum in the leaf of a sparse gradient, or of one on a device, is judged by this alone.
@@ -276,7 +278,8 @@ GradientLog::Known GradientLog::on_gradient(const at::Tensor& gradient, const Pl
       known_pending = known.pending;
     }
   }
-  const PendingRowPtr pending = enqueue_read(gradient);
+  const int64_t batch = users[0].call->batch;
+  const PendingRowPtr pending = options_.is_pythons(Role::gradient, batch) ? nullptr : enqueue_read(gradient);
   if (known_pending != nullptr) {
     const std::lock_guard<std::mutex> lock(mutex);
     Backward* const backward = find(task);
@@ -291,7 +294,7 @@ GradientLog::Known GradientLog::on_gradient(const at::Tensor& gradient, const Pl
     row.dtype = int8_t(gradient.scalar_type());
     row.dims = uint8_t(gradient.dim());
   } else {
-    finite = read(gradient, &row, &bytes);
+    finite = read(gradient, batch, &row, &bytes);
     if (finite == Finite::unknown && row.python == nullptr) return {};
   }
   {

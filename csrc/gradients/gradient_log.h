@@ -87,8 +87,8 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   // Sends a gradient on a device to be read; null where that is not to be had.
   PendingRowPtr enqueue_read(const at::Tensor& gradient);
   // Fills the row. After an error that was reported, the row is unknown and not Python's.
-  Finite read(const at::Tensor& gradient, RowData* row, int64_t* bytes);
-  PyObject* row_from_python(const at::Tensor& gradient, Labels::Id label);
+  Finite read(const at::Tensor& gradient, int64_t batch, RowData* row, int64_t* bytes);
+  PyObject* row_from_python(const at::Tensor& gradient, Labels::Id label, int64_t batch);
 
   GradientSink* sink_;  // used under the interpreter lock
   pybind11::object observe_;

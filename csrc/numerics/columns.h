@@ -21,15 +21,21 @@ enum Column : int {
 };
 }  // namespace column
 
+// A row of the statistics operator: behind a range, what a finite tensor with elements has besides.
+namespace statistics_column {
+enum StatisticsColumn : int { mean = column::isfinite + 1, rms, kurtosis, far };
+}  // namespace statistics_column
+
+constexpr int kStatisticsColumns = statistics_column::far + 1;
 constexpr int kRangeColumns = column::isfinite + 1;
 constexpr int kHealthColumns = column::first_nonfinite + 1;
 constexpr int kDeviceColumns = column::is_mask + 1;
 
 // A row of a frame as a Python tuple; python/nanwatch/report/record.py has the same order.
 namespace row_item {
-enum RowItem : int { label, role, shape, dtype, abs_min, abs_max, isfinite, health, note, fingerprint };
+enum RowItem : int { label, role, shape, dtype, abs_min, abs_max, isfinite, health, note, fingerprint, statistics };
 }  // namespace row_item
 
-constexpr int kRowItems = row_item::fingerprint + 1;
+constexpr int kRowItems = row_item::statistics + 1;
 
 }  // namespace nanwatch

@@ -57,13 +57,29 @@ struct Range {
   NANWATCH_HD void write(double* out) const { row().write(out); }
 };
 
+// Counts of a tensor's health.
+struct HealthCounts {
+  int64_t num_nan = 0, num_posinf = 0, num_neginf = 0, num_zero = 0, num_subnormal = 0;
+
+  NANWATCH_HD void merge(const HealthCounts& other) {
+    num_nan += other.num_nan;
+    num_posinf += other.num_posinf;
+    num_neginf += other.num_neginf;
+    num_zero += other.num_zero;
+    num_subnormal += other.num_subnormal;
+  }
+
+  NANWATCH_HD HealthCounts times(int64_t n) const {
+    return {num_nan * n, num_posinf * n, num_neginf * n, num_zero * n, num_subnormal * n};
+  }
+};
+
 template <Format F>
-struct Health {
+struct Health : HealthCounts {
   using Word = typename Codes<F>::Word;
   static constexpr int64_t kNone = INT64_MAX;
   Range<F> range;
   Range<F> finite;
-  int64_t num_nan = 0, num_posinf = 0, num_neginf = 0, num_zero = 0, num_subnormal = 0;
   int64_t first_nonfinite = kNone;  // position in C order
 
   NANWATCH_HD void update(Word word, int64_t position) {
@@ -88,11 +104,7 @@ struct Health {
   NANWATCH_HD void merge(const Health& other) {
     range.merge(other.range);
     finite.merge(other.finite);
-    num_nan += other.num_nan;
-    num_posinf += other.num_posinf;
-    num_neginf += other.num_neginf;
-    num_zero += other.num_zero;
-    num_subnormal += other.num_subnormal;
+    HealthCounts::merge(other);
     if (other.first_nonfinite < first_nonfinite) first_nonfinite = other.first_nonfinite;
   }
 

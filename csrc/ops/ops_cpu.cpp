@@ -1,4 +1,4 @@
-// The operators' CPU kernels. The schemas and their fakes are in python/nanwatch/numerics/_ops.py.
+// The operators' CPU kernels. The schemas and their fakes are in python/nanwatch/numerics/_extension.py.
 #include <torch/library.h>
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 
 #include "cpu/exponents_cpu.h"
 #include "cpu/fingerprint_cpu.h"
+#include "cpu/statistics_cpu.h"
 #include "ops/readable.h"
 
 namespace nanwatch {
@@ -42,6 +43,14 @@ at::Tensor health(const at::Tensor& x) {
   if (!readable.native) return reference("nanwatch::health", x);
   at::Tensor row = at::empty({kHealthColumns}, at::kDouble);
   health_cpu(readable.view(), row.mutable_data_ptr<double>());
+  return row;
+}
+
+at::Tensor statistics(const at::Tensor& x) {
+  const Readable readable(x, "statistics", true);
+  if (!readable.native) return reference("nanwatch::statistics", x);
+  at::Tensor row = at::empty({kStatisticsColumns}, at::kDouble);
+  statistics_cpu(readable.view(), row.mutable_data_ptr<double>());
   return row;
 }
 
@@ -87,6 +96,12 @@ std::tuple<at::Tensor, at::Tensor> range_and_fingerprint(const at::Tensor& x) {
   return {values, as_scalar(sealed_fingerprint(row.blocks, int64_t(view.format), view.dims, view.sizes))};
 }
 
+// The conjugate and negative bits do not change a magnitude: without these the dispatcher would copy the tensor.
+void fall_through(torch::Library& m) {
+  for (const char* const name : {"abs_range", "abs_ranges", "health", "statistics", "exponent_histogram", "count_from"})
+    m.impl(name, torch::CppFunction::makeFallthrough());
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
@@ -95,25 +110,17 @@ TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("abs_range", abs_range);
   m.impl("abs_ranges", abs_ranges);
   m.impl("health", health);
+  m.impl("statistics", statistics);
   m.impl("exponent_histogram", exponent_histogram);
   m.impl("count_from", count_from);
 }
 
-// The conjugate and negative bits do not change a magnitude: without these the dispatcher would copy the tensor.
 TORCH_LIBRARY_IMPL(nanwatch, Conjugate, m) {
-  m.impl("abs_range", torch::CppFunction::makeFallthrough());
-  m.impl("abs_ranges", torch::CppFunction::makeFallthrough());
-  m.impl("health", torch::CppFunction::makeFallthrough());
-  m.impl("exponent_histogram", torch::CppFunction::makeFallthrough());
-  m.impl("count_from", torch::CppFunction::makeFallthrough());
+  fall_through(m);
 }
 
 TORCH_LIBRARY_IMPL(nanwatch, Negative, m) {
-  m.impl("abs_range", torch::CppFunction::makeFallthrough());
-  m.impl("abs_ranges", torch::CppFunction::makeFallthrough());
-  m.impl("health", torch::CppFunction::makeFallthrough());
-  m.impl("exponent_histogram", torch::CppFunction::makeFallthrough());
-  m.impl("count_from", torch::CppFunction::makeFallthrough());
+  fall_through(m);
 }
 
 }  // namespace nanwatch

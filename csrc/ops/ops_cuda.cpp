@@ -1,4 +1,4 @@
-// The operators' CUDA kernels. The schemas and their fakes are in python/nanwatch/numerics/_ops.py.
+// The operators' CUDA kernels. The schemas and their fakes are in python/nanwatch/numerics/_extension.py.
 //
 // No CUDA header here: this file compiles against a torch without CUDA too, so that one build serves both. The device
 // and its current stream come from torch's device-neutral guard, the kernels from range_cuda.h.

@@ -89,9 +89,8 @@ bool CallObserver::excuse(Labels::Id label, Role role, FrameData* frame) {
 bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame) {
   const OutsideCompiler outside;
   const py::object text = from_utf8(labels_.text(label)), role_text = from_utf8(role_name(role));
-  const py::object& observe = options_.is_sketched(role, frame->batch) ? helpers_.sketch : helpers_.observe;
-  PyObject* row =
-      PyObject_CallFunctionObjArgs(observe.ptr(), value, text.ptr(), role_text.ptr(), node.allow_inf.ptr(), nullptr);
+  PyObject* row = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
+                                               node.allow_inf.ptr(), py::int_(frame->batch).ptr(), nullptr);
   if (row == nullptr) return excuse(label, role, frame);
   frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotPending, {}, row});
   frame->has_nonfinite |= is_nonfinite(frame->rows.back());
@@ -104,9 +103,9 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
     frame->candidates->push_back({THPVariable_Unpack(object), label, role});
   if (frame->reads_all) memory = Memory::none;
   View view;
-  const bool is_sketched = options_.is_sketched(role, frame->batch), may_wait = may_be_pending_ && !is_sketched;
+  const bool is_pythons = options_.is_pythons(role, frame->batch), may_wait = may_be_pending_ && !is_pythons;
   if (may_wait && table_ != nullptr && device_tensor(object, label, role, memory, slot, frame)) return true;
-  if (is_sketched || (!may_be_pending_ && options_.needs_python(THPVariable_Unpack(object))) ||
+  if (is_pythons || (!may_be_pending_ && options_.needs_python(THPVariable_Unpack(object))) ||
       !plain_view(object, &view) || view.dims > 255) {
     // The first tensor of a device: until then the devices cost nothing.
     if (may_wait && table_ == nullptr && meets_device(object) &&

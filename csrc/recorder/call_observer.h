@@ -44,9 +44,12 @@ struct Options {
   bool counts = false;        // every row is Python's, with the counts of its tensor
   bool fingerprints = false;  // every row has the hash of its tensor's bits
   int64_t sketches = 0;       // in every batch of this many, Python projects the outputs; 0: in none
+  int64_t statistics = 0;     // in every batch of this many, every row is Python's, with the statistics of its tensor
 
-  bool is_sketched(Role role, int64_t batch) const {
-    return role == Role::output && sketches > 0 && batch % sketches == 0;
+  // Returns whether Python makes the rows of this role in this batch.
+  bool is_pythons(Role role, int64_t batch) const {
+    return (role == Role::output && sketches > 0 && batch % sketches == 0) ||
+           (statistics > 0 && batch % statistics == 0);
   }
   // A device makes ranges only.
   bool may_be_pending() const { return !counts && !fingerprints; }
@@ -57,8 +60,7 @@ struct Options {
 };
 
 struct Helpers {
-  pybind11::object observe;       // (value, label, role, allow_inf) -> Row
-  pybind11::object sketch;        // the same, of an output that is projected
+  pybind11::object observe;       // (value, label, role, allow_inf, batch) -> Row
   pybind11::object leaves;        // (value, label) -> [(label, leaf)]
   pybind11::object is_container;  // (type) -> bool: may `leaves` find anything inside
   pybind11::object spell_key;     // (key) -> str

@@ -236,23 +236,28 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, P
   return output.release().ptr();
 }
 
-bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs,
-                          PyObject* output) {
-  Node& node = *nodes_[size_t(index)];
+// Begins the thread's frame of a call. The tensors that may get gradients are added to `candidates`.
+FrameData& CallRecorder::begin_frame(Thread& thread, int32_t index, std::vector<GradientCandidate>* candidates) {
   FrameData& frame = thread.frame;
-  std::vector<GradientCandidate> candidates;  // of this call: while it is observed, other threads may make calls
-  const Recording recording(&thread);
   frame.batch = thread.batch;
   frame.node = index;
   frame.recomputed = thread.recomputed;
   frame.pending.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
-  if (tracks_gradients()) frame.candidates = &candidates;
+  if (tracks_gradients()) frame.candidates = candidates;
+  return frame;
+}
+
+bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs,
+                          PyObject* output) {
+  std::vector<GradientCandidate> candidates;  // of this call: while it is observed, other threads may make calls
+  const Recording recording(&thread);
+  FrameData& frame = begin_frame(thread, index, &candidates);
   std::vector<AddedOutput> added;
   for (; !thread.added.empty() && thread.added.back().depth > thread.nodes.size(); thread.added.pop_back())
     added.insert(added.begin(), std::move(thread.added.back()));
   if (!added.empty()) frame.added = &added;
-  const bool done = observer_.observe(node, module, args, kwargs, output, thread.nodes.empty(), &frame);
-  if (!done) return false;
+  if (!observer_.observe(*nodes_[size_t(index)], module, args, kwargs, output, thread.nodes.empty(), &frame))
+    return false;
   const int32_t caller = thread.nodes.empty() ? int32_t(kNoCaller) : thread.nodes.back();
   follow_gradients(thread, std::move(candidates), index, caller, nullptr);
   return finish(thread, caller);
@@ -366,12 +371,13 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
     const char* role = role_name(row.role);
     if (row.note != Note::none) {
       rows.append(make_row({py::str(label), py::str(role), py::none(), py::str(""), py::none(), py::none(), py::none(),
-                            py::none(), py::str(notes[int(row.note)]), py::none()}));
+                            py::none(), py::str(notes[int(row.note)]), py::none(), py::none()}));
       continue;
     }
-    rows.append(make_row({py::str(label), py::str(role), shape_of(frame, row), py::str(dtype_name(row)),
-                          py::float_(row.range.abs_min), py::float_(row.range.abs_max), py::bool_(row.range.isfinite),
-                          py::none(), py::str(""), fingerprinted ? fingerprint_of(frame, row) : py::none()}));
+    rows.append(
+        make_row({py::str(label), py::str(role), shape_of(frame, row), py::str(dtype_name(row)),
+                  py::float_(row.range.abs_min), py::float_(row.range.abs_max), py::bool_(row.range.isfinite),
+                  py::none(), py::str(""), fingerprinted ? fingerprint_of(frame, row) : py::none(), py::none()}));
   }
   return frame_type_(frame.batch, node.name, node.class_name, rows, frame.recomputed, phases[int(frame.phase)]);
 }

@@ -130,6 +130,7 @@ class CallRecorder {
   void meet(Node& node, PyObject* module);
   bool begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs);
   bool end_batch(Thread& thread, bool completed);
+  FrameData& begin_frame(Thread& thread, int32_t index, std::vector<GradientCandidate>* candidates);
   bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
   void follow_gradients(const Thread& thread, std::vector<GradientCandidate> candidates, int32_t index, int32_t caller,
                         std::shared_ptr<const void>* keep);

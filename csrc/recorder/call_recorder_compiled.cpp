@@ -122,17 +122,12 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
   const auto look = [&] {
     std::vector<GradientCandidate> candidates;
     const Recording recording(&thread);
-    FrameData& frame = thread.frame;
-    frame.batch = thread.batch;
-    frame.node = int32_t(index);
-    frame.recomputed = thread.recomputed;
+    FrameData& frame = begin_frame(thread, int32_t(index), &candidates);
     const std::shared_ptr<Node::Plan> plan = observer_.plan_of(node, text);
     if (node.class_name != plan->class_name) {
       node.class_name = plan->class_name;
       node.type = nullptr;
     }
-    frame.pending.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
-    if (tracks_gradients()) frame.candidates = &candidates;
     if (!observer_.observe_compiled(node, *plan, tensors, &frame)) return false;
     follow_gradients(thread, std::move(candidates), int32_t(index), int32_t(caller), &node.compiled_call);
     return finish(thread, int32_t(caller));

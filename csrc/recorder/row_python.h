@@ -160,7 +160,7 @@ inline std::optional<std::string> excuse_error() {
 inline PyObject* unread_row(const std::string& label, Role role, const std::string& reason) {
   const pybind11::none none;
   return make_row({from_utf8(label), pybind11::str(role_name(role)), none, pybind11::str(""), none, none, none, none,
-                   from_utf8("not checked: " + reason), none})
+                   from_utf8("not checked: " + reason), none, none})
       .release()
       .ptr();
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpu/exponents_cpu.h"
+#include "cpu/statistics_cpu.h"
 #include "cpu/fingerprint_cpu.h"
 #include "cpu/parallel.h"
 
@@ -81,7 +82,7 @@ Number* numbers(const Tensor& x) {
   return static_cast<Number*>(x.mutable_data_ptr());
 }
 
-// Calls the operator that python/nanwatch/numerics/_ops.py defines over the reference for this.
+// Calls the operator that python/nanwatch/numerics/_extension.py defines over the reference for this.
 template <typename... Arguments>
 Tensor reference(const char* op, const Arguments&... arguments) {
   std::array<StableIValue, sizeof...(Arguments)> stack{stable::from(arguments)...};
@@ -114,6 +115,14 @@ Tensor health(const Tensor& x) {
   if (!view.has_value()) return reference("nanwatch::reference_health", x);
   Tensor row = filled({kHealthColumns}, ScalarType::Double);
   health_cpu(*view, numbers<double>(row));
+  return row;
+}
+
+Tensor statistics(const Tensor& x) {
+  const std::optional<View> view = view_of(x, "statistics");
+  if (!view.has_value()) return reference("nanwatch::reference_statistics", x);
+  Tensor row = filled({kStatisticsColumns}, ScalarType::Double);
+  statistics_cpu(*view, numbers<double>(row));
   return row;
 }
 
@@ -152,6 +161,7 @@ STABLE_TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("abs_range", TORCH_BOX(&abs_range));
   m.impl("abs_ranges", TORCH_BOX(&abs_ranges));
   m.impl("health", TORCH_BOX(&health));
+  m.impl("statistics", TORCH_BOX(&statistics));
   m.impl("exponent_histogram", TORCH_BOX(&exponent_histogram));
   m.impl("count_from", TORCH_BOX(&count_from));
   m.impl("fingerprint", TORCH_BOX(&fingerprint));

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from .numerics.formats import AbsRange, TensorHealth
 from .recording.events import RecorderEvents
-from .recording.masked_scores import MaskedScores
+from .recording.notes import MaskedScores
 from .report.record import FrameRows, Row
 
 def abs_range(x: Tensor, /) -> AbsRange: ...

@@ -16,8 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ._version import __version__
-from .numerics import _extension as _extension
-from .numerics import _ops as _ops  # torch.ops.nanwatch.*
+from .numerics import _extension as _extension  # torch.ops.nanwatch.*
 
 if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
     )
     from .numerics.exponents import ExponentHistogram, exponent_histogram
     from .numerics.fit import Fit, narrowest, would_fit
-    from .numerics.formats import AbsRange, TensorHealth
-    from .numerics.ranges import abs_range, abs_ranges, fingerprint, tensor_health
+    from .numerics.formats import AbsRange, Statistics, TensorHealth
+    from .numerics.ranges import abs_range, abs_ranges, fingerprint, statistics, tensor_health
     from .precision.precision import fp32_modules, run_in_fp32
     from .report.finding import Cure, Finding
     from .report.record import Frame, Record
@@ -63,8 +62,8 @@ else:
         ),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
         "numerics.fit": ("Fit", "narrowest", "would_fit"),
-        "numerics.formats": ("AbsRange", "TensorHealth"),
-        "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "tensor_health"),
+        "numerics.formats": ("AbsRange", "Statistics", "TensorHealth"),
+        "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "statistics", "tensor_health"),
         "precision.precision": ("fp32_modules", "run_in_fp32"),
         "report.finding": ("Cure", "Finding"),
         "report.record": ("Frame", "Record"),
@@ -103,6 +102,7 @@ __all__ = [
     "NonFiniteError",
     "Record",
     "Report",
+    "Statistics",
     "TensorHealth",
     "Trace",
     "TraceError",
@@ -122,6 +122,7 @@ __all__ = [
     "replay",
     "run_in_fp32",
     "span",
+    "statistics",
     "tensor_health",
     "twice",
     "unpatch_transformers",

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 import nanwatch
 from nanwatch.cli.script import ModelFinder
-from nanwatch.instrumentation.compile import dynamo, ops
+from nanwatch.instrumentation.compile import dynamo, operators
 from nanwatch.session.api import watch
 from support.toys import Scale, mlp, names
 
@@ -342,8 +342,8 @@ def test_the_operators_keep_the_rules(device: str) -> None:
         pytest.skip("no CUDA device")
     x = torch.randn(3, 2, device=device, requires_grad=True)
     sequence = torch.zeros(1, dtype=torch.int64)
-    torch.library.opcheck(ops.begin_, (sequence, 10**6, 0, [x]))
-    torch.library.opcheck(ops.record_, (sequence, 10**6, 0, -1, "Linear\not output", [x]))
+    torch.library.opcheck(operators.begin_, (sequence, 10**6, 0, [x]))
+    torch.library.opcheck(operators.record_, (sequence, 10**6, 0, -1, "Linear\not output", [x]))
 
 
 def test_a_module_that_nobody_watches_is_none_of_its_business() -> None:

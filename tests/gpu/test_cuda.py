@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nanwatch
-from nanwatch.numerics import _extension, _ops, _reference
+from nanwatch.numerics import _extension, _reference
 
 
 def _missing() -> str:
@@ -54,19 +54,21 @@ def test_any_bits_of_any_dtype(cuda: torch.device, dtype: torch.dtype, count: in
     """Rows made on the GPU equal the reference's rows of the same bits on the CPU."""
     if dtype.is_complex:  # its modulus is rounded by each device's own hypot: plain numbers, and a tolerance
         x = torch.randn(max(count, 1), dtype=torch.complex64).to(dtype)
-        assert torch.allclose(_ops.abs_range(x.to(cuda)).cpu(), _reference.abs_range(x), rtol=1e-6, atol=0)
+        assert torch.allclose(
+            _extension.abs_range(x.to(cuda)).cpu(), _reference.abs_range(x), rtol=1e-6, atol=0
+        )
         return
     x = any_bits(dtype, count)
     on_gpu = x.to(cuda)
-    assert same(_ops.abs_range(on_gpu), _reference.abs_range(x))
-    assert same(_ops.health(on_gpu), _reference.health(x))
+    assert same(_extension.abs_range(on_gpu), _reference.abs_range(x))
+    assert same(_extension.health(on_gpu), _reference.health(x))
 
 
 def test_many_tensors_many_dtypes(cuda: torch.device) -> None:
     """One call over more tensors than a launch takes, of mixed dtypes, keeps every row in its place."""
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.float8_e4m3fn, torch.complex64]
     xs = [any_bits(dtypes[i % 5], i % 300) for i in range(2500)] + [torch.tensor([3 + 4j])]
-    assert same(_ops.abs_ranges([x.to(cuda) for x in xs]), every_row(xs))
+    assert same(_extension.abs_ranges([x.to(cuda) for x in xs]), every_row(xs))
 
 
 @pytest.mark.parametrize(
@@ -86,8 +88,8 @@ def test_views(cuda: torch.device, view: Callable[[torch.Tensor], torch.Tensor])
     """Views are read in place and give what their copy gives."""
     x = any_bits(torch.float32, 64 * 65).view(64, 65)
     on_gpu = view(x.to(cuda))
-    assert same(_ops.abs_range(on_gpu), _reference.abs_range(view(x)))
-    assert same(_ops.health(on_gpu), _reference.health(view(x)))
+    assert same(_extension.abs_range(on_gpu), _reference.abs_range(view(x)))
+    assert same(_extension.health(on_gpu), _reference.health(view(x)))
 
 
 @pytest.mark.parametrize("row_bytes", [24, 32, 512, 1040, 8192, 20_000, 70_000])
@@ -97,8 +99,8 @@ def test_rows(cuda: torch.device, row_bytes: int, start: int) -> None:
     columns = row_bytes // 2
     x = any_bits(torch.bfloat16, (4_000_000 // row_bytes) * (columns + 24)).view(-1, columns + 24)
     view, on_gpu = x[:, start : start + columns], x.to(cuda)[:, start : start + columns]
-    assert same(_ops.abs_range(on_gpu), _reference.abs_range(view))
-    assert same(_ops.health(on_gpu), _reference.health(view))
+    assert same(_extension.abs_range(on_gpu), _reference.abs_range(view))
+    assert same(_extension.health(on_gpu), _reference.health(view))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -112,7 +114,7 @@ def test_all_blocks_meet_every_time(cuda: torch.device, dtype: torch.dtype) -> N
     rows = []
     for position in positions:
         bits[position] = one.view(bits.dtype)
-        rows.append(_ops.abs_range(x))
+        rows.append(_extension.abs_range(x))
         bits[position] = two.view(bits.dtype)
     assert torch.stack(rows).tolist() == [[1.0, 2.0, 1.0]] * len(positions)
 
@@ -126,7 +128,7 @@ def test_streams_do_not_meet(cuda: torch.device) -> None:
         rows = []
         for stream, x in zip(streams, xs, strict=True):
             with torch.cuda.stream(stream):
-                rows.append(_ops.abs_range(x))
+                rows.append(_extension.abs_range(x))
         torch.cuda.synchronize(cuda)
         assert [row.tolist() for row in rows] == [[i + 1.0, i + 1.0, 1.0] for i in range(len(streams))]
 
@@ -171,7 +173,7 @@ def test_waiting_inside_a_capture_is_refused_and_harms_nothing(cuda: torch.devic
     with torch.cuda.graph(graph):
         with pytest.raises(RuntimeError, match=r"torch\.ops\.nanwatch\.abs_range"):
             nanwatch.abs_range(x)
-        row = _ops.abs_range(x)
+        row = _extension.abs_range(x)
     x.fill_(3)
     graph.replay()
     assert row.tolist() == [3, 3, 1]
@@ -181,15 +183,15 @@ def test_a_replay_beside_other_calls(cuda: torch.device) -> None:
     """A graph's launches have workspaces of their own: eager calls on other streams meanwhile change no row."""
     x, y = torch.full((5_000_000,), 4.0, device=cuda), torch.full((5_000_000,), 9.0, device=cuda)
     side = torch.cuda.Stream(cuda)
-    _ops.abs_range(x)
+    _extension.abs_range(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rows = [_ops.abs_range(x) for _ in range(5)]
+        rows = [_extension.abs_range(x) for _ in range(5)]
     torch.cuda.synchronize(cuda)
     for _ in range(50):
         graph.replay()
         with torch.cuda.stream(side):
-            others = [_ops.abs_range(y) for _ in range(5)]
+            others = [_extension.abs_range(y) for _ in range(5)]
         torch.cuda.synchronize(cuda)
         assert [row.tolist() for row in rows] == [[4, 4, 1]] * 5
         assert [row.tolist() for row in others] == [[9, 9, 1]] * 5
@@ -203,7 +205,7 @@ def test_the_current_stream_is_used(cuda: torch.device) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)  # long enough that a read on another stream would come first
         x.fill_(5)
-        row = _ops.abs_range(x)
+        row = _extension.abs_range(x)
     stream.synchronize()
     assert row.tolist() == [5, 5, 1]
 
@@ -211,11 +213,11 @@ def test_the_current_stream_is_used(cuda: torch.device) -> None:
 def test_a_cuda_graph_captures_and_replays(cuda: torch.device) -> None:
     """All three operators may be captured, and a replay reads the values of its own time."""
     x, y = torch.ones(100_000, device=cuda), torch.ones(64, 64, device=cuda)[:, ::2]
-    _ops.abs_ranges([x, y])  # loads the kernels outside the capture
-    _ops.health(x)
+    _extension.abs_ranges([x, y])  # loads the kernels outside the capture
+    _extension.health(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        row, rows, health = _ops.abs_range(x), _ops.abs_ranges([x, y]), _ops.health(x)
+        row, rows, health = _extension.abs_range(x), _extension.abs_ranges([x, y]), _extension.health(x)
     x[777] = float("inf")
     y.fill_(2)
     graph.replay()
@@ -230,9 +232,9 @@ def test_no_synchronisation(cuda: torch.device) -> None:
     torch.cuda.synchronize(cuda)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _ops.abs_range(x)
-        _ops.abs_ranges([x, x[::2]])
-        _ops.health(x)
+        _extension.abs_range(x)
+        _extension.abs_ranges([x, x[::2]])
+        _extension.health(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -242,12 +244,12 @@ def test_every_device(cuda: torch.device) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device only")
     for index in range(torch.cuda.device_count()):
-        row = _ops.abs_range(torch.full((10,), float(index), device=f"cuda:{index}"))
+        row = _extension.abs_range(torch.full((10,), float(index), device=f"cuda:{index}"))
         assert row.device.index == index
         assert row.tolist() == [index, index, 1]
     assert torch.cuda.current_device() == cuda.index
     with pytest.raises(ValueError, match="device"):
-        _ops.abs_ranges([torch.ones(1, device="cuda:0"), torch.ones(1, device="cuda:1")])
+        _extension.abs_ranges([torch.ones(1, device="cuda:0"), torch.ones(1, device="cuda:1")])
 
 
 @pytest.mark.slow
@@ -258,11 +260,11 @@ def test_more_than_two_to_the_31_elements(cuda: torch.device) -> None:
         pytest.skip("less than 3.2 GB of GPU memory is free")
     x = torch.ones(count, dtype=torch.float8_e5m2, device=cuda)
     x.view(torch.uint8)[-1] = 0x7C  # inf
-    assert _ops.abs_range(x).tolist() == [1, float("inf"), 0]
-    assert _ops.health(x)[10].item() == count - 1
+    assert _extension.abs_range(x).tolist() == [1, float("inf"), 0]
+    assert _extension.health(x)[10].item() == count - 1
     # 0x3c is 1.0: every second element, the last of them the inf.
-    assert _ops.health(x[(count - 1) % 2 :: 2])[10].item() == (count - 1) // 2
+    assert _extension.health(x[(count - 1) % 2 :: 2])[10].item() == (count - 1) // 2
     # Overlapping pairs: 2^32 elements, which only the plain kernel numbers.
     pairs = x.as_strided((count - 1, 2), (1, 1))
-    assert _ops.abs_range(pairs).tolist() == [1, float("inf"), 0]
-    assert _ops.health(pairs)[10].item() == 2 * (count - 1) - 1
+    assert _extension.abs_range(pairs).tolist() == [1, float("inf"), 0]
+    assert _extension.health(pairs)[10].item() == 2 * (count - 1) - 1

@@ -15,7 +15,7 @@ import torch
 import nanwatch
 from nanwatch.__main__ import main
 from nanwatch.cli import doctor
-from nanwatch.numerics import _extension, _ops
+from nanwatch.numerics import _extension
 
 PACKAGE = Path(nanwatch.__file__).parent
 
@@ -203,7 +203,7 @@ def test_selfcheck_passes_here(capsys):
 @pytest.mark.parametrize("column", range(11))
 def test_selfcheck_sees_a_wrong_number(monkeypatch, column):
     """One column off by one makes it fail and exit with 1."""
-    right = _ops.health
+    right = _extension.health
 
     def wrong(x: torch.Tensor) -> torch.Tensor:
         row = right(x)
@@ -211,7 +211,7 @@ def test_selfcheck_sees_a_wrong_number(monkeypatch, column):
             row[column] += 1
         return row
 
-    monkeypatch.setattr(_ops, "health", wrong)
+    monkeypatch.setattr(_extension, "health", wrong)
     monkeypatch.setattr(doctor._reference, "READABLE_DTYPES", frozenset({torch.float16}))
     assert doctor.main(["--selfcheck", "--json"]) == 1
 
@@ -222,7 +222,7 @@ def test_selfcheck_goes_on_after_a_crash(monkeypatch, capsys):
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(_ops, "abs_range", broken)
+    monkeypatch.setattr(_extension, "abs_range", broken)
     assert doctor.main(["--selfcheck"]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "no such kernel" in line]
     assert len(lines) == len(doctor.implementations()) * len(nanwatch.numerics._reference.READABLE_DTYPES)

@@ -9,7 +9,7 @@ import sys
 import nanwatch
 from support.processes import environment
 
-NUMERICS = {f"nanwatch.numerics.{name}" for name in ("_extension", "_fingerprint", "_ops", "_reference")}
+NUMERICS = {f"nanwatch.numerics.{name}" for name in ("_extension", "_fingerprint", "_reference")}
 MODULES = {"nanwatch", "nanwatch._C", "nanwatch._version", "nanwatch.numerics", *NUMERICS}
 
 

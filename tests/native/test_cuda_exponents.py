@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 
 from nanwatch.numerics import _reference
-from support import cuda_emulation
 from support.cuda_emulation import FORMATS, DescribedTensor, Host, describe
 from support.cuda_tensors import random_bits
 from support.strategies import views
@@ -169,12 +167,3 @@ def test_what_cannot_be_read_is_a_code(host: Host) -> None:
     host.library.cuda_host_fail_next(INVALID_VALUE)
     assert call_exponents(host, describe(torch.ones(3)), counts) == INVALID_VALUE
     assert host.library.cuda_host_pending_error() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["75", "90"])
-def test_nvcc_has_no_complaint(architecture: str, tmp_path: Path) -> None:
-    """The source compiles without a warning, spills nothing, and two blocks fit a multiprocessor's registers."""
-    registers = cuda_emulation.registers_of("csrc/cuda/exponents_cuda.cu", architecture, tmp_path)
-    assert len(registers) == 21
-    assert max(registers) <= 64

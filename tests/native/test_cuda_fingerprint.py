@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanwatch.numerics import _fingerprint
-from support import cuda_emulation
 from support.cuda_emulation import Host
 from support.cuda_tensors import random_bits
 
@@ -64,12 +61,3 @@ def test_a_launch_that_fails_is_a_code(host: Host) -> None:
     host.library.cuda_host_fail_next(INVALID_VALUE)
     assert call(host, torch.ones(3), 0, torch.zeros((), dtype=torch.int64)) == INVALID_VALUE
     assert host.library.cuda_host_pending_error() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["75", "90"])
-def test_nvcc_has_no_complaint(architecture: str, tmp_path: Path) -> None:
-    """The source compiles without a warning, spills nothing, and two blocks fit a multiprocessor's registers."""
-    registers = cuda_emulation.registers_of("csrc/cuda/fingerprint_cuda.cu", architecture, tmp_path)
-    assert len(registers) == 2
-    assert max(registers) <= 64

@@ -17,7 +17,7 @@ from support.processes import environment
 OPERATORS_SCRIPT = """
 import ctypes, sys, warnings
 import torch
-from nanwatch.numerics import _fingerprint, _ops, _reference
+from nanwatch.numerics import _fingerprint, _extension, _reference
 
 torch.ops.load_library(sys.argv[1])
 library = ctypes.CDLL(sys.argv[1])
@@ -36,43 +36,43 @@ def message(error, call, *arguments):
 clears, waits = library.cuda_host_clears, library.cuda_host_waits
 x = torch.randn(100, requires_grad=True)
 launches()
-check(_ops.abs_range(x), _reference.abs_range(x))
-assert launches() == 1 and not _ops.abs_range(x).requires_grad
+check(_extension.abs_range(x), _reference.abs_range(x))
+assert launches() == 1 and not _extension.abs_range(x).requires_grad
 assert clears() == 1  # the stream's workspace, once
-check(_ops.health(x), _reference.health(x))
+check(_extension.health(x), _reference.health(x))
 assert clears() == 0 and waits() == 0
 
 # In a capture each call has a workspace, and a memset, of its own.
 library.cuda_host_set_capturing(1)
 large = torch.randn(100_000)
-check(_ops.abs_range(large), _reference.abs_range(large))
-check(_ops.abs_ranges([large, x]), torch.stack([_reference.abs_range(large), _reference.abs_range(x)]))
+check(_extension.abs_range(large), _reference.abs_range(large))
+check(_extension.abs_ranges([large, x]), torch.stack([_reference.abs_range(large), _reference.abs_range(x)]))
 assert clears() == 2
 library.cuda_host_set_capturing(0)
-check(_ops.abs_range(large), _reference.abs_range(large))
+check(_extension.abs_range(large), _reference.abs_range(large))
 assert clears() == 0
 
 # Complex goes to the reference, alone and in a list, and disturbs no neighbour.
 c = torch.randn(5, dtype=torch.complex64)
 launches()
-check(_ops.abs_range(c), _reference.abs_range(c))
+check(_extension.abs_range(c), _reference.abs_range(c))
 assert launches() == 0
 xs = [x, c, torch.empty(0, dtype=torch.int8), torch.tensor(float("nan")), x[::2]]
-check(_ops.abs_ranges(xs), torch.stack([_reference.abs_range(each) for each in xs]))
+check(_extension.abs_ranges(xs), torch.stack([_reference.abs_range(each) for each in xs]))
 assert launches() == 1
 
 # The lazy negative bit: the sign of an inf counts in a health.
 n = torch._neg_view(torch.tensor([float("inf"), 1.0]))
-check(_ops.health(n), _reference.health(n))
+check(_extension.health(n), _reference.health(n))
 
 # The counts: one launch each over any strides, no workspace; more codes than a launch takes go to the reference.
 launches(), clears(), waits()
-counting = ((_ops.exponent_histogram, ()), (_ops.count_from, ([1, 1 << 30, -1],)))
+counting = ((_extension.exponent_histogram, ()), (_extension.count_from, ([1, 1 << 30, -1],)))
 for op, more in counting:
     for each in (x, large.view(100, 1000).t()[::3], n, x[:0]):
         check(op(each, *more), getattr(_reference, op.__name__)(each, *more))
 assert (launches(), clears(), waits()) == (6, 0, 0)
-check(_ops.count_from(x, [1] * 6), _reference.count_from(x, [1] * 6))
+check(_extension.count_from(x, [1] * 6), _reference.count_from(x, [1] * 6))
 assert launches() == 0
 for op, more in counting:
     library.cuda_host_fail_next(209)
@@ -82,21 +82,21 @@ for op, more in counting:
 # The fingerprint: two launches; what is no aligned run is copied; without a kernel the reference serves it.
 launches()
 for each in (x, large.view(100, 1000).t(), large[1:], c, c.conj(), n, torch.empty(0, dtype=torch.int8)):
-    check(_ops.fingerprint(each), _fingerprint.fingerprint(each))
+    check(_extension.fingerprint(each), _fingerprint.fingerprint(each))
 assert launches() == 13  # the empty one has nothing to read
 library.cuda_host_fail_next(209)
-check(_ops.fingerprint(x), _fingerprint.fingerprint(x))
+check(_extension.fingerprint(x), _fingerprint.fingerprint(x))
 
 # What cannot be walked or run here is served by the reference; what went wrong is an error.
 launches()
 many = torch.as_strided(torch.ones(1000), (1, 2) * 9, (1, 3) * 9)
-check(_ops.abs_range(many), _reference.abs_range(many))
+check(_extension.abs_range(many), _reference.abs_range(many))
 for code in (35, 209, 222, 223):
-    for op, argument in ((_ops.abs_range, x), (_ops.health, x), (_ops.abs_ranges, [x, c])):
+    for op, argument in ((_extension.abs_range, x), (_extension.health, x), (_extension.abs_ranges, [x, c])):
         library.cuda_host_fail_next(code)
         check(op(argument), getattr(_reference, op.__name__)(argument))
 library.cuda_host_fail_next(700)
-assert "CUDA error 700" in message(RuntimeError, _ops.abs_range, x)
+assert "CUDA error 700" in message(RuntimeError, _extension.abs_range, x)
 
 # Three numbers at once: one launch, one wait; what it does not take goes the way above.
 now = ctypes.PyDLL(sys.argv[1]).ops_host_range_now
@@ -186,10 +186,10 @@ ctypes.pythonapi.PyErr_Clear()
 
 freed = torch.ones(100)
 freed.untyped_storage().resize_(0)
-assert "freed or resized" in message(ValueError, _ops.abs_range, freed)
+assert "freed or resized" in message(ValueError, _extension.abs_range, freed)
 assert range_now(freed) == 0
 packed = torch.zeros(4, dtype=torch.float4_e2m1fn_x2)
-assert "float4_e2m1fn_x2" in message(TypeError, _ops.abs_range, packed)
+assert "float4_e2m1fn_x2" in message(TypeError, _extension.abs_range, packed)
 """
 
 

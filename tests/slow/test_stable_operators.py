@@ -28,16 +28,16 @@ compiled.ninja.run("the operators", [compiled.stable_operators(installed_torch()
 
 VIEWS = """
 import torch
-from nanwatch.numerics import _extension, _fingerprint, _ops, _reference
+from nanwatch.numerics import _extension, _fingerprint, _reference
 assert _extension.C is None
 assert _extension.stable_operators
 x = torch.randn(7, 6, dtype=torch.complex64)
 for view in (x.real, x.conj().imag, x.imag.t(), torch.ones(0), torch.arange(5)[::2], x.real[:, :1].expand(7, 3)):
     for name in ("abs_range", "health", "exponent_histogram"):
-        got, expected = getattr(_ops, name)(view), getattr(_reference, name)(view)
+        got, expected = getattr(_extension, name)(view), getattr(_reference, name)(view)
         assert torch.equal(got, expected), (name, view, got, expected)
-    assert torch.equal(_ops.fingerprint(view), _fingerprint.fingerprint(view)), view
-assert _ops.abs_ranges([torch.ones(3), x.real]).tolist()[0] == [1.0, 1.0, 1.0]
+    assert torch.equal(_extension.fingerprint(view), _fingerprint.fingerprint(view)), view
+assert _extension.abs_ranges([torch.ones(3), x.real]).tolist()[0] == [1.0, 1.0, 1.0]
 freed = torch.ones(4)
 freed.untyped_storage().resize_(0)
 try:

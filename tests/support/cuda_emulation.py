@@ -9,7 +9,6 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -77,21 +76,6 @@ def build(source: str, *options: str) -> ctypes.CDLL:
             assert done.returncode == 0, done.stderr
             unfinished.rename(library)
     return ctypes.CDLL(str(library))
-
-
-def registers_of(source: str, architecture: str, folder: Path) -> list[int]:
-    """The registers of each kernel by nvcc, which has no warning and spills none; skips the test without nvcc."""
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if nvcc is None:
-        pytest.skip("nvcc was not found")
-    command = [nvcc, "-cubin", "-O3", "-std=c++17", f"-arch=sm_{architecture}", "-Xptxas=-v"]
-    command += ["-Xcompiler=-Wall,-Wextra", f"-I{ROOT / 'csrc'}", str(ROOT / source)]
-    done = subprocess.run([*command, "-o", str(folder / "kernels.cubin")], capture_output=True, text=True)
-    report = done.stdout + done.stderr
-    assert done.returncode == 0, report
-    assert "warning" not in report
-    assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}
-    return [int(number) for number in re.findall(r"Used (\d+) registers", report)]
 
 
 def digest(*texts: str) -> str:

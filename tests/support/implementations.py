@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from nanwatch.numerics import _extension, _fingerprint, _ops, _reference, ranges
+from nanwatch.numerics import _extension, _fingerprint, _reference, ranges
 
 NATIVE_LEVELS = ("baseline", "avx2", "avx512")
 
@@ -59,10 +59,11 @@ def active(name: str) -> Iterator[Implementation]:
     if name == "reference":
         with (
             mock.patch.multiple(
-                _ops,
+                _extension,
                 abs_range=_reference.abs_range,
                 abs_ranges=_reference.abs_ranges,
                 health=_reference.health,
+                statistics=_reference.statistics,
                 exponent_histogram=_reference.exponent_histogram,
                 count_from=_reference.count_from,
                 fingerprint=_fingerprint.fingerprint,
@@ -70,7 +71,7 @@ def active(name: str) -> Iterator[Implementation]:
             ),
             mock.patch.object(_extension, "C", None),
         ):
-            yield Implementation(name, ranges._abs_range, ranges.abs_ranges, ranges.tensor_health)
+            yield Implementation(name, ranges._abs_range, ranges.abs_ranges, ranges._tensor_health)
         return
     native = _extension.C
     if name == "cuda" or native is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
-from ..numerics import _extension, _ops, _reference
+from ..numerics import _extension, _reference
 from .commands import command_parser
 
 _EXAMPLES = """\
@@ -252,7 +252,7 @@ def _difference(x: Tensor, moved: Tensor) -> str:
     """Return the first difference between the implementation of `moved`'s device and the reference, or ""."""
     names = ["abs_range", "health"] + ([] if x.is_complex() else ["exponent_histogram"])
     for name in names:
-        got, expected = getattr(_ops, name)(moved).cpu(), getattr(_reference, name)(x)
+        got, expected = getattr(_extension, name)(moved).cpu(), getattr(_reference, name)(x)
         expected = expected.to(got.dtype)  # a device without float64 gives float32 rows
         if not torch.equal(got.nan_to_num(nan=-7.0), expected.nan_to_num(nan=-7.0)):
             return f"{name} gives {got.tolist()}, the reference {expected.tolist()}"

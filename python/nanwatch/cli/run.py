@@ -21,8 +21,7 @@ from ..report.record import SKIPPED_STEP
 from ..report.report import BatchLimitError, NonFiniteError, Report
 from ..session.api import DeferredWatch, Watch, watch
 from ..session.options import Options
-from ..util.suppressed import suppressed
-from ..util.visible import spell, visible
+from ..util.visible import spell, suppressed, visible
 from .script import FILES, MAX_MODELS, ModelFinder, check_script, run_script
 
 _NAME = "nanwatch run"

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..instrumentation.functions import find_called
 from ..instrumentation.slot import wrap_calls
-from ..instrumentation.wrapped_names import find_module, unwrapped
+from ..instrumentation.wrapped_names import unwrapped
 from ..numerics.formats import limits
 from ..precision.precision import run_in_fp32
 from ..report.finding import Cure, working_first
@@ -93,7 +94,7 @@ class _Search:
         if self._is_finite(self._made) or not any(one.dtype in _NARROW for one in self._made):
             return None
         for name in self._around():
-            if (found := find_module(self._model, name)) is None:
+            if (found := find_called(self._model, name)) is None:
                 continue
             with self._backward(lambda module=found.module: run_in_fp32(module)) as backward:  # type: ignore[misc]
                 room = room_of(backward(1.0), _NARROW)
@@ -106,11 +107,11 @@ class _Search:
         names, name = [self._name], self._name
         outermost = unwrapped(self._snapshot.module)
         while name and len(names) < _MOST_MODULES:
-            found = find_module(self._model, name)
+            found = find_called(self._model, name)
             if found is None or found.module is outermost:
                 break
             name = name.rpartition(".")[0]
-            above = find_module(self._model, name)
+            above = find_called(self._model, name)
             if name and above is not None and type(above.module).forward is not nn.Module.forward:
                 names.append(name)
         return names
@@ -122,7 +123,7 @@ class _Search:
     @contextmanager
     def _backward(self, hold: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[Backward]:
         """Run the batch once more with its graph, under the change that `hold` makes, for the block."""
-        found = find_module(self._model, self._name)
+        found = find_called(self._model, self._name)
         if found is None:
             raise LookupError(f"the model has no module {self._name!r} any more")
         roots: dict[str, Tensor] = {}

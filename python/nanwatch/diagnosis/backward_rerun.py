@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..instrumentation.functions import find_called
 from ..instrumentation.slot import wrap_calls
-from ..instrumentation.wrapped_names import find_module
 from ..report.finding import Finding, value_of
 from ..report.record import Frame, Record
-from ..util.suppressed import suppressed
-from ..util.visible import spell
+from ..util.visible import spell, suppressed
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .diagnosis import Diagnosis, Place, bad_rows
 from .experiment import (
@@ -63,7 +62,7 @@ def rerun_backward(
     probe: _BackwardProbe | None = None
     remarks: tuple[str, ...] = ()
     try:
-        if (guilty := find_module(model, name)) is None:
+        if (guilty := find_called(model, name)) is None:
             return Diagnosis(remarks=(f"the model has no module {name!r} any more",))
         if magnitudes := _magnitudes(finding, frames, name):
             probe = _BackwardProbe(finding, magnitudes)

@@ -18,7 +18,7 @@ from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import named_modules
 from ..numerics._reference import _to_arithmetic
 from ..precision.casting import NARROW, autocast_kinds, first_float, replaced
-from ..recording.masked_scores import MaskedScores, masked_scores
+from ..recording.notes import MaskedScores, masked_scores
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..report.record import Record, Row, is_fault, to_record

@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
+from ..instrumentation.functions import find_called
 from ..instrumentation.slot import wrap_calls
-from ..instrumentation.wrapped_names import find_module, name_of, unwrapped
+from ..instrumentation.wrapped_names import name_of, unwrapped
 from ..recording.observe import histogram_of, observe
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..report.finding import Finding, value_of
@@ -169,7 +170,7 @@ def _run(probe: _CallProbe, snapshot: BatchSnapshot) -> str:
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
-    found = find_module(model, name)
+    found = find_called(model, name)
     return None if found is None else found.module
 
 

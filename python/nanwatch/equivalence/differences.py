@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..numerics.sketch import WIDTH, sketch
+from ..numerics._fingerprint import WIDTH, sketch
 from ..util.modules import WeakIdentityDict
 
 # Rows with less than this share of the mean norm are compared by that share: padding may be all but zero.

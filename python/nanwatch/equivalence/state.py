@@ -25,7 +25,7 @@ from ..numerics._extension import instances_of
 from ..numerics.ranges import fingerprint
 from ..recording.walk import leaves
 from ..util.modules import each_module
-from ..util.suppressed import suppressing
+from ..util.visible import suppressing
 
 Restore = Callable[[], object]
 

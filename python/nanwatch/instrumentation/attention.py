@@ -26,7 +26,7 @@ from torch.compiler import is_compiling
 from ..numerics._reference import without_repeats
 from ..numerics.readable import is_plain, only_our_dispatch, unreadable
 from ..recording.events import Recorder
-from ..util.suppressed import suppressing
+from ..util.visible import suppressing
 from .global_hooks import Handles
 
 BOUND = "attention logits (bound)"

@@ -16,11 +16,11 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from ..numerics import _extension
-from ..recording.masked_scores import MaskedScores
+from ..recording.notes import MaskedScores
 from ..recording.recorder import PythonRecorder
 from ..util.modules import WeakIdentityDict
 from ..util.visible import with_utf8
-from .compile import dynamo, ops
+from .compile import dynamo, operators
 from .functions import watch_begins, watch_ends
 from .global_hooks import Handles, after_steps, children
 from .slot import CallWrapper, attach, detach, skip_shape_inference, wrappers
@@ -127,8 +127,8 @@ class Attachment:
         self.is_attached = True
         self._recorder = recorder
         self._parts = parts
-        self._watch = ops.register_recorder(model, recorder)
-        # Operators in compiled code declare that they write this tensor; see compile/ops.py.
+        self._watch = operators.register_recorder(model, recorder)
+        # Operators in compiled code declare that they write this tensor; see compile/operators.py.
         self._sequence = _new_sequence(torch.device("cpu"))
         self._device_sequences: dict[torch.device, torch.Tensor] = {}
         dynamo.follow_watched_calls(_INTERPRETED)
@@ -188,7 +188,7 @@ class Attachment:
         self.is_attached = False
         watch_ends(self)
         self._recorder.paused = True
-        ops.unregister_recorder(self._recorder)
+        operators.unregister_recorder(self._recorder)
         self._recorder.forget_tensors()
         self._hooks.remove()
         for module in self._names.objects():

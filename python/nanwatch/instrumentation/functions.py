@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 
 from ..util.visible import warn_user
 from .slot import detach, wrappers
+from .wrapped_names import Named, find_module
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -218,7 +219,10 @@ def _forget(reference: weakref.ref[Any]) -> None:
     _is_any_running = bool(_running)
 
 
-def find_function(name: str) -> Function | None:
-    """Return the function of this name that a watch has, the latest of several, or None."""
+def find_called(model: nn.Module, name: str) -> Named | None:
+    """Return the module of this name or path, or the latest function of this name that a watch has, or None."""
+    if (module := find_module(model, name)) is not None:
+        return module
     found = [one for one in list(_functions) if one.name == name and wrappers(one)]
-    return max(found, key=lambda one: one.number, default=None)
+    function = max(found, key=lambda one: one.number, default=None)
+    return None if function is None else Named(name, name, function)

@@ -15,7 +15,6 @@ from torch import nn
 
 from ..util.modules import each_module
 from ..util.visible import without_wrappers
-from .functions import find_function
 
 # Classes by name, because most are in parts of torch that only their users import. A module of the user's own with a
 # child called `module` is none of these.
@@ -105,10 +104,7 @@ def module_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def find_module(model: nn.Module, name: str) -> Named | None:
-    """Return the module of this name or path, or the watched function of this name, or None.
-
-    A module in several places has several names.
-    """
+    """Return the module of this name or path, or None. A module in several places has several names."""
     current = model
     keys: list[str] = []
     parts = name.split(".") if name else []
@@ -131,8 +127,7 @@ def _at_path(model: nn.Module, path: str) -> Named | None:
     try:
         module = model.get_submodule(path)
     except AttributeError:
-        function = find_function(path)
-        return None if function is None else Named(path, path, function)
+        return None
     return Named(name_of(model, module), path, module)
 
 

@@ -177,6 +177,13 @@ class BatchLog:
         scalars |= {
             f"{HEADROOM}/{spell_module(name)}": headroom[name][0] for name in shown if name in headroom
         }
+        wanted = set(shown)
+        for (name, _, _), (_, row) in reversed(
+            self._largest.items()
+        ):  # the first output comes last and stays
+            if row.role == "output" and row.statistics is not None and name in wanted:
+                found = row.statistics._asdict()
+                scalars |= {f"nanwatch_{what}/{spell_module(name)}": value for what, value in found.items()}
         scalars |= {f"{FORECAST}/{spell_module(one.module)}": float(one.batch) for one in forecasts}
         if forecasts:
             texts[TOLD] = "\n\n".join(map(str, forecasts))

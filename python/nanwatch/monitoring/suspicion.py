@@ -19,7 +19,7 @@ from ..recording.observe import observe, past_torch_function
 from ..report.record import Frame
 from ..report.report import Suspect
 from ..util.modules import each_parameter
-from ..util.suppressed import suppressed
+from ..util.visible import suppressed
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
 _Key: TypeAlias = tuple[str, str]  # module and label

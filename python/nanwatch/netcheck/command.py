@@ -18,21 +18,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..util.job import spell_runs
-from ..util.suppressed import suppressing
-from ..util.visible import visible
+from ..util.visible import suppressing, visible
 from . import steps
-from .meeting import (
-    GRACE,
-    Arrival,
-    Guard,
-    LinkError,
-    Meeting,
-    Place,
-    PlaceError,
-    StepError,
-    Trouble,
-    reach,
-)
+from .meeting import GRACE, Arrival, Guard, LinkError, Meeting, Place, PlaceError, StepError, Trouble, reach
 from .steps import Listener, Transfer
 
 _STDOUT, _STDERR = 1, 2

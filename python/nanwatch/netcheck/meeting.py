@@ -22,8 +22,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ..util.job import store_key, whole_number
-from ..util.suppressed import suppressed, suppressing
-from ..util.visible import spell
+from ..util.visible import spell, suppressed, suppressing
 
 _RETRY = 0.2  # seconds
 _MOST_QUESTIONS = 5000.0  # a second, from all ranks together to one store

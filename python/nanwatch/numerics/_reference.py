@@ -12,7 +12,7 @@ On a CPU in flush-denormal mode torch itself reads fp32, bf16 and fp64 subnormal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -267,6 +267,53 @@ def _is_floating(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+# Columns of a row of statistics: those of a range, then mean, rms, kurtosis, and the share beyond 6 sigma.
+STATISTICS_WIDTH = RANGE_WIDTH + 4
+_FAR = 6
+
+
+def refuse_complex(dtype: torch.dtype, what: str) -> None:
+    """Raise TypeError for a complex dtype, of which `what` would be that of its parts."""
+    if dtype.is_complex:
+        name = str(dtype).removeprefix("torch.")
+        raise TypeError(
+            f"{what} takes no {name}: what a format holds of it are its two parts. "
+            "Pass torch.view_as_real(x.resolve_conj()) for those, or x.abs() for the modulus."
+        )
+
+
+def statistics(x: Tensor) -> Tensor:
+    """Return the range of `x`, its mean, root mean square, kurtosis and share beyond 6 sigma: shape (7,).
+
+    All but the range are nan for a tensor with a non-finite element or with none, and the kurtosis where all elements
+    are equal. Four reads in float64, of values in units of the largest, so that no power overflows.
+    """
+    refuse_complex(x.dtype, "statistics")
+    with torch.no_grad():
+        part, row = _stored(x), abs_range(x)
+        numel = part.values.numel() + part.implicit_zeros
+        if numel == 0:
+            return torch.cat([row, row.new_full((STATISTICS_WIDTH - RANGE_WIDTH,), torch.nan)])
+        unit = torch.exp2(
+            torch.frexp(_on_wide_device(row[1]).to(torch.float64)).exponent.to(torch.float64) - 1
+        )
+
+        def average(of: Callable[[Tensor], Tensor]) -> Tensor:
+            sums = of(torch.zeros_like(unit)) * part.implicit_zeros
+            for chunk in _chunks(part.values):
+                sums = sums + of(_on_wide_device(chunk).to(torch.float64) / unit).sum()
+            return sums / numel
+
+        # Around an element, so that the mean of equal ones is exact.
+        first = _on_wide_device(part.values[:1]).to(torch.float64).sum() / unit
+        mean = first + average(lambda values: values - first)
+        second = average(lambda values: (values - mean) ** 2)
+        fourth = average(lambda values: (values - mean) ** 4)
+        far = average(lambda values: ((values - mean).abs() > _FAR * second.sqrt()).to(torch.float64))
+        found = torch.stack([mean * unit, (second + mean**2).sqrt() * unit, fourth / second**2, far])
+        return torch.cat([row, torch.where(row[2] != 0, found.to(row), torch.nan)])
+
+
 # Columns of an exponent histogram: num_nan, num_posinf, num_neginf, num_zero, then one for each of `exponents_of`.
 EXPONENT_HEAD = 4
 
@@ -290,11 +337,7 @@ _SIGN_64 = -(1 << 63)
 def exponents_of(dtype: torch.dtype) -> range:
     """Return each e with numbers of 2^e <= |x| < 2^(e+1) in `dtype`; raise TypeError if it is complex or unreadable."""
     name = str(dtype).removeprefix("torch.")
-    if dtype.is_complex:
-        raise TypeError(
-            f"an exponent histogram takes no {name}: what a format holds of it are its two parts. "
-            "Pass torch.view_as_real(x.resolve_conj()) for those, or x.abs() for the modulus."
-        )
+    refuse_complex(dtype, "an exponent histogram")
     if dtype not in READABLE_DTYPES:
         raise TypeError(
             f"there are no exponents of dtype {name}; accepted: {READABLE_NAMES}, but no complex one"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import _extension, _ops, _reference
+from . import _extension, _reference
 from .formats import floor_log2, limits
 from .readable import dtype_name, is_plain, only_our_dispatch, readable, through_public
 
@@ -125,9 +125,9 @@ def exponent_histogram(x: Tensor) -> ExponentHistogram:
         dtype = counted_dtype(x)
         exponents = _reference.exponents_of(dtype)
         if is_plain(x):
-            row = _ops.exponent_histogram(x)
+            row = _extension.exponent_histogram(x)
         else:
-            row = through_public(_ops.exponent_histogram, _reference.exponent_histogram, x)
+            row = through_public(_extension.exponent_histogram, _reference.exponent_histogram, x)
         return _from_row(dtype, exponents, row.tolist())
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _extension, _ops, _reference
+from . import _extension, _reference
 from .exponents import ExponentHistogram, counted_dtype
 from .formats import limits
 from .readable import dtype_name, is_plain, only_our_dispatch, readable, through_public, type_name
@@ -136,7 +136,7 @@ def would_fit(x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale:
         marks = _marks(dtype_name(counted_dtype(x)), target, float(scale))
         # The marks ascend, and only uint64 has some beyond its words, which no element reaches.
         codes = [_as_int64(word) for word in marks if word < 1 << 64]
-        read, public = (partial(f, codes=codes) for f in (_ops.count_from, _reference.count_from))
+        read, public = (partial(f, codes=codes) for f in (_extension.count_from, _reference.count_from))
         row = read(x) if is_plain(x) else through_public(read, public, x)
         nonzero, kept, normal, overflow, nonfinite = row.tolist() + [0] * (len(marks) - len(codes))
     found = (overflow - nonfinite, nonzero - kept, kept - normal)

@@ -13,13 +13,28 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from . import _extension, _ops, _reference
-from .formats import AbsRange, TensorHealth
+from . import _extension, _reference
+from .formats import AbsRange, Statistics, TensorHealth
 from .readable import is_plain, only_our_dispatch, readable, through_public, type_name
 
 
-def _abs_range(x: Tensor) -> AbsRange:
-    """Do the work of `abs_range` without the compiled part, or for a tensor that the compiled part cannot read."""
+def abs_range(x: Tensor) -> AbsRange:
+    """Return `(abs_min, abs_max, isfinite)` of |x| over all elements of `x`, in one pass and with one sync.
+
+    Equal to `x.abs().min()`, `x.abs().max()` and `torch.isfinite(x).all()`, as a float, a float and a bool:
+    one nan makes both ends nan. Any shape and layout; floating point down to float8, integers (unsigned
+    magnitude), bool (0 and 1) and complex (modulus). An empty tensor gives `(inf, 0.0, True)`, a DTensor the
+    range of its local shard.
+
+    Raises TypeError when `x` is not a tensor or has no values to read (meta, FakeTensor, inside functorch
+    transforms, freed storage, packed dtypes).
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> nanwatch.abs_range(torch.tensor([-3.0, 0.5]))
+        AbsRange(abs_min=0.5, abs_max=3.0, isfinite=True)
+    """
+    _extension.explain_once()
     with only_our_dispatch():
         return _to_range(_range_row(readable(x, "abs_range")).tolist())
 
@@ -53,7 +68,9 @@ def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
                 alone.append(i)
         ranges: list[AbsRange | None] = [None] * len(given_tensors)
         # Every launch is made before the first wait, so that devices work at the same time.
-        tables = [(group, _ops.abs_ranges([given_tensors[i] for i in group])) for group in together.values()]
+        tables = [
+            (group, _extension.abs_ranges([given_tensors[i] for i in group])) for group in together.values()
+        ]
         tables += [([i], _range_row(given_tensors[i]).reshape(1, -1)) for i in alone]
         for group, table in tables:
             for i, row in zip(group, table.tolist(), strict=True):
@@ -61,61 +78,42 @@ def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
     return cast("list[AbsRange]", ranges)
 
 
-def _tensor_health(x: Tensor) -> TensorHealth:
-    """Do the work of `tensor_health` without the compiled part, or for a tensor that it cannot read."""
+def tensor_health(x: Tensor) -> TensorHealth:
+    """Return range, counts and the index of the first non-finite element of `x`, in one pass and with one sync.
+
+    A complex element is finite when its parts are; the rest is judged by its modulus, an
+    infinite one counts in `num_posinf`. Raises TypeError as `abs_range` does.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> health = nanwatch.tensor_health(torch.tensor([[0.0, 1e-40], [torch.inf, 3.0]]))
+        >>> health.abs_max, health.finite_abs_max, health.first_nonfinite
+        (inf, 3.0, (1, 0))
+    """
+    _extension.explain_once()
     with only_our_dispatch():
         x = readable(x, "tensor_health")
-        return _to_health(x, _health_row(x).tolist())
+        return _health(_health_row(x).tolist(), x.numel(), lambda flat: _index_of(x, flat))
 
 
-if TYPE_CHECKING or _extension.C is None:
+_abs_range, _tensor_health = abs_range, tensor_health
 
-    def abs_range(x: Tensor) -> AbsRange:
-        """Return `(abs_min, abs_max, isfinite)` of |x| over all elements of `x`, in one pass and with one sync.
-
-        Equal to `x.abs().min()`, `x.abs().max()` and `torch.isfinite(x).all()`, as a float, a float and a bool:
-        one nan makes both ends nan. Any shape and layout; floating point down to float8, integers (unsigned
-        magnitude), bool (0 and 1) and complex (modulus). An empty tensor gives `(inf, 0.0, True)`, a DTensor the
-        range of its local shard.
-
-        Raises TypeError when `x` is not a tensor or has no values to read (meta, FakeTensor, inside functorch
-        transforms, freed storage, packed dtypes).
-
-        Examples:
-            >>> import nanwatch, torch
-            >>> nanwatch.abs_range(torch.tensor([-3.0, 0.5]))
-            AbsRange(abs_min=0.5, abs_max=3.0, isfinite=True)
-        """
-        _extension.explain_once()
-        return _abs_range(x)
-
-    def tensor_health(x: Tensor) -> TensorHealth:
-        """Return range, counts and the index of the first non-finite element of `x`, in one pass and with one sync.
-
-        A complex element is finite when its parts are; the rest is judged by its modulus, an
-        infinite one counts in `num_posinf`. Raises TypeError as `abs_range` does.
-
-        Examples:
-            >>> import nanwatch, torch
-            >>> health = nanwatch.tensor_health(torch.tensor([[0.0, 1e-40], [torch.inf, 3.0]]))
-            >>> health.abs_max, health.finite_abs_max, health.first_nonfinite
-            (inf, 3.0, (1, 0))
-        """
-        _extension.explain_once()
-        return _tensor_health(x)
-
-else:
+if not TYPE_CHECKING and _extension.C is not None:
+    # The compiled functions call these two for a tensor that they cannot read, and describe themselves as these do.
     _extension.C.bind(AbsRange, _abs_range, TensorHealth, _tensor_health)
-    abs_range = _extension.C.abs_range
-    tensor_health = _extension.C.tensor_health
+    abs_range, tensor_health = _extension.C.abs_range, _extension.C.tensor_health
 
 
 def _range_row(x: Tensor) -> Tensor:
-    return _ops.abs_range(x) if is_plain(x) else through_public(_ops.abs_range, _reference.abs_range, x)
+    return (
+        _extension.abs_range(x)
+        if is_plain(x)
+        else through_public(_extension.abs_range, _reference.abs_range, x)
+    )
 
 
 def _health_row(x: Tensor) -> Tensor:
-    return _ops.health(x) if is_plain(x) else through_public(_ops.health, _reference.health, x)
+    return _extension.health(x) if is_plain(x) else through_public(_extension.health, _reference.health, x)
 
 
 def _index_of(x: Tensor, flat: int) -> tuple[int, ...]:
@@ -139,10 +137,6 @@ def _index_in(shape: Sequence[int], flat: int) -> tuple[int, ...]:
 def _to_range(row: list[float]) -> AbsRange:
     abs_min, abs_max, isfinite = row
     return AbsRange(abs_min, abs_max, isfinite != 0.0)
-
-
-def _to_health(x: Tensor, row: list[float]) -> TensorHealth:
-    return _health(row, x.numel(), lambda flat: _index_of(x, flat))
 
 
 def health_of(row: list[float], shape: Sequence[int]) -> TensorHealth:
@@ -196,7 +190,40 @@ def fingerprint(x: Tensor) -> int:
                 f"fingerprint cannot read a {type_name(x)} of layout {x.layout}. It takes strided tensors of plain"
                 " dtypes. Pass the tensors that it is made of, or a dense copy."
             )
-        return int(_ops.fingerprint(x)) % 2**64
+        return int(_extension.fingerprint(x)) % 2**64
+
+
+def statistics(x: Tensor) -> Statistics:
+    """Return mean, root mean square, kurtosis and the share of elements beyond 6 sigma of `x`, with one sync.
+
+    Equal to float64 arithmetic to 1e-6: the mean as a part of the rms, the others as a part of themselves. The share is
+    exact up to elements as near to the limit as that. Any shape and layout; floating point down to float8, integers,
+    and bool as 0 and 1. A DTensor gives the statistics of its local shard.
+
+    Raises TypeError for a complex tensor (pass `torch.view_as_real(x)` or `x.abs()`), and where `abs_range` does.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> x = torch.zeros(1000)
+        >>> x[0] = 8.0
+        >>> found = nanwatch.statistics(x)
+        >>> round(found.mean, 4), round(found.kurtosis), found.beyond_6_sigma
+        (0.008, 998, 0.001)
+    """
+    _extension.explain_once()
+    return range_and_statistics(x)[1]
+
+
+def range_and_statistics(x: Tensor) -> tuple[AbsRange, Statistics]:
+    """Return `abs_range` and `statistics` of `x` from one read where the compiled part has the dtype."""
+    with only_our_dispatch():
+        x = readable(x, "statistics")
+        _reference.refuse_complex(x.dtype, "statistics")
+        if is_plain(x):
+            row = _extension.statistics(x).tolist()
+        else:
+            row = through_public(_extension.statistics, _reference.statistics, x).tolist()
+        return _to_range(row[:3]), Statistics(*row[3:])
 
 
 def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:
@@ -208,5 +235,5 @@ def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:
         x = readable(x, "abs_range")
         if not is_plain(x):
             return _to_range(_range_row(x).tolist()), None
-        row, number = _ops.range_and_fingerprint(x)
+        row, number = _extension.range_and_fingerprint(x)
         return _to_range(row.tolist()), int(number) % 2**64

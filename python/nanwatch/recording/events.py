@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..report.record import FrameRows, Row
-    from .masked_scores import MaskedScores
+    from .notes import MaskedScores
 
 PeakName: TypeAlias = tuple[str, str, str]  # module, label, dtype
 Check: TypeAlias = Literal["auto", "module", "batch", "async"]
@@ -39,6 +39,7 @@ class Settings:
     counts: bool = False
     fingerprints: bool = False
     sketches: int = 0
+    statistics: int = 0
     check: Check = "auto"
 
 
@@ -160,7 +161,7 @@ class Recorder(Protocol):
     gathers_peaks: bool  # for `take_peaks`
     awaits_backwards: bool  # at their ends; else those whose rows are pending are reported later
     gathers_weights: bool  # from shards, anew in each batch: none is known from the batch before
-    watch: int  # by which compiled code finds it; see compile/ops.py
+    watch: int  # by which compiled code finds it; see compile/operators.py
 
     def subscribe(self, events: int) -> Subscription:
         """Report these events from now on. Several subscriptions to one event are counted."""
@@ -253,10 +254,10 @@ class Recorder(Protocol):
         """Forget all cached reads."""
 
     def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
-        """Begin a call in compiled code that no watched call of the same graph made; see compile/ops.py."""
+        """Begin a call in compiled code that no watched call of the same graph made; see compile/operators.py."""
 
     def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
-        """End a call in compiled code; see compile/ops.py."""
+        """End a call in compiled code; see compile/operators.py."""
 
 
 class Subscriptions:

@@ -189,7 +189,7 @@ class PythonGradients:
         return made if not has_graph else None
 
     def arrived(
-        self, gradient: Tensor, place: tuple[Any, ...], users: Iterable[tuple[_Call, Part, str]]
+        self, gradient: Tensor, place: tuple[Any, ...], users: Sequence[tuple[_Call, Part, str]]
     ) -> float:
         """Take a gradient that came at this place of the graph. Return its largest magnitude, 0 where it is unknown."""
         task = torch._C._current_graph_task_id()
@@ -202,7 +202,7 @@ class PythonGradients:
             time = backward.times
             known = backward.find(place, state)
             self.tensors_read += known is None
-        row = self._observe(gradient, "", "gradient") if known is None else known
+        row = known or self._observe(gradient, "", "gradient", batch=users[0][0].batch)
         with self._lock:
             backward.latest = (place, state, row)
             backward.is_nonfinite = backward.is_nonfinite or is_fault(row)

@@ -6,22 +6,28 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import isnan
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..numerics._reference import without_repeats
+from ..numerics._fingerprint import sketch
 from ..numerics.exponents import exponent_histogram
-from ..numerics.formats import HealthWithExponents, TensorHealth, limits
-from ..numerics.ranges import abs_range, health_of, range_and_fingerprint, tensor_health
+from ..numerics.formats import AbsRange, HealthWithExponents, Statistics, TensorHealth, limits
+from ..numerics.ranges import (
+    abs_range,
+    health_of,
+    range_and_fingerprint,
+    range_and_statistics,
+    tensor_health,
+)
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
-from ..numerics.sketch import sketch
 from ..report.histogram import StoredHistogram
 from ..report.record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
-from ..util.suppressed import suppressed
-from .masked_scores import MaskedScores, are_masked
-from .shard import shard_note
+from ..util.visible import suppressed
+from .events import Settings
+from .notes import MaskedScores, are_masked, is_mask, may_be_finite_mask, shard_note
 from .walk import Unwalked, call_leaves, leaves
 
 # Any wait for the device ends the user's capture with an error.
@@ -98,10 +104,15 @@ def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
 
 
 class Observe(Protocol):
-    """`observe` with the extras that somebody asked for."""
+    """`observe` with the extras that somebody asked for, some of them in certain batches."""
 
     def __call__(  # noqa: D102
-        self, value: Any, label: str, role: Role, allow_inf: bool | MaskedScores = False, /
+        self,
+        value: Any,
+        label: str,
+        role: Role,
+        allow_inf: bool | MaskedScores = False,
+        batch: int | None = None,
     ) -> Row: ...
 
 
@@ -112,11 +123,18 @@ class Extras(Protocol):
     def counts(self) -> bool: ...  # noqa: D102
     @property
     def fingerprints(self) -> bool: ...  # noqa: D102
+    @property
+    def sketches(self) -> int: ...  # noqa: D102
+    @property
+    def statistics(self) -> int: ...  # noqa: D102
 
 
-def observe_with(wanted: Extras, *, sketches: bool = False) -> Observe:
+def observe_with(wanted: Extras) -> Observe:
     """Return `observe` for these options."""
-    return partial(observe, counts=wanted.counts, fingerprints=wanted.fingerprints, sketches=sketches)
+    return partial(observe, wanted=wanted)
+
+
+_NOTHING = Settings()
 
 
 def observe(
@@ -124,26 +142,30 @@ def observe(
     label: str,
     role: Role,
     allow_inf: bool | MaskedScores = False,
+    batch: int | None = None,
     *,
-    counts: bool = False,
-    fingerprints: bool = False,
-    sketches: bool = False,
+    wanted: Extras = _NOTHING,
 ) -> Row:
     """Return the row of `value`: its range when it is a tensor that can be read, else the note with the reason.
 
     Never raises, builds no graph, and calls no function or dispatch mode of the user's. A non-finite tensor, or one
-    that looks like an additive mask, is read a second time for the counts and the index. With `counts` every tensor is.
-    With `fingerprints` the row has that of `nanwatch.fingerprint`. With `sketches` that of an output is a SketchedRow.
-    `allow_inf` says that its infinities are meant, or is the MaskedScores of the softmax that takes or makes it.
+    that looks like an additive mask, is read a second time for the counts and the index. `allow_inf` says that its
+    infinities are meant, or is the MaskedScores of the softmax that takes or makes it. `wanted` says what the row has
+    besides: counts, a fingerprint, and in the batches that are due statistics, or for an output a sketch, with which it
+    is a SketchedRow.
     """
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
-        row = _read(value, label, role, fingerprints)
+        row = _read(value, label, role, wanted.fingerprints, _is_due(batch, wanted.statistics))
         if row.isfinite is None:
             return row
-        row = _examine(value, row, allow_inf, counts)
-        return _sketched(value, row) if sketches and role == "output" else row
+        row = _examine(value, row, allow_inf, wanted.counts)
+        return _sketched(value, row) if role == "output" and _is_due(batch, wanted.sketches) else row
+
+
+def _is_due(batch: int | None, every: int) -> bool:
+    return every > 0 and batch is not None and batch % every == 0
 
 
 def read(value: Any, label: str, role: Role) -> Row:
@@ -209,17 +231,34 @@ def _no_tensor(value: Any, label: str, role: Role) -> Row:
     return Row(label, role, None, "", None, None, None, None, note)
 
 
-def _read(value: Tensor, label: str, role: Role, fingerprints: bool = False) -> Row:
+def _read(value: Tensor, label: str, role: Role, fingerprints: bool = False, statistics: bool = False) -> Row:
     # Any attribute of a tensor may raise: that of a subclass is its own code, and a nested one has no shape.
     try:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and value.is_cuda:
             return _unchecked(label, role, _shape(value), dtype_name(value), _CAPTURING)
-        found, bits = range_and_fingerprint(value) if fingerprints else (abs_range(value), None)
+        found, spread = _with_statistics(value) if statistics else (None, None)
+        bits = None
+        if fingerprints:
+            found, bits = range_and_fingerprint(value)
+        elif found is None:
+            found = abs_range(value)
         # By name: importing DTensor where nobody uses it costs 0.3 s.
         note = shard_note(value) if type(value).__name__ == "DTensor" else ""
-        return Row(label, role, _shape(value), dtype_name(value), *found, None, note, bits)
+        return Row(label, role, _shape(value), dtype_name(value), *found, None, note, bits, spread)
     except Exception as error:
         return _unread(value, label, role, error)
+
+
+def _with_statistics(x: Tensor) -> tuple[AbsRange | None, Statistics | None]:
+    """Return range and statistics from one read; None for a part that there is not, as for a complex tensor."""
+    try:
+        if x.is_complex():
+            return None, None
+        found, spread = range_and_statistics(x)
+        return found, None if isnan(spread.mean) else spread
+    except Exception:
+        suppressed("a tensor has no statistics")
+        return None, None
 
 
 @contextmanager
@@ -291,31 +330,15 @@ def _shape(x: Tensor) -> tuple[int, ...] | None:
         return None
 
 
-def _may_be_finite_mask(x: Tensor, row: Row) -> bool:
-    """Return whether the range is that of an additive mask made with the dtype's minimum in place of -inf."""
-    return (
-        row.role in ("input", "buffer") and _masks_with_lowest(x.dtype) and row.abs_max == _largest(x.dtype)
-    )
-
-
-def _masks_with_lowest(dtype: torch.dtype) -> bool:
-    """Return whether masks may hold the dtype's minimum. In 8 bits, finite tensors are full of it by saturation."""
-    return dtype.is_floating_point and dtype.itemsize > 1
-
-
-def _largest(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).max
-
-
 def _examine(x: Tensor, row: Row, allow_inf: bool | MaskedScores, counts: bool) -> Row:
     try:
-        if row.isfinite is False or (row.abs_min == 0 and _may_be_finite_mask(x, row)):
+        if row.isfinite is False or (row.abs_min == 0 and may_be_finite_mask(x, row)):
             health = tensor_health(x)
-            is_mask = row.role in ("input", "buffer") and _is_mask(x, health)
-            if not is_mask and not row.isfinite:
+            masks = row.role in ("input", "buffer") and is_mask(x, health)
+            if not masks and not row.isfinite:
                 scores = None if isinstance(allow_inf, bool) else allow_inf
-                is_mask = are_masked(x, row.role, health, scores)
-            row = _with_health(row, health, is_mask, allow_inf is True)
+                masks = are_masked(x, row.role, health, scores)
+            row = _with_health(row, health, masks, allow_inf is True)
         if counts and row.isfinite:
             row = row._replace(health=_health_with_exponents(x))
     except Exception:
@@ -365,35 +388,3 @@ def completed_row(
         # The tensor is gone. A row that is masked everywhere shows as nan in the output.
         is_mask = allow_inf.may_excuse(role, health)
     return _with_health(row, health, is_mask, allow_inf is True)
-
-
-def _is_mask(x: Tensor, health: TensorHealth) -> bool:
-    """Return whether the tensor is an additive attention mask.
-
-    A mask holds zeros and -inf, or zeros and the dtype's minimum, and nothing else. Every row has a zero, or softmax
-    would make nan of it. It comes as an argument or is a buffer; the same values in an output are the log of a zero
-    probability. Of a DTensor the local shard decides: to ask the other ranks is a communication, in which ranks that
-    see no -inf would not take part.
-    """
-    if not _may_be_mask(health, x.dtype, x.ndim):
-        return False
-    with torch.no_grad():
-        local = local_shard(x)
-        values, repeats = without_repeats((x if local is None else local).detach())
-        is_zero = values == 0
-        num_masked = health.num_neginf
-        if num_masked == 0 and _masks_with_lowest(x.dtype):
-            num_masked = repeats * int((values == -_largest(x.dtype)).sum())
-        if num_masked == 0 or health.num_zero + num_masked != health.numel:
-            return False
-        return bool(is_zero.any(dim=-1).all())
-
-
-def _may_be_mask(health: TensorHealth, dtype: torch.dtype, dims: int) -> bool:
-    return (
-        not health.num_nan
-        and not health.num_posinf
-        and bool(health.num_zero)
-        and dtype.is_floating_point
-        and dims > 0
-    )

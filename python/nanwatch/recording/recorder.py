@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ from .backward import RecordsBackwards
 from .events import Event, PeakName, RecorderEvents, Settings, Subscription, Subscriptions
 from .frame_ring import FrameRing, PeakMagnitudes
 from .gradients import PythonGradients
-from .masked_scores import MaskedScores
-from .observe import Observe, call_values, completed_row, observe_with, planned_rows
+from .notes import MaskedScores
+from .observe import call_values, completed_row, observe_with, planned_rows
 from .walk import is_container, leaves, spell_key
 
 # A call may be watched from inside torch.compile, which follows every Python frame, also those of the recorder. With
@@ -42,11 +43,14 @@ class _Thread(threading.local):
         self.recording = False  # a callback may call other modules: they are not recorded
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
         self.held: object = None  # the answer of `on_batch_start` for the batch under way
-        self.added: list[
-            tuple[int, str, Tensor]
-        ] = []  # the depth of a call under way, and one more output of it
+        self.added: list[tuple[int, str, Tensor]] = []  # outputs to add to calls, which their depths name
         # The arguments of an outermost call in compiled code. An exception there leaves out the operator at its end.
         self.compiled: list[weakref.ref[Tensor]] | None = None
+
+    @property
+    def innermost(self) -> str | None:
+        """Return the name of the module whose call is under way, or None."""
+        return self.nodes[-1].name if self.nodes else None
 
     def take_added(self) -> list[tuple[Role, str, Tensor]]:
         """Return the outputs that were added to the call that has just ended."""
@@ -96,7 +100,6 @@ class PythonRecorder(RecordsBackwards):
         )
         self._settings = settings
         self._observe = observe_with(settings)
-        self._sketch = observe_with(settings, sketches=True)
         self._events = events
         self._subscriptions = Subscriptions()
         self._traced = frozenset(settings.traced)
@@ -139,7 +142,7 @@ class PythonRecorder(RecordsBackwards):
     @property
     def is_under_way(self) -> bool:
         """Return whether this thread is inside a watched call."""
-        return bool(self._thread.names)
+        return bool(self._thread.nodes)
 
     @property
     def frames_kept(self) -> int:
@@ -221,15 +224,15 @@ class PythonRecorder(RecordsBackwards):
             thread.nodes.pop()
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
                 with thread.is_recording():
-                    caller = thread.nodes[-1].name if thread.nodes else None
-                    call = (thread.batch, node.name, type(module).__name__, caller, thread.recomputed)
+                    class_name, caller = type(module).__name__, thread.innermost
+                    call = (thread.batch, node.name, class_name, caller, thread.recomputed)
                     try:
                         rows, tensors = self._rows(thread.batch, node, module, args, kwargs, output)
                         self._follow(call, tensors, thread.held)
                     except RecursionError:
                         # The call itself was made: it needed less of the stack than its observation.
                         rows = [_NO_STACK]
-                    self._keep(thread, node.name, type(module).__name__, rows, caller)
+                    self._keep(thread, node.name, class_name, rows, caller)
             completed = True
         finally:
             try:
@@ -255,8 +258,7 @@ class PythonRecorder(RecordsBackwards):
         is_recorded = thread.batch % self._settings.every == 0 and not (thread.recording or self.paused)
         if not thread.nodes or not is_recorded or thread.compiled is not None:
             return None
-        node = thread.nodes[-1]
-        return thread.batch, node.name, node.class_name
+        return thread.batch, thread.nodes[-1].name, thread.nodes[-1].class_name
 
     def add_output(self, label: str, tensor: Tensor) -> None:
         observed = [depth for depth, node in enumerate(self._thread.nodes, 1) if node.observed]
@@ -292,19 +294,12 @@ class PythonRecorder(RecordsBackwards):
         completed = False
         try:
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
-                class_name, rows, read = planned_rows(
-                    plan, tensors, node.allow_inf, self._observe_in(thread.batch)
-                )
+                observe = partial(self._observe, batch=thread.batch)
+                class_name, rows, read = planned_rows(plan, tensors, node.allow_inf, observe)
                 self._count(rows)
                 if thread.compiled is not None:
                     thread.given = (tuple(x for one in thread.compiled if (x := one()) is not None), None)
-                outer = (
-                    self._nodes[caller].name
-                    if caller >= 0
-                    else thread.nodes[-1].name
-                    if thread.nodes
-                    else None
-                )
+                outer = self._nodes[caller].name if caller >= 0 else thread.innermost
                 with thread.is_recording():
                     call = (thread.batch, node.name, class_name, outer, thread.recomputed)
                     self._follow(call, read, thread.held, in_compiled_code=True)
@@ -361,18 +356,13 @@ class PythonRecorder(RecordsBackwards):
         if any(map(is_fault, rows)):
             self._events.on_nonfinite(frame, caller, *thread.given)
 
-    def _observe_in(self, batch: int) -> Observe:
-        every = self._settings.sketches
-        return self._sketch if every and batch % every == 0 else self._observe
-
     def _rows(
         self, batch: int, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> tuple[list[Row], list[tuple[Role, str, Tensor]]]:
         """Return the rows of a call and their tensors."""
         values = call_values(self._settings, module, args, kwargs, output)
         values += self._thread.take_added()
-        observe = self._observe_in(batch)
-        found = [observe(x, label, role, node.allow_inf) for role, label, x in values]
+        found = [self._observe(x, label, role, node.allow_inf, batch) for role, label, x in values]
         self._count(found)
         return found, [one for one in values if isinstance(one[2], Tensor)]
 
@@ -395,7 +385,6 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Any:
         return PythonRecorder(settings, events)
     helpers = {
         "observe": observe_with(settings),
-        "sketch": observe_with(settings, sketches=True),
         "leaves": leaves,
         "is_container": is_container,
         "spell_key": spell_key,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf, isfinite, log2, sqrt
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..numerics.formats import Limits, TensorHealth, limits
+from ..numerics.formats import Limits, Statistics, TensorHealth, limits
 
 _CLAUSE = r"(\w+(?:\([^()]*\))?) at ([^=,]*)=(\d+) of (\d+)"
 _PLACEMENT = re.compile(rf"(?P<places>{_CLAUSE}(?:, {_CLAUSE})*)(?:, from \[(?P<index>\d+(?:, \d+)*)\])?")
@@ -111,7 +111,8 @@ class Record:
     (an additive mask, whose -inf is meant), "allowed inf" (as `allow_inf` says),
     "skipped step (scale 65536 → 32768)" (a gradient that no step took), "not in the step's gradients" (one that never
     reached them) or "not checked: <reason>". `fingerprint` is that of `nanwatch.fingerprint`, None without
-    `watch(fingerprints=True)`.
+    `watch(fingerprints=True)`. `statistics` are those of `nanwatch.statistics`, None without `watch(statistics=True)`
+    and for a tensor that is complex, empty or not finite.
 
     Examples:
         >>> import nanwatch, torch
@@ -133,6 +134,7 @@ class Record:
     health: TensorHealth | None = None
     note: str = ""
     fingerprint: int | None = field(default=None, metadata={"left out": True})
+    statistics: Statistics | None = field(default=None, metadata={"left out": True})
 
     @property
     def is_shard(self) -> bool:
@@ -172,6 +174,7 @@ class Row(NamedTuple):
     health: TensorHealth | None
     note: str
     fingerprint: int | None = None
+    statistics: Statistics | None = None
 
 
 def is_fault(row: Row) -> bool:

@@ -12,8 +12,7 @@ from ..util import reading
 from ..util.imports import needed
 from ..util.job import Attempt, current_attempt, rank, read_attempt
 from ..util.progress import Tell, silent, wants_color
-from ..util.suppressed import suppressed
-from ..util.visible import module_name, visible
+from ..util.visible import module_name, suppressed, visible
 from . import text
 from .finding import Finding, Origin, read_finding
 from .record import SKIPPED_STEP, Frame

@@ -50,6 +50,7 @@ def watch(
     gradients: bool = False,
     counts: bool = False,
     fingerprints: bool = False,
+    statistics: int = False,
     attention: int = False,
     max_skipped_steps: int = 20,
     scaler: Any = None,
@@ -96,6 +97,8 @@ def watch(
             times more and waits for a GPU: use it for a few batches, or with `every`.
         fingerprints: keep the `nanwatch.fingerprint` of every tensor in its record and in a trace, so that two runs can
             be compared bit by bit (docs/traces.md). Every tensor on a GPU is then waited for.
+        statistics: keep the `nanwatch.statistics` of every tensor in its record, in a trace and in the log, in every
+            n-th batch; True is every batch. Such a batch reads all tensors anew and waits for a GPU (docs/costs.md).
         attention: read the attention logits of `scaled_dot_product_attention`, `flex_attention` and `softmax` in the
             watched model: in every batch a bound, and every n-th batch the largest logit of each head; True is every
             100th. They are outputs of the module that calls attention, and `Watch.attention` (docs/attention.md).

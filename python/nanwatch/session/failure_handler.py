@@ -23,8 +23,7 @@ from ..report import text
 from ..report.finding import Finding, Origin
 from ..report.record import FrameRows
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
-from ..util.suppressed import suppressed
-from ..util.visible import warn_user
+from ..util.visible import suppressed, warn_user
 from .optimizer_guard import OptimizerGuard
 from .reports import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings, Reports
 

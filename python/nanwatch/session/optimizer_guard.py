@@ -26,8 +26,7 @@ from ..report import text
 from ..report.finding import Finding
 from ..report.record import NOT_TAKEN, SKIPPED_STEP
 from ..report.report import Report
-from ..util.suppressed import suppressed
-from ..util.visible import warn_user
+from ..util.visible import suppressed, warn_user
 from .options import Options
 
 # Skipped steps that are kept. All are counted.

@@ -20,8 +20,9 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
+from ..instrumentation.functions import find_called
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps
-from ..instrumentation.wrapped_names import find_module, named_modules, parameter_names
+from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall
 from ..recording.observe import Observe, observe, observe_with
@@ -141,7 +142,7 @@ class BackwardWatch:
         found: set[Weight] = set()
         for frame, row in nonfinite:
             name = row.label.removesuffix(".grad")
-            owner = None if model is None else find_module(model, frame.name)
+            owner = None if model is None else find_called(model, frame.name)
             if owner is not None and name in owner.module._parameters:
                 found.add((weakref.ref(owner.module), name))
         return found

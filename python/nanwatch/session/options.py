@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.wrapped_names import for_names
 from ..monitoring.backends import ACCEPTED, is_target
 from ..recording.events import Check, Settings
-from ..recording.masked_scores import MaskedScores, masked_scores
+from ..recording.notes import MaskedScores, masked_scores
 from ..report.report import Report
 from ..util.reading import shorten
 from ..util.visible import close_names
@@ -111,11 +111,6 @@ def check_flag(option: str, value: Any, *, or_none: bool = False) -> Any:
     return value
 
 
-def _check_attention(option: str, value: Any) -> int:
-    """Return how many batches apart the exact readings are; 0 where attention logits are not read."""
-    return value * _ATTENTION_EVERY if isinstance(value, bool) else whole(option, value, 1, MAX_BATCH)
-
-
 def _check_enabled(option: str, value: Any) -> bool:
     """Return what the environment says, which goes before the code."""
     enabled, word = check_flag(option, value), os.environ.get(SWITCH, "")
@@ -165,6 +160,15 @@ def _whole_from(least: int, most: int = MAX_BATCH) -> _Kind:
         lambda option, value: whole(option, value, least, most),
         {"type": int, "metavar": "N"},
     )
+
+
+def _every_or_flag(when_true: int) -> _Kind:
+    """Return the kind of a distance between batches, which is 0 for False and that number for True."""
+
+    def check(option: str, value: Any) -> int:
+        return value * when_true if isinstance(value, bool) else whole(option, value, 1, MAX_BATCH)
+
+    return _whole_from(1)._replace(check=check)
 
 
 def _choice(words: tuple[str, ...], accepted: str, *, or_callable: bool = False) -> _Kind:
@@ -242,9 +246,15 @@ class Options:
     fingerprints: bool = _option(
         False, _FLAG, "keep a hash of the bits of every tensor, with which 'nanwatch diff' compares two runs"
     )
+    statistics: int = _option(
+        False,
+        _every_or_flag(1),
+        "keep mean, rms, kurtosis and the share beyond 6 sigma of every tensor in batches 0, N, 2N, ...",
+        also="True is 1",
+    )
     attention: int = _option(
         False,
-        _Kind(_check_attention, {"type": int, "metavar": "N"}),
+        _every_or_flag(_ATTENTION_EVERY),
         "read a bound on the attention logits in every batch, and the largest ones by head in batches 0, N, 2N, ...",
         also="True is 100",
         needs="outputs=True",

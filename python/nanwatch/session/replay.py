@@ -21,8 +21,7 @@ from ..capsule.tree import LeftOut, Structure
 from ..instrumentation.calls import check_model
 from ..instrumentation.execution_context import RngState
 from ..report.report import Report
-from ..util.suppressed import suppressed
-from ..util.visible import close_names, visible, without_wrappers
+from ..util.visible import close_names, suppressed, visible, without_wrappers
 from .options import SWITCH, Options
 from .watch import Watch
 

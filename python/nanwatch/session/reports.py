@@ -14,8 +14,8 @@ from ..diagnosis.batch_snapshot import LeftCall
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..monitoring.suspicion import Suspicion
 from ..recording.events import Recorder
+from ..recording.notes import parameter_mesh
 from ..recording.observe import call_values, observe_with
-from ..recording.shard import parameter_mesh
 from ..recording.walk import call_leaves
 from ..report import text
 from ..report.finding import Finding, find

@@ -17,13 +17,11 @@ from ..diagnosis.batch_snapshot import BatchSnapshot, call_under_way, num_proces
 from ..diagnosis.experiment import Conditions
 from ..diagnosis.loss_rerun import read_graph
 from ..diagnosis.loss_statements import BackwardCall
-from ..instrumentation.functions import Function
+from ..instrumentation.functions import Function, find_called
 from ..instrumentation.slot import ExclusiveRun
-from ..instrumentation.wrapped_names import find_module
 from ..report.finding import Finding
 from ..report.report import Report
-from ..util.suppressed import suppressed
-from ..util.visible import spell, warn_user
+from ..util.visible import spell, suppressed, warn_user
 from .options import Options
 from .reports import ModelRef
 
@@ -129,7 +127,7 @@ class RerunPolicy:
         if model is None or not self.keeps_start or here in self._calls or num_processes() == 1:
             return
         try:
-            found, call = find_module(model, name), call_under_way()
+            found, call = find_called(model, name), call_under_way()
             if found is not None and call is not None and call.module is found.module:
                 self._calls[here] = BatchSnapshot.capture(*call[:3])
         except Exception:

@@ -9,8 +9,8 @@ from math import inf, log2
 
 import numpy as np
 
+from ..numerics._fingerprint import cosines, norms, relative_errors
 from ..numerics.formats import limits
-from ..numerics.sketch import cosines, norms, relative_errors
 from ..report.record import is_same_part
 from ..util.progress import Tell
 from .align import Ints, Rows, align

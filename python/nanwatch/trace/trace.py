@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..numerics.formats import TensorHealth
+from ..numerics.formats import Statistics, TensorHealth
 from ..recording.observe import take_sketch
 from ..report.record import PHASES, ROLES, Frame, FrameRows, Record, Row
 from ..util import reading
@@ -62,10 +62,16 @@ COLUMNS = (
     ("exponents", "string", True),
     ("fingerprint", "uint64", True),
     ("sketch", "binary", True),
+    ("mean", "float64", True),
+    ("rms", "float64", True),
+    ("kurtosis", "float64", True),
+    ("beyond_6_sigma", "float64", True),
 )
 # Columns that files before the version of this number may lack; read there, they are null. A reader of version 4 passes
-# over columns that it does not know, so `sketch` did not raise the version.
-ADDED = {"weight_version": 2, "exponents": 3, "fingerprint": 4, "sketch": 5}
+# over columns that it does not know, so `sketch` and those of Statistics did not raise the version.
+ADDED = {"weight_version": 2, "exponents": 3, "fingerprint": 4, "sketch": 5} | dict.fromkeys(
+    Statistics._fields, 5
+)
 STRINGS = tuple(name for name, kind, _ in COLUMNS if kind == "string")
 _COUNTS = ("numel", "num_nan", "num_posinf", "num_neginf", "num_zero", "num_subnormal")
 
@@ -166,7 +172,9 @@ class Tabulator:
         """Return one row a record, in the order of the frames; `frames` hold a record at least."""
         pa = import_module("pyarrow")
         rows = list(chain.from_iterable(frame.rows for frame in frames))
-        label, role, shape, dtype, abs_min, abs_max, isfinite, health, note, bits = zip(*rows, strict=True)
+        label, role, shape, dtype, abs_min, abs_max, isfinite, health, note, bits, spread = zip(
+            *rows, strict=True
+        )
         counts = [len(frame.rows) for frame in frames]
 
         def each(values: Iterable[Any], kind: Any) -> Any:
@@ -197,6 +205,8 @@ class Tabulator:
             "fingerprint": pa.array(bits, pa.uint64()),
             "sketch": pa.array(map(take_sketch, rows), pa.binary()),
         }
+        for name in Statistics._fields:
+            columns[name] = pa.array([getattr(one, name, None) for one in spread], pa.float64())
         for name, kind, _ in COLUMNS:
             if name in columns:
                 continue
@@ -280,6 +290,7 @@ def _record(row: dict[str, Any]) -> Record:
         health=None if row["numel"] is None else _health(row),
         note=row["note"],
         fingerprint=row["fingerprint"],
+        statistics=None if row["mean"] is None else Statistics(*(row[name] for name in Statistics._fields)),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..numerics.sketch import WIDTH
+from ..numerics._fingerprint import WIDTH
 from ..report.finding import find
 from ..report.record import Frame
 from ..report.report import Report

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from .suppressed import suppressing
-from .visible import visible
+from .visible import suppressing, visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

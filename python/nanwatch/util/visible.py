@@ -1,16 +1,23 @@
-"""Text that people read: names from strangers spelt out, and warnings at a line of the user's code.
+"""What people are told: names from strangers spelt out, warnings at the user's own line, suppressed exceptions.
 
 A terminal, a log or a page would obey what is not printable.
+
+Exceptions that nanwatch suppresses so that the user's run goes on are counted by reason, and logged.
+`logging.getLogger("nanwatch").setLevel(logging.DEBUG)` shows each with its traceback. `counts` has the number of each
+in this process.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 
@@ -100,3 +107,26 @@ def _outside(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(skipped):
         frame = frame.f_back
     return frame
+
+
+counts: Counter[str] = Counter()
+
+_log = logging.getLogger("nanwatch")
+
+
+def suppressed(reason: str) -> None:
+    """Count the exception that is being handled under `reason`, and log it at debug level. Never raises."""
+    counts[reason] += 1
+    try:
+        _log.debug("suppressed %s: %s", type(sys.exc_info()[1]).__name__, reason, exc_info=True)
+    except Exception:  # a handler or a filter of the user's; there is nobody left to tell
+        counts["the log refused a line"] += 1
+
+
+@contextmanager
+def suppressing(reason: str) -> Iterator[None]:
+    """Suppress every Exception of the block, as `contextlib.suppress(Exception)` does, and count it."""
+    try:
+        yield
+    except Exception:
+        suppressed(reason)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.recording.shard import shard_note
+from nanwatch.recording.notes import shard_note
 from nanwatch.report.record import read_placement
 from support.parallel_models import (
     Block,

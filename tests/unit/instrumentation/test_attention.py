@@ -21,7 +21,7 @@ from nanwatch.instrumentation.attention import (
     largest_logits,
 )
 from nanwatch.session.api import watch
-from nanwatch.util import suppressed
+from nanwatch.util import visible
 
 ORIGINAL = functional.scaled_dot_product_attention
 
@@ -280,7 +280,7 @@ def test_calls_that_cannot_be_read_run_as_before() -> None:
         assert w.attention == {}
     assert torch.equal(vmapped, torch.vmap(lambda y: ORIGINAL(y, y, y))(x))
     assert torch.equal(outside[0], ORIGINAL(x, x, x))
-    assert not suppressed.counts["the attention logits of a call could not be read"]
+    assert not visible.counts["the attention logits of a call could not be read"]
 
 
 def test_autocast_rounds_as_the_call_does() -> None:

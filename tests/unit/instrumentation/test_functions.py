@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.instrumentation import functions
+from support.recorders import RECORDERS, watched
 
 
 @pytest.fixture(autouse=True)
@@ -132,10 +133,11 @@ class Scores(nn.Module):
         return y
 
 
-def test_a_span_in_a_forward_names_the_code_of_the_block() -> None:
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_a_span_in_a_forward_names_the_code_of_the_block(recorder: str) -> None:
     """A span's value is a frame; its failure has the span's name, and the operation of the block."""
     model = Scores()
-    with nanwatch.watch(model) as watch:
+    with watched(model, recorder) as watch:
         model(torch.ones(1, 3))
         assert [one.name for one in watch.frames] == ["inner", "scores", ""]
         with pytest.raises(nanwatch.NonFiniteError) as error:
@@ -145,7 +147,8 @@ def test_a_span_in_a_forward_names_the_code_of_the_block() -> None:
     assert (finding.module, finding.operation) == ("scores", "aten.exp.default")
 
 
-def test_a_span_after_the_model_and_as_a_decorator() -> None:
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_a_span_after_the_model_and_as_a_decorator(recorder: str) -> None:
     """Outside the model a span is a batch of its own; on a function it is `watched` with a name."""
 
     @nanwatch.span("loss")
@@ -153,7 +156,7 @@ def test_a_span_after_the_model_and_as_a_decorator() -> None:
         return x * x
 
     model = nn.Identity()
-    with nanwatch.watch(model) as watch:
+    with watched(model, recorder) as watch:
         out = squared(model(torch.ones(2)))
         with nanwatch.span("mean") as seen:
             assert seen(out) is out

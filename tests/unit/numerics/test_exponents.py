@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch import ExponentHistogram, exponent_histogram
-from nanwatch.numerics import _ops, _reference
+from nanwatch.numerics import _extension, _reference
 from support.implementations import Implementation
 from support.oracle import (
     DTYPES,
@@ -206,7 +206,7 @@ def test_complex_is_refused_in_words(implementation: Implementation, dtype: torc
     with pytest.raises(TypeError, match=r"view_as_real\(x.resolve_conj\(\)\)"):
         exponent_histogram(implementation.place(x))
     with pytest.raises(TypeError, match="view_as_real"):
-        _ops.exponent_histogram(implementation.place(x))
+        _extension.exponent_histogram(implementation.place(x))
     got = exponent_histogram(implementation.place(torch.view_as_real(x.resolve_conj())))
     assert (got.counts, got.num_nan) == ({1: 1, 2: 1, -1: 1}, 1)
 
@@ -271,14 +271,14 @@ def test_counts_from_a_code(implementation: Implementation, x: torch.Tensor, dat
     codes = data.draw(st.lists(st.one_of(near, st.integers(0, (1 << 64) - 1)), max_size=10))
     codes = [min(code, (1 << 64) - 1) for code in codes]
     signed = [code - (1 << 64) if code >> 63 else code for code in codes]
-    got = _ops.count_from(implementation.place(x), signed)
+    got = _extension.count_from(implementation.place(x), signed)
     assert got.tolist() == [sum(word >= code for word in unsigned) for code in codes]
 
 
 def test_the_counts_stay_on_the_device(implementation: Implementation) -> None:
     """The counts stay on the tensor's device and do not require grad."""
     x = implementation.place(torch.ones(3)).requires_grad_()
-    for counts in (_ops.exponent_histogram(x), _ops.count_from(x, [1])):
+    for counts in (_extension.exponent_histogram(x), _extension.count_from(x, [1])):
         assert (counts.dtype, counts.device, counts.requires_grad) == (torch.int64, x.device, False)
 
 

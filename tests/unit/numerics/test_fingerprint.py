@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nanwatch
-from nanwatch.numerics import _ops
+from nanwatch.numerics import _extension
 from nanwatch.numerics._fingerprint import DTYPES
 from support.corruptions import missed
 from support.implementations import Implementation
@@ -64,9 +64,9 @@ def random_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
 def read(x: Tensor) -> int:
     """Return the fingerprint, after a comparison with that of the operator that reads the range too."""
     found = nanwatch.fingerprint(x)
-    row, together = _ops.range_and_fingerprint(x)
+    row, together = _extension.range_and_fingerprint(x)
     assert int(together) % 2**64 == found
-    torch.testing.assert_close(row, _ops.abs_range(x), equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(row, _extension.abs_range(x), equal_nan=True, rtol=0, atol=0)
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanwatch.numerics.sketch import WIDTH, cosines, norms, relative_errors, sketch
+from nanwatch.numerics._fingerprint import WIDTH, cosines, norms, relative_errors, sketch
 
 ROWS = 1024
 

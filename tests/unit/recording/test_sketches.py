@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.numerics.sketch import sketch
+from nanwatch.numerics._fingerprint import sketch
 from nanwatch.recording import observe
 from nanwatch.trace.comparison import diff
 from nanwatch.trace.trace_file import Trace

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...instrumentation.wrapped_names import find_module, module_names
+from ...instrumentation.functions import find_called
+from ...instrumentation.wrapped_names import module_names
 from ...recording.walk import leaves
 from ...report.finding import Cure, Finding
 from ...util.visible import spell
@@ -133,7 +134,7 @@ class _Option(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, name: str) -> _Option | None:
         """Return the option of the module of this name that may end its failure, None where there is none."""
-        found = find_module(model, name)
+        found = find_called(model, name)
         if found is None:
             return None
         kind = type(found.module)
@@ -143,7 +144,7 @@ class _Option(NamedTuple):
         above = name
         while above:
             above = above.rpartition(".")[0]
-            around = find_module(model, above)
+            around = find_called(model, above)
             made = None if around is None else _construction(type(around.module), kind.__name__)
             if around is not None and made is not None:
                 others = (one for one in model.modules() if type(one) is type(around.module))

@@ -1,8 +1,8 @@
 """Watched calls inside torch.compile.
 
 Dynamo, the part of torch.compile that reads Python code, goes from a module straight to its `forward`, past the slot.
-`follow_watched_calls` makes it put operators into the graph where watched modules are called (dynamo_values.py). The
-operators run in the order of the calls. Each finds its recorder by number (ops.py), reads tensors, makes a frame and
+`follow_watched_calls` makes it put operators into the graph where watched modules are called (operators.py). The
+operators run in the order of the calls. Each finds its recorder by number, reads tensors, makes a frame and
 raises as a call in the interpreter does (csrc/recorder/call_recorder_compiled.cpp).
 
 With `mode="reduce-overhead"` Inductor cuts a graph at operators on the host, and captures the parts between the cuts
@@ -29,8 +29,7 @@ from ...util.imports import when_imported
 from ...util.visible import warn_user
 from .. import slot
 from ..slot import ATTRIBUTE, HOLDS_METHODS, wrappers
-from .dynamo_values import Site, device_of, given_leaves, output_leaves, own_leaves, put_begin, put_record
-from .ops import NOBODY
+from .operators import NOBODY, Site, device_of, given_leaves, output_leaves, own_leaves, put_begin, put_record
 
 DEVICE_TYPE = "cuda"
 _INDUCTOR = "torch._inductor.config"

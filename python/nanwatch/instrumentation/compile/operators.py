@@ -1,20 +1,101 @@
-"""Values of a watched call as Dynamo knows them while it traces, and the operators that go into the graph.
+"""Operators that a watched model has in a compiled graph: their way to a recorder, and their arguments.
 
-Dynamo's variables stand for values. This module reads those of tensors, None, numbers and plain containers directly.
-Dynamo itself must read all others (dataclasses, a ModelOutput) by tracing `_add_leaves`. To do so for all values
-doubled the time to trace GPT-2.
+A graph holds numbers and tensors, no Python objects, so each operator takes the number of a recorder. The compiled part
+has kernels of its own for the operators (csrc/recorder/call_recorder_compiled.cpp), and falls back to those here. A
+model that is watched again, after its first watch has stopped, gets its number back, so that the graph compiled before
+serves the new watch.
+
+Dynamo's variables stand for the values of a call while it traces. This module reads those of tensors, None, numbers and
+plain containers directly. Dynamo itself must read all others (dataclasses, a ModelOutput) by tracing `_add_leaves`. To
+do so for all values doubled the time to trace GPT-2.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from ...numerics._extension import define
 from ...recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, spell_key
-from . import ops
+from ...util.modules import WeakIdentityDict
+
+NOBODY = -1  # the caller of a call that no watched call of the same graph made
+
+_recorders: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers: WeakIdentityDict[list[int]] = WeakIdentityDict()
+_next_number = itertools.count()
+
+
+def register_recorder(model: nn.Module, recorder: Any) -> int:
+    """Give the recorder of `model` the number by which compiled code finds it."""
+    numbers = _numbers.get(model)
+    if numbers is None:
+        numbers = _numbers[model] = []
+    free = [one for one in numbers if one not in _recorders]
+    number = free[0] if free else next(_next_number)
+    if not free:
+        numbers.append(number)
+    _recorders[number] = recorder
+    recorder.watch = number
+    return number
+
+
+def unregister_recorder(recorder: Any) -> None:
+    """Take the recorder's number away. Its operators in compiled code do nothing from now on."""
+    number: int = recorder.watch
+    if _recorders.get(number) is recorder:
+        del _recorders[number]
+    recorder.watch = -1
+
+
+def _begin(sequence: Tensor, watch: int, callee: int, tensors: Sequence[Tensor]) -> None:
+    _count(sequence)
+    if (recorder := _recorders.get(watch)) is not None:
+        recorder.begin_compiled(callee, list(tensors))
+
+
+def _record(
+    sequence: Tensor, watch: int, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]
+) -> None:
+    _count(sequence)
+    if (recorder := _recorders.get(watch)) is not None:
+        recorder.record_compiled(callee, caller, plan, list(tensors))
+
+
+def _poll(sequence: Tensor, watch: int) -> None:
+    _count(sequence)
+    if (recorder := _recorders.get(watch)) is not None:
+        recorder.poll(False)
+
+
+def _count(sequence: Tensor) -> None:
+    if sequence.device.type == "cpu":
+        sequence.add_(1)
+
+
+def _fake_nothing(*_: object) -> None:
+    """Do nothing: the operators count calls in `sequence`, and no code reads that count."""
+
+
+# No argument may be called `node` or `self`: Inductor passes an operator's arguments by name, among names of its own.
+begin_ = define(
+    "begin_(Tensor(a!) sequence, int watch, int callee, Tensor[] tensors) -> ()", _begin, _fake_nothing
+)
+record_ = define(
+    "record_(Tensor(a!) sequence, int watch, int callee, int caller, str plan, Tensor[] tensors) -> ()",
+    _record,
+    _fake_nothing,
+)
+poll_ = define("poll_(Tensor(a!) sequence, int watch) -> ()", _poll, _fake_nothing)
+
+
+# The arguments, as Dynamo puts them into the graph.
 
 _NOT_READ = "in compiled code only plain tensors are read"
 _NOT_CAPTURED = "a CUDA graph reads what is on its own device"
@@ -46,21 +127,21 @@ Leaf: TypeAlias = tuple[str, str, Any]
 
 def put_begin(tx: Any, site: Site, found: list[Leaf]) -> None:
     """Put `begin_` into the graph for a call that no watched call of the graph made."""
-    if site.caller == ops.NOBODY:
+    if site.caller == NOBODY:
         if site.outside is not None:
-            _call(tx, ops.poll_, site.outside, _constant(site.watch))
+            _call(tx, poll_, site.outside, _constant(site.watch))
         _, tensors = _plan(tx, "", found, site.device)
-        _call(tx, ops.begin_, site.sequence, _constant(site.watch), _constant(site.callee), tensors)
+        _call(tx, begin_, site.sequence, _constant(site.watch), _constant(site.callee), tensors)
 
 
 def put_record(tx: Any, site: Site, found: list[Leaf]) -> None:
     """Put `record_` into the graph."""
-    if site.parts or site.caller == ops.NOBODY:
+    if site.parts or site.caller == NOBODY:
         lines, tensors = _plan(
             tx, site.class_name, [leaf for leaf in found if leaf[0] in site.parts], site.device
         )
         numbers = map(_constant, (site.watch, site.callee, site.caller))
-        _call(tx, ops.record_, site.sequence, *numbers, lines, tensors)
+        _call(tx, record_, site.sequence, *numbers, lines, tensors)
 
 
 def own_leaves(tx: Any, module: Any) -> list[Leaf]:

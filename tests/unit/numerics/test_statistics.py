@@ -1,0 +1,135 @@
+"""`nanwatch.statistics` against the same quantities in numpy's long double."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import nanwatch
+from nanwatch.numerics import _extension
+from support.implementations import Implementation
+
+
+def oracle(x: Tensor) -> list[float]:
+    """Return mean, rms, kurtosis and share beyond 6 sigma; nan for the kurtosis of equal elements."""
+    values = x.to(torch.float64).numpy().astype(np.longdouble).ravel()
+    mean = values.mean()
+    variance = ((values - mean) ** 2).mean()
+    kurtosis = ((values - mean) ** 4).mean() / variance**2 if variance else np.nan
+    beyond = (np.abs(values - mean) > 6 * np.sqrt(variance)).mean()
+    return [float(one) for one in (mean, np.sqrt((values**2).mean()), kurtosis, beyond)]
+
+
+def check(x: Tensor) -> None:
+    """Compare all four to 1e-6, the mean as a part of the rms."""
+    found = nanwatch.statistics(x)
+    mean, rms, kurtosis, beyond = oracle(x.cpu())
+    assert found.mean == pytest.approx(mean, rel=1e-6, abs=1e-6 * rms)
+    assert found[1:] == pytest.approx((rms, kurtosis, beyond), rel=1e-6, nan_ok=True)
+    row = _extension.statistics(x)
+    assert torch.equal(row[:3], _extension.abs_range(x))
+
+
+def normal(numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+
+
+# Far more elements than a block has, and no whole number of vectors.
+MANY = 50_021
+CASES: dict[str, Callable[[], Tensor]] = {
+    "normal": lambda: normal(MANY),
+    "far from zero": lambda: normal(MANY) + 1000,
+    "of few units in the last place": lambda: normal(MANY) * 1e-2 + 1e4,
+    "subnormal": lambda: normal(MANY) * 1e-41,
+    "huge": lambda: normal(MANY) * 1e37,
+    "heavy tails": lambda: normal(MANY) ** 5,
+    "two values": lambda: torch.where(normal(MANY) > 0, 0.1, -0.1),
+    "equal": lambda: torch.full((MANY,), 0.1),
+    "zeros": lambda: torch.zeros(MANY),
+    "padded": lambda: torch.cat([torch.zeros(64), 1000 + normal(4032)] * 12),
+    "every scale": lambda: torch.cat([normal(5000) * 10.0**k for k in range(-20, 20)]),
+    "falling scale": lambda: torch.cat([normal(5000) * 10.0**-k for k in range(-20, 20)]),
+    "double": lambda: normal(MANY).double() * 1e-200,
+    "largest double": lambda: normal(MANY).double().clamp(-1, 1) * 1.7e308,
+    "one far": lambda: torch.cat([normal(MANY), torch.tensor([60.0])]),
+    "one": lambda: torch.tensor([2.5]),
+    "rows": lambda: normal(45_000).reshape(5000, 9)[:, :4],
+    "columns": lambda: normal(45_000).reshape(90, 500)[:, ::3],
+    "transposed": lambda: normal(45_000).reshape(90, 500).T,
+    "expanded": lambda: normal(300).reshape(300, 1).expand(300, 7),
+    "misaligned": lambda: normal(MANY)[1:],
+    "negated": lambda: torch.complex(normal(100), normal(100) + 3).conj().imag,
+    "int64": lambda: (normal(MANY).double() * 2**40).long(),
+    "bool": lambda: normal(MANY) > 0.5,
+    "uint8": lambda: torch.arange(256, dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_long_doubles(implementation: Implementation, case: str) -> None:
+    """Whatever scale, mean, tails, strides and dtype."""
+    check(implementation.place(CASES[case]()))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.int8], ids=str
+)
+def test_narrow_dtypes(implementation: Implementation, dtype: torch.dtype) -> None:
+    """Elements are those that the tensor holds, the subnormal ones of half precision among them."""
+    check(implementation.place((normal(MANY) * 2).to(dtype)))
+    if dtype is torch.float16:
+        check(implementation.place((normal(MANY) * 1e-6).to(dtype)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
+    repeats=st.sampled_from([1, 7, 300]),
+)
+def test_any_numbers(values: list[float], repeats: int) -> None:
+    """Also of the few that have all their weight in one element."""
+    check(torch.tensor(values, dtype=torch.float32).repeat(repeats))
+
+
+def test_large_tensors_in_threads() -> None:
+    """Parts that several threads read make one whole, with the far elements of each."""
+    x = normal(3_000_017)
+    x[::100_003] = 9.0
+    check(x)
+    assert nanwatch.statistics(x).beyond_6_sigma == pytest.approx(30 / len(x))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_not_finite_or_empty(implementation: Implementation, bad: float) -> None:
+    """All four are nan, wherever the element is."""
+    for at in (0, 100, MANY - 1):
+        x = normal(MANY)
+        x[at] = bad
+        assert all(map(np.isnan, nanwatch.statistics(implementation.place(x))))
+    assert all(map(np.isnan, nanwatch.statistics(implementation.place(torch.empty(0, 3)))))
+
+
+def test_layouts() -> None:
+    """What a sparse tensor does not store is zero; a quantized one has its float32 values."""
+    x = torch.where(normal(1000) > 1.5, normal(1000), 0.0).reshape(20, 50)
+    for layout in (x.to_sparse(), x.to_sparse_csr()):
+        assert nanwatch.statistics(layout) == pytest.approx(tuple(oracle(x)), rel=1e-6)
+
+
+def test_refusals() -> None:
+    """A complex tensor is refused with the way to its parts."""
+    with pytest.raises(TypeError, match="view_as_real"):
+        nanwatch.statistics(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"takes a torch.Tensor"):
+        nanwatch.statistics([1.0])  # type: ignore[arg-type]
+
+
+def test_the_operator_has_a_fake() -> None:
+    """Its fake agrees with it."""
+    torch.library.opcheck(torch.ops.nanwatch.statistics.default, (normal(10),))
