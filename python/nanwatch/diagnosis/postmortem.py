@@ -6,6 +6,7 @@ and the report is what it was before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..instrumentation.wrapped_names import module_names
 from ..report.finding import Finding, working_first
 from ..report.record import Frame
 from ..report.report import Report
+from ..report.spike import SpikeReport
 from ..util.visible import spell
 from .backward_rerun import rerun_backward
 from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run
@@ -204,7 +206,9 @@ def _write(
     return _write_forms(report, finding, folder, _FORMS, files, remarks)
 
 
-def _write_capsule(folder: Path, call: Call, snapshot: BatchSnapshot, finding: Finding, rank: int) -> Path:
+def _write_capsule(
+    folder: Path, call: Call, snapshot: BatchSnapshot, finding: Finding | None, rank: int
+) -> Path:
     return write_capsule(
         folder / "capsule",
         call.module,
@@ -269,6 +273,36 @@ def write_frames(report: Report, folder: Path) -> Path:
     return made
 
 
-def _new_folder(output_dir: Path, finding: Finding) -> Path:
-    name = f"batch-{finding.batch}" + (f"-rank-{finding.rank}" if finding.rank else "")
+def write_spike(
+    report: SpikeReport, start: BatchSnapshot | None, model: nn.Module | None, output_dir: Path
+) -> SpikeReport:
+    """Write the report and a capsule of its batch, as far as that can be done. Return it with files and remarks."""
+    remarks: list[str] = []
+    folder = _attempt("making the folder", lambda: _new_folder(output_dir, report, "spike-batch"), remarks)
+    if folder is None:
+        return replace(report, remarks=tuple(remarks))
+    files: list[str] = []
+    name = None if start is None or model is None else module_names(model).get(start.module)
+    if start is None or name is None:
+        remarks.append("no capsule was written: the start of the batch was not kept")
+    else:
+        call = Call(name, start.module, start.args, start.kwargs)
+        made = _attempt(
+            "writing the capsule", lambda: _write_capsule(folder, call, start, None, report.rank), remarks
+        )
+        files += [] if made is None else [str(made)]
+    forms = {"html": report.to_html, "json": report.to_json, "txt": report.to_text}
+    for ending, form in forms.items():
+        path = folder / f"report.{ending}"
+        done = _attempt(f"writing {path.name}", functools.partial(_write_form, path, form), remarks)
+        files += [] if done is None else [str(done)]
+    return replace(report, files=tuple(files), remarks=tuple(remarks))
+
+
+def _write_form(path: Path, form: Callable[[], str]) -> Path:
+    return _write_whole(path, form())
+
+
+def _new_folder(output_dir: Path, finding: Finding | SpikeReport, kind: str = "batch") -> Path:
+    name = f"{kind}-{finding.batch}" + (f"-rank-{finding.rank}" if finding.rank else "")
     return make_numbered(output_dir / name, lambda folder: folder.mkdir(parents=True))

@@ -93,6 +93,11 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
         """Begin to watch."""
         self._start(trainer, pl_module)
 
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Hand the loss to the watch, for `spikes`."""
+        if self.watch is not None:
+            self.watch.note_loss(loss)
+
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..recording.events import Event, Recorder
+from ..recording.events import Event, PeakName, Recorder
 from ..report.finding import Finding
 from ..report.headroom import headroom_bits
 from ..report.record import FrameRows, Row, to_record
@@ -54,6 +54,10 @@ class Monitor:
         log_to: Any,
         log_every: int,
     ) -> None:
+        self.spikes: Callable[[int, list[PeakName], bytes], None] | None = (
+            None  # gets the peaks of each batch
+        )
+        self._names: list[PeakName] = []  # that the forecaster has not met
         self._recorder = recorder
         self._every = every
         self._forecaster = Forecaster(_num_tensors(model)) if forecasts else None
@@ -69,7 +73,7 @@ class Monitor:
     @property
     def awaits_batches(self) -> bool:
         """Return whether the monitor needs the ends of batches."""
-        return self._forecaster is not None or self._log is not None
+        return self._forecaster is not None or self._log is not None or self.spikes is not None
 
     def add(self, frame: FrameRows) -> None:
         """Take a frame from the recorder."""
@@ -78,7 +82,7 @@ class Monitor:
 
     def end(self, batch: int) -> None:
         """Handle the end of a finite batch."""
-        forecasts = [] if self._forecaster is None else self._forecasts(self._forecaster, batch)
+        forecasts = self._forecasts(batch)
         if self._log is not None:
             self._log.end(batch, forecasts)
             self._frames.active = self._log.is_due(batch + self._every)
@@ -96,20 +100,33 @@ class Monitor:
         if self._log is not None:
             self._log.close()
 
-    def _forecasts(self, forecaster: Forecaster, batch: int) -> list[Forecast]:
+    def follow(self, spikes: Callable[[int, list[PeakName], bytes], None]) -> None:
+        """Hand the peaks of each batch to `spikes`."""
+        self.spikes = spikes
+        self._recorder.gathers_peaks = True
+
+    def _forecasts(self, batch: int) -> list[Forecast]:
         # A batch of another thread that ends meanwhile is left out. Waiting could lock up: a signal's handler or the
         # garbage collector may end a batch in here.
         if not self._looking.acquire(blocking=False):
             return []
         try:
             found = []
+            forecaster = self._forecaster
             if self._recorder.gathers_peaks:
                 gathered, names, values = self._recorder.take_peaks()
-                forecaster.meet(names)
-                self.growth.take(names, values)
-                if gathered == batch:
-                    found = forecaster.end(batch, values)
-            self._recorder.gathers_peaks = forecaster.is_due(batch + self._every)
+                self._names += names
+                if self.spikes is not None:
+                    self.spikes(gathered, names, values)
+                if forecaster is not None and forecaster.is_due(batch):
+                    names, self._names = self._names, []
+                    forecaster.meet(names)
+                    self.growth.take(names, values)
+                    if gathered == batch:
+                        found = forecaster.end(batch, values)
+            self._recorder.gathers_peaks = self.spikes is not None or (
+                forecaster is not None and forecaster.is_due(batch + self._every)
+            )
             return found
         finally:
             self._looking.release()

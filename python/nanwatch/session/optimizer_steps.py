@@ -32,6 +32,7 @@ from ..util.job import rank
 from ..util.modules import each_parameter
 from .optimizer_guard import OptimizerGuard, Weight
 from .reports import Reports
+from .spikes import SpikeWatch
 
 if TYPE_CHECKING:
     from .failure_handler import FailureHandler
@@ -61,7 +62,9 @@ class BackwardWatch:
         reports: Reports,
         failures: FailureHandler,
         guard: OptimizerGuard,
+        spikes: SpikeWatch | None = None,
     ) -> None:
+        self.spikes = spikes
         self._model = weakref.ref(model)
         self._recorder = recorder
         self._reports = reports
@@ -112,6 +115,8 @@ class BackwardWatch:
         if due is not None:
             self._failures.step_follows(due)
         elif guard.pending is None:
+            if self.spikes is not None:
+                self.spikes.before_step(optimizer)
             self._failures.rerun.let_go()
 
     def _check_sums(self) -> None:

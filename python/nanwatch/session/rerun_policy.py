@@ -163,6 +163,12 @@ class RerunPolicy:
             ended = list(self._ended.values())
             self._failed = next((one for one in ended if one.batch == batch), self._failed)
 
+    def kept(self, batch: int) -> BatchSnapshot | None:
+        """Return the start of the batch, if it is kept for the batch's backward."""
+        with self._door:
+            kept = [*self._ended.values(), *([] if self._failed is None else [self._failed])]
+        return next((one.start() for one in kept if one.batch == batch), None)
+
     def let_go(self) -> None:
         """Let go of the starts that were kept for a backward."""
         with self._door:
