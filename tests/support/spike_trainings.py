@@ -437,7 +437,13 @@ def closed_until(name: str, factor: float) -> Plant:
 FIRST_HALF = (
     Planted("one sample of an image net", convolutions, bad_sample("x", -100), ("input",), ("0",)),
     Planted("learning rate of Adam", gpt2, rate(30), ("learning rate",)),
-    Planted("second moment after zeros", regression, without_gradient("branch"), ("optimizer",), ("branch",)),
+    Planted(
+        "second moment after zeros",
+        partial(regression, lr=0.03),
+        without_gradient("branch"),
+        ("optimizer",),
+        ("branch",),
+    ),
     Planted(
         "attention logits that grow",
         gpt2,

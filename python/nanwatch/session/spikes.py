@@ -11,10 +11,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from math import inf
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,12 +21,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..diagnosis.postmortem import write_spike
-from ..instrumentation.wrapped_names import find_module, named_modules
 from ..monitoring.growth import WeightGrowth
-from ..monitoring.spikes import CHANGED, LOGITS, OF_CALL, Evidence, Histories, Signal, cause_of
-from ..numerics.readable import is_plain, only_our_dispatch
+from ..monitoring.spikes import LEAST, LOGITS, OF_CALL, Histories, Numbers, Signal, StepHistory
+from ..numerics.readable import is_plain
 from ..recording.events import Event, PeakName, Recorder
-from ..report.spike import Curve, Departure, SpikeReport
+from ..report.spike import Cause, Curve, Departure, SpikeReport
 from ..util.job import rank
 from ..util.suppressed import suppressed
 from ..util.visible import spell, warn_user
@@ -40,18 +38,10 @@ Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
 # Jumps within so many steps belong to one spike.
 _EPISODE = 16
 _MOST_REPORTS = 16
-# A learning rate jumps when it is so many times the median of the latest 16. It may be the cause for 32 steps.
-_RATE_FACTOR, _RATE_STEPS, _RATE_LASTS = 3.0, 16, 32
-# Squared gradient over Adam's second moment, as means over a weight: beyond 16 the step is several times too long. The
-# gradients that left their history are looked at, and may be the cause for 16 steps.
-_ADAM_RATIO, _ADAM_LASTS, _ADAM_LOOKS = 16.0, 16, 8
-# Every so many steps: the limits of gradients anew, and norms and updates, the latter of so many elements of a weight.
-_EVERY, _ELEMENTS = 32, 256
 # Losses of so many samples are kept by sample.
 _MOST_SAMPLES = 4096
 _SHOWN_SAMPLES = 3
 _SHOWN_CURVES = 6
-_NORM, _UPDATE = "gradient norm", "update / weight"
 
 
 def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
@@ -72,40 +62,10 @@ def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
     return safe
 
 
-class _Numbers:
-    """Numbers of a tensor, copied now. Those of a GPU come later, and nobody waits for them."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._event: Any = None
-        with torch.no_grad(), only_our_dispatch():
-            x = x.detach()
-            if x.device.type == "cuda":
-                x = x.to("cpu", non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record()
-            else:
-                x = x.clone()
-        self._host = x
-
-    def read(self) -> list[float]:
-        """Return the numbers, none as long as they have not come."""
-        if self._event is not None and not self._event.query():
-            return []
-        return [float(one) for one in self._host.flatten().tolist()]
-
-
-class _TooLarge(NamedTuple):
-    """Gradient that left its history, and its square over Adam's second moment."""
-
-    step: int
-    gradient: Departure
-    ratio: _Numbers
-
-
 class SpikeWatch:
     """Part of a Watch with `spikes`: histories of its tensors, and reports of spikes.
 
-    `told` gets each report. An exception in here ends the search for spikes, by one warning, and not the run.
+    An exception in here ends the search for spikes, by one warning, and not the run.
     """
 
     def __init__(
@@ -126,25 +86,19 @@ class SpikeWatch:
         self._output_dir = output_dir
         self._turn = threading.Lock()
         self._forward, self._backward = Histories(), Histories()
-        self._sampled = {_NORM: Histories(), _UPDATE: Histories()}
+        self._steps = StepHistory(model)
         self._loss, self._norm = Signal("loss", in_bits=False), Signal("gradients", in_bits=True)
+        self._new_names: deque[PeakName] = deque()  # of the forward: batches of other threads end at any time
         self._forwards: deque[tuple[int, Floats]] = deque(maxlen=_EPISODE)
-        self._losses: deque[_Numbers] = deque(maxlen=_EPISODE)
+        self._losses: deque[Numbers] = deque(maxlen=_EPISODE)
         self._loss_at: int | None = None  # among the tensors of the forward: an output called loss
-        self._scale: _Numbers | None = None
+        self._scale: Numbers | None = None
         self._first_scale: float | None = None
         self._num_skipped = 0
         self._step = 0
         self._quiet_until = 0
         self._num_spikes = 0
-        self._rates: weakref.WeakKeyDictionary[Optimizer, deque[list[float]]] = weakref.WeakKeyDictionary()
-        self._rate_jump: tuple[int, tuple[float, float]] | None = None
         self._weights: np.ndarray[Any, Any] = np.zeros(0, bool)  # of the gradients, those of weights
-        self._levels: Floats = np.zeros(0)
-        self._limits: Floats = np.zeros(0)
-        self._too_large: deque[_TooLarge] = deque(maxlen=_ADAM_LOOKS * _ADAM_LASTS)
-        self._before_update: tuple[list[weakref.ref[Tensor]], Tensor] | None = None
-        self._coming: list[tuple[str, _Numbers]] = []
         recorder.gathers_gradient_peaks = True
         self._backward_starts = recorder.subscribe(Event.BACKWARD_START)
 
@@ -152,31 +106,28 @@ class SpikeWatch:
         """Gather no more, and keep the reports."""
         self._recorder.gathers_gradient_peaks = False
         self._backward_starts.remove()
-        self._before_update = None
+        self._steps.forget()
 
     @_harmless
     def note_loss(self, loss: Tensor | float) -> None:
         """Take a loss, or the losses of the samples of a batch."""
         x = loss if isinstance(loss, Tensor) else torch.tensor(float(loss))
         if is_plain(x) and x.device.type in ("cpu", "cuda") and x.numel():
-            self._losses.append(_Numbers(x if x.numel() <= _MOST_SAMPLES else x.detach().mean()))
+            self._losses.append(Numbers(x if x.numel() <= _MOST_SAMPLES else x.detach().mean()))
 
     @_harmless
     def take(self, batch: int, names: Sequence[PeakName], values: bytes) -> None:
         """Take the peaks of a batch as Recorder.take_peaks gives them, at the batch's end."""
-        self._forward.meet(names)
-        for place, (module, label, _) in enumerate(names, len(self._forward.names) - len(names)):
-            if not module and label == "output[loss]":
-                self._loss_at = place
+        self._new_names.extend(names)
         if batch >= 0 and torch.is_grad_enabled():  # else an evaluation
             self._forwards.append((batch, np.frombuffer(values)))
 
     @_harmless
     def backward_started(self) -> None:
         """Note the loss scale of a backward, and keep the batch for a capsule."""
-        if self._guard.has_scaler or (self._step >= _EVERY and self._step & (self._step - 1) == 0):
+        if self._guard.has_scaler or (self._step >= LEAST and self._step & (self._step - 1) == 0):
             scale = self._guard.note_scale()
-            self._scale = None if scale is None else _Numbers(scale)
+            self._scale = None if scale is None else Numbers(scale)
         if self._output_dir is not None:
             self._rerun.backward_failed(self._recorder.latest_batch)
 
@@ -198,15 +149,14 @@ class SpikeWatch:
     def _judge(self, optimizer: Optimizer) -> SpikeReport | None:
         batch, names, found = self._recorder.take_gradient_peaks()
         self._backward.meet(names)
-        is_weight = [OF_CALL.match(label) is None for _, label, _ in names]
-        self._weights = np.append(self._weights, np.array(is_weight, bool))
+        if names:
+            self._weights = np.array([OF_CALL.match(label) is None for _, label in self._backward.names])
         losses, self._losses = self._losses, deque(maxlen=_EPISODE)
         forwards, self._forwards = self._forwards, deque(maxlen=_EPISODE)
+        self._meet()
         if batch < 0:
             return None
-        if (
-            self._guard.num_skipped != self._num_skipped
-        ):  # gradients of a step that was skipped are among these
+        if self._guard.num_skipped != self._num_skipped:  # gradients of a skipped step are among these
             self._num_skipped = self._guard.num_skipped
             return None
         self._step += 1
@@ -214,7 +164,7 @@ class SpikeWatch:
         forward = np.zeros(len(self._forward.names))
         for number, values in forwards:
             if number <= batch:
-                forward[: len(values)] = np.maximum(forward[: len(values)], values)
+                forward[: len(values)] = np.maximum(forward[: len(values)], values[: len(forward)])
         self._forward.add(forward)
         self._backward.add(gradients)
         by_sample = [one.read() for one in losses]
@@ -223,8 +173,7 @@ class SpikeWatch:
             means = [float(forward[self._loss_at])]
         loss = self._loss.add(sum(means) / len(means)) if means else None
         norm = self._norm.add(float(np.sqrt(np.square(gradients[self._weights]).sum())))
-        self._note_optimizer(optimizer, gradients)
-        self._sample()
+        self._steps.add(self._step, optimizer, self._backward, self._weights)
         jumps = [one for one in (loss, norm) if one is not None]
         if not jumps:
             return None
@@ -235,6 +184,13 @@ class SpikeWatch:
             return None
         return self._report(batch, jumps, [x for one in by_sample for x in one])
 
+    def _meet(self) -> None:
+        names = [self._new_names.popleft() for _ in range(len(self._new_names))]
+        self._forward.meet(names)
+        for place, (module, label) in enumerate(self._forward.names if names else ()):
+            if not module and label == "output[loss]":
+                self._loss_at = place
+
     def _relative_scale(self) -> float:
         """Return the loss scale over the first one that was known."""
         scale = next(iter(() if self._scale is None else self._scale.read()), None) or self._first_scale
@@ -243,107 +199,14 @@ class SpikeWatch:
         self._first_scale = self._first_scale or scale
         return scale / self._first_scale
 
-    def _note_optimizer(self, optimizer: Optimizer, gradients: Floats) -> None:
-        """Note a learning rate that jumps, and the gradients that are large beside Adam's second moment."""
-        rates = [float(one["lr"]) for one in optimizer.param_groups if not _is_elsewhere(one["lr"])]
-        known = self._rates.setdefault(optimizer, deque(maxlen=_RATE_STEPS))
-        if len(known) == _RATE_STEPS and (
-            self._rate_jump is None or self._step > self._rate_jump[0] + _RATE_LASTS
-        ):
-            for i, rate in enumerate(rates):
-                before = median(one[i] for one in known if len(one) > i)
-                if 0 < before <= rate / _RATE_FACTOR:
-                    self._rate_jump = self._step, (before, rate)
-                    break
-        known.append(rates)
-        if self._step % _EVERY == 0:
-            self._levels, self._limits = self._backward.limits()
-        bits = self._backward.latest()
-        far = np.flatnonzero(self._weights[: len(self._limits)] & (bits[: len(self._limits)] > self._limits))
-        for place in far[:_ADAM_LOOKS].tolist():
-            module, label = self._backward.names[place]
-            ratio = self._adam_ratio(optimizer, module, label)
-            if ratio is not None:
-                usual, least = (
-                    2.0 ** float(self._levels[place]),
-                    inf if self._limits[place] == -inf else CHANGED,
-                )
-                gradient = Departure(module, label, float(gradients[place]), usual, least)
-                self._too_large.append(_TooLarge(self._step, gradient, _Numbers(ratio)))
-
-    def _adam_ratio(self, optimizer: Optimizer, module: str, label: str) -> Tensor | None:
-        """Return the mean square of a weight's gradient over that of Adam's second moment, without its bias."""
-        model = self._model()
-        owner = None if model is None else find_module(model, module)
-        x = None if owner is None else owner.module._parameters.get(label.removesuffix(".grad"))
-        state = {} if x is None else optimizer.state.get(x, {})
-        second, gradient = state.get("exp_avg_sq"), None if x is None else x.grad
-        if second is None or gradient is None or not (is_plain(second) and is_plain(gradient)):
-            return None
-        group = next(one for one in optimizer.param_groups if any(x is own for own in one["params"]))
-        steps, beta = state.get("step"), float(group["betas"][1])
-        unbiased = 1 - beta ** float(steps) if steps is not None and not _is_elsewhere(steps) else 1.0
-        with only_our_dispatch():
-            square: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).square()
-            ratio: Tensor = square / (second.detach().sum(dtype=torch.float32) / max(unbiased, 1e-30))
-        return ratio
-
-    def _sample(self) -> None:
-        """Take norms of gradients, and how far the sampled elements of the weights move in this step."""
-        coming = []
-        for kind, numbers in self._coming:
-            values = numbers.read()
-            if values:
-                self._sampled[kind].add(np.array(values))
-            else:
-                coming.append((kind, numbers))
-        self._coming = coming[-2:]
-        if self._before_update is not None:
-            kept, before = self._before_update
-            self._before_update = None
-            weights = [x for one in kept if (x := one()) is not None]
-            if len(weights) == len(kept):
-                moved = torch.stack(
-                    [*torch._foreach_norm(list((_elements(weights) - before).split(_ELEMENTS)))]
-                )
-                size = torch.stack([*torch._foreach_norm(list(before.split(_ELEMENTS)))])
-                self._coming.append((_UPDATE, _Numbers(moved / size)))
-        if self._step % _EVERY:
-            return
-        own = self._own_weights()
-        for kind, histories in self._sampled.items():
-            histories.meet_only([(name, f"{kind} of {label}") for name, label, _ in own])
-        if own:
-            weights = [x for _, _, x in own]
-            norms = torch._foreach_norm([x.grad for x in weights if x.grad is not None])
-            self._coming.append((_NORM, _Numbers(torch.stack([one.float() for one in norms]))))
-            self._before_update = [weakref.ref(x) for x in weights], _elements(weights)
-
-    def _own_weights(self) -> list[tuple[str, str, Tensor]]:
-        """Return the weights with gradients that one device holds, by module and label."""
-        model = self._model()
-        found: dict[int, tuple[str, str, Tensor]] = {}
-        for name, _, module in () if model is None else named_modules(model):
-            for label, x in module._parameters.items():
-                if x is not None and x.grad is not None and x.numel() and is_plain(x) and is_plain(x.grad):
-                    found.setdefault(id(x), (name, label, x))
-        device = next((x.device for _, _, x in found.values()), None)
-        return [one for one in found.values() if one[2].device == device and one[2].is_floating_point()]
-
     def _report(self, batch: int, jumps: list[Departure], losses: list[float]) -> SpikeReport:
-        loss = None if self._loss_at is None else self._forward.names[self._loss_at]
-        forward = [one for one in self._forward.departures() if (one.module, one.label) != loss]
-        backward = self._backward.departures()
-        large = [
-            (one, ratio[0])
-            for one in self._too_large
-            if self._step - one.step <= _ADAM_LASTS
-            and (ratio := one.ratio.read())
-            and ratio[0] >= _ADAM_RATIO
-        ]
-        early = next((one.gradient for one, _ in large if one.step < self._step), None)
-        rate = self._rate_jump
-        rates = rate[1] if rate is not None and 0 < self._step - rate[0] <= _RATE_LASTS else None
+        forward, backward = self._left_forward(), self._backward.departures()
+        rates, large = self._steps.rates(self._step), self._steps.too_large(self._step)
+        early = next((one for one, _ in large if one.step < self._step), None)
+        if early is not None and self._left_forward(
+            self._step - early.step
+        ):  # which came before its gradient
+            early = None
         outputs = [one for one in self._forward.names if one[1].startswith("output")]
         cause, first = cause_of(
             Evidence(
@@ -357,7 +220,7 @@ class SpikeWatch:
                 logits=self._forward.grown_logits(),
                 loss_jumped=any(one.label == "loss" for one in jumps),
                 rate_jumped=rates is not None,
-                optimizer=early,
+                optimizer=None if early is None else early.gradient,
             )
         )
         worst = max(large, key=lambda one: one[1], default=None)
@@ -386,6 +249,11 @@ class SpikeWatch:
             return report
         return write_spike(report, self._rerun.kept(batch), self._model(), self._output_dir)
 
+    def _left_forward(self, ago: int = 0) -> list[Departure]:
+        """Return the tensors of the forward that left their history so many steps ago, but for the loss."""
+        loss = None if self._loss_at is None else self._forward.names[self._loss_at]
+        return [one for one in self._forward.departures(ago) if (one.module, one.label) != loss]
+
     def _curves(
         self, first: Departure | None, forward: list[Departure], backward: list[Departure]
     ) -> Iterator[Curve]:
@@ -395,24 +263,9 @@ class SpikeWatch:
             known = set(histories.names)
             for name in [one for one in dict.fromkeys(names) if one in known][:_SHOWN_CURVES]:
                 yield histories.curve(name)
-        for histories in self._sampled.values():
+        for histories in self._steps.sampled.values():
             for name in [one for one in histories.names if first is not None and one[0] == first.module]:
                 yield histories.curve(name)
-
-
-def _is_elsewhere(x: object) -> bool:
-    """Return whether reading this number would wait for a device."""
-    return isinstance(x, Tensor) and x.device.type != "cpu"
-
-
-def _elements(weights: Sequence[Tensor]) -> Tensor:
-    """Return some elements of each weight, evenly spaced, padded with zeros to the same number."""
-    found = []
-    for x in weights:
-        flat = x.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // _ELEMENTS)][:_ELEMENTS].float()
-        found.append(torch.nn.functional.pad(some, (0, _ELEMENTS - some.numel())))
-    return torch.cat(found)
 
 
 def _shares(losses: list[float]) -> tuple[tuple[int, float], ...]:
@@ -422,3 +275,45 @@ def _shares(losses: list[float]) -> tuple[tuple[int, float], ...]:
         return ()
     order = sorted(range(len(losses)), key=lambda i: -losses[i])[:_SHOWN_SAMPLES]
     return tuple((i, losses[i] / total) for i in order)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Facts about the step in which a loss or the gradients jumped: departures of the forward and of the backward.
+
+    `first_outputs` and `first_gradients` are the tensors that the forward and the backward begin with. `logits` are
+    attention logits that have grown, `optimizer` a gradient of a step before that was too large for Adam.
+    """
+
+    forward: Sequence[Departure]
+    backward: Sequence[Departure]
+    first_gradients: Sequence[tuple[str, str]]
+    first_outputs: Sequence[tuple[str, str]]
+    logits: Departure | None = None
+    loss_jumped: bool = False
+    rate_jumped: bool = False
+    optimizer: Departure | None = None
+
+
+def cause_of(evidence: Evidence) -> tuple[Cause, Departure | None]:
+    """Return the class of the cause, and the tensor that shows it."""
+    forward, logits = evidence.forward, evidence.logits
+    outputs = [one for one in forward if OF_CALL.match(one.label) or one.label in LOGITS]
+    first = outputs[0] if outputs else None
+    if evidence.rate_jumped:
+        return "learning rate", first
+    if evidence.optimizer is not None:
+        return "optimizer", evidence.optimizer
+    found = next((one for one in outputs if one.label in LOGITS), logits)
+    if found is not None and (first is None or f"{first.module}.".startswith(f"{found.module}.")):
+        return "attention", found
+    weights = [one for one in forward if one not in outputs]
+    if weights and (first is None or forward.index(weights[0]) < forward.index(first)):
+        return "weight", weights[0]
+    if first is not None:
+        return "input" if (first.module, first.label) in evidence.first_outputs else "module", first
+    if evidence.backward and not evidence.loss_jumped:  # no gradient changes the loss of its own step
+        start = evidence.backward[0]
+        is_loss = (start.module, start.label) in evidence.first_gradients
+        return "loss" if is_loss else "gradient", start
+    return "loss", None
