@@ -306,6 +306,7 @@ class Planted(NamedTuple):
     plant: Plant
     causes: tuple[str, ...]
     modules: tuple[str, ...] = ()  # none: any, or none
+    since: int = AT  # the first step at which it may be told
 
 
 def at(act: Callable[[SimpleNamespace], None]) -> Plant:
@@ -450,6 +451,7 @@ FIRST_HALF = (
         growing_weights("transformer.h.1.attn.c_attn.weight", factor=1.12),
         ("attention", "weight"),
         ("transformer.h.1.attn",),
+        AT // 2,
     ),
     Planted(
         "a dead layer revives",

@@ -146,7 +146,7 @@ class SpikeReport:
         for head, found in (("Then", self.forward), ("Back", self.backward)):
             rest = [one for one in found if one != self.first]
             if rest:
-                more = f"; {len(rest) - 1} more tensors" if len(rest) > 1 else ""
+                more = f"; then {len(rest) - 1} more" if len(rest) > 1 else ""
                 yield head, f"{rest[0].place}: {rest[0].numbers}{more}."
         if self.rates is not None:
             yield "Rate", f"the learning rate went from {self.rates[0]:.3g} to {self.rates[1]:.3g}."
