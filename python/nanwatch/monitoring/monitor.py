@@ -54,9 +54,8 @@ class Monitor:
         log_to: Any,
         log_every: int,
     ) -> None:
-        self.spikes: Callable[[int, list[PeakName], bytes], None] | None = (
-            None  # gets the peaks of each batch
-        )
+        # Gets the peaks of each batch.
+        self.spikes: Callable[[int, list[PeakName], bytes], None] | None = None
         self._names: list[PeakName] = []  # that the forecaster has not met
         self._recorder = recorder
         self._every = every
@@ -82,7 +81,8 @@ class Monitor:
 
     def end(self, batch: int) -> None:
         """Handle the end of a finite batch."""
-        forecasts = self._forecasts(batch)
+        follows = self._forecaster is not None or self.spikes is not None
+        forecasts = self._forecasts(batch) if follows else []
         if self._log is not None:
             self._log.end(batch, forecasts)
             self._frames.active = self._log.is_due(batch + self._every)
@@ -118,7 +118,7 @@ class Monitor:
                 self._names += names
                 if self.spikes is not None:
                     self.spikes(gathered, names, values)
-                if forecaster is not None and forecaster.is_due(batch):
+                if forecaster is not None and (self.spikes is None or forecaster.is_due(batch)):
                     names, self._names = self._names, []
                     forecaster.meet(names)
                     self.growth.take(names, values)

@@ -94,7 +94,7 @@ class Signal:
         if len(self._latest) >= LEVEL:
             level = median(list(self._latest)[-LEVEL:])
             self._first = self._first or abs(level)
-            if len(self._distances) >= LEAST:
+            if value > level and len(self._distances) >= LEAST:
                 found = self._judge(value, level, value - level)
             self._distances.append(value - level)
         self._latest.append(value)
@@ -129,6 +129,8 @@ class Histories:
 
     def meet(self, names: Sequence[PeakName]) -> None:
         """Add tensors, in the order of the forward or of the backward."""
+        if not names:  # as in nearly all steps
+            return
         self.names += [(module, label) for module, label, _ in names]
         self._bits = np.pad(self._bits, ((0, 0), (0, len(names))), constant_values=nan)
         self.first = np.append(self.first, np.full(len(names), nan))
