@@ -62,11 +62,10 @@ def usual(values: Floats, fewest: int = LEAST) -> tuple[Floats, Floats]:
     ordered = np.sort(values, axis=0)  # nan comes last
     count = np.isfinite(values).sum(axis=0)
     has = count >= fewest
-    last = np.where(has, count, 1) - 1
+    last, columns = np.where(has, count, 1) - 1, np.arange(values.shape[1])
 
     def at(part: float, rows: Floats) -> Floats:
-        place = np.round(part * last).astype(np.intp)
-        found: Floats = np.take_along_axis(rows, place[None], axis=0)[0]
+        found: Floats = rows[np.round(part * last).astype(np.intp), columns]
         return found
 
     middle = at(0.5, ordered)
@@ -276,7 +275,9 @@ class StepHistory:
                     module, label, 2.0 ** float(bits[place]), level, inf if was_missing else CHANGED
                 )
                 self._too_large.append(TooLarge(step, gradient, Numbers(ratio)))
-        self._sample(step)
+        if step % _EVERY == 0 or self._coming or self._before_update is not None:
+            with torch.no_grad():
+                self._sample(step)
 
     def rates(self, step: int) -> tuple[float, float] | None:
         """Return the learning rate before and after it jumped, if that was at one of the steps before this one."""
