@@ -135,6 +135,8 @@ void bind_recorder(py::module_& m) {
       .def_readwrite("awaits_backwards", &CallRecorder::awaits_backwards)
       .def_readwrite("gathers_peaks", &CallRecorder::gathers_peaks)
       .def("take_peaks", &CallRecorder::take_peaks)
+      .def_readwrite("gathers_gradient_peaks", &CallRecorder::gathers_gradient_peaks)
+      .def("take_gradient_peaks", &CallRecorder::take_gradient_peaks)
       .def_readwrite("gathers_weights", &CallRecorder::gathers_weights)
       .def_property_readonly("latest_batch", &CallRecorder::latest_batch)
       .def_property_readonly("is_under_way", &CallRecorder::is_under_way)

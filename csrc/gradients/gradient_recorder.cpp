@@ -125,6 +125,9 @@ bool GradientRecorder::report(Backward& backward, const py::object& left) {
     const std::lock_guard<std::mutex> lock(log_->mutex);
     for (const Backward::PendingTerm& one : backward.pending_terms) log_->add_up(one.sum.get(), one.term);
   }
+  if (recorder_.gathers_gradient_peaks)
+    for (const GradientEvent& one : backward.events)
+      recorder_.add_gradient_peak(one.user.call->batch, one.user.call->node, one.user.label, one.row);
   observer.counters.tensors += int64_t(backward.events.size());
   observer.counters.tensors_read += backward.tensors_read;
   observer.counters.bytes_read += backward.bytes_read;

@@ -342,13 +342,13 @@ void CallRecorder::keep(FrameData& frame) {
   ring_.push(frame);
 }
 
-py::tuple CallRecorder::take_peaks() {
+py::tuple CallRecorder::taken(PeakMagnitudes& peaks) {
   // All taken before any Python object is made that the garbage collector knows: that may run code which calls a model.
-  const std::vector<PeakMagnitudes::Key> keys = peaks_.take_new();
-  const std::vector<double>& values = peaks_.values();
+  const std::vector<PeakMagnitudes::Key> keys = peaks.take_new();
+  const std::vector<double>& values = peaks.values();
   const py::bytes found(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double));
-  const int64_t batch = peaks_.batch();
-  peaks_.clear();
+  const int64_t batch = peaks.batch();
+  peaks.clear();
   py::list names;
   for (const PeakMagnitudes::Key& key : keys)
     names.append(py::make_tuple(nodes_[size_t(key.node)]->name, observer_.label_text(key.label),

@@ -72,7 +72,12 @@ class CallRecorder {
   std::pair<int64_t, pybind11::list> frames_since(int64_t kept) const;
 
   // (batch, names of places that are new, values by place as float64); see peak_magnitudes.h. What was taken is gone.
-  pybind11::tuple take_peaks();
+  pybind11::tuple take_peaks() { return taken(peaks_); }
+  // The same of the gradients of all backwards since they were last taken; the batch is the latest of theirs.
+  pybind11::tuple take_gradient_peaks() { return taken(gradient_peaks_); }
+  void add_gradient_peak(int64_t batch, int32_t node, Labels::Id label, const RowData& row) {
+    gradient_peaks_.add_gradient(batch, node, label, row, observer_.labels());
+  }
 
   // Reports the batches that have ended and whose rows have completed; with `wait`, all that have ended. Throws what a
   // callback raises.
@@ -96,8 +101,9 @@ class CallRecorder {
 
   int paused = 0;  // nothing is recorded while it is not 0: 1 after pause() or stop(), and 2 for each re-run under way
   const std::shared_ptr<Subscriptions> subscriptions = std::make_shared<Subscriptions>();
-  bool gathers_peaks = false;     // for take_peaks
-  bool awaits_backwards = false;  // else one whose rows are pending is reported later
+  bool gathers_peaks = false;           // for take_peaks
+  bool gathers_gradient_peaks = false;  // for take_gradient_peaks
+  bool awaits_backwards = false;        // else one whose rows are pending is reported later
   // Set when weights are gathered from shards, as FSDP does: into the same storage each time, past the version counter,
   // so that writes to the shards are not seen. Then no weight's range is taken from the batch before.
   bool gathers_weights = false;
@@ -150,12 +156,13 @@ class CallRecorder {
   bool end_compiled(Thread& thread, bool completed);
   bool reports_frames(int64_t batch) const { return subscriptions->has(kFrame) || is_traced(batch); }
   void keep(FrameData& frame);
+  pybind11::tuple taken(PeakMagnitudes& peaks);
   bool tracks_gradients() const { return gradients_ != nullptr && gradients_->is_active(); }
 
   CallObserver observer_;
   pybind11::object events_, frame_type_;
   FrameRing ring_;
-  PeakMagnitudes peaks_;
+  PeakMagnitudes peaks_, gradient_peaks_;
   std::unique_ptr<GradientTracker> gradients_;          // null when nobody asked for gradients
   Pending pending_;                                     // in the order of their beginnings
   std::vector<std::shared_ptr<CapturedBatch>> graphs_;  // what was captured

@@ -1,5 +1,5 @@
-// The largest magnitude of each weight, buffer and output in a batch, for forecasts. Makes no Python object for any of
-// them.
+// The largest magnitude of each weight, buffer and output in a batch, for forecasts, or of each gradient since they
+// were last taken, for spikes. Makes no Python object for any of them.
 #pragma once
 
 #include <Python.h>
@@ -37,16 +37,25 @@ class PeakMagnitudes {
     if (frame.batch != batch_) begin(frame.batch);
     for (const RowData& row : frame.rows) {
       if (row.python != nullptr) {
-        add_python(frame.node, row.python, labels);
-      } else if (row.dtype >= 0 && row.role != Role::input && row.range.isfinite && row.range.abs_max > 0 &&
-                 !at::isIntegralType(static_cast<at::ScalarType>(row.dtype), true)) {
-        raise({frame.node, row.label, row.dtype}, row.range.abs_max);
+        add_python(frame.node, row.python, nullptr, labels);
+      } else if (row.role != Role::input) {
+        add_row(frame.node, row.label, row);
       }
     }
   }
 
+  // Takes a gradient under the label of its user, and keeps those of earlier batches until they are taken.
+  void add_gradient(int64_t batch, int32_t node, Labels::Id label, const RowData& row, Labels& labels) {
+    batch_ = std::max(batch_, batch);
+    if (row.python != nullptr) {
+      add_python(node, row.python, &label, labels);
+    } else {
+      add_row(node, label, row);
+    }
+  }
+
   int64_t batch() const { return batch_; }
-  // By place, 0 where nothing was seen. The place of a key, once given, stays.
+  // By place, 0 where nothing was seen or all was zero. The place of a key, once given, stays.
   const std::vector<double>& values() const { return values_; }
   // The keys of the places that came since it was last asked.
   std::vector<Key> take_new() {
@@ -76,6 +85,12 @@ class PeakMagnitudes {
     std::fill(values_.begin(), values_.end(), 0.0);
   }
 
+  void add_row(int32_t node, Labels::Id label, const RowData& row) {
+    if (row.dtype >= 0 && row.range.isfinite && row.range.abs_max >= 0 &&
+        !at::isIntegralType(static_cast<at::ScalarType>(row.dtype), true))
+      raise({node, label, row.dtype}, row.range.abs_max);
+  }
+
   void raise(const Key& key, double value) {
     // Rows come in the same order batch after batch, so the next place is nearly always the right one.
     if (next_ == keys_.size() || !(keys_[next_] == key)) {
@@ -103,8 +118,8 @@ class PeakMagnitudes {
     }
   }
 
-  // Rows from Python: complex numbers, shards, other layouts.
-  void add_python(int32_t node, PyObject* row, Labels& labels) {
+  // Rows from Python: complex numbers, shards, other layouts. `own` is the label where the row has another user's.
+  void add_python(int32_t node, PyObject* row, const Labels::Id* own, Labels& labels) {
     if (!is_row(row)) return;
     const char* const label = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::label));
     const char* const role = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::role));
@@ -112,10 +127,11 @@ class PeakMagnitudes {
     PyObject* const largest = PyTuple_GET_ITEM(row, row_item::abs_max);
     if (label == nullptr || role == nullptr || dtype == nullptr) return PyErr_Clear();
     if (std::string_view(role) == "input" || PyTuple_GET_ITEM(row, row_item::isfinite) != Py_True || is_meant(row) ||
-        !PyFloat_Check(largest) || !(PyFloat_AS_DOUBLE(largest) > 0))
+        !PyFloat_Check(largest) || !(PyFloat_AS_DOUBLE(largest) >= 0))
       return;
     const int8_t type = floating_dtype(dtype);
-    if (type >= 0) raise({node, labels.of_text(label), type}, PyFloat_AS_DOUBLE(largest));
+    if (type < 0) return;
+    raise({node, own == nullptr ? labels.of_text(label) : *own, type}, PyFloat_AS_DOUBLE(largest));
   }
 
   size_t nodes_ = 0, taken_ = 0, next_ = 0;

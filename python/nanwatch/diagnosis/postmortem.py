@@ -12,12 +12,11 @@ from dataclasses import replace
 from functools import partial
 from math import ceil, log2
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..capsule.capsule import make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
 from ..precision.casting import replaced
 from ..recording.walk import call_leaves
@@ -25,26 +24,17 @@ from ..report.finding import Cure, Finding, working_first
 from ..report.record import Frame
 from ..report.report import Report
 from ..util.modules import each_module
-from ..util.visible import spell
 from .backward_cures import BACKWARD_RUNS, try_backward_cures
 from .backward_rerun import rerun_backward
 from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run
 from .cures import MAX_RUNS, try_cures
 from .diagnosis import BadRows, Diagnosis, enrich
 from .experiment import NO_CONDITIONS, Allows, BackwardStart, Conditions, module_words, nothing_allowed, run
+from .folder import attempt, write_failure
 from .forward_rerun import rerun_forward
 from .loss_rerun import rerun_loss
 from .loss_statements import BackwardCall
 from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_patches
-
-PATCH_FILE = "cure.patch"
-
-_T = TypeVar("_T")
-_FORMS: dict[str, Callable[[Report], str]] = {
-    "report.html": lambda report: report.to_html(),
-    "report.json": lambda report: report.to_json(),
-    "report.txt": lambda report: report.to_text(whole=True),
-}
 
 
 def post_mortem(
@@ -92,7 +82,7 @@ def post_mortem(
     finding = replace(finding, remarks=(*finding.remarks, *remarks))
     if output_dir is None:
         return replace(report, finding=finding)
-    return _write(report, finding, diagnosis, snapshot, output_dir)
+    return write_failure(report, finding, diagnosis, snapshot, output_dir)
 
 
 class _Steps(NamedTuple):
@@ -109,7 +99,7 @@ class _Steps(NamedTuple):
             found: Diagnosis | None = rerun_backward(snapshot, finding, self.frames, model=self.model)
         else:
             rerun = partial(rerun_forward, snapshot, finding, model=self.model)
-            found = _attempt("the closer look", rerun, self.remarks)
+            found = attempt("the closer look", rerun, self.remarks)
         if found is None:
             return finding, None
         closer = enrich(finding, found)
@@ -122,7 +112,7 @@ class _Steps(NamedTuple):
                 is_due = False
         if is_due:
             cure = partial(self._cure, closer, found, snapshot)
-            closer = _attempt("trying cures", cure, self.remarks) or closer
+            closer = attempt("trying cures", cure, self.remarks) or closer
         return closer, found
 
     def _cure(self, finding: Finding, diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Finding:
@@ -158,7 +148,7 @@ class _Steps(NamedTuple):
         made = 0 if snapshot.forwards is None else snapshot.forwards.made
         if not diagnosis.rows or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
             return finding
-        samples = _attempt(
+        samples = attempt(
             "the search for samples",
             lambda: find_samples(
                 snapshot,
@@ -174,114 +164,6 @@ class _Steps(NamedTuple):
             return finding
         indices = dataset_indices(snapshot, samples)
         return replace(finding, samples=samples, remarks=(*finding.remarks, *([indices] if indices else ())))
-
-
-def _attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None:
-    try:
-        return step()
-    except Exception as error:
-        remarks.append(f"{what} failed: {spell(error)}")
-        return None
-
-
-def _write(
-    report: Report,
-    finding: Finding,
-    diagnosis: Diagnosis | None,
-    snapshot: BatchSnapshot | None,
-    output_dir: Path,
-) -> Report:
-    remarks: list[str] = []
-    name = f"batch-{finding.batch}" + (f"-rank-{finding.rank}" if finding.rank else "")
-    folder = _attempt("making the folder", lambda: _new_folder(output_dir / name), remarks)
-    if folder is None:
-        return _told(report, finding, remarks)
-    files: list[str] = []
-    call = None if diagnosis is None else diagnosis.call
-    if call is None or snapshot is None:
-        is_forward = finding.phase == "forward"
-        why = (
-            "no call was seen to make the value a second time"
-            if is_forward
-            else "a capsule replays a forward"
-        )
-        remarks.append(f"no capsule was written: {why}")
-    else:
-        write = partial(
-            write_capsule,
-            folder / "capsule",
-            call.module,
-            call.name,
-            call.args,
-            call.kwargs,
-            finding=finding,
-            rank=report.rank,
-            rng=call.rng or snapshot.rng,
-            autocast=call.autocast or snapshot.autocast,
-        )
-        files += _written("the capsule", write, remarks)
-    patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
-    if patch:
-        files += _written(PATCH_FILE, lambda: _write_whole(folder / PATCH_FILE, patch), remarks)
-    return _write_forms(report, finding, folder, _FORMS, files, remarks)
-
-
-def _written(what: str, write: Callable[[], Path], remarks: list[str]) -> list[str]:
-    """Return the path that was written, or nothing."""
-    made = _attempt(f"writing {what}", write, remarks)
-    return [] if made is None else [str(made)]
-
-
-def _write_forms(
-    report: Report,
-    finding: Finding,
-    folder: Path,
-    names: Iterable[str],
-    files: list[str],
-    remarks: list[str],
-) -> Report:
-    """Write the forms of the report, each naming all files; again, should one of them not be written after all."""
-    told = _told(report, finding, remarks, [*files, *(str(folder / name) for name in names)])
-    troubles = list(remarks)
-    written = [
-        name
-        for name in names
-        if _written(name, lambda name=name: _write_whole(folder / name, _FORMS[name](told)), troubles)  # type: ignore[misc]
-    ]
-    if len(written) == len(list(names)):
-        return told
-    return _write_forms(report, finding, folder, written, files, troubles)
-
-
-def _told(report: Report, finding: Finding, remarks: list[str], files: Iterable[str] = ()) -> Report:
-    told = replace(finding, files=tuple(files), remarks=(*finding.remarks, *remarks))
-    return replace(report, finding=told)
-
-
-def _write_whole(path: Path, text: str) -> Path:
-    """Write all of the text, or leave no file of this name: a launcher may end this process meanwhile."""
-    under_way = path.with_name(f".{path.name}.tmp")
-    try:
-        under_way.write_text(text, encoding="utf-8")
-        return under_way.replace(path)
-    except OSError:
-        under_way.unlink(missing_ok=True)
-        raise
-
-
-def write_frames(report: Report, folder: Path) -> Path:
-    """Write a report without a finding, as JSON and text; the folder, which has a number where that is taken.
-
-    No page: of thousands of ranks most have nothing to show. Raises what writing raises.
-    """
-    made = _new_folder(folder)
-    for name in ("report.json", "report.txt"):
-        _write_whole(made / name, _FORMS[name](report))
-    return made
-
-
-def _new_folder(folder: Path) -> Path:
-    return make_numbered(folder, lambda one: one.mkdir(parents=True))
 
 
 # Runs that prove the answer: one without the samples and one with them alone.

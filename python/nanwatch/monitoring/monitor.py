@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..recording.events import Event, Recorder
+from ..recording.events import Event, PeakName, Recorder
 from ..report.finding import Finding
 from ..report.record import FrameRows, Row, headroom_bits, to_record
 from ..report.text import summary
@@ -53,6 +53,9 @@ class Monitor:
         log_to: Any,
         log_every: int,
     ) -> None:
+        # Gets the peaks of each batch.
+        self.spikes: Callable[[int, list[PeakName], bytes], None] | None = None
+        self._names: list[PeakName] = []  # that the forecaster has not met
         self._recorder = recorder
         self._every = every
         self._forecaster = Forecaster(_num_tensors(model)) if forecasts else None
@@ -68,7 +71,7 @@ class Monitor:
     @property
     def awaits_batches(self) -> bool:
         """Return whether the monitor needs the ends of batches."""
-        return self._forecaster is not None or self._log is not None
+        return self._forecaster is not None or self._log is not None or self.spikes is not None
 
     def add(self, frame: FrameRows) -> None:
         """Take a frame from the recorder."""
@@ -77,7 +80,8 @@ class Monitor:
 
     def end(self, batch: int) -> None:
         """Handle the end of a finite batch."""
-        forecasts = [] if self._forecaster is None else self._forecasts(self._forecaster, batch)
+        follows = self._forecaster is not None or self.spikes is not None
+        forecasts = self._forecasts(batch) if follows else []
         if self._log is not None:
             self._log.end(batch, forecasts)
             self._frames.active = self._log.is_due(batch + self._every)
@@ -95,20 +99,33 @@ class Monitor:
         if self._log is not None:
             self._log.close()
 
-    def _forecasts(self, forecaster: Forecaster, batch: int) -> list[Forecast]:
+    def follow(self, spikes: Callable[[int, list[PeakName], bytes], None]) -> None:
+        """Hand the peaks of each batch to `spikes`."""
+        self.spikes = spikes
+        self._recorder.gathers_peaks = True
+
+    def _forecasts(self, batch: int) -> list[Forecast]:
         # A batch of another thread that ends meanwhile is left out. Waiting could lock up: a signal's handler or the
         # garbage collector may end a batch in here.
         if not self._looking.acquire(blocking=False):
             return []
         try:
             found = []
+            forecaster = self._forecaster
             if self._recorder.gathers_peaks:
                 gathered, names, values = self._recorder.take_peaks()
-                forecaster.meet(names)
-                self.suspicion.take(names, values)
-                if gathered == batch:
-                    found = forecaster.end(batch, values)
-            self._recorder.gathers_peaks = forecaster.is_due(batch + self._every)
+                self._names += names
+                if self.spikes is not None:
+                    self.spikes(gathered, names, values)
+                if forecaster is not None and (self.spikes is None or forecaster.is_due(batch)):
+                    names, self._names = self._names, []
+                    forecaster.meet(names)
+                    self.suspicion.take(names, values)
+                    if gathered == batch:
+                        found = forecaster.end(batch, values)
+            self._recorder.gathers_peaks = self.spikes is not None or (
+                forecaster is not None and forecaster.is_due(batch + self._every)
+            )
             return found
         finally:
             self._looking.release()

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..report.finding import Finding, OriginKind, finding_of
 from ..report.record import FrameRows, Phase, Role, Row, is_fault, to_record
 from .events import Arrival, BackwardCall, Event, RecorderEvents, Subscriptions
-from .frame_ring import FrameRing
+from .frame_ring import FrameRing, PeakMagnitudes
 from .observe import past_torch_function
 
 if TYPE_CHECKING:
@@ -126,8 +126,10 @@ class RecordsBackwards(ABC):
     """The part of PythonRecorder that makes frames of backwards."""
 
     counters: dict[str, int]
+    gathers_gradient_peaks: bool
     lock: AbstractContextManager[object]
     _frames: FrameRing
+    _gradient_peaks: PeakMagnitudes
     _traced: frozenset[int]
     _events: RecorderEvents
     _subscriptions: Subscriptions
@@ -193,6 +195,9 @@ class RecordsBackwards(ABC):
         with self.lock:
             read, gradients.tensors_read = gradients.tensors_read, 0
             self._add(tensors=len(arrivals), tensors_read=read, cache_hits=len(arrivals) - read)
+            for one in arrivals if self.gathers_gradient_peaks else ():
+                call = calls[one.call]
+                self._gradient_peaks.add_gradient(call.batch, call.name, rows[one.call][one.row])
         phase: Phase = "backward"
         frames = [
             FrameRows(one.batch, one.name, one.class_name, own, one.recomputed, phase)

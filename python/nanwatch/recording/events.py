@@ -159,6 +159,7 @@ class Recorder(Protocol):
 
     paused: bool  # read: whether nothing is recorded; set by pause(), resume() and stop()
     gathers_peaks: bool  # for `take_peaks`
+    gathers_gradient_peaks: bool  # for `take_gradient_peaks`
     awaits_backwards: bool  # at their ends; else those whose rows are pending are reported later
     gathers_weights: bool  # from shards, anew in each batch: none is known from the batch before
     watch: int  # by which compiled code finds it; see compile/operators.py
@@ -194,6 +195,12 @@ class Recorder(Protocol):
         """Return `(batch, new, values)`: the peak magnitudes of a batch, and the names that were not returned before.
 
         `values` are float64 by name, in the order in which the names came, 0 for a name that the batch did not have.
+        """
+
+    def take_gradient_peaks(self) -> tuple[int, list[PeakName], bytes]:
+        """Return the same of the gradients of all backwards since the last time; the batch is the latest of theirs.
+
+        Names come in the order in which the gradients came first.
         """
 
     def finish_broken_backwards(self) -> None:

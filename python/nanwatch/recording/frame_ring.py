@@ -1,4 +1,4 @@
-"""Ring buffer of the latest frames, and the peak magnitudes of a batch."""
+"""Ring buffer of the latest frames, and peak magnitudes: of a batch, or of the gradients since they were taken."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from ..numerics.formats import limits
-from ..report.record import FrameRows, is_excused
+from ..report.record import FrameRows, Row, is_excused
 from .events import PeakName
 
 _BATCHES = 16  # more than one is under way where several threads call the model
@@ -47,7 +47,7 @@ class FrameRing(deque[FrameRows]):
 
 
 class PeakMagnitudes:
-    """The largest magnitude of each weight, buffer and output in a batch, for forecasts; see peak_magnitudes.h.
+    """The largest magnitude of each weight, buffer and output in a batch, or of each gradient; see peak_magnitudes.h.
 
     A name that came once keeps its position.
     """
@@ -69,17 +69,26 @@ class PeakMagnitudes:
         if frame.batch != self._batch:
             self._begin(frame.batch)
         for row in frame.rows:
-            if not row.abs_max or not row.isfinite or row.role == "input" or is_excused(row.note):
-                continue
-            name = (frame.name, row.label, row.dtype)
-            position = self._positions.get(name)
-            if position is None:
-                if len(self._positions) >= MAX_PEAKS or limits(row.dtype) is None:
-                    continue
-                position = self._positions[name] = len(self._positions)
-                self._new.append(name)
-                self._values.append(0.0)
-            self._values[position] = max(self._values[position], row.abs_max)
+            if row.role != "input":
+                self._raise(frame.name, row)
+
+    def add_gradient(self, batch: int, name: str, row: Row) -> None:
+        """Take a gradient of a call of the module of this name; those of earlier batches stay until they are taken."""
+        self._batch = max(self._batch, batch)
+        self._raise(name, row)
+
+    def _raise(self, module: str, row: Row) -> None:
+        if row.abs_max is None or not row.isfinite or is_excused(row.note):
+            return
+        name = (module, row.label, row.dtype)
+        position = self._positions.get(name)
+        if position is None:
+            if len(self._positions) >= MAX_PEAKS or limits(row.dtype) is None:
+                return
+            position = self._positions[name] = len(self._positions)
+            self._new.append(name)
+            self._values.append(0.0)
+        self._values[position] = max(self._values[position], row.abs_max)
 
     def take(self) -> tuple[int, list[PeakName], bytes]:
         """Return and forget the peaks, as `Recorder.take_peaks`."""

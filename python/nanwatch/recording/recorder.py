@@ -91,6 +91,7 @@ class PythonRecorder(RecordsBackwards):
         self._is_paused = False
         self._num_suspended = 0
         self.gathers_peaks = False
+        self.gathers_gradient_peaks = False
         self.awaits_backwards = False  # nothing is pending here
         self.gathers_weights = False  # nor is anything remembered here
         self.watch = -1
@@ -106,6 +107,7 @@ class PythonRecorder(RecordsBackwards):
         self._nodes: list[_Node] = []
         self._frames = FrameRing(settings.max_frames)
         self._peaks = PeakMagnitudes()
+        self._gradient_peaks = PeakMagnitudes()
         self._thread = _Thread()
         # Guards the counters, the ring, the nodes and what is known of backwards. Nobody calls back or reads a
         # tensor while holding it. Reentrant, as a signal's handler may ask for a report at any moment.
@@ -164,6 +166,10 @@ class PythonRecorder(RecordsBackwards):
     def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
         with self.lock:
             return self._peaks.take()
+
+    def take_gradient_peaks(self) -> tuple[int, list[PeakName], bytes]:
+        with self.lock:
+            return self._gradient_peaks.take()
 
     def subscribe(self, events: int) -> Subscription:
         return self._subscriptions.add(events)

@@ -52,6 +52,7 @@ def watch(
     fingerprints: bool = False,
     statistics: int = False,
     attention: int = False,
+    spikes: bool = False,
     max_skipped_steps: int = 20,
     scaler: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -102,6 +103,9 @@ def watch(
         attention: read the attention logits of `scaled_dot_product_attention`, `flex_attention` and `softmax` in the
             watched model: in every batch a bound, and every n-th batch the largest logit of each head; True is every
             100th. They are outputs of the module that calls attention, and `Watch.attention` (docs/attention.md).
+        spikes: keep histories of all magnitudes, and when the loss or the gradients jump, report the first module that
+            left its own history (docs/spikes.md). The loss is what `Watch.note_loss` gets, or an output called `loss`.
+            Reads gradients as `gradients` does.
         max_skipped_steps: how many steps in a row a GradScaler may skip; one more is a failure. A scale of 65536 is
             down to 1 after 16. Needs `gradients`.
         scaler: the GradScaler, whose scale each skipped step reports. None looks for the one that is in use. Needs
@@ -195,7 +199,7 @@ class DeferredWatch:
         """
         self.stop()
         options = dict(self.options)
-        is_wanted = options.get("gradients") and options.get("scaler") is None
+        is_wanted = (options.get("gradients") or options.get("spikes")) and options.get("scaler") is None
         if is_wanted and callable(getattr(scaler, "get_scale", None)):
             options["scaler"] = scaler
         room = min(_CALLS * sum(1 for _ in each_module(model)), MAX_FRAMES) if self._has_headroom else 0

@@ -97,6 +97,11 @@ class OptimizerGuard:
         self._latest: set[Weight] = set()  # whose step was skipped last
 
     @property
+    def has_scaler(self) -> bool:
+        """True if the GradScaler is known."""
+        return self._scaler is not None and self._scaler() is not None
+
+    @property
     def pending(self) -> Report | None:
         """The report of the deferred backward."""
         return None if self._pending is None else self._pending.report

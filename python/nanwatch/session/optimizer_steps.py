@@ -33,6 +33,7 @@ from ..util.job import rank
 from ..util.modules import each_parameter
 from .optimizer_guard import OptimizerGuard, Weight
 from .reports import Reports
+from .spikes import SpikeWatch
 
 if TYPE_CHECKING:
     from .failure_handler import FailureHandler
@@ -54,7 +55,14 @@ class BackwardWatch:
     A failure that is due goes to `failures`. The backward or the step raises what that raises.
     """
 
-    def __init__(self, reports: Reports, failures: FailureHandler, guard: OptimizerGuard) -> None:
+    def __init__(
+        self,
+        reports: Reports,
+        failures: FailureHandler,
+        guard: OptimizerGuard,
+        spikes: SpikeWatch | None = None,
+    ) -> None:
+        self.spikes = spikes
         self._model = reports.model
         self._recorder = reports.recorder
         self._reports = reports
@@ -105,6 +113,8 @@ class BackwardWatch:
         if due is not None:
             self._failures.step_follows(due)
         elif guard.pending is None:
+            if self.spikes is not None:
+                self.spikes.before_step(optimizer)
             self._failures.rerun.let_go()
 
     def _check_sums(self) -> None:

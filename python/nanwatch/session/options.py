@@ -259,6 +259,11 @@ class Options:
         also="True is 100",
         needs="outputs=True",
     )
+    spikes: bool = _option(
+        False,
+        _FLAG,
+        "report the first module that leaves its own history when the loss or the gradients jump; reads gradients too",
+    )
     max_skipped_steps: int = _option(
         20,
         _whole_from(0),
@@ -363,6 +368,7 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
     values = {one.name: one.metadata["check"](one.name, given[one.name]) for one in fields(Options)}
     for option in ("include", "exclude", "allow_inf"):
         values[option] = tuple(for_names(pattern, names) for pattern in values[option])
+    values["gradients"] |= values["spikes"]
     options = Options(**values)
     if not any((options.weights, options.buffers, options.inputs, options.outputs)):
         raise ValueError("weights, buffers, inputs and outputs are all False; leave one of them True")

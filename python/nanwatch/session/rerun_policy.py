@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..diagnosis import postmortem
+from ..diagnosis import folder, postmortem
 from ..diagnosis.batch_snapshot import BatchSnapshot, call_under_way, num_processes
 from ..diagnosis.experiment import Conditions
 from ..diagnosis.loss_rerun import read_graph
@@ -168,6 +168,12 @@ class RerunPolicy:
             ended = list(self._ended.values())
             self._failed = next((one for one in ended if one.batch == batch), self._failed)
 
+    def kept(self, batch: int) -> BatchSnapshot | None:
+        """Return the start of the batch, if it is kept for the batch's backward."""
+        with self._door:
+            kept = [*self._ended.values(), *([] if self._failed is None else [self._failed])]
+        return next((one.start() for one in kept if one.batch == batch), None)
+
     def let_go(self) -> None:
         """Let go of the starts that were kept for a backward."""
         with self._door:
@@ -262,7 +268,7 @@ class RerunPolicy:
         if self._output_dir is None:
             return
         try:
-            postmortem.write_frames(report, self._output_dir / name)
+            folder.write_frames(report, self._output_dir / name)
         except Exception as error:
             warn_user(f"nanwatch could not write the last frames: {spell(error)}", may_raise=False)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
@@ -20,6 +20,7 @@ from ..recording.recorder import make_recorder
 from ..report import text
 from ..report.record import Frame, FrameRows
 from ..report.report import BatchLimitError, Report
+from ..report.spike import SpikeReport
 from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.visible import warn_user
 from .failure_handler import FailureHandler
@@ -28,6 +29,7 @@ from .optimizer_steps import BackwardWatch, OptimizerSteps
 from .options import Options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
+from .spikes import SpikeWatch
 
 # hook(watch, model), called when a watch begins.
 _callers: list[Callable[[Watch, nn.Module], object]] = []
@@ -99,8 +101,15 @@ class Watch:
         rerun = RerunPolicy(model, options)
         self._failures = FailureHandler(self._reports, self._monitor, rerun, guard)
         self._backward: BackwardWatch | None = None
+        self._spikes: SpikeWatch | None = None
         if guard is not None:
-            self._backward = BackwardWatch(self._reports, self._failures, guard)
+            if options.spikes:
+                self._spikes = SpikeWatch(
+                    model, self._recorder, rerun, guard, self._monitor.suspicion, options.output_dir
+                )
+                self._monitor.follow(self._spikes.take)
+                self._batch_ends.active = True
+            self._backward = BackwardWatch(self._reports, self._failures, guard, self._spikes)
         self._steps: OptimizerSteps | None = None
         self._attachment: Attachment | None = None
         self._attention: AttentionWatch | None = None
@@ -156,7 +165,7 @@ class Watch:
 
     def _leave(self) -> None:
         self._reports.look_at_mesh()
-        for part in (self._steps, self._backward, self._attachment, self._attention):
+        for part in (self._steps, self._backward, self._attachment, self._attention, self._spikes):
             if part is not None:
                 part.remove()
         if self._tracer is not None:
@@ -205,6 +214,21 @@ class Watch:
     def attention(self) -> dict[str, AttentionLogits]:
         """The latest attention logits by module and head; empty without `attention`. Waits for a GPU."""
         return {} if self._attention is None else self._attention.found()
+
+    @property
+    def spikes(self) -> tuple[SpikeReport, ...]:
+        """The latest 16 spikes, oldest first; empty without `spikes`."""
+        return () if self._spikes is None else tuple(self._spikes.reports)
+
+    def note_loss(self, loss: Tensor | float) -> None:
+        """Take the loss of the batch for `spikes`, before its backward; does nothing without them.
+
+        Of a tensor of losses by sample the mean counts, and a report names the samples with the largest shares.
+        """
+        if not isinstance(loss, Tensor | int | float):
+            raise TypeError(f"loss should be a tensor or a number, got {type(loss).__name__}")
+        if self._spikes is not None and not self._recorder.paused:
+            self._spikes.note_loss(loss)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -299,6 +323,8 @@ class Watch:
         """Find out whether the gradients of the deferred backward are gone."""
         if self._backward is not None:
             self._backward.guard.settle()
+            if self._spikes is not None:
+                self._spikes.backward_started()
 
     def on_backward_pending(self) -> object:
         """Return the present scale of the GradScaler, for `on_backward_end`."""

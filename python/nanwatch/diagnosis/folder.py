@@ -1,0 +1,171 @@
+"""Folder of a failure or a spike below `output_dir`: text, JSON, page, patch and capsule.
+
+What cannot be written is a remark in what can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from torch import nn
+
+from ..capsule.capsule import make_numbered, write_capsule
+from ..instrumentation.wrapped_names import module_names
+from ..report.finding import Finding
+from ..report.report import Report
+from ..report.spike import SpikeReport
+from ..util.visible import spell
+from .batch_snapshot import BatchSnapshot
+from .diagnosis import Call, Diagnosis
+
+PATCH_FILE = "cure.patch"
+
+_T = TypeVar("_T")
+_FORMS: dict[str, Callable[[Report], str]] = {
+    "report.html": lambda report: report.to_html(),
+    "report.json": lambda report: report.to_json(),
+    "report.txt": lambda report: report.to_text(whole=True),
+}
+
+
+def attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None:
+    """Return the result of the step, or None with a remark where it raised."""
+    try:
+        return step()
+    except Exception as error:
+        remarks.append(f"{what} failed: {spell(error)}")
+        return None
+
+
+def write_failure(
+    report: Report,
+    finding: Finding,
+    diagnosis: Diagnosis | None,
+    snapshot: BatchSnapshot | None,
+    output_dir: Path,
+) -> Report:
+    """Write the report of a failure in its forms, a capsule and a patch. Return it with the files."""
+    remarks: list[str] = []
+    name = f"batch-{finding.batch}" + (f"-rank-{finding.rank}" if finding.rank else "")
+    folder = attempt("making the folder", lambda: _new_folder(output_dir / name), remarks)
+    if folder is None:
+        return _told(report, finding, remarks)
+    files: list[str] = []
+    call = None if diagnosis is None else diagnosis.call
+    if call is None or snapshot is None:
+        is_forward = finding.phase == "forward"
+        why = (
+            "no call was seen to make the value a second time"
+            if is_forward
+            else "a capsule replays a forward"
+        )
+        remarks.append(f"no capsule was written: {why}")
+    else:
+        files += _written_capsule(folder, call, snapshot, finding, report.rank, remarks)
+    patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
+    if patch:
+        files += _written(PATCH_FILE, lambda: _write_whole(folder / PATCH_FILE, patch), remarks)
+    return _write_forms(report, finding, folder, _FORMS, files, remarks)
+
+
+def write_spike(
+    report: SpikeReport, start: BatchSnapshot | None, model: nn.Module | None, output_dir: Path
+) -> SpikeReport:
+    """Write the report and a capsule of its batch, as far as that can be done. Return it with files and remarks."""
+    remarks: list[str] = []
+    name = f"spike-batch-{report.batch}" + (f"-rank-{report.rank}" if report.rank else "")
+    folder = attempt("making the folder", lambda: _new_folder(output_dir / name), remarks)
+    if folder is None:
+        return replace(report, remarks=tuple(remarks))
+    files: list[str] = []
+    called = None if start is None or model is None else module_names(model).get(start.module)
+    if start is None or called is None:
+        remarks.append("no capsule was written: the start of the batch was not kept")
+    else:
+        call = Call(called, start.module, start.args, start.kwargs)
+        files += _written_capsule(folder, call, start, None, report.rank, remarks)
+    forms = {"html": report.to_html, "json": report.to_json, "txt": report.to_text}
+    for ending, form in forms.items():
+        name = f"report.{ending}"
+        files += _written(name, lambda name=name, form=form: _write_whole(folder / name, form()), remarks)  # type: ignore[misc]
+    return replace(report, files=tuple(files), remarks=tuple(remarks))
+
+
+def _written_capsule(
+    folder: Path, call: Call, snapshot: BatchSnapshot, finding: Finding | None, rank: int, remarks: list[str]
+) -> list[str]:
+    write = partial(
+        write_capsule,
+        folder / "capsule",
+        call.module,
+        call.name,
+        call.args,
+        call.kwargs,
+        finding=finding,
+        rank=rank,
+        rng=call.rng or snapshot.rng,
+        autocast=call.autocast or snapshot.autocast,
+    )
+    return _written("the capsule", write, remarks)
+
+
+def _written(what: str, write: Callable[[], Path], remarks: list[str]) -> list[str]:
+    """Return the path that was written, or nothing."""
+    made = attempt(f"writing {what}", write, remarks)
+    return [] if made is None else [str(made)]
+
+
+def _write_forms(
+    report: Report,
+    finding: Finding,
+    folder: Path,
+    names: Iterable[str],
+    files: list[str],
+    remarks: list[str],
+) -> Report:
+    """Write the forms of the report, each naming all files; again, should one of them not be written after all."""
+    told = _told(report, finding, remarks, [*files, *(str(folder / name) for name in names)])
+    troubles = list(remarks)
+    written = [
+        name
+        for name in names
+        if _written(name, lambda name=name: _write_whole(folder / name, _FORMS[name](told)), troubles)  # type: ignore[misc]
+    ]
+    if len(written) == len(list(names)):
+        return told
+    return _write_forms(report, finding, folder, written, files, troubles)
+
+
+def _told(report: Report, finding: Finding, remarks: list[str], files: Iterable[str] = ()) -> Report:
+    told = replace(finding, files=tuple(files), remarks=(*finding.remarks, *remarks))
+    return replace(report, finding=told)
+
+
+def _write_whole(path: Path, text: str) -> Path:
+    """Write all of the text, or leave no file of this name: a launcher may end this process meanwhile."""
+    under_way = path.with_name(f".{path.name}.tmp")
+    try:
+        under_way.write_text(text, encoding="utf-8")
+        return under_way.replace(path)
+    except OSError:
+        under_way.unlink(missing_ok=True)
+        raise
+
+
+def write_frames(report: Report, folder: Path) -> Path:
+    """Write a report without a finding, as JSON and text; the folder, which has a number where that is taken.
+
+    No page: of thousands of ranks most have nothing to show. Raises what writing raises.
+    """
+    made = _new_folder(folder)
+    for name in ("report.json", "report.txt"):
+        _write_whole(made / name, _FORMS[name](report))
+    return made
+
+
+def _new_folder(folder: Path) -> Path:
+    return make_numbered(folder, lambda one: one.mkdir(parents=True))

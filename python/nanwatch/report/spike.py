@@ -1,0 +1,194 @@
+"""Report of a spike: a loss or a gradient norm that jumped, with the first tensor that left its own history."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf, isnan
+from typing import Any, Literal, TypeAlias
+
+from ..util import reading
+from ..util.visible import module_name, visible
+from .html import still_page
+from .report import Suspect
+
+SCHEMA = "nanwatch.spike"
+VERSION = 1
+
+Cause: TypeAlias = Literal[
+    "learning rate", "optimizer", "weight", "attention", "input", "module", "gradient", "loss"
+]
+_NEXT: dict[Cause, str] = {
+    "learning rate": "look at the schedule and its warm-up: steps of this size are what the weights have not seen.",
+    "optimizer": "Adam divides by a second moment that is too small for this gradient: raise eps, lower beta2, or warm"
+    " the learning rate up where the weight begins to train.",
+    "weight": "look at what wrote into the weight between two steps: weight decay, a loaded checkpoint, the optimizer.",
+    "attention": "normalise queries and keys, or clip their weights: `Watch.attention` has the factor of a QK-clip.",
+    "input": "look at the samples of this batch: the first module of the model got what no batch before it had.",
+    "module": "look at this module's inputs in the batch, and at what changed in it.",
+    "gradient": "every tensor of the forward is as usual: look at the backward of this module, and at hooks on its"
+    " gradients.",
+    "loss": "every tensor of the forward is as usual: look at the targets of this batch, and at the loss function.",
+}
+# Size of a small picture, in its own units.
+_WIDTH, _HEIGHT = 220, 36
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Value that left its history: `value` where `usual` is the median, so many deviations above it.
+
+    `deviations` is inf and `usual` 0 for a tensor that was all zero or missing in every step before. It is nan for one
+    that grew slowly, where `usual` is the first value. `module` is "" for
+    the root and for the loss and the norm of all gradients.
+    """
+
+    module: str
+    label: str
+    value: float
+    usual: float
+    deviations: float
+
+    @property
+    def numbers(self) -> str:
+        """The value, what is usual, and the distance."""
+        if isnan(self.deviations):
+            return f"{self.value:.3g}, {self.usual:.3g} when the watch began"
+        if self.deviations == inf:
+            return f"{self.value:.3g}, and zero or missing in all steps before"
+        return f"{self.value:.3g}, usually {self.usual:.3g} ({self.deviations:.0f} deviations)"
+
+    @property
+    def place(self) -> str:
+        """The tensor and its module."""
+        return f"`{self.label}` of {module_name(self.module)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Latest values of a tensor or of a number, oldest first; None for a step that had none."""
+
+    module: str
+    label: str
+    values: tuple[float | None, ...]
+
+    @property
+    def points(self) -> list[str]:
+        """The lines of a small picture, each as the points of an SVG polyline."""
+        known = [one for one in self.values if one is not None]
+        low, high = min(known, default=0.0), max(known, default=0.0)
+        rise = (_HEIGHT - 4) / (high - low) if high > low else 0.0
+        run = _WIDTH / max(1, len(self.values) - 1)
+        lines: list[list[str]] = [[]]
+        for i, one in enumerate(self.values):
+            if one is None:
+                lines.append([])
+            else:
+                lines[-1].append(f"{i * run:.1f},{_HEIGHT - 2 - (one - low) * rise:.1f}")
+        return [" ".join(line * 2 if len(line) == 1 else line) for line in lines if line]
+
+
+@dataclass(frozen=True, slots=True)
+class SpikeReport:
+    """A spike: what jumped in `batch`, the class of the cause, and the tensor that shows it.
+
+    `jumps` are of the loss and of the gradients. `first` is the tensor that shows the cause, None where no tensor has
+    left its history. `forward` and `backward` are all that have, in the order in which they were made. `rates` are the
+    learning rate before and after it jumped. `adam` is the weight whose squared gradient is the most times Adam's
+    second moment, and that ratio, which is about 1 as a rule. `logits` are the largest attention logits by module.
+    `shares` are the samples with the largest shares of the loss, where the loss was handed over by sample. `curves` are
+    the latest histories.
+
+    Examples:
+        >>> from nanwatch.report.spike import Departure, SpikeReport
+        >>> jump = Departure("", "loss", 9.1, 2.4, 55.0)
+        >>> print(SpikeReport(410, 0, (jump,), "loss"))
+        spike in batch 410: loss 9.1, usually 2.4 (55 deviations)
+        Cause: loss.
+        Next:  every tensor of the forward is as usual: look at the targets of this batch, and at the loss function.
+    """
+
+    batch: int
+    rank: int
+    jumps: tuple[Departure, ...]
+    cause: Cause
+    first: Departure | None = None
+    forward: tuple[Departure, ...] = ()
+    backward: tuple[Departure, ...] = ()
+    rates: tuple[float, float] | None = None
+    adam: tuple[str, str, float] | None = None
+    logits: tuple[tuple[str, float], ...] = ()
+    shares: tuple[tuple[int, float], ...] = ()
+    suspects: tuple[Suspect, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    files: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """What jumped."""
+        return f"spike in batch {self.batch}: " + "; ".join(
+            f"{one.label} {one.numbers}" for one in self.jumps
+        )
+
+    @property
+    def summary(self) -> str:
+        """The report in one line."""
+        first = "" if self.first is None else f", first in {self.first.place}: {self.first.numbers}"
+        return f"{self.headline}; cause: {self.cause}{first}"
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield heads and bodies of the report behind its headline."""
+        yield "Cause", f"{self.cause}."
+        if self.first is not None:
+            yield "First", f"{self.first.place}: {self.first.numbers}."
+        for head, found in (("Then", self.forward), ("Back", self.backward)):
+            rest = [one for one in found if one != self.first]
+            if rest:
+                more = f"; then {len(rest) - 1} more" if len(rest) > 1 else ""
+                yield head, f"{rest[0].place}: {rest[0].numbers}{more}."
+        if self.rates is not None:
+            yield "Rate", f"the learning rate went from {self.rates[0]:.3g} to {self.rates[1]:.3g}."
+        if self.adam is not None:
+            module, label, ratio = self.adam
+            yield "Adam", f"g²/v is {ratio:.3g} for `{label}` of {module_name(module)}; about 1 is usual."
+        if self.logits:
+            module, largest = max(self.logits, key=lambda one: one[1])
+            yield "Logits", f"the largest attention logit is {largest:.3g}, in {module_name(module)}."
+        if self.shares:
+            shares = ", ".join(f"{number} ({share:.0%})" for number, share in self.shares)
+            yield "Samples", f"with the largest shares of the loss: {shares}."
+        for suspect in self.suspects:
+            for line in suspect.lines():
+                head, _, body = line.partition(":")
+                yield head, body.strip()
+        yield "Next", _NEXT[self.cause]
+        for remark in self.remarks:
+            yield "Note", remark
+        for file in self.files:
+            yield "File", file
+
+    def to_text(self) -> str:
+        """Return the report as text."""
+        lines = [self.headline, *(f"{head + ':':<6} {body}" for head, body in self.lines())]
+        return "\n".join(map(visible, lines))
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_json(self) -> str:
+        """Return the report as JSON; infinities are text."""
+        document: dict[str, Any] = {"schema": SCHEMA, "version": VERSION, **reading.plain(self)}
+        return json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1)
+
+    def to_html(self) -> str:
+        """Return the report as one page of HTML without a script. Raises ImportError without jinja2."""
+        return still_page(
+            "spike",
+            "SpikeReport.to_html()",
+            report=self,
+            module_name=module_name,
+            width=_WIDTH,
+            height=_HEIGHT,
+        )

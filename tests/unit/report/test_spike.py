@@ -1,0 +1,71 @@
+"""Forms of a SpikeReport."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from math import inf
+
+from nanwatch.report.spike import Curve, Departure, SpikeReport
+
+HOSTILE = "<script>alert(1)</script>\x1b[31m"
+REPORT = SpikeReport(
+    410,
+    1,
+    (Departure("", "loss", 9.1, 2.4, 55.0),),
+    "optimizer",
+    Departure(HOSTILE, "weight.grad", 0.5, 0.0, inf),
+    forward=(Departure("head", "output", 80.0, 4.0, 12.0), Departure("", "output", 80.0, 4.0, 11.0)),
+    rates=(0.001, 0.1),
+    adam=(HOSTILE, "weight.grad", 4e4),
+    logits=(("h.0", 3.0), ("h.1", 250.0)),
+    shares=((7, 0.91), (0, 0.02)),
+    curves=(Curve("", "loss", (2.0, None, 4.0, 3.0)), Curve(HOSTILE, "output", (1.0,))),
+)
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.lines: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag == "polyline":
+            self.lines.append(dict(attrs)["points"] or "")
+
+
+def test_text_tells_all_with_visible_names() -> None:
+    assert REPORT.to_text().splitlines() == [
+        "spike in batch 410: loss 9.1, usually 2.4 (55 deviations)",
+        "Cause: optimizer.",
+        r"First: `weight.grad` of <script>alert(1)</script>\x1b[31m: 0.5, and zero or missing in all steps before.",
+        "Then:  `output` of head: 80, usually 4 (12 deviations); then 1 more.",
+        "Rate:  the learning rate went from 0.001 to 0.1.",
+        r"Adam:  g²/v is 4e+04 for `weight.grad` of <script>alert(1)</script>\x1b[31m; about 1 is usual.",
+        "Logits: the largest attention logit is 250, in h.1.",
+        "Samples: with the largest shares of the loss: 7 (91%), 0 (2%).",
+        "Next:  Adam divides by a second moment that is too small for this gradient: raise eps, lower beta2, or warm"
+        " the learning rate up where the weight begins to train.",
+    ]
+
+
+def test_json_is_plain_and_has_each_field() -> None:
+    document = json.loads(REPORT.to_json(), parse_constant=lambda name: 1 / 0)
+    assert (document["schema"], document["version"]) == ("nanwatch.spike", 1)
+    assert document["first"]["deviations"] == "inf"
+    assert document["curves"][0]["values"] == [2.0, None, 4.0, 3.0]
+    assert set(document) == {"schema", "version", *SpikeReport.__dataclass_fields__}
+
+
+def test_page_runs_no_script_and_draws_a_line_for_each_part_of_a_history() -> None:
+    text = REPORT.to_html()
+    page = _Page()
+    page.feed(text)
+    assert "script" not in page.tags
+    assert "default-src 'none'; style-src" in text
+    assert re.search(r"prefers-color-scheme: dark", text)
+    # From the least at the bottom to the largest at the top; a gap where a step had no value.
+    assert page.lines == ["0.0,34.0 0.0,34.0", "146.7,2.0 220.0,18.0", "0.0,34.0 0.0,34.0"]

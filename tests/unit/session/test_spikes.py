@@ -1,0 +1,192 @@
+"""watch(spikes=True): what it gathers, what it tells, and that it harms nothing."""
+
+from __future__ import annotations
+
+import json
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch.recording.recorder import PythonRecorder
+from nanwatch.session.spikes import SpikeWatch
+
+AT, STEPS = 60, 64
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def train(
+    net: nn.Module,
+    watch: nanwatch.Watch,
+    *,
+    at: int = AT,
+    steps: int = STEPS,
+    scale: bool = False,
+    **spoils: Any,
+) -> list[float]:
+    """Return the losses. In step `at` one target is 1000, or the weight named in `spoils` is 50 times as large."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", enabled=scale, growth_interval=40)
+    losses = []
+    for step in range(steps):
+        drawn = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 6, generator=drawn)
+        y = x.sum(1, keepdim=True) + 0.5 * torch.randn(32, 1, generator=drawn)
+        if step == at and not spoils:
+            y[5] = 1000.0
+        for name in spoils if step == at else ():
+            with torch.no_grad():
+                net.get_parameter(name.replace("_", ".")).mul_(spoils[name])
+        optimizer.zero_grad()
+        loss = (net(x) - y).square().flatten()
+        watch.note_loss(loss)
+        scaler.scale(loss.mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.mean().item())
+    return losses
+
+
+def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> None:
+    net = model()
+    with (
+        nanwatch.watch(net, spikes=True, output_dir=tmp_path) as watch,
+        pytest.warns(RuntimeWarning, match="spike in batch 60: loss"),
+    ):
+        train(net, watch)
+    (found,) = watch.spikes
+    assert (found.batch, found.cause, found.shares[0][0]) == (AT, "loss", 5)
+    assert found.shares[0][1] > 0.99
+    folder = tmp_path / f"spike-batch-{AT}"
+    assert json.loads((folder / "report.json").read_text())["batch"] == AT
+    assert found.headline in (folder / "report.txt").read_text()
+    assert "<polyline" in (folder / "report.html").read_text()
+    # The capsule has the weights from before the step, so its replay gives the output of that batch.
+    capsule = nanwatch.Capsule.open(folder / "capsule")
+    assert torch.equal(capsule.args[0], torch.randn(32, 6, generator=torch.Generator().manual_seed(AT)))
+    assert nanwatch.replay(folder / "capsule", model()).finding is None
+
+
+def test_weight_that_was_overwritten_is_named() -> None:
+    net = model()
+    with nanwatch.watch(net, spikes=True) as watch, pytest.warns(RuntimeWarning, match="cause: weight"):
+        train(net, watch, **{"2_weight": 50.0})
+    (found,) = watch.spikes
+    assert found.first is not None
+    assert (found.first.module, found.first.label) == ("2", "weight")
+    assert found.first.value / found.first.usual == pytest.approx(50, rel=0.1)
+    assert [curve.label for curve in found.curves[:3]] == ["loss", "gradients", "weight"]
+    assert found.curves[0].values[-1] == pytest.approx(found.jumps[0].value)
+
+
+def test_training_computes_the_same() -> None:
+    """The oracle is a run without a watch, spike included."""
+    bare, watched = model(), model()
+    with nanwatch.watch(bare, enabled=False) as watch:
+        losses = train(bare, watch)
+    with nanwatch.watch(watched, spikes=True) as watch, pytest.warns(RuntimeWarning):
+        assert train(watched, watch) == losses
+    assert all(map(torch.equal, bare.parameters(), watched.parameters()))
+
+
+@pytest.mark.filterwarnings("error")
+def test_doubling_of_the_loss_scale_is_no_jump() -> None:
+    net = model()
+    with nanwatch.watch(net, spikes=True) as watch:
+        train(net, watch, at=-1, steps=130, scale=True)
+    assert watch.spikes == ()
+
+
+@pytest.mark.filterwarnings("error")
+def test_evaluation_is_no_part_of_the_histories() -> None:
+    net = model()
+    with nanwatch.watch(net, spikes=True) as watch:
+        for _ in range(5):
+            train(net, watch, at=-1, steps=16)
+            with torch.no_grad():
+                net(1000 * torch.randn(4, 6))
+    assert watch.spikes == ()
+
+
+def test_error_inside_ends_the_search_by_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: SpikeWatch, ago: int = 0) -> None:
+        raise ZeroDivisionError("here")
+
+    monkeypatch.setattr(SpikeWatch, "_left_forward", fails)
+    net = model()
+    with nanwatch.watch(net, spikes=True) as watch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(net, watch)
+    assert [str(one.message) for one in told] == [
+        "nanwatch looks for spikes no more, which raised ZeroDivisionError: here"
+    ]
+    assert watch.spikes == ()
+
+
+def test_nothing_of_the_graph_is_kept() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with nanwatch.watch(net, spikes=True, microscope=False) as watch:
+        x = torch.randn(4, 6)
+        output = net(x)
+        loss = output.sum()
+        watch.note_loss(loss)
+        loss.backward()
+        kept = [weakref.ref(one) for one in (loss, output, x)]
+        optimizer.step()
+        del loss, output, x
+        assert [one() for one in kept] == [None, None, None]
+
+
+@pytest.mark.parametrize("loss", [None, "1.0", [1.0]])
+def test_loss_of_another_kind_is_refused(loss: Any) -> None:
+    with (
+        nanwatch.watch(model(), spikes=True) as watch,
+        pytest.raises(TypeError, match="loss should be a tensor"),
+    ):
+        watch.note_loss(loss)
+
+
+def test_both_recorders_gather_the_same_gradients() -> None:
+    """The oracle is autograd: the largest magnitude of each weight's gradient."""
+
+    def peaks(watch: nanwatch.Watch, net: nn.Module) -> list[tuple[tuple[str, str, str], float]]:
+        watch._recorder.gathers_gradient_peaks = True
+        for seed in (0, 1):  # what came since it was last taken
+            drawn = torch.Generator().manual_seed(seed)
+            net(torch.randn(8, 6, generator=drawn)).square().mean().backward()
+        batch, names, values = watch._recorder.take_gradient_peaks()
+        assert batch == 1
+        assert watch._recorder.take_gradient_peaks()[:2] == (-1, [])
+        return list(
+            zip(names, torch.frombuffer(bytearray(values), dtype=torch.float64).tolist(), strict=True)
+        )
+
+    net = model()
+    with nanwatch.watch(net, gradients=True) as watch:
+        found = dict(peaks(watch, net))
+    expected: dict[str, Tensor] = {}
+    for seed in (0, 1):
+        net.zero_grad()
+        net(torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        for name, x in net.named_parameters():
+            assert x.grad is not None
+            expected[name] = torch.maximum(expected.get(name, torch.zeros(())), x.grad.abs().max())
+    for name, largest in expected.items():
+        module, _, label = name.rpartition(".")
+        assert found[module, f"{label}.grad", "float32"] == largest.item()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanwatch.numerics._extension.C", None)
+        other = model()
+        with nanwatch.watch(other, gradients=True) as watch:
+            assert isinstance(watch._recorder, PythonRecorder)
+            assert peaks(watch, other) == list(found.items())
