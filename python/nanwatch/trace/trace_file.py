@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,8 @@ from . import trace
 from .align import Ints
 from .trace import SUFFIX, TraceError, parts_beside
 
+# End of the name of a file that is a trace together with others: a part, or what one rank wrote.
+_PART_OR_RANK = re.compile(r"^part\D?\d+$|-rank\d+(?=$|-\d+$)")
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 Sketches: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"
@@ -74,6 +77,11 @@ class Trace:
         parts = sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
         if not parts:
             raise TraceError(f"{place} is a folder without parts (*{SUFFIX}); nothing was written to it yet")
+        traces = {_PART_OR_RANK.sub("", part.stem): part.name for part in reversed(parts)}
+        if len(traces) > 1:
+            names = sorted(traces.values())
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise TraceError(f"{place} is a folder with {len(names)} traces: {shown}; name one of them")
         try:
             for part in parts:
                 reading.check_regular(part)
