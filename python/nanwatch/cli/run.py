@@ -220,7 +220,7 @@ class _Run:
         if not self._watches and self._status != BAD_USE:
             _tell(self._why_nothing())
         for (name, one), report in zip(self._watches, reports, strict=True):
-            _tell(_line(name, one, report))
+            _tell(_line(name, one, report) + self._trace_words(one))
             if has_failed and _ended_in(one) and report.finding is not None and report.batch == one.batch:
                 # The script's own check may have found the value before nanwatch.
                 self._status = self._status or NONFINITE
@@ -237,6 +237,15 @@ class _Run:
             except (OSError, ValueError) as error:
                 _tell(f"{json_file} could not be written: {spell(error)}")
         return self._status
+
+    def _trace_words(self, one: Watch) -> str:
+        path = one.trace_path
+        if path is None:
+            return ""
+        asked = Path(self._options["trace"])
+        return f"; trace: {path}" + (
+            f", as {asked.name} was there" if path != asked and asked.exists() else ""
+        )
 
     def _end(self, name: str, one: Watch) -> Report:
         """Stop a watch, whatever it raises, and return the report."""
