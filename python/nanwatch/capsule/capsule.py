@@ -26,6 +26,7 @@ from .._version import __version__
 from ..instrumentation.execution_context import Autocast, RngState
 from ..report.finding import Finding
 from ..util import reading
+from ..util.visible import module_name, visible
 from . import files, tree
 from .files import (
     DOCUMENT,
@@ -43,7 +44,7 @@ from .tree import Json, LeftOut
 MAX_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Capsule:
     """One module call, read from `folder`.
 
@@ -57,6 +58,8 @@ class Capsule:
         >>> import nanwatch, torch
         >>> folder = nanwatch.write_capsule("call", torch.nn.Linear(2, 2), "decoder.head", [torch.ones(1, 2)])
         >>> capsule = nanwatch.Capsule.open(folder)
+        >>> capsule
+        <Capsule of a call of decoder.head (Linear), 1 argument and 2 tensors of state: call>
         >>> capsule.module, sorted(capsule.state), capsule.args
         ('decoder.head', ['bias', 'weight'], (tensor([[1., 1.]]),))
     """
@@ -75,6 +78,14 @@ class Capsule:
     rank: int
     versions: Mapping[str, str | None]
     left_out: tuple[LeftOut, ...] = field(default=())
+
+    def __repr__(self) -> str:
+        amounts = (len(self.args) + len(self.kwargs), "argument"), (len(self.state), "tensor")
+        inside = " and ".join(f"{count:,} {noun}{'' if count == 1 else 's'}" for count, noun in amounts)
+        name = module_name(self.module)
+        return visible(
+            f"<Capsule of a call of {name} ({self.class_name}), {inside} of state: {self.folder.name}>"
+        )
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Capsule:
