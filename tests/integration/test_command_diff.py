@@ -109,6 +109,7 @@ def test_show_prints_a_batch_as_a_report(place: Path, capsys: pytest.CaptureFixt
     (place / "report.json").write_text(out)
     status, again, _ = run(capsys, "show", "report.json")
     assert (status, again) == (0, f"{report.to_text()}\n")
+    assert run(capsys, "show", str(place))[:2] == (0, again)  # the folder of a failure
     assert "--batch is for a trace" in run(capsys, "show", "report.json", "--batch", "0")[2]
 
 

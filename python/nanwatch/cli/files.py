@@ -72,8 +72,10 @@ def show_main(arguments: list[str]) -> int:
     options = _show_parser().parse_args(arguments)
 
     def find(tell: Tell) -> tuple[str, int]:
-        trace = None if _is_json(options.file) else Trace.open(options.file, tell)
-        report, heading = _report_of(options.file, trace, options.batch, tell)
+        saved = options.file / "report.json"  # in the folder of a failure
+        file = saved if saved.is_file() else options.file
+        trace = None if _is_json(file) else Trace.open(file, tell)
+        report, heading = _report_of(file, trace, options.batch, tell)
         if options.html is not None:
             run = trace if options.batch is None else None
             page = draw(run).to_html() if run is not None else report.to_html(tell)
@@ -91,7 +93,9 @@ def _show_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "show", "Print the frames of one batch of a trace, or a report that was saved as JSON.", _SHOW
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="a trace, or a report.json")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="a trace, a report.json, or the folder of one"
+    )
     parser.add_argument("--batch", type=int, metavar="N", help="of a trace: this batch (default: the latest)")
     parser.add_argument(
         "--html",

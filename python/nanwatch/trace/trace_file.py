@@ -18,7 +18,7 @@ from ..report.record import Frame
 from ..report.report import Report
 from ..util import reading
 from ..util.progress import Tell, silent
-from ..util.visible import spell, without_wrappers
+from ..util.visible import spell, visible, without_wrappers
 from . import trace
 from .align import Ints
 from .trace import SUFFIX, TraceError, parts_beside
@@ -76,7 +76,9 @@ class Trace:
             raise FileNotFoundError(f"there is no trace at {place}; pass what watch(trace=...) was given")
         parts = sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
         if not parts:
-            raise TraceError(f"{place} is a folder without parts (*{SUFFIX}); nothing was written to it yet")
+            is_empty = not any(place.iterdir())
+            why = "nothing was written to it yet" if is_empty else "pass what watch(trace=...) was given"
+            raise TraceError(f"{place} is a folder without parts (*{SUFFIX}); {why}")
         traces = {_PART_OR_RANK.sub("", part.stem): part.name for part in reversed(parts)}
         if len(traces) > 1:
             names = sorted(traces.values())
@@ -98,7 +100,10 @@ class Trace:
         except trace.errors() as error:
             if isinstance(error, TraceError):
                 raise
-            raise TraceError(f"{parts[-1]} is no Parquet file that can be read: {spell(error)}") from error
+            # pyarrow names the file twice before it says why.
+            why = visible(str(error).rpartition(": ")[2].rstrip("."))[:200]
+            hint = "; nanwatch show reads a report" if parts[-1].suffix == ".json" else ""
+            raise TraceError(f"{parts[-1]} is no Parquet file that can be read: {why}{hint}") from error
         return cls(place, dataset, facts, tell)
 
     @property

@@ -120,11 +120,19 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     """Nothing, an empty folder, another file, half a file and a table of somebody else: each is named."""
     with pytest.raises(FileNotFoundError, match=r"no trace at .*nothing"):
         Trace.open(tmp_path / "nothing")
-    with pytest.raises(TraceError, match="folder without parts"):
+    with pytest.raises(TraceError, match=r"folder without parts .*nothing was written to it yet"):
+        Trace.open(tmp_path)
+    (tmp_path / "capsule.json").touch()
+    with pytest.raises(TraceError, match=r"folder without parts .*pass what"):
         Trace.open(tmp_path)
     whole = made(tmp_path / "run.parquet")
     (tmp_path / "half.parquet").write_bytes(whole.read_bytes()[:-200])
     (tmp_path / "words.parquet").write_text("words")
+    (tmp_path / "report.json").write_text("{}" + 12 * " ")
+    with pytest.raises(
+        TraceError, match=r"json is no Parquet file .*magic bytes.*; nanwatch show reads a report$"
+    ):
+        Trace.open(tmp_path / "report.json")
     parquet.write_table(pa.table({"batch": [1]}), tmp_path / "other.parquet")
     for name, words in (
         ("half", "no Parquet file"),
