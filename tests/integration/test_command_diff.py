@@ -109,21 +109,28 @@ def test_show_prints_a_batch_as_a_report(place: Path, capsys: pytest.CaptureFixt
     (place / "report.json").write_text(out)
     status, again, _ = run(capsys, "show", "report.json")
     assert (status, again) == (0, f"{report.to_text()}\n")
+    assert run(capsys, "show", str(place))[:2] == (0, again)  # the folder of a failure
     assert "--batch is for a trace" in run(capsys, "show", "report.json", "--batch", "0")[2]
 
 
-def test_pages_are_written_beside_the_text(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--html of both commands, and stdout as without it."""
+def test_pages_are_written_and_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--html of diff, beside the text, and of show, in its place; JSON is as without it."""
     pytest.importorskip("plotly")
     pytest.importorskip("jinja2")
-    plain = run(capsys, "diff", "a.parquet", "b.parquet")
-    assert run(capsys, "diff", "a.parquet", "b.parquet", "--html", "d.html") == plain
+    status, plain, _ = run(capsys, "diff", "a.parquet", "b.parquet")
+    two = ("diff", "a.parquet", "b.parquet", "--html", "d.html")
+    assert run(capsys, *two) == (status, f"{plain}\nwrote d.html\n", "")
+    assert run(capsys, *two, "--json") == run(capsys, *two[:3], "--json")
     assert "They part at weight of 2" in (place / "d.html").read_text(encoding="utf-8")
-    plain = run(capsys, "show", "a.parquet")
-    assert run(capsys, "show", "a.parquet", "--html", "s.html") == plain
-    assert "Headroom of every module over the run" in (place / "s.html").read_text(encoding="utf-8")
-    assert run(capsys, "show", "a.parquet", "--batch", "1", "--html", "s.html") == plain
-    assert "All finite up to batch 1" in (place / "s.html").read_text(encoding="utf-8")
+    heading = run(capsys, "show", "a.parquet")[1].splitlines()[0]
+    for more, expected in (
+        ((), "Headroom of every module over the run"),
+        (("--batch", "1"), "All finite up to batch 1"),
+    ):
+        one = ("show", "a.parquet", *more)
+        assert run(capsys, *one, "--html", "s.html") == (0, f"{heading}\n\nwrote s.html\n", "")
+        assert expected in (place / "s.html").read_text(encoding="utf-8")
+        assert run(capsys, *one, "--html", "s.html", "--json") == run(capsys, *one, "--json")
 
 
 def test_formats_for_people_and_programs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,14 @@ def test_command_verdicts_and_exit_status(place, capsys):
     assert run(capsys, "good", "--model", "zoo:make", "--dtype", "float64")[0] == 2
 
 
+def test_the_folder_of_a_failure_holds_its_capsule(place, capsys):
+    """As `output_dir` has it: the capsule is the folder inside."""
+    (place / "batch-7").mkdir()
+    (place / "bad").rename(place / "batch-7" / "capsule")
+    status, out, _ = run(capsys, "batch-7", "--model", "zoo:make")
+    assert (status, out.split(":")[0]) == (1, "batch-7/capsule")
+
+
 def test_command_bad_use(place, capsys):
     """Status 2 and one line on stderr for a wrong capsule, model or option; nothing on stdout."""
     for arguments, expected in [

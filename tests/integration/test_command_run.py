@@ -235,6 +235,9 @@ def test_options_reach_the_watch(tmp_path, capsys):
     ] * 3
     assert in_process(tmp_path, body, "--trace", str(trace)) == 0
     assert nanwatch.Trace.open(trace).batches == tuple(range(5))
+    assert f"all that was read is finite; trace: {trace}\n" in capsys.readouterr().err
+    assert in_process(tmp_path, body, "--trace", str(trace)) == 0
+    assert f"; trace: {tmp_path / 'run-1.parquet'}, as run.parquet was there\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,61 @@ def test_what_grew_is_sorted_and_leaves_out_inputs_zeros_and_nan(tmp_path: Path)
     assert numbers == {"batch": 1, "module": "m", "label": "output", "abs_max": [1.0, 8.0], "factor": 8.0}
 
 
+def test_records_that_grew_alike_are_one_line(tmp_path: Path) -> None:
+    """What passes a growth on, as a dropout, is counted; another factor or batch has a line of its own, in order."""
+
+    def frames(growth: float) -> list[FrameRows]:
+        factors = {"c_proj": 73.97, "dropout": 73.97, "mlp": 73.97, "block": 74.13}
+        rows = [
+            FrameRows(0, name, "M", [row("output", high=factor**growth)]) for name, factor in factors.items()
+        ]
+        return [*rows, FrameRows(1, "other", "M", [row("output", high=73.97**growth)])]
+
+    found = diff(written(tmp_path / "a.parquet", *frames(0)), written(tmp_path / "b.parquet", *frames(1)))
+    assert [(g.module, g.batch, g.num_alike) for g in found.grew] == [
+        ("block", 0, 0), ("c_proj", 0, 2), ("other", 1, 0),
+    ]  # fmt: skip
+    assert "output of c_proj in batch 0, and 2 more by this factor\n" in found.to_text()
+
+
+def test_a_smallest_magnitude_that_is_what_is_left_of_larger_ones_is_no_difference(tmp_path: Path) -> None:
+    """It may change by any factor where each element changes by less than rtol of the largest."""
+    a = one(tmp_path / "a.parquet", row(low=9.7e-6, high=0.08))
+    b = one(tmp_path / "b.parquet", row(low=1.6e-6, high=0.09))
+    assert diff(a, b, rtol=0.2).first is None
+    c = one(tmp_path / "c.parquet", row(low=0.02, high=0.08))
+    found = diff(a, c, rtol=0.2).first
+    assert found is not None
+    assert found.what.startswith("abs_min")
+
+
+@pytest.mark.parametrize(
+    ("label", "first", "expected"),
+    [
+        ("weight", 1, "so a step between batch 0 and batch 1 made the difference"),
+        ("weight", 0, "The weights differ from the first batch on"),
+        ("output", 1, None),
+    ],
+)
+def test_a_weight_that_differs_first_points_at_the_step(
+    tmp_path: Path, label: str, first: int, expected: str | None
+) -> None:
+    """Or at where the weights came from, in the first batch; other records say nothing of it."""
+    paths = [
+        written(
+            tmp_path / f"{high}.parquet",
+            *(
+                FrameRows(batch, "m", "M", [row(label, high=high if batch >= first else 1.0)])
+                for batch in (0, 1)
+            ),
+        )
+        for high in (1.0, 2.0)
+    ]
+    lines = diff(*paths).to_text().splitlines()
+    assert lines[4].startswith(f"First: `{label}` of m")
+    assert expected in lines[5] if expected else lines[5] == ""
+
+
 def test_a_factor_beyond_all_numbers_is_json(tmp_path: Path) -> None:
     """From 1e-300 to 1e300 in float64."""
     a = one(tmp_path / "a.parquet", row(low=0.0, high=1e-300, dtype="float64"))

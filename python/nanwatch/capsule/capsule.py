@@ -14,35 +14,42 @@ import platform
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from .._version import __version__
-from ..instrumentation.execution_context import Autocast, RngState
+from ..instrumentation.execution_context import Autocast
+from ..instrumentation.execution_context import RngState
 from ..report.finding import Finding
 from ..util import reading
-from . import files, tree
-from .files import (
-    DOCUMENT,
-    MAX_DOCUMENT,
-    SCHEMA,
-    TENSORS,
-    VERSION,
-    Document,
-    Entry,
-    blaming,
-)
-from .tree import Json, LeftOut
+from ..util.visible import module_name
+from ..util.visible import visible
+from . import files
+from . import tree
+from .files import DOCUMENT
+from .files import MAX_DOCUMENT
+from .files import SCHEMA
+from .files import TENSORS
+from .files import VERSION
+from .files import Document
+from .files import Entry
+from .files import blaming
+from .tree import Json
+from .tree import LeftOut
 
 MAX_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Capsule:
     """One module call, read from `folder`.
 
@@ -56,6 +63,8 @@ class Capsule:
         >>> import nanwatch, torch
         >>> folder = nanwatch.write_capsule("call", torch.nn.Linear(2, 2), "decoder.head", [torch.ones(1, 2)])
         >>> capsule = nanwatch.Capsule.open(folder)
+        >>> capsule
+        <Capsule of a call of decoder.head (Linear), 1 argument and 2 tensors of state: call>
         >>> capsule.module, sorted(capsule.state), capsule.args
         ('decoder.head', ['bias', 'weight'], (tensor([[1., 1.]]),))
     """
@@ -74,6 +83,14 @@ class Capsule:
     rank: int
     versions: Mapping[str, str | None]
     left_out: tuple[LeftOut, ...] = field(default=())
+
+    def __repr__(self) -> str:
+        amounts = (len(self.args) + len(self.kwargs), "argument"), (len(self.state), "tensor")
+        inside = " and ".join(f"{count:,} {noun}{'' if count == 1 else 's'}" for count, noun in amounts)
+        name = module_name(self.module)
+        return visible(
+            f"<Capsule of a call of {name} ({self.class_name}), {inside} of state: {self.folder.name}>"
+        )
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Capsule:

@@ -27,7 +27,7 @@ exit status: 0, or 2 when there is nothing to show
 
 examples:
   nanwatch show run.parquet                      the latest batch
-  nanwatch show run.parquet --html run.html      and a heat map of the whole run
+  nanwatch show run.parquet --html run.html      a page with a heat map of the whole run
   nanwatch show run.parquet --batch 149 --html batch.html
   nanwatch show out/report.json
 """
@@ -72,8 +72,10 @@ def show_main(arguments: list[str]) -> int:
     options = _show_parser().parse_args(arguments)
 
     def find(tell: Tell) -> tuple[str, int]:
-        trace = None if _is_json(options.file) else Trace.open(options.file, tell)
-        report, heading = _report_of(options.file, trace, options.batch, tell)
+        saved = options.file / "report.json"  # in the folder of a failure
+        file = saved if saved.is_file() else options.file
+        trace = None if _is_json(file) else Trace.open(file, tell)
+        report, heading = _report_of(file, trace, options.batch, tell)
         if options.html is not None:
             run = trace if options.batch is None else None
             page = draw(run).to_html() if run is not None else report.to_html(tell)
@@ -81,7 +83,8 @@ def show_main(arguments: list[str]) -> int:
         tell("making the text")
         if options.json:
             return report.to_json(), 0
-        return "\n".join([*map(visible, heading), report.to_text(whole=True)]), 0
+        body = report.to_text(whole=True) if options.html is None else _wrote(options.html)
+        return "\n".join([*map(visible, heading), body]), 0
 
     return answered("show", find)
 
@@ -90,13 +93,15 @@ def _show_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "show", "Print the frames of one batch of a trace, or a report that was saved as JSON.", _SHOW
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="a trace, or a report.json")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="a trace, a report.json, or the folder of one"
+    )
     parser.add_argument("--batch", type=int, metavar="N", help="of a trace: this batch (default: the latest)")
     parser.add_argument(
         "--html",
         type=Path,
         metavar="PAGE",
-        help="write a page too: the report, or of a trace without --batch a heat map of the whole run",
+        help="write a page in place of the text: the report, or of a trace without --batch a heat map of the run",
     )
     return parser
 
@@ -123,6 +128,10 @@ def _is_json(file: Path) -> bool:
         return opened.read(64).lstrip()[:1] == b"{"
 
 
+def _wrote(page: Path | None, before: str = "") -> str:
+    return "" if page is None else f"{before}wrote {visible(str(page))}"
+
+
 def diff_main(arguments: list[str]) -> int:
     """Run `nanwatch diff` and return the exit status."""
     options = _diff_parser().parse_args(arguments)
@@ -135,7 +144,9 @@ def diff_main(arguments: list[str]) -> int:
         if options.html is not None:
             tell("drawing the page")
             options.html.write_text(found.to_html(), encoding="utf-8")
-        return found.to_json() if options.json else found.to_text(), int(found.differs)
+        if options.json:
+            return found.to_json(), int(found.differs)
+        return found.to_text() + _wrote(options.html, "\n\n"), int(found.differs)
 
     return answered("diff", find)
 
@@ -181,8 +192,9 @@ def merge_main(arguments: list[str]) -> int:
             tell("drawing the page")
             options.html.write_text(merged_html(merged), encoding="utf-8")
         tell("comparing the ranks")
-        text = json.dumps(document(merged), indent=2) if options.json else merged_text(merged)
-        return text, int(bool(merged.failed))
+        if options.json:
+            return json.dumps(document(merged), indent=2), int(bool(merged.failed))
+        return merged_text(merged) + _wrote(options.html, "\n\n"), int(bool(merged.failed))
 
     return answered("merge", find)
 

@@ -7,16 +7,27 @@ import contextlib
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..capsule.capsule import Capsule
+from ..capsule.files import DOCUMENT
 from ..report import text
-from ..session.replay import Replayed, dtype_of, rerun
-from ..util.progress import Tell, shown, wants_color
-from ..util.visible import module_name, spell, visible
-from .commands import UseError, command_parser, failed, imported
+from ..session.replay import Replayed
+from ..session.replay import dtype_of
+from ..session.replay import rerun
+from ..util.progress import Tell
+from ..util.progress import shown
+from ..util.progress import wants_color
+from ..util.visible import module_name
+from ..util.visible import spell
+from ..util.visible import visible
+from .commands import UseError
+from .commands import command_parser
+from .commands import failed
+from .commands import imported
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE, _FAILED = 1, 2
@@ -68,7 +79,7 @@ def main(arguments: list[str]) -> int:
     with shown() as tell, contextlib.redirect_stdout(sys.stderr):
         try:
             tell(f"reading {options.capsule}")
-            capsule = Capsule.open(options.capsule)
+            capsule = Capsule.open(_folder(Path(options.capsule)))
             tell(f"importing {options.model}")
             model = imported(options.model, "--model")
             if not isinstance(model, torch.nn.Module):
@@ -88,13 +99,21 @@ def main(arguments: list[str]) -> int:
     return 0 if verdicts == {"finite"} else _FAILED
 
 
+def _folder(path: Path) -> Path:
+    """Return the capsule's folder: `path`, or the one in the folder of a failure that `output_dir` holds."""
+    inside = path / "capsule"
+    return inside if inside.is_dir() and not (path / DOCUMENT).exists() else path
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "replay",
         "Make the module call in a capsule again and say whether a value is not finite again.",
         _EXAMPLES,
     )
-    parser.add_argument("capsule", metavar="CAPSULE", help="the folder of the capsule")
+    parser.add_argument(
+        "capsule", metavar="CAPSULE", help="the folder of the capsule, or of the failure that it is in"
+    )
     parser.add_argument(
         "--model",
         required=True,

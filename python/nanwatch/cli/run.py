@@ -9,20 +9,32 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import Field, fields
+from dataclasses import Field
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
+from typing import NoReturn
 
 from torch import nn
 
 from ..report import text
 from ..report.record import SKIPPED_STEP
-from ..report.report import BatchLimitError, NonFiniteError, Report
-from ..session.api import DeferredWatch, Watch, watch
+from ..report.report import BatchLimitError
+from ..report.report import NonFiniteError
+from ..report.report import Report
+from ..session.api import DeferredWatch
+from ..session.api import Watch
+from ..session.api import watch
 from ..session.options import Options
-from ..util.visible import spell, suppressed, visible
-from .script import FILES, MAX_MODELS, ModelFinder, check_script, run_script
+from ..util.visible import spell
+from ..util.visible import suppressed
+from ..util.visible import visible
+from .script import FILES
+from .script import MAX_MODELS
+from .script import ModelFinder
+from .script import check_script
+from .script import run_script
 
 _NAME = "nanwatch run"
 # Exit statuses.
@@ -219,7 +231,7 @@ class _Run:
         if not self._watches and self._status != BAD_USE:
             _tell(self._why_nothing())
         for (name, one), report in zip(self._watches, reports, strict=True):
-            _tell(_line(name, one, report))
+            _tell(_line(name, one, report) + self._trace_words(one))
             if has_failed and _ended_in(one) and report.finding is not None and report.batch == one.batch:
                 # The script's own check may have found the value before nanwatch.
                 self._status = self._status or NONFINITE
@@ -236,6 +248,15 @@ class _Run:
             except (OSError, ValueError) as error:
                 _tell(f"{json_file} could not be written: {spell(error)}")
         return self._status
+
+    def _trace_words(self, one: Watch) -> str:
+        path = one.trace_path
+        if path is None:
+            return ""
+        asked = Path(self._options["trace"])
+        return f"; trace: {path}" + (
+            f", as {asked.name} was there" if path != asked and asked.exists() else ""
+        )
 
     def _end(self, name: str, one: Watch) -> Report:
         """Stop a watch, whatever it raises, and return the report."""

@@ -5,22 +5,38 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf, log2
+from math import inf
+from math import log2
 
 import numpy as np
 
-from ..numerics._fingerprint import cosines, norms, relative_errors
+from ..numerics._fingerprint import cosines
+from ..numerics._fingerprint import norms
+from ..numerics._fingerprint import relative_errors
 from ..numerics.formats import limits
 from ..report.record import is_same_part
 from ..util.progress import Tell
-from .align import Ints, Rows, align
-from .difference import KINDS, Difference, Growth, Kind, Place, RowErrors, Series
+from .align import Ints
+from .align import Rows
+from .align import align
+from .difference import KINDS
+from .difference import Difference
+from .difference import Growth
+from .difference import Kind
+from .difference import Place
+from .difference import RowErrors
+from .difference import Series
 from .trace import sizes
-from .trace_file import Flags, Floats, Names, Side, Trace, batch_words
+from .trace_file import Flags
+from .trace_file import Floats
+from .trace_file import Names
+from .trace_file import Side
+from .trace_file import Trace
+from .trace_file import batch_words
 
 RTOL = 1e-3
-# An element near zero is what is left of larger ones, so rounding moves the smallest magnitude by some units in the
-# last place of the largest.
+# An element near zero is what is left of larger ones, so a small change of these moves the smallest magnitude by any
+# factor, and rounding alone by some units in the last place of the largest.
 _ROUNDING = 4.0
 _GREW = 10
 _SERIES = 8
@@ -41,9 +57,9 @@ def diff(
 
     Calls are aligned by module, order and class; calls and records that one side lacks are passed over. Two records
     part when one is finite and the other is not, or nan where the other is inf; when shape or dtype differ; or when
-    abs_min or abs_max differ by more than `rtol` of the larger. An abs_min must also differ by more than rounding may
-    account for: 4 units in the last place of abs_max, in the coarser dtype of the two. A tensor that was not read on
-    either side equals anything.
+    abs_min or abs_max differ by more than `rtol` of the larger. An abs_min must also differ by more than `rtol` of
+    abs_max, and by more than rounding may account for: 4 units in the last place of abs_max, in the coarser dtype of
+    the two. A tensor that was not read on either side equals anything.
 
     With `watch(fingerprints=True)` on both sides records of one shape and dtype also part when their bits differ,
     unless `batches` names two different batches. Of traces of two ranks, only what both should have in common is then
@@ -181,7 +197,7 @@ class _Comparison:
         with np.errstate(invalid="ignore"):
             low, high = np.abs(low_a - low_b), np.abs(high_a - high_b)
             largest = np.maximum(high_a, high_b)
-            part_low = (low > self.rtol * np.maximum(low_a, low_b)) & (low > rounding * largest)
+            part_low = low > np.maximum(rounding, self.rtol) * largest
             part_high = high > self.rtol * largest
         found: dict[Kind, Flags] = {
             "isfinite": both_read & ((finite_a != finite_b) | (np.isnan(high_a) != np.isnan(high_b))),
@@ -252,6 +268,7 @@ class _Comparison:
             label=self.a.originals("label", a),
             kind=kind,
             what=self.what(kind, a, b),
+            role=self.names["role"].text(int(self.numbers[0]["role"][a])),
             batch_b=int(self.b.batch[b]),
             module_b=self.b.originals("module", b),
             class_b=self.b.originals("class", b),
@@ -291,19 +308,22 @@ class _Comparison:
         bits[~np.isfinite(bits) | (role == given)] = -inf
         places = np.flatnonzero(bits > log2(1 + self.rtol))
         # Among records that grew alike, the first comes first.
-        places = places[np.argsort(-bits[places].round(2), kind="stable")]
-        module, _ = self.pair("module")
-        record = self.records[0][self.in_a]
+        places = places[np.argsort(-bits[places].round(3), kind="stable")]
+        module, record = self.pair("module")[0], self.records[0][self.in_a]
         names = module[places] * (1 + int(self.records[0].max())) + record[places]
         _, firsts = np.unique(names, return_index=True)
-        chosen = places[np.sort(firsts)][:_GREW].tolist()
-        return tuple(self.growth(at) for at in chosen), chosen
+        alike: dict[tuple[int, float], list[int]] = {}
+        for at in places[np.sort(firsts)].tolist():
+            alike.setdefault((int(self.a.batch[self.in_a[at]]), round(float(bits[at]), 3)), []).append(at)
+        chosen = sorted(list(alike.values())[:_GREW], key=lambda group: -bits[group[0]])
+        return tuple(self.growth(at, len(rest)) for at, *rest in chosen), [at for at, *_ in chosen]
 
-    def growth(self, at: int) -> Growth:
+    def growth(self, at: int, num_alike: int) -> Growth:
         """Return the pair of rows at `at` as a Growth."""
         a, b = int(self.in_a[at]), int(self.in_b[at])
         name, label = self.a.originals("module", a), self.a.originals("label", a)
-        return Growth(name, label, int(self.a.batch[a]), float(self.a.high[a]), float(self.b.high[b]))
+        batch, high_a, high_b = int(self.a.batch[a]), float(self.a.high[a]), float(self.b.high[b])
+        return Growth(name, label, batch, high_a, high_b, num_alike)
 
     def only(self, which: int, side: Side, matched: Ints) -> tuple[tuple[str, int], ...]:
         """Return the modules, with the number of records, for which the other side has nothing."""
@@ -335,8 +355,7 @@ class _Comparison:
     def series(self, places: list[int]) -> tuple[Series, ...]:
         """Return the records of these pairs of rows over all batches, each record once."""
         _, _, high_a, high_b = self.floats()
-        module, _ = self.pair("module")
-        record = self.records[0][self.in_a]
+        module, record = self.pair("module")[0], self.records[0][self.in_a]
         batch = self.a.batch[self.in_a]
         found: dict[str, Series] = {}
         for place in places:

@@ -45,7 +45,7 @@ class Place:
     """A record in which two traces differ. `batch` and `module` are A's, `batch_b` and `module_b` their match in B.
 
     `kind` is "isfinite", "shape", "dtype", "range" or "bits". `what` says it in words, A's value first.
-    `rows` says how far the rows of the two are apart, where both have a sketch.
+    `rows` says how far the rows of the two are apart, where both have a sketch. `role` is A's record's.
     """
 
     batch: int
@@ -58,17 +58,22 @@ class Place:
     module_b: str
     class_b: str
     rows: RowErrors | None = None
+    role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A record whose abs_max is `b` where it was `a`, in the batch where the factor between them is the largest."""
+    """A record whose abs_max is `b` where it was `a`, in the batch where the factor between them is the largest.
+
+    `num_alike` more records, called later in this batch, grew by the same factor, as through a dropout or a sum.
+    """
 
     module: str
     label: str
     batch: int
     a: float
     b: float
+    num_alike: int = 0
 
     @property
     def factor(self) -> float:
@@ -179,13 +184,15 @@ def diff_lines(found: Difference) -> Iterator[str]:
             yield f"First with sketches: {place_line(found.sketched)}"
         for place in found.firsts[1:]:
             yield f"First by {place.kind}: {place_line(place)}"
+        if advice := _weight_advice(found.first, found.batches):
+            yield advice
     if found.grew:
         yield ""
         yield "Grew most from A to B:"
         for one in found.grew:
             yield (
                 f"{_factor(one.factor)}  {one.a:8.2e} -> {one.b:8.2e}  {one.label} of {module_name(one.module)}"
-                f" in batch {one.batch}"
+                f" in batch {one.batch}{f', and {one.num_alike:,} more by this factor' if one.num_alike else ''}"
             )
     notes = [*found.remarks]
     notes += [f"only in A: {_listed(found.only_a)}"] if found.only_a else []
@@ -211,6 +218,21 @@ def place_line(place: Place) -> str:
     return (
         f"`{place.label}` of {module_name(place.module)} ({place.class_name}){other} in {batch}: {place.what}"
         f"{rows}"
+    )
+
+
+def _weight_advice(place: Place, batches: Sequence[tuple[int, int]]) -> str:
+    """Return what to look at where two runs part at a weight; "" elsewhere, and for two batches of one number each."""
+    if place.role != "weight" or place.kind in ("shape", "dtype") or place.batch != place.batch_b:
+        return ""
+    before = [batch for batch, _ in batches if batch < place.batch]
+    if before:
+        return (
+            f"All that was compared before agrees, so a step between batch {before[-1]} and batch {place.batch} made"
+            " the difference: look at the optimizer, the learning rate and the loss."
+        )
+    return (
+        "The weights differ from the first batch on: look at the seed, the initialisation and the checkpoint."
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,12 +18,19 @@ from ..report.finding import find
 from ..report.record import Frame
 from ..report.report import Report
 from ..util import reading
-from ..util.progress import Tell, silent
-from ..util.visible import spell, without_wrappers
+from ..util.progress import Tell
+from ..util.progress import silent
+from ..util.visible import spell
+from ..util.visible import visible
+from ..util.visible import without_wrappers
 from . import trace
 from .align import Ints
-from .trace import SUFFIX, TraceError, parts_beside
+from .trace import SUFFIX
+from .trace import TraceError
+from .trace import parts_beside
 
+# End of the name of a file that is a trace together with others: a part, or what one rank wrote.
+_PART_OR_RANK = re.compile(r"^part\D?\d+$|-rank\d+(?=$|-\d+$)")
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 Sketches: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"
@@ -73,7 +82,14 @@ class Trace:
             raise FileNotFoundError(f"there is no trace at {place}; pass what watch(trace=...) was given")
         parts = sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
         if not parts:
-            raise TraceError(f"{place} is a folder without parts (*{SUFFIX}); nothing was written to it yet")
+            is_empty = not any(place.iterdir())
+            why = "nothing was written to it yet" if is_empty else "pass what watch(trace=...) was given"
+            raise TraceError(f"{place} is a folder without parts (*{SUFFIX}); {why}")
+        traces = {_PART_OR_RANK.sub("", part.stem): part.name for part in reversed(parts)}
+        if len(traces) > 1:
+            names = sorted(traces.values())
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise TraceError(f"{place} is a folder with {len(names)} traces: {shown}; name one of them")
         try:
             for part in parts:
                 reading.check_regular(part)
@@ -90,7 +106,10 @@ class Trace:
         except trace.errors() as error:
             if isinstance(error, TraceError):
                 raise
-            raise TraceError(f"{parts[-1]} is no Parquet file that can be read: {spell(error)}") from error
+            # pyarrow names the file twice before it says why.
+            why = visible(str(error).rpartition(": ")[2].rstrip("."))[:200]
+            hint = "; nanwatch show reads a report" if parts[-1].suffix == ".json" else ""
+            raise TraceError(f"{parts[-1]} is no Parquet file that can be read: {why}{hint}") from error
         return cls(place, dataset, facts, tell)
 
     @property

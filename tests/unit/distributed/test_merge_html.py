@@ -139,13 +139,13 @@ def test_a_map_has_the_worst_modules() -> None:
 
 
 def test_the_command_writes_it_beside_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """stdout is as without it; a place that cannot be written is status 2."""
+    """stdout names it below the text; a place that cannot be written is status 2."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "report.json").write_text(report(0).to_json())
     assert command.main(["merge", str(tmp_path / "run")]) == 0
     plain = capsys.readouterr().out
     assert command.main(["merge", str(tmp_path / "run"), "--html", str(tmp_path / "m.html")]) == 0
-    assert capsys.readouterr().out == plain
+    assert capsys.readouterr().out == f"{plain}\nwrote {tmp_path / 'm.html'}\n"
     assert "All finite on 1 rank" in (tmp_path / "m.html").read_text(encoding="utf-8")
     assert command.main(["merge", str(tmp_path / "run"), "--html", str(tmp_path / "no" / "m.html")]) == 2
     assert "No such file" in capsys.readouterr().err

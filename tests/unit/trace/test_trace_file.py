@@ -17,6 +17,7 @@ from nanwatch.session.api import watch
 from nanwatch.trace.trace import COLUMNS, TraceError
 from nanwatch.trace.trace_file import Trace, batch_words, strings
 from support.toys import Scale, mlp
+from support.written_traces import write_rows
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -31,6 +32,33 @@ def made(path: Path) -> Path:
             model(torch.ones(2, 3))
     assert w.trace_path is not None
     return w.trace_path
+
+
+def test_a_folder_of_several_traces_is_none(tmp_path: Path) -> None:
+    """The error names them. What the ranks of one job wrote, or the parts of one run, is one trace."""
+    rows = [{"batch": 0, "call": 0, "module": "0", "abs_max": 1.0}]
+    names = {
+        "runs": ["a.parquet", "a-1.parquet"],
+        "ranks": ["a-rank0.parquet", "a-rank1.parquet"],
+        "twice": ["a-rank0.parquet", "a-rank0-1.parquet"],
+        "parts": ["part-00000.parquet", "part-00001.parquet"],
+    }
+    for folder, files in names.items():
+        (tmp_path / folder).mkdir()
+        for file in files:
+            write_rows(tmp_path / folder / file, rows)
+    for folder, shown in {
+        "runs": "a-1.parquet, a.parquet",
+        "twice": "a-rank0-1.parquet, a-rank0.parquet",
+    }.items():
+        with pytest.raises(
+            TraceError, match=f"{folder} is a folder with 2 traces: {shown}; name one of them"
+        ):
+            Trace.open(tmp_path / folder)
+    assert [Trace.open(tmp_path / folder).table(["batch"]).num_rows for folder in ("ranks", "parts")] == [
+        2,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
@@ -92,11 +120,19 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     """Nothing, an empty folder, another file, half a file and a table of somebody else: each is named."""
     with pytest.raises(FileNotFoundError, match=r"no trace at .*nothing"):
         Trace.open(tmp_path / "nothing")
-    with pytest.raises(TraceError, match="folder without parts"):
+    with pytest.raises(TraceError, match=r"folder without parts .*nothing was written to it yet"):
+        Trace.open(tmp_path)
+    (tmp_path / "capsule.json").touch()
+    with pytest.raises(TraceError, match=r"folder without parts .*pass what"):
         Trace.open(tmp_path)
     whole = made(tmp_path / "run.parquet")
     (tmp_path / "half.parquet").write_bytes(whole.read_bytes()[:-200])
     (tmp_path / "words.parquet").write_text("words")
+    (tmp_path / "report.json").write_text("{}" + 12 * " ")
+    with pytest.raises(
+        TraceError, match=r"json is no Parquet file .*magic bytes.*; nanwatch show reads a report$"
+    ):
+        Trace.open(tmp_path / "report.json")
     parquet.write_table(pa.table({"batch": [1]}), tmp_path / "other.parquet")
     for name, words in (
         ("half", "no Parquet file"),
