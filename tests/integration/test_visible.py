@@ -14,36 +14,25 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import debug_utils as oracle
 
 import nanwatch
 from nanwatch import __main__ as command
-from nanwatch.capsule.files import CapsuleError
-from nanwatch.capsule.files import blaming
+from nanwatch.capsule.files import CapsuleError, blaming
 from nanwatch.distributed.merge import Digest
 from nanwatch.distributed.merge_pages import merged_text
 from nanwatch.integrations import debug
-from nanwatch.monitoring.monitor import BatchLog
-from nanwatch.monitoring.monitor import nonfinite_entry
+from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
 from nanwatch.netcheck.command import say
 from nanwatch.report import text
-from nanwatch.report.finding import Cure
-from nanwatch.report.finding import Origin
-from nanwatch.report.finding import RankObservation
-from nanwatch.report.record import Frame
-from nanwatch.report.record import FrameRows
-from nanwatch.report.record import Record
-from nanwatch.report.record import Row
-from nanwatch.report.report import NonFiniteError
-from nanwatch.report.report import Report
+from nanwatch.report.finding import Cure, Origin, RankObservation
+from nanwatch.report.record import Frame, FrameRows, Record, Row
+from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.trace.trace import TraceError
-from nanwatch.util.visible import close_names
-from nanwatch.util.visible import spell
-from nanwatch.util.visible import visible
+from nanwatch.util.visible import close_names, spell, visible
 from support.html_page import Page
 from support.merges import merged_of
 from support.sightings import finding

@@ -14,37 +14,22 @@ import platform
 import shutil
 import stat
 import uuid
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from .._version import __version__
-from ..instrumentation.execution_context import Autocast
-from ..instrumentation.execution_context import RngState
+from ..instrumentation.execution_context import Autocast, RngState
 from ..report.finding import Finding
 from ..util import reading
-from ..util.visible import module_name
-from ..util.visible import visible
-from . import files
-from . import tree
-from .files import DOCUMENT
-from .files import MAX_DOCUMENT
-from .files import SCHEMA
-from .files import TENSORS
-from .files import VERSION
-from .files import Document
-from .files import Entry
-from .files import blaming
-from .tree import Json
-from .tree import LeftOut
+from ..util.visible import module_name, visible
+from . import files, tree
+from .files import DOCUMENT, MAX_DOCUMENT, SCHEMA, TENSORS, VERSION, Document, Entry, blaming
+from .tree import Json, LeftOut
 
 MAX_BYTES = 1 << 30
 

@@ -15,19 +15,10 @@ import torch
 from ..capsule.capsule import Capsule
 from ..capsule.files import DOCUMENT
 from ..report import text
-from ..session.replay import Replayed
-from ..session.replay import dtype_of
-from ..session.replay import rerun
-from ..util.progress import Tell
-from ..util.progress import shown
-from ..util.progress import wants_color
-from ..util.visible import module_name
-from ..util.visible import spell
-from ..util.visible import visible
-from .commands import UseError
-from .commands import command_parser
-from .commands import failed
-from .commands import imported
+from ..session.replay import Replayed, dtype_of, rerun
+from ..util.progress import Tell, shown, wants_color
+from ..util.visible import module_name, spell, visible
+from .commands import UseError, command_parser, failed, imported
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE, _FAILED = 1, 2

@@ -5,34 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
-from math import log2
+from math import inf, log2
 
 import numpy as np
 
-from ..numerics._fingerprint import cosines
-from ..numerics._fingerprint import norms
-from ..numerics._fingerprint import relative_errors
+from ..numerics._fingerprint import cosines, norms, relative_errors
 from ..numerics.formats import limits
 from ..report.record import is_same_part
 from ..util.progress import Tell
-from .align import Ints
-from .align import Rows
-from .align import align
-from .difference import KINDS
-from .difference import Difference
-from .difference import Growth
-from .difference import Kind
-from .difference import Place
-from .difference import RowErrors
-from .difference import Series
+from .align import Ints, Rows, align
+from .difference import KINDS, Difference, Growth, Kind, Place, RowErrors, Series
 from .trace import sizes
-from .trace_file import Flags
-from .trace_file import Floats
-from .trace_file import Names
-from .trace_file import Side
-from .trace_file import Trace
-from .trace_file import batch_words
+from .trace_file import Flags, Floats, Names, Side, Trace, batch_words
 
 RTOL = 1e-3
 # An element near zero is what is left of larger ones, so a small change of these moves the smallest magnitude by any

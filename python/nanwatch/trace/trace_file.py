@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,16 +17,11 @@ from ..report.finding import find
 from ..report.record import Frame
 from ..report.report import Report
 from ..util import reading
-from ..util.progress import Tell
-from ..util.progress import silent
-from ..util.visible import spell
-from ..util.visible import visible
-from ..util.visible import without_wrappers
+from ..util.progress import Tell, silent
+from ..util.visible import spell, visible, without_wrappers
 from . import trace
 from .align import Ints
-from .trace import SUFFIX
-from .trace import TraceError
-from .trace import parts_beside
+from .trace import SUFFIX, TraceError, parts_beside
 
 # End of the name of a file that is a trace together with others: a part, or what one rank wrote.
 _PART_OR_RANK = re.compile(r"^part\D?\d+$|-rank\d+(?=$|-\d+$)")
