@@ -26,7 +26,7 @@ from ..util.visible import module_name, visible
 from . import text
 from .cure_text import Kind, patch_lines
 from .histogram import SHOWN_FORMATS, exponent_figure
-from .record import NEAR_FACTOR, Frame, Record, by_module, headroom_bits, shrinking
+from .record import NEAR_FACTOR, Frame, Record, by_module, headroom_bits
 
 if TYPE_CHECKING:
     from .finding import Finding
@@ -82,10 +82,10 @@ def report_html(
         patch_lines=patch_lines,
         elements=_ELEMENTS,
         operands=[
-            [one.label, one.dtype, _shape(one), _shown(one.abs_min), _shown(one.abs_max), one.note]
+            [one.label, one.dtype, _shape(one), _shown(one.abs_min), _shown(one.abs_max), _remark(one)]
             for one in (() if finding is None else finding.operands)
         ],
-        shrinking=shrinking(frames),
+        room=text.room_words(frames),
         bars=_bars(frames),
         worst_shown=_WORST_SHOWN,
         tree=_tree(frames, finding),
@@ -240,6 +240,10 @@ def _number(value: float | None) -> float | str | None:
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.2e}"
+
+
+def _remark(record: Record) -> str:
+    return ", ".join((*text.small_words(record), *([record.note] if record.note else [])))
 
 
 def _shape(record: Record) -> str:

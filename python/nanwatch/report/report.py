@@ -95,7 +95,7 @@ class Report:
         Where: all 2 elements, the first at [0, 0]; float32 of shape [1, 2].
         Why:   this module made it: its weights, buffers and inputs that were read are all finite.
         Under: all of `input[0]` is zero.
-        Next:  look at the inputs and weights of this module in its frame above.
+        Next:  look at the inputs and weights of this module in its frame.
         >>> report.to_text() == str(report)
         True
         >>> size = pathlib.Path("report.html").write_text(report.to_html(), encoding="utf-8")
