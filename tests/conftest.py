@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
+import nanwatch.instrumentation.calls  # noqa: F401 - its classes need the compiled part, which a fixture hides
 from nanwatch.numerics import _extension
 from support.implementations import IMPLEMENTATIONS, Implementation, active, missing
 from support.netcheck_ranks import Ranks

@@ -9,7 +9,7 @@ ones shows whether a smaller loss scale would have been enough.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..instrumentation.functions import find_called
 from ..instrumentation.slot import wrap_calls
+from ..instrumentation.wrapped_names import module_names
 from ..report.finding import Finding, value_of
 from ..report.record import Frame, Record
 from ..util.visible import spell, suppressed
@@ -77,8 +78,9 @@ def rerun_backward(
     try:
         if probe is not None and probe.gradients:
             return replace(probe.found, start=BackwardStart(name, probe.call, probe.gradients))
-        if found := _from_outputs(snapshot):
-            return found
+        if found := _from_outputs(snapshot, module_names(model)):
+            is_inside = found.made_in is not None and f"{found.made_in}.".startswith(f"{name}.")
+            return replace(found, made_in=None) if is_inside or not name else found
     except Exception as error:
         remarks = (*remarks, f"the backward could not be examined: {spell(error)}")
     if not remarks:
@@ -88,19 +90,28 @@ def rerun_backward(
     return Diagnosis(remarks=(*remarks, *(snapshot.doubts() if probe is not None else ())))
 
 
-def _from_outputs(snapshot: BatchSnapshot) -> Diagnosis | None:
+def _from_outputs(snapshot: BatchSnapshot, names: Mapping[nn.Module, str]) -> Diagnosis | None:
     """Make a backward of the whole batch, with the mean of its outputs as the loss; None without a bad gradient.
 
     It finds what a backward of the guilty call alone does not: a gradient that is a sum over several calls, and a
-    forward that itself asks for gradients.
+    forward that itself asks for gradients. `made_in` is the innermost call that made the operation.
     """
     steps: list[Diagnosis] = []
+    calls: list[tuple[int, int, str]] = []
+
+    def count_nodes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        begin = torch._C._autograd._get_sequence_nr()
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            calls.append((begin, torch._C._autograd._get_sequence_nr(), names[module]))
+
     again, wanted = with_leaves(snapshot)
-    with again.again() as call, torch.enable_grad():
+    with again.again() as call, wrap_calls(list(names), count_nodes), torch.enable_grad():
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
             ends = [x for _, x in with_graph(call())]
         if ends and wanted:
-            run_backward(ends, wanted, mean_gradients(ends), lambda node: _looker(node, steps))
+            run_backward(ends, wanted, mean_gradients(ends), lambda node: _looker(node, steps, calls))
     remark = "the operation was found in a second run of the batch, with the mean of its outputs as the loss"
     return replace(steps[0], remarks=(remark,)) if steps else None
 
@@ -192,7 +203,11 @@ def _signs(roots: list[Tensor], weight: Tensor, index: tuple[int, ...] | None) -
     ]
 
 
-def _looker(node: Any, steps: list[Diagnosis]) -> Any:
+def _looker(node: Any, steps: list[Diagnosis], calls: Sequence[tuple[int, int, str]] = ()) -> Any:
+    def made_in() -> str | None:
+        around = [one for one in calls if one[0] <= node._sequence_nr() < one[1]]
+        return min(around, key=lambda one: one[1] - one[0])[2] if around else None
+
     def look(made: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
         nonfinite = (
             [] if steps else [one for x in made if x is not None and (one := gradient_record(x, "")).is_fault]
@@ -209,6 +224,7 @@ def _looker(node: Any, steps: list[Diagnosis]) -> Any:
                 place=place_of(node.metadata.get("traceback_", ())),
                 operands=(*records, *_saved(node)),
                 rows=tuple(bad_rows(x) for x in made if x is not None),
+                made_in=made_in(),
                 remarks=(
                     "the operation was found in a second run of the call, from other gradients of the same size",
                 ),

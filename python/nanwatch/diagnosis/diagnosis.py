@@ -69,7 +69,8 @@ class Diagnosis:
     tensor. `call` is the call in which the value was made; it holds the call's tensors, so drop it when done. `remarks`
     are sentences, `spreads` of the operands, as far as they were there, and of the
     non-finite tensor. `rows` are the bad rows of the non-finite tensor and of what the operation made. `start` is where
-    a failed backward began.
+    a failed backward began. `made_in` is the module whose own code made the operation, where that is another than the
+    finding's and not inside it.
     """
 
     operation: str | None = None
@@ -84,6 +85,7 @@ class Diagnosis:
     made: Value | None = None
     rows: tuple[BadRows, ...] = ()
     start: BackwardStart | None = None
+    made_in: str | None = None
 
     @property
     def source(self) -> str | None:
@@ -93,6 +95,8 @@ class Diagnosis:
 
 def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
     """Return the finding with the facts of the diagnosis, and those of its own that the diagnosis has not."""
+    if diagnosis.made_in is not None:
+        finding = replace(finding, origin="received", source_module=diagnosis.made_in)
     return replace(
         finding,
         operation=diagnosis.operation or finding.operation,

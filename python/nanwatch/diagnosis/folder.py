@@ -57,12 +57,8 @@ def write_failure(
     files: list[str] = []
     call = None if diagnosis is None else diagnosis.call
     if call is None or snapshot is None:
-        is_forward = finding.phase == "forward"
-        why = (
-            "no call was seen to make the value a second time"
-            if is_forward
-            else "a capsule replays a forward"
-        )
+        unseen = "no call was seen to make the value a second time"
+        why = unseen if finding.phase == "forward" else "a capsule replays a forward"
         remarks.append(f"no capsule was written: {why}")
     else:
         files += _written_capsule(folder, call, snapshot, finding, report.rank, remarks)

@@ -277,7 +277,7 @@ class _CallProbe:
         remarks = []
         if step is None:
             remarks.append("no operation that goes through PyTorch's dispatcher was seen to make the value")
-        elif step.meant:
+        elif step.meant and x.numel() > 1:  # a single number is a loss, and no mask
             remarks.append(
                 f"{step.operation} put {step.values} there, on purpose as it seems; if so, watch with"
                 f" allow_inf={self.finding.module!r}"

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame]) -> str:
     """Return in words where the non-finite value came from."""
     if finding.origin == "produced":
-        why = "this module made it: its weights, buffers and inputs that were read are all finite"
+        is_function = finding.class_name == "Function"
+        maker, read = ("function", "") if is_function else ("module", "weights, buffers and ")
+        why = f"this {maker} made it: its {read}inputs that were read are all finite"
         records = () if frame is None else frame.records
         given = [r.abs_max for r in records if r.role == "input" and r.abs_max and r.isfinite]
         return f"{why} (largest input {max(given):.2e})." if given else f"{why}."
@@ -91,11 +93,13 @@ def next_forward(
             largest = _largest_finite(frame, record)
             if is_near_end(largest, ends.largest):
                 return f"{dtype} ends at {end}; follow the abs max column up to where it began to grow."
+            if is_cured:
+                return _CURED
             return (
                 f"{dtype} ends at {end}, and nothing in this frame is above {largest:.2e}: look for a division by"
                 " zero, a logarithm of zero, an exponential or the like."
             )
-        return "look at the inputs and weights of this module in its frame above."
+        return _CURED if is_cured else "look at the inputs and weights of this module in its frame."
     if finding.origin == "weight":
         if finding.batch == 0:
             return (
@@ -113,8 +117,14 @@ def next_forward(
             "look at the data loader and the preprocessing of this batch;"
             " where they are clean, for in-place operations on the model's input."
         )
-    return "look at the forward of the module that handed it in, from the last finite frame on."
+    return (
+        _CURED
+        if is_cured
+        else "look at the forward of the module that handed it in, from the last finite frame on."
+    )
 
+
+_CURED = "apply the cure if it is what the model should compute: it was tried on this batch only."
 
 # Kernels that square what they are given. For half precision they do so in float32.
 _SQUARES = (
@@ -205,9 +215,8 @@ def why_backward(finding: Finding, frame: Frame | None) -> str:
         return "the step left it in what the optimizer keeps; the gradients that it took, or the state before it."
     outputs = _of_outputs(frame)
     if finding.origin == "produced":
-        why = (
-            "the backward of this module made it: the gradients of its outputs that were read are all finite"
-        )
+        maker = "function" if finding.class_name == "Function" else "module"
+        why = f"the backward of this {maker} made it: the gradients of its outputs that were read are all finite"
         return f"{why} (largest {max(outputs):.2e})." if outputs else f"{why}."
     if finding.source_module is not None:
         name = finding.source_module or "the root module"

@@ -27,7 +27,7 @@ from . import text
 from .cure_text import Kind, patch_lines
 from .finding import Finding
 from .histogram import SHOWN_FORMATS, StoredHistogram, exponent_figure
-from .record import NEAR_FACTOR, Frame, Record, by_module, headroom_bits, shrinking
+from .record import NEAR_FACTOR, Frame, Record, by_module, headroom_bits
 
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
 NEAR_BITS = 2
@@ -79,10 +79,10 @@ def report_html(
         patch_lines=patch_lines,
         elements=_ELEMENTS,
         operands=[
-            [one.label, one.dtype, _shape(one), _shown(one.abs_min), _shown(one.abs_max), one.note]
+            [one.label, one.dtype, _shape(one), _shown(one.abs_min), _shown(one.abs_max), _remark(one)]
             for one in (() if finding is None else finding.operands)
         ],
-        shrinking=shrinking(frames),
+        room=text.room_words(frames),
         bars=_bars(frames),
         worst_shown=_WORST_SHOWN,
         tree=_tree(frames, finding),
@@ -239,6 +239,10 @@ def _number(value: float | None) -> float | str | None:
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.2e}"
+
+
+def _remark(record: Record) -> str:
+    return ", ".join((*text.small_words(record), *([record.note] if record.note else [])))
 
 
 def _shape(record: Record) -> str:

@@ -91,7 +91,7 @@ class Report:
         Where: all 2 elements, the first at [0, 0]; float32 of shape [1, 2].
         Why:   this module made it: its weights, buffers and inputs that were read are all finite.
         Under: all of `input[0]` is zero.
-        Next:  look at the inputs and weights of this module in its frame above.
+        Next:  look at the inputs and weights of this module in its frame.
         >>> report.to_text() == str(report)
         True
         >>> size = pathlib.Path("report.html").write_text(report.to_html(), encoding="utf-8")
@@ -351,17 +351,17 @@ def _closest(frames: Sequence[Frame], source: Frame | None, room: int) -> Sequen
     """Return `source` with as many of the frames before it as fit into `room` lines, and then of those after it."""
     last = next((i for i, frame in enumerate(frames) if frame is source), len(frames) - 1)
     first = last
-    used = _height(frames, last) if frames else 0
-    while first > 0 and (more := used + _height(frames, first - 1)) <= room:
+    used = _height(frames, last, last) if frames else 0
+    while first > 0 and (more := used + _height(frames, first - 1, first)) <= room:
         first, used = first - 1, more
-    while last + 1 < len(frames) and (more := used + _height(frames, last + 1)) <= room:
+    while last + 1 < len(frames) and (more := used + _height(frames, last + 1, last)) <= room:
         last, used = last + 1, more
     return frames[first : last + 1]
 
 
-def _height(frames: Sequence[Frame], i: int) -> int:
-    """Return how many lines the frame takes, with the line of its batch."""
-    return 1 + len(frames[i].records) + (i + 1 < len(frames) and frames[i].batch != frames[i + 1].batch)
+def _height(frames: Sequence[Frame], i: int, beside: int) -> int:
+    """Return how many lines the frame takes, with the line between its batch and that of the frame beside it."""
+    return 1 + len(frames[i].records) + (frames[i].batch != frames[beside].batch)
 
 
 def _colored(lines: Sequence[tuple[Style, str]]) -> str:

@@ -9,7 +9,17 @@ from ..util.visible import module_name, visible
 from .cure_text import cure_lines
 from .finding import Finding
 from .finding_text import next_backward, next_forward, samples_words, why_backward, why_forward
-from .record import NONE, NOT_A_TENSOR, NOT_CHECKED, Frame, Phase, Record, has_vanished, shrinking
+from .record import (
+    NONE,
+    NOT_A_TENSOR,
+    NOT_CHECKED,
+    Frame,
+    Phase,
+    Record,
+    has_vanished,
+    is_near_end,
+    shrinking,
+)
 
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
@@ -71,8 +81,8 @@ def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
     is_forward = finding.phase == "forward"
     why = why_forward(finding, frame, frames) if is_forward else why_backward(finding, frame)
     lines += [f"Why:   {why}"]
-    if (shrunk := shrinking(frames)) is not None:
-        lines.append(f"Room:  headroom in {shrunk.dtype} fell {shrunk}.")
+    if room := room_words(frames):
+        lines.append(f"Room:  {room}")
     lines += [] if frame is None else _vanished(frame)
     lines += _by(finding)
     if finding.samples:
@@ -85,6 +95,15 @@ def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
     lines += [f"Note:  {remark}." for remark in finding.remarks]
     lines += [f"File:  {path}" for path in finding.files]
     return lines
+
+
+def room_words(frames: Sequence[Frame]) -> str:
+    """Return one sentence on headroom that fell until a sum or a square could leave the format, else ""."""
+    fell = shrinking(frames)
+    ends = None if fell is None else limits(fell.dtype)
+    if fell is None or ends is None or not is_near_end(ends.largest * 2.0**-fell.to_bits, ends.largest):
+        return ""
+    return f"headroom in {fell.dtype} fell {fell}."
 
 
 def _by(finding: Finding) -> list[str]:
@@ -101,18 +120,19 @@ def _by(finding: Finding) -> list[str]:
     # The record may show what became of it: inf minus inf is nan.
     made = f" made {finding.made}" if finding.made is not None and finding.made not in finding.value else ""
     given = [
-        f"{one.label} {one.abs_min:.2e} to {one.abs_max:.2e} ({one.dtype} {list(one.shape or ())}{_small(one)})"
+        f"{one.label} {one.abs_min:.2e} to {one.abs_max:.2e}"
+        f" ({', '.join((f'{one.dtype} {list(one.shape or ())}', *small_words(one)))})"
         for one in finding.operands
         if one.abs_min is not None and one.abs_max is not None
     ]
     return [f"By:    {finding.operation}{made}{where}."] + ([f"From:  {', '.join(given)}."] if given else [])
 
 
-def _small(record: Record) -> str:
-    """Return how many elements are zero or subnormal, where that was counted."""
+def small_words(record: Record) -> list[str]:
+    """Return how many elements are zero and how many subnormal, where that was counted and some are."""
     health = record.health
     counts = () if health is None else ((health.num_zero, "zero"), (health.num_subnormal, "subnormal"))
-    return "".join(f", {count:,} {word}" for count, word in counts if count)
+    return [f"{count:,} {word}" for count, word in counts if count]
 
 
 def _vanished(frame: Frame) -> list[str]:
@@ -145,7 +165,7 @@ def _where(finding: Finding, record: Record | None) -> str:
         where = "the only element" if finding.numel == 1 else f"all {finding.numel:,} elements"
     else:
         where = f"{finding.num_nonfinite:,} of {finding.numel:,} elements"
-    if finding.extent:
+    if finding.extent and finding.extent not in ("all", "one element"):
         where += f" ({finding.extent})"
     if finding.index:
         where += f", the first at {list(finding.index)}"

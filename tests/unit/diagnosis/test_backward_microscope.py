@@ -173,6 +173,34 @@ def test_an_overflow_of_a_sum_with_both_signs_is_found(recorder: str) -> None:
     assert not model[0].weight.any()
 
 
+class Shares(nn.Module):
+    """Divides what `head` gets too: the derivative at 0 / 0 adds to the gradient of `head`'s input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        ratio = h.sum(-1) / x.sum(-1)
+        return torch.where(x.sum(-1) > 0, ratio, 0.0) + self.head(h).squeeze(-1)
+
+
+def test_code_of_the_parent_that_shares_a_tensor_is_not_the_modules() -> None:
+    """`head` alone is finite, and so is the model without the division: why says what the operation says."""
+    model = nn.Sequential(Shares())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, gradients=True):
+        model(torch.tensor([[1.0, 1.0], [0.0, 0.0]])).sum().backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.operation) == ("0.head", "input[0].grad", "DivBackward0")
+    assert (finding.origin, finding.source_module) == ("received", "0")
+    assert "it came out of the backward of 0, which" in str(error.value)
+
+
 class NoSecond(torch.autograd.Function):
     """A product that has a first derivative and no second."""
 

@@ -151,6 +151,31 @@ def test_bad_data_has_its_extent(view: bool) -> None:
     assert told(First(), x)["Where"].startswith(f"3 of 9 elements {expected}, the first at")
 
 
+@nanwatch.watched
+def log_loss(p: Tensor) -> Tensor:
+    return -torch.log(p).mean()
+
+
+def test_a_cure_that_works_is_the_advice() -> None:
+    """The log of probabilities that are 0 and 1: no word of headroom, of weights, of a mask, or of other causes."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(linear(4), linear(4))
+
+        def forward(self, p: Tensor) -> Tensor:
+            return log_loss(p + 0 * self.layers(p.reshape(1, -1)).mean())
+
+    lines = told(Model(), torch.tensor([0.0, 1.0, 1.0, 1.0]))
+    assert lines["What"].startswith("inf first seen in `output` of log_loss (Function)")
+    assert lines["Where"] == "the only element; float32 of shape []."
+    assert lines["Why"].startswith("this function made it: its inputs that were read are all finite (largest")
+    assert lines["Cure"].startswith("works: keep what the logarithm is taken of away from 0")
+    assert lines["Next"].startswith("apply the cure if it is what the model should compute")
+    assert lines.keys().isdisjoint(("Room", "Note"))
+
+
 def test_the_verdict_comes_first() -> None:
     """Working cures first, in the text and on the page."""
     cures = [Cure("a", False), Cure("b", True, 3.25), Cure("c", False, 0.5)]
