@@ -13,10 +13,13 @@ On a CPU in flush-denormal mode torch itself reads fp32, bf16 and fp64 subnormal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import inf, prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .formats import floor_log2, limits
 
 # Columns of the rows below; the same order in the native kernels.
 RANGE_WIDTH = 3  # abs_min, abs_max, isfinite
@@ -26,8 +29,6 @@ HEALTH_WIDTH = 11  # those, then the columns that the docstring of `health` name
 _CHUNK = 1 << 22
 
 _DEVICES_WITHOUT_FLOAT64 = frozenset({"mps"})
-
-_INF = float("inf")
 
 
 def _present(*names: str) -> frozenset[torch.dtype]:
@@ -103,14 +104,14 @@ def health(x: Tensor) -> Tensor:
             rows.append(_health_row(chunk, positions, x.device))
             start = stop
         if part.implicit_zeros:
-            zeros = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, float(part.implicit_zeros), 0.0, _INF]
+            zeros = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, float(part.implicit_zeros), 0.0, inf]
             rows.append(torch.tensor(zeros, dtype=wide, device=x.device))
         if not rows:
-            return torch.tensor([_INF, 0, 1, _INF, 0, 0, 0, 0, 0, 0, -1], dtype=wide, device=x.device)
+            return torch.tensor([inf, 0, 1, inf, 0, 0, 0, 0, 0, 0, -1], dtype=wide, device=x.device)
         table = torch.stack(rows)
         low, high = table.amin(0), table.amax(0)
         counts = table[:, 5:10].sum(0) * part.repeats
-        first = torch.where(low[10] == _INF, torch.full_like(low[10], -1.0), low[10])
+        first = torch.where(low[10] == inf, torch.full_like(low[10], -1.0), low[10])
         if part.repeats > 1:
             first = torch.where(first < 0, first, _place_in(x.shape, x.stride(), first))
         return torch.cat([torch.stack([low[0], high[1], low[2], low[3], high[4]]), counts, first.reshape(1)])
@@ -185,9 +186,7 @@ def _stored(x: Tensor) -> _Stored:
 def _stored_sparse(x: Tensor) -> _Stored:
     x = x.coalesce()  # duplicates of one position are summed: only the sum is a value of the tensor
     values, indices = x.values(), x.indices()
-    dense_numel = 1
-    for size in x.shape[x.sparse_dim() :]:
-        dense_numel *= size
+    dense_numel = prod(x.shape[x.sparse_dim() :])
     rows = torch.zeros(indices.shape[1], dtype=torch.int64, device=x.device)
     for dim in range(x.sparse_dim()):
         rows = rows * x.shape[dim] + indices[dim]
@@ -218,14 +217,13 @@ def _to_arithmetic(values: Tensor) -> Tensor:
 def _range_row(chunk: Tensor, device: torch.device) -> Tensor:
     values = _to_arithmetic(chunk)
     magnitude = values.abs()
-    wide = row_dtype(device)
     ends = [magnitude.amin(), magnitude.amax(), torch.isfinite(values).all()]
-    return torch.stack([end.to(wide) for end in ends])
+    return torch.stack([end.to(row_dtype(device)) for end in ends])
 
 
 def _merged_range(rows: list[Tensor], device: torch.device) -> Tensor:
     if not rows:
-        return torch.tensor([_INF, 0.0, 1.0], dtype=row_dtype(device), device=device)
+        return torch.tensor([inf, 0.0, 1.0], dtype=row_dtype(device), device=device)
     if len(rows) == 1:
         return rows[0]
     table = torch.stack(rows)
@@ -246,12 +244,12 @@ def _health_row(chunk: Tensor, positions: Tensor, device: torch.device) -> Tenso
     smallest_normal = torch.finfo(chunk.dtype).smallest_normal if _is_floating(chunk) else 0.0
     # In the row's dtype: the smallest normal of bf16 and fp32 is not a float16, and this must not round.
     size = magnitude.to(wide)
-    bad_positions = torch.where(finite, _INF, positions.to(wide))
+    bad_positions = torch.where(finite, inf, positions.to(wide))
     columns = [
         size.amin(),
         size.amax(),
         finite.all(),
-        torch.where(finite, size, _INF).amin(),
+        torch.where(finite, size, inf).amin(),
         torch.where(finite, size, 0.0).amax(),
         nan.sum(),
         (infinite & ~negative).sum(),
@@ -294,9 +292,8 @@ def statistics(x: Tensor) -> Tensor:
         numel = part.values.numel() + part.implicit_zeros
         if numel == 0:
             return torch.cat([row, row.new_full((STATISTICS_WIDTH - RANGE_WIDTH,), torch.nan)])
-        unit = torch.exp2(
-            torch.frexp(_on_wide_device(row[1]).to(torch.float64)).exponent.to(torch.float64) - 1
-        )
+        exponent = torch.frexp(_on_wide_device(row[1]).to(torch.float64)).exponent
+        unit = torch.exp2(exponent.to(torch.float64) - 1)
 
         def average(of: Callable[[Tensor], Tensor]) -> Tensor:
             sums = of(torch.zeros_like(unit)) * part.implicit_zeros
@@ -317,20 +314,6 @@ def statistics(x: Tensor) -> Tensor:
 # Columns of an exponent histogram: num_nan, num_posinf, num_neginf, num_zero, then one for each of `exponents_of`.
 EXPONENT_HEAD = 4
 
-# First and last: of the smallest number above zero, subnormals included, and of the largest finite one.
-_EXPONENTS = {
-    "float64": (-1074, 1023),
-    "float32": (-149, 127),
-    "float16": (-24, 15),
-    "bfloat16": (-133, 127),
-    "float8_e4m3fn": (-9, 8),
-    "float8_e5m2": (-16, 15),
-    "float8_e4m3fnuz": (-10, 7),
-    "float8_e5m2fnuz": (-17, 15),
-    "float8_e8m0fnu": (-127, 127),
-    "bool": (0, 0),
-}
-
 _SIGN_64 = -(1 << 63)
 
 
@@ -342,8 +325,9 @@ def exponents_of(dtype: torch.dtype) -> range:
         raise TypeError(
             f"there are no exponents of dtype {name}; accepted: {READABLE_NAMES}, but no complex one"
         )
-    first, last = _EXPONENTS.get(name, (0, 8 * dtype.itemsize - 1))
-    return range(first, last + 1)
+    if ends := limits(name):
+        return range(floor_log2(ends.smallest_subnormal), floor_log2(ends.largest) + 1)
+    return range(1 if dtype == torch.bool else 8 * dtype.itemsize)
 
 
 def exponent_histogram(x: Tensor) -> Tensor:
@@ -395,7 +379,7 @@ def _exponent_columns(chunk: Tensor, first: int) -> Tensor:
         return torch.where(words == 0, EXPONENT_HEAD - 1, exponent - first + EXPONENT_HEAD)
     values = chunk.to(torch.float64)
     special = torch.where(values.isnan(), 0, torch.where(values.isinf(), 1, EXPONENT_HEAD - 1))
-    special = torch.where(values == -_INF, 2, special)
+    special = torch.where(values == -inf, 2, special)
     ordinary = values.isfinite() & (values != 0)
     exponent = _floor_log2(torch.where(ordinary, values, 1.0))
     return torch.where(ordinary, exponent - first + EXPONENT_HEAD, special)

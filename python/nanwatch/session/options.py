@@ -76,11 +76,8 @@ def check_place(option: str, value: Any) -> Path | None:
         return None
     is_folder = option == "output_dir"
     kind = "folder" if is_folder else "file such as 'run.parquet', or of a folder,"
-    if (
-        not isinstance(value, str | os.PathLike)
-        or not isinstance(os.fspath(value), str)
-        or not os.fspath(value)
-    ):
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
+    if not text or not isinstance(text, str):
         raise TypeError(f"{option} should be the path of a {kind} or None, got {value!r}")
     path = Path(value)
     if is_folder and os.path.exists(path) and not os.path.isdir(path):
@@ -96,10 +93,8 @@ def check_place(option: str, value: Any) -> Path | None:
     except OSError as error:
         if error.errno in (ENOSPC, EDQUOT):  # there may be room by then
             return path
-        raise ValueError(
-            f"{option} is {str(value)!r}, and nothing can be written in {str(folder)!r} ({error.strerror}); give"
-            " another path"
-        ) from error
+        why = f"nothing can be written in {str(folder)!r} ({error.strerror}); give another path"
+        raise ValueError(f"{option} is {str(value)!r}, and {why}") from error
     return path
 
 
@@ -156,10 +151,7 @@ def _check_log_target(option: str, value: Any) -> Any:
 
 
 def _whole_from(least: int, most: int = MAX_BATCH) -> _Kind:
-    return _Kind(
-        lambda option, value: whole(option, value, least, most),
-        {"type": int, "metavar": "N"},
-    )
+    return _Kind(lambda option, value: whole(option, value, least, most), {"type": int, "metavar": "N"})
 
 
 def _every_or_flag(when_true: int) -> _Kind:
@@ -262,7 +254,7 @@ class Options:
     spikes: bool = _option(
         False,
         _FLAG,
-        "report the first module that leaves its own history when the loss or the gradients jump; reads gradients too",
+        "report what left its own history when the loss or the gradients jump; reads gradients too",
     )
     max_skipped_steps: int = _option(
         20,
@@ -385,9 +377,8 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
     for option in ("include", "allow_inf"):
         for pattern in getattr(options, option):
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(
-                    f"{option} pattern {pattern!r} matches no module; {close_names(pattern, names)}"
-                )
+                close = close_names(pattern, names)
+                raise ValueError(f"{option} pattern {pattern!r} matches no module; {close}")
     if not any(options.observes(name) for name in names):
         raise ValueError(
             f"include={options.include!r} and exclude={options.exclude!r} leave no module to watch; loosen one of them"
