@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import floor_log2, limits
+from .formats import limits
 
 # Columns of the rows below; the same order in the native kernels.
 RANGE_WIDTH = 3  # abs_min, abs_max, isfinite
@@ -325,9 +325,8 @@ def exponents_of(dtype: torch.dtype) -> range:
         raise TypeError(
             f"there are no exponents of dtype {name}; accepted: {READABLE_NAMES}, but no complex one"
         )
-    if ends := limits(name):
-        return range(floor_log2(ends.smallest_subnormal), floor_log2(ends.largest) + 1)
-    return range(1 if dtype == torch.bool else 8 * dtype.itemsize)
+    ends = limits(name)
+    return ends.exponents if ends else range(1 if dtype == torch.bool else 8 * dtype.itemsize)
 
 
 def exponent_histogram(x: Tensor) -> Tensor:
