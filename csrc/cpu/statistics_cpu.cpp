@@ -120,7 +120,8 @@ void statistics(const View& view, double* row) {
       const int exponent = abs_max == 0 ? guess : std::clamp(std::ilogb(abs_max), -kMaxExponent<F>, kMaxExponent<F>);
       const bool is_right = !is_first && std::abs(exponent - guess) <= 20;
       if (!is_right) {
-        sums[0] = std::ldexp(part->moments.mean, guess - exponent);
+        // No mean of this block is larger than 2 units, however large that of the block before is in them.
+        sums[0] = std::clamp(std::ldexp(part->moments.mean, guess - exponent), -2.0, 2.0);
         power_sums(block, std::ldexp(1.0, -exponent), sums, nullptr);
       }
       const int64_t n = block.columns * block.rows;

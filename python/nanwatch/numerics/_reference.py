@@ -13,7 +13,6 @@ On a CPU in flush-denormal mode torch itself reads fp32, bf16 and fp64 subnormal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import inf, prod
 from typing import NamedTuple
 
 import torch
@@ -27,8 +26,8 @@ HEALTH_WIDTH = 11  # those, then the columns that the docstring of `health` name
 
 # 4 Mi elements: the float64 temporaries stay near 100 MiB while a 16 GiB tensor takes only 1000 steps.
 _CHUNK = 1 << 22
-
 _DEVICES_WITHOUT_FLOAT64 = frozenset({"mps"})
+_INF = float("inf")
 
 
 def _present(*names: str) -> frozenset[torch.dtype]:
@@ -64,7 +63,13 @@ def abs_range(x: Tensor) -> Tensor:
         rows = [_range_row(chunk, x.device) for chunk in _chunks(part.values)]
         if part.implicit_zeros:
             rows.append(torch.tensor([0.0, 0.0, 1.0], dtype=row_dtype(x.device), device=x.device))
-        return _merged_range(rows, x.device)
+        if not rows:
+            return torch.tensor([_INF, 0.0, 1.0], dtype=row_dtype(x.device), device=x.device)
+        if len(rows) == 1:
+            return rows[0]
+        table = torch.stack(rows)
+        low, high = table.amin(0), table.amax(0)  # both pass a nan on, as a nan must reach both ends
+        return torch.stack([low[0], high[1], low[2]])
 
 
 def abs_ranges(xs: Sequence[Tensor]) -> Tensor:
@@ -73,9 +78,8 @@ def abs_ranges(xs: Sequence[Tensor]) -> Tensor:
         return torch.empty((0, RANGE_WIDTH), dtype=torch.float64)
     devices = {x.device for x in xs}
     if len(devices) > 1:
-        names = ", ".join(sorted(str(device) for device in devices))
         raise ValueError(
-            f"abs_ranges got tensors on {names}; one call takes tensors of one device. "
+            f"abs_ranges got tensors on {', '.join(sorted(map(str, devices)))}; one call takes tensors of one device. "
             "Group them by device, or call nanwatch.abs_ranges, which does."
         )
     return torch.stack([abs_range(x) for x in xs])
@@ -104,14 +108,14 @@ def health(x: Tensor) -> Tensor:
             rows.append(_health_row(chunk, positions, x.device))
             start = stop
         if part.implicit_zeros:
-            zeros = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, float(part.implicit_zeros), 0.0, inf]
+            zeros = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, float(part.implicit_zeros), 0.0, _INF]
             rows.append(torch.tensor(zeros, dtype=wide, device=x.device))
         if not rows:
-            return torch.tensor([inf, 0, 1, inf, 0, 0, 0, 0, 0, 0, -1], dtype=wide, device=x.device)
+            return torch.tensor([_INF, 0, 1, _INF, 0, 0, 0, 0, 0, 0, -1], dtype=wide, device=x.device)
         table = torch.stack(rows)
         low, high = table.amin(0), table.amax(0)
         counts = table[:, 5:10].sum(0) * part.repeats
-        first = torch.where(low[10] == inf, torch.full_like(low[10], -1.0), low[10])
+        first = torch.where(low[10] == _INF, torch.full_like(low[10], -1.0), low[10])
         if part.repeats > 1:
             first = torch.where(first < 0, first, _place_in(x.shape, x.stride(), first))
         return torch.cat([torch.stack([low[0], high[1], low[2], low[3], high[4]]), counts, first.reshape(1)])
@@ -186,7 +190,7 @@ def _stored(x: Tensor) -> _Stored:
 def _stored_sparse(x: Tensor) -> _Stored:
     x = x.coalesce()  # duplicates of one position are summed: only the sum is a value of the tensor
     values, indices = x.values(), x.indices()
-    dense_numel = prod(x.shape[x.sparse_dim() :])
+    dense_numel = x.shape[x.sparse_dim() :].numel()
     rows = torch.zeros(indices.shape[1], dtype=torch.int64, device=x.device)
     for dim in range(x.sparse_dim()):
         rows = rows * x.shape[dim] + indices[dim]
@@ -221,16 +225,6 @@ def _range_row(chunk: Tensor, device: torch.device) -> Tensor:
     return torch.stack([end.to(row_dtype(device)) for end in ends])
 
 
-def _merged_range(rows: list[Tensor], device: torch.device) -> Tensor:
-    if not rows:
-        return torch.tensor([inf, 0.0, 1.0], dtype=row_dtype(device), device=device)
-    if len(rows) == 1:
-        return rows[0]
-    table = torch.stack(rows)
-    low, high = table.amin(0), table.amax(0)  # both pass a nan on, as a nan must reach both ends
-    return torch.stack([low[0], high[1], low[2]])
-
-
 def _health_row(chunk: Tensor, positions: Tensor, device: torch.device) -> Tensor:
     """Return the columns of `health` for one chunk; first_nonfinite is inf without one, so that min merges it."""
     values = _to_arithmetic(chunk)
@@ -241,41 +235,36 @@ def _health_row(chunk: Tensor, positions: Tensor, device: torch.device) -> Tenso
     nan = torch.isnan(magnitude)
     infinite = ~finite & ~nan
     negative = torch.zeros_like(finite) if values.is_complex() else infinite & (values < 0)
-    smallest_normal = torch.finfo(chunk.dtype).smallest_normal if _is_floating(chunk) else 0.0
+    smallest_normal = (
+        torch.finfo(chunk.dtype).smallest_normal if chunk.is_floating_point() or chunk.is_complex() else 0.0
+    )
     # In the row's dtype: the smallest normal of bf16 and fp32 is not a float16, and this must not round.
     size = magnitude.to(wide)
-    bad_positions = torch.where(finite, inf, positions.to(wide))
     columns = [
         size.amin(),
         size.amax(),
         finite.all(),
-        torch.where(finite, size, inf).amin(),
+        torch.where(finite, size, _INF).amin(),
         torch.where(finite, size, 0.0).amax(),
         nan.sum(),
         (infinite & ~negative).sum(),
         negative.sum(),
         (size == 0).sum(),
         ((size > 0) & (size < smallest_normal)).sum(),
-        bad_positions.amin(),
+        torch.where(finite, _INF, positions.to(wide)).amin(),
     ]
     return torch.stack([column.to(wide) for column in columns])
 
 
-def _is_floating(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
 # Columns of a row of statistics: those of a range, then mean, rms, kurtosis, and the share beyond 6 sigma.
 STATISTICS_WIDTH = RANGE_WIDTH + 4
-_FAR = 6
 
 
 def refuse_complex(dtype: torch.dtype, what: str) -> None:
     """Raise TypeError for a complex dtype, of which `what` would be that of its parts."""
     if dtype.is_complex:
-        name = str(dtype).removeprefix("torch.")
         raise TypeError(
-            f"{what} takes no {name}: what a format holds of it are its two parts. "
+            f"{what} takes no {str(dtype).removeprefix('torch.')}: what a format holds of it are its two parts. "
             "Pass torch.view_as_real(x.resolve_conj()) for those, or x.abs() for the modulus."
         )
 
@@ -289,24 +278,22 @@ def statistics(x: Tensor) -> Tensor:
     refuse_complex(x.dtype, "statistics")
     with torch.no_grad():
         part, row = _stored(x), abs_range(x)
-        numel = part.values.numel() + part.implicit_zeros
-        if numel == 0:
-            return torch.cat([row, row.new_full((STATISTICS_WIDTH - RANGE_WIDTH,), torch.nan)])
-        exponent = torch.frexp(_on_wide_device(row[1]).to(torch.float64)).exponent
-        unit = torch.exp2(exponent.to(torch.float64) - 1)
+        unit = torch.exp2(
+            torch.frexp(_on_wide_device(row[1]).to(torch.float64)).exponent.to(torch.float64) - 1
+        )
 
         def average(of: Callable[[Tensor], Tensor]) -> Tensor:
             sums = of(torch.zeros_like(unit)) * part.implicit_zeros
             for chunk in _chunks(part.values):
                 sums = sums + of(_on_wide_device(chunk).to(torch.float64) / unit).sum()
-            return sums / numel
+            return sums / (part.values.numel() + part.implicit_zeros)
 
         # Around an element, so that the mean of equal ones is exact.
         first = _on_wide_device(part.values[:1]).to(torch.float64).sum() / unit
         mean = first + average(lambda values: values - first)
         second = average(lambda values: (values - mean) ** 2)
         fourth = average(lambda values: (values - mean) ** 4)
-        far = average(lambda values: ((values - mean).abs() > _FAR * second.sqrt()).to(torch.float64))
+        far = average(lambda values: ((values - mean).abs() > 6 * second.sqrt()).to(torch.float64))
         found = torch.stack([mean * unit, (second + mean**2).sqrt() * unit, fourth / second**2, far])
         return torch.cat([row, torch.where(row[2] != 0, found.to(row), torch.nan)])
 
@@ -378,7 +365,7 @@ def _exponent_columns(chunk: Tensor, first: int) -> Tensor:
         return torch.where(words == 0, EXPONENT_HEAD - 1, exponent - first + EXPONENT_HEAD)
     values = chunk.to(torch.float64)
     special = torch.where(values.isnan(), 0, torch.where(values.isinf(), 1, EXPONENT_HEAD - 1))
-    special = torch.where(values == -inf, 2, special)
+    special = torch.where(values == -_INF, 2, special)
     ordinary = values.isfinite() & (values != 0)
     exponent = _floor_log2(torch.where(ordinary, values, 1.0))
     return torch.where(ordinary, exponent - first + EXPONENT_HEAD, special)

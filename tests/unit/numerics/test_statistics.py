@@ -55,6 +55,10 @@ CASES: dict[str, Callable[[], Tensor]] = {
     "padded": lambda: torch.cat([torch.zeros(64), 1000 + normal(4032)] * 12),
     "every scale": lambda: torch.cat([normal(5000) * 10.0**k for k in range(-20, 20)]),
     "falling scale": lambda: torch.cat([normal(5000) * 10.0**-k for k in range(-20, 20)]),
+    "tiny behind huge": lambda: torch.cat([1e37 + normal(9000) * 1e36, normal(9000) * 1e-37]),
+    "tiny doubles behind huge ones": lambda: torch.cat(
+        [normal(9000).double() * 1e300 + 1e300, normal(9000) * 1e-30]
+    ),
     "double": lambda: normal(MANY).double() * 1e-200,
     "largest double": lambda: normal(MANY).double().clamp(-1, 1) * 1.7e308,
     "one far": lambda: torch.cat([normal(MANY), torch.tensor([60.0])]),
