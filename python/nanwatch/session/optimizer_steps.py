@@ -185,7 +185,10 @@ class OptimizerSteps:
         self._reports = reports
         self._failures = failures
         self._backward = backward
-        self._waits = recorder.has_devices and (options.check == "async" or options.gradients)
+        # A closure makes the gradients in which spikes are looked for.
+        self._waits = options.spikes or (
+            recorder.has_devices and (options.check == "async" or options.gradients)
+        )
         self._given = None if options.optimizer is None else weakref.ref(options.optimizer)
         # One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         self._own: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
