@@ -244,7 +244,7 @@ class TooLarge(NamedTuple):
 
 
 class StepHistory:
-    """What the optimizer's steps of a model were like: learning rates, gradients beside Adam's second moment, updates.
+    """Learning rates of a model's steps, gradients beside Adam's second moment, and updates of the weights.
 
     Nothing here waits for a GPU, and no tensor of the model is kept alive.
     """

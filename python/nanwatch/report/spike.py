@@ -52,7 +52,7 @@ class Departure:
 
     @property
     def numbers(self) -> str:
-        """The value, what is usual, and the distance."""
+        """The value, its usual size, and the distance in words."""
         if isnan(self.deviations):
             return f"{self.value:.3g}, {self.usual:.3g} when the watch began"
         if self.deviations == inf:
@@ -127,7 +127,7 @@ class SpikeReport:
 
     @property
     def headline(self) -> str:
-        """What jumped."""
+        """The line that names what jumped."""
         return f"spike in batch {self.batch}: " + "; ".join(
             f"{one.label} {one.numbers}" for one in self.jumps
         )

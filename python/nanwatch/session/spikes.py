@@ -203,9 +203,8 @@ class SpikeWatch:
         forward, backward = self._left_forward(), self._backward.departures()
         rates, large = self._steps.rates(self._step), self._steps.too_large(self._step)
         early = next((one for one, _ in large if one.step < self._step), None)
-        if early is not None and self._left_forward(
-            self._step - early.step
-        ):  # which came before its gradient
+        # The forward of that step came before its gradient.
+        if early is not None and self._left_forward(self._step - early.step):
             early = None
         outputs = [one for one in self._forward.names if one[1].startswith("output")]
         cause, first = cause_of(
