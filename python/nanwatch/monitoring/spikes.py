@@ -221,9 +221,10 @@ class Numbers:
         with torch.no_grad(), only_our_dispatch():
             x = x.detach()
             if x.device.type == "cuda":
+                stream = torch.cuda.current_stream(x.device)
                 x = x.to("cpu", non_blocking=True)
                 self._event = torch.cuda.Event()
-                self._event.record()
+                self._event.record(stream)
             else:
                 x = x.clone()
         self._host = x

@@ -33,6 +33,7 @@ _NEXT: dict[Cause, str] = {
 }
 # Size of a small picture, in its own units.
 _WIDTH, _HEIGHT = 220, 36
+_SHOWN = 200  # rows of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,7 @@ class SpikeReport:
             "SpikeReport.to_html()",
             report=self,
             module_name=module_name,
+            shown=_SHOWN,
             width=_WIDTH,
             height=_HEIGHT,
         )
