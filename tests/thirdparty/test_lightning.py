@@ -123,6 +123,21 @@ def test_gradients_are_watched_bit_equal(tmp_path):
     assert callback.watch.skipped_steps == ()
 
 
+def test_spike_is_told_before_the_step_with_the_loss_of_the_trainer(tmp_path):
+    x = torch.randn(64 * 16, 4, generator=torch.Generator().manual_seed(0))
+    y = x.sum(1, keepdim=True) + torch.randn(64 * 16, 1, generator=torch.Generator().manual_seed(1))
+    y[60 * 16] = 1e4
+    callback = callback_of(spikes=True, output_dir=tmp_path / "out")
+    module = module_of(PACKAGES[0], 0.01)
+    data = DataLoader(TensorDataset(x, y), batch_size=16)
+    trainer_of(PACKAGES[0], tmp_path, callback, max_epochs=1).fit(module, data)
+    (found,) = callback.watch.spikes
+    assert (found.batch, found.cause) == (2 * 60 + 1, "loss")  # encoder and head are a batch each
+    assert [one.label for one in found.jumps] == ["loss"]
+    capsule = nanwatch.Capsule.open(tmp_path / "out" / f"spike-batch-{found.batch}" / "capsule")
+    assert capsule.module == "head"
+
+
 def test_steps_that_the_scaler_skips_are_counted(tmp_path):
     """The gradient of its head's weight, 2^24 times as large, leaves float16 until the scale has come down: skipped
     steps, as many as the scaler skips unwatched, with its scales though there is another one, and the same weights.

@@ -221,9 +221,10 @@ class Numbers:
         with torch.no_grad(), only_our_dispatch():
             x = x.detach()
             if x.device.type == "cuda":
+                stream = torch.cuda.current_stream(x.device)
                 x = x.to("cpu", non_blocking=True)
                 self._event = torch.cuda.Event()
-                self._event.record()
+                self._event.record(stream)
             else:
                 x = x.clone()
         self._host = x
@@ -244,7 +245,7 @@ class TooLarge(NamedTuple):
 
 
 class StepHistory:
-    """What the optimizer's steps of a model were like: learning rates, gradients beside Adam's second moment, updates.
+    """Learning rates of a model's steps, gradients beside Adam's second moment, and updates of the weights.
 
     Nothing here waits for a GPU, and no tensor of the model is kept alive.
     """

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf, isnan
-from typing import Any, Literal, TypeAlias
+from math import inf
+from math import isnan
+from typing import Any
+from typing import Literal
+from typing import TypeAlias
 
 from ..util import reading
-from ..util.visible import module_name, visible
+from ..util.visible import module_name
+from ..util.visible import visible
 from .html import still_page
 from .report import Suspect
 
@@ -33,6 +37,7 @@ _NEXT: dict[Cause, str] = {
 }
 # Size of a small picture, in its own units.
 _WIDTH, _HEIGHT = 220, 36
+_SHOWN = 200  # rows of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Departure:
 
     @property
     def numbers(self) -> str:
-        """The value, what is usual, and the distance."""
+        """The value, its usual size, and the distance in words."""
         if isnan(self.deviations):
             return f"{self.value:.3g}, {self.usual:.3g} when the watch began"
         if self.deviations == inf:
@@ -127,7 +132,7 @@ class SpikeReport:
 
     @property
     def headline(self) -> str:
-        """What jumped."""
+        """The line that names what jumped."""
         return f"spike in batch {self.batch}: " + "; ".join(
             f"{one.label} {one.numbers}" for one in self.jumps
         )
@@ -189,6 +194,7 @@ class SpikeReport:
             "SpikeReport.to_html()",
             report=self,
             module_name=module_name,
+            shown=_SHOWN,
             width=_WIDTH,
             height=_HEIGHT,
         )

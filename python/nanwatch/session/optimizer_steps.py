@@ -12,7 +12,8 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +22,27 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.functions import find_called
-from ..instrumentation.global_hooks import Handles, after_steps, before_steps
-from ..instrumentation.wrapped_names import named_modules, parameter_names
+from ..instrumentation.global_hooks import Handles
+from ..instrumentation.global_hooks import after_steps
+from ..instrumentation.global_hooks import before_steps
+from ..instrumentation.wrapped_names import named_modules
+from ..instrumentation.wrapped_names import parameter_names
 from ..recording.backward import find_in_backward
-from ..recording.events import Arrival, BackwardCall
-from ..recording.observe import Observe, observe, observe_with
-from ..report.finding import find, finding_of
-from ..report.record import FrameRows, Row, is_fault
+from ..recording.events import Arrival
+from ..recording.events import BackwardCall
+from ..recording.observe import Observe
+from ..recording.observe import observe
+from ..recording.observe import observe_with
+from ..report.finding import find
+from ..report.finding import finding_of
+from ..report.record import FrameRows
+from ..report.record import Row
+from ..report.record import is_fault
 from ..report.report import Report
 from ..util.job import rank
 from ..util.modules import each_parameter
-from .optimizer_guard import OptimizerGuard, Weight
+from .optimizer_guard import OptimizerGuard
+from .optimizer_guard import Weight
 from .reports import Reports
 from .spikes import SpikeWatch
 
@@ -175,7 +186,10 @@ class OptimizerSteps:
         self._reports = reports
         self._failures = failures
         self._backward = backward
-        self._waits = recorder.has_devices and (options.check == "async" or options.gradients)
+        # A closure makes the gradients in which spikes are looked for.
+        self._waits = options.spikes or (
+            recorder.has_devices and (options.check == "async" or options.gradients)
+        )
         self._given = None if options.optimizer is None else weakref.ref(options.optimizer)
         # One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         self._own: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
