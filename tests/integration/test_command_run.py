@@ -302,10 +302,35 @@ def test_bad_use(tmp_path, capsys):
         with pytest.raises(SystemExit) as stopped:
             command.main(["run", *arguments])
         assert stopped.value.code == 2
+        assert ("required: SCRIPT\n" in capsys.readouterr().err) == (not arguments)
     with pytest.raises(SystemExit) as stopped:
         command.main(["run", "--help"])
     assert stopped.value.code == 0
     assert "examples:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "hints"), [("net(x)\n", True), ("gradients = sys.argv[1]\nnet(x)\n", False)]
+)
+def test_an_option_behind_the_script_gets_a_hint(tmp_path, capsys, body, hints):
+    """Where the script does not name it; it is the script's all the same."""
+    body += "print(sys.argv[1:])\n"
+    assert command.main(["run", str(tmp_path / script(tmp_path, body)), "--gradients", "--lr=1"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "['--gradients', '--lr=1']\n"
+    assert (
+        "run: the script gets --gradients, which it does not name; options of nanwatch run go" in err
+    ) == hints
+
+
+def test_the_traceback_of_a_forward_is_the_scripts_own(tmp_path, capsys):
+    """No frame of the search for models stands between the call and the forward."""
+    assert in_process(tmp_path, "net(x[:, :1])\n") == 1
+    files = [
+        line.split('"')[1] for line in capsys.readouterr().err.splitlines() if line.startswith('  File "')
+    ]
+    assert files[0] == str(tmp_path / "script.py")
+    assert [Path(one).name for one in files if os.path.dirname(run_command.__file__) in one] == []
 
 
 def test_a_model_is_watched_in_its_evaluation_before_its_training(tmp_path, capsys):

@@ -15,18 +15,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..equivalence.bisect import NAMES, bisect
+from ..equivalence.bisect import NAMES
+from ..equivalence.bisect import bisect
 from ..equivalence.compare import compare
-from ..equivalence.recording import EnoughError, Print, Recorder, Recording
-from ..equivalence.results import Bisection, Comparison, Repetition
+from ..equivalence.recording import EnoughError
+from ..equivalence.recording import Print
+from ..equivalence.recording import Recorder
+from ..equivalence.recording import Recording
+from ..equivalence.results import Bisection
+from ..equivalence.results import Comparison
+from ..equivalence.results import Repetition
 from ..equivalence.traces import compare_traces
 from ..equivalence.trials import TRIALS
-from ..equivalence.twice import Request, examine
+from ..equivalence.twice import Request
+from ..equivalence.twice import examine
 from ..trace.trace_file import Trace
 from ..util.progress import Tell
 from ..util.visible import spell
-from .commands import UseError, answered, command_parser, imported
-from .script import check_script, run_script
+from .commands import UseError
+from .commands import answered
+from .commands import command_parser
+from .commands import imported
+from .script import add_script
+from .script import check_script
+from .script import misplaced_hint
+from .script import run_script
 
 # Exit statuses by whether two executions are equal; None is not known.
 _STATUS = {True: 0, False: 1, None: 2}
@@ -179,7 +192,8 @@ def _compare_parser() -> argparse.ArgumentParser:
 
 def twice_main(arguments: list[str]) -> int:
     """Run `nanwatch twice` and return the exit status."""
-    options = _twice_parser().parse_args(arguments)
+    parser = _twice_parser()
+    options = parser.parse_args(arguments)
     target, rest, is_module = options.target, options.arguments, options.m
     if request := os.environ.pop(_VARIABLE, ""):
         return _run_here(json.loads(request), target, rest, is_module=is_module)
@@ -188,6 +202,8 @@ def twice_main(arguments: list[str]) -> int:
         check_script(target, is_module=is_module)
         if options.times < 2 or (options.batches is not None and options.batches < 1):
             raise ValueError("--times should be at least 2 and --batches at least 1")
+        if hint := misplaced_hint(parser, target, rest):
+            sys.stderr.write(f"nanwatch twice: {hint}\n")
         with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
             runs = _Runs(Path(folder), [*(["-m"] if is_module else []), target, *rest], options.batches)
             found = examine(runs.run, os.path.basename(target), options.times, runs.trials, tell)
@@ -205,11 +221,7 @@ def _twice_parser() -> argparse.ArgumentParser:
         " operation that is not repeatable and what cures it. Options go before the script.",
         _TWICE,
     )
-    parser.allow_abbrev = False
-    parser.usage = "%(prog)s [OPTION...] SCRIPT [ARG...]\n       %(prog)s [OPTION...] -m MODULE [ARG...]"
-    parser.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
-    parser.add_argument("arguments", metavar="ARG", nargs=argparse.REMAINDER, help="its own arguments")
-    parser.add_argument("-m", action="store_true", help="run a module, as `python -m` does")
+    add_script(parser)
     parser.add_argument(
         "--batches",
         type=int,

@@ -9,20 +9,34 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import Field, fields
+from dataclasses import Field
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
+from typing import NoReturn
 
 from torch import nn
 
 from ..report import text
 from ..report.record import SKIPPED_STEP
-from ..report.report import BatchLimitError, NonFiniteError, Report
-from ..session.api import DeferredWatch, Watch, watch
+from ..report.report import BatchLimitError
+from ..report.report import NonFiniteError
+from ..report.report import Report
+from ..session.api import DeferredWatch
+from ..session.api import Watch
+from ..session.api import watch
 from ..session.options import Options
-from ..util.visible import spell, suppressed, visible
-from .script import FILES, MAX_MODELS, ModelFinder, check_script, run_script
+from ..util.visible import spell
+from ..util.visible import suppressed
+from ..util.visible import visible
+from .script import FILES
+from .script import MAX_MODELS
+from .script import ModelFinder
+from .script import add_script
+from .script import check_script
+from .script import misplaced_hint
+from .script import run_script
 
 _NAME = "nanwatch run"
 # Exit statuses.
@@ -51,7 +65,8 @@ examples:
 
 def main(arguments: list[str]) -> int:
     """Run the script. Return the exit status, or raise the script's SystemExit or KeyboardInterrupt."""
-    options = vars(run_parser().parse_args(arguments))
+    parser = run_parser()
+    options = vars(parser.parse_args(arguments))
     target, rest, is_module = options.pop("target"), options.pop("arguments"), options.pop("m")
     json_file, class_name = options.pop("json"), options.pop("model")
     try:
@@ -64,6 +79,8 @@ def main(arguments: list[str]) -> int:
     except (TypeError, ValueError, OSError, ImportError) as error:
         _tell(str(error))
         return BAD_USE
+    if hint := misplaced_hint(parser, target, rest):
+        _tell(hint)
     run = _Run(options, class_name)
     status, left = 0, None
     try:
@@ -80,16 +97,12 @@ def main(arguments: list[str]) -> int:
 def run_parser() -> argparse.ArgumentParser:
     """Return the parser of `nanwatch run`."""
     parser = argparse.ArgumentParser(
-        prog="nanwatch run",
-        usage="%(prog)s [OPTION...] SCRIPT [ARG...]\n       %(prog)s [OPTION...] -m MODULE [ARG...]",
+        prog=_NAME,
         description="Run an unchanged training script and watch its model. Options go before the script.",
         epilog=_NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
-    parser.add_argument("arguments", metavar="ARG", nargs=argparse.REMAINDER, help="its own arguments")
-    parser.add_argument("-m", action="store_true", help="run a module, as `python -m` does")
+    add_script(parser)
     parser.add_argument(
         "--model", metavar="CLASS", help="watch modules of this class (a pattern), trained or not"
     )
@@ -338,6 +351,11 @@ def _show(error: Exception) -> None:
     while place is not None and place.tb_frame.f_code.co_filename in own:
         place = place.tb_next
     error.__traceback__ = place
+    one = place
+    while one is not None:  # the ModelFinder's call of a model stands in the middle
+        while one.tb_next is not None and one.tb_next.tb_frame.f_code.co_filename in own:
+            one.tb_next = one.tb_next.tb_next
+        one = one.tb_next
     try:
         sys.excepthook(type(error), error, place)
     except Exception:

@@ -7,6 +7,7 @@ or an optimizer holds some of them.
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import contextlib
 import os
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from io import open_code
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
@@ -38,6 +40,34 @@ def check_script(target: str, *, is_module: bool) -> None:
     """Raise ValueError where there is no such script."""
     if not is_module and not os.path.exists(target):
         raise ValueError(f"there is no script {target!r}; a module is run with -m")
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add SCRIPT, its arguments and -m to the parser of a command that runs a script."""
+    parser.allow_abbrev = False
+    parser.usage = "%(prog)s [OPTION...] SCRIPT [ARG...]\n       %(prog)s [OPTION...] -m MODULE [ARG...]"
+    parser.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
+    rest = parser.add_argument("arguments", metavar="ARG", nargs=argparse.REMAINDER, help="its own arguments")
+    rest.required = False  # argparse would name it beside a missing SCRIPT
+    parser.add_argument("-m", action="store_true", help="run a module, as `python -m` does")
+
+
+def misplaced_hint(parser: argparse.ArgumentParser, target: str, arguments: list[str]) -> str:
+    """Return a hint at options of the parser among the script's arguments which the script does not name, or ""."""
+    own = {name for action in parser._actions for name in action.option_strings} - {"--help"}
+    given = [name for one in arguments if (name := one.partition("=")[0]).startswith("--") and name in own]
+    try:
+        text = Path(target).read_text(encoding="utf-8", errors="replace") if given else ""
+    except OSError:  # a module
+        return ""
+    lost = ", ".join(
+        name for name in given if name[2:] not in text and name[2:].replace("-", "_") not in text
+    )
+    return (
+        f"the script gets {lost}, which it does not name; options of {parser.prog} go before the script"
+        if lost
+        else ""
+    )
 
 
 def run_script(target: str, arguments: list[str], *, is_module: bool) -> None:

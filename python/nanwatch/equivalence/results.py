@@ -14,7 +14,8 @@ import numpy as np
 
 from ..report.html import page
 from ..util.reading import plain
-from ..util.visible import module_name, visible
+from ..util.visible import module_name
+from ..util.visible import visible
 
 # Rows of the page's table, and rows and columns of its map of tokens.
 _ABOVE, _ROWS, _COLUMNS = 40, 300, 200
@@ -186,7 +187,8 @@ class Bisection:
             lines.append(f"Largest:    `{self.label}`, {self._errors}")
         if self.class_name:
             fused = "its own forward, and what is fused across its parts: each alone is right"
-            lines.append(f"Look at:    {fused if self.parts else 'its operations'}.")
+            alone = f"the operations in the forward of {self.class_name}, which calls no other module"
+            lines.append(f"Look at:    {fused if self.parts else alone}.")
             lines.append("            Kept eager by torch.compiler.disable, it computes as before")
         return _text(lines, self.remarks)
 
