@@ -83,7 +83,7 @@ class Report:
         >>> report = watch.report()
         >>> report.print()
         Detected nan in batch 0
-        Last 1 frames, the oldest first:
+        Last frame:
         abs min  abs max  metadata
                            LayerNorm
         1.00e+00 1.00e+00 weight
@@ -333,7 +333,7 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
     if finding is not None and not whole:
         frames = _closest(frames, source, _MOST_LINES - _HEADER - bool(report.mesh) - len(ending))
     which = f"Last {count} frames" if len(frames) == count else f"{len(frames)} of the last {count} frames"
-    yield "plain", f"{which}, the oldest first:"
+    yield "plain", "Last frame:" if count == 1 else f"{which}, the oldest first:"
     yield "quiet", text.COLUMNS
     previous = frames[0].batch if frames else None
     for frame in frames:
