@@ -373,6 +373,8 @@ def effect_of(pairs: Sequence[tuple[Tensor, Tensor]], most_change: float = _MOST
     for old, new in pairs:
         if old.shape != new.shape:
             return f"gives a tensor of shape {list(new.shape)} for {list(old.shape)}", False
+        if old.dtype != new.dtype:
+            return f"gives {new.dtype} for {old.dtype}", False
         old, new = in_float64(old, new)
         finite = torch.isfinite(old)
         total += old.numel()
