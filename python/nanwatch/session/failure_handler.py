@@ -320,7 +320,7 @@ class FailureHandler:
         if self._action in ("raise", "warn"):
             warn_user(
                 f"{text.summary(examined.finding or finding)}; the watch ended before a step took it;"
-                " Watch.report() has the frames that led to it",
+                " Watch.report() (or --output-dir) has the frames that led to it",
                 may_raise=not is_raising,
             )
         elif callable(self._action):

@@ -276,7 +276,9 @@ class NonFiniteWarnings:
         if run is None:
             self._run = run = _Count()
             self._lines = 0
-            message = f"{text.summary(finding)}; Watch.report() has the frames that led to it"
+            message = (
+                f"{text.summary(finding)}; Watch.report() (or --output-dir) has the frames that led to it"
+            )
         elif place != self._latest_line and self._since >= 2 ** (self._lines - 1):
             message = f"{text.summary(finding)}; before it, {run}"
         if message:
