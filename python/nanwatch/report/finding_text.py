@@ -104,12 +104,12 @@ def next_forward(
         if finding.batch == 0:
             return (
                 "look at how the weight is initialised, and at the checkpoint that was loaded; where a training wrote"
-                " it, watch(model, gradients=True) in that training finds a bad gradient before a step takes it."
+                f" it, {_GRADIENTS} in that training finds a bad gradient before a step takes it."
             )
         step = "look at the loss scale and the learning rate of the step before"
         if any(one.phase == "backward" for one in frames):
             return f"{step}."
-        return f"watch(model, gradients=True) finds a bad gradient before a step takes it; {step}."
+        return f"{_GRADIENTS} finds a bad gradient before a step takes it; {step}."
     if finding.origin == "buffer":
         return "look at what was last written to this buffer."
     if finding.origin == "data":
@@ -124,6 +124,8 @@ def next_forward(
     )
 
 
+# With the option of `nanwatch run`, whose user writes no call of watch.
+_GRADIENTS = "watch(model, gradients=True) (--gradients)"
 _CURED = "apply the cure if it is what the model should compute: it was tried on this batch only."
 
 # Kernels that square what they are given. For half precision they do so in float32.

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TextIO, TypeAlias
+from typing import Any
+from typing import Literal
+from typing import TextIO
+from typing import TypeAlias
 
 from ..util import reading
 from ..util.imports import needed
-from ..util.job import Attempt, current_attempt, rank, read_attempt
-from ..util.progress import Tell, silent, wants_color
-from ..util.visible import module_name, suppressed, visible
+from ..util.job import Attempt
+from ..util.job import current_attempt
+from ..util.job import rank
+from ..util.job import read_attempt
+from ..util.progress import Tell
+from ..util.progress import silent
+from ..util.progress import wants_color
+from ..util.visible import module_name
+from ..util.visible import suppressed
+from ..util.visible import visible
 from . import text
-from .finding import Finding, Origin, read_finding
-from .record import SKIPPED_STEP, Frame
+from .finding import Finding
+from .finding import Origin
+from .finding import read_finding
+from .record import SKIPPED_STEP
+from .record import Frame
 
 SCHEMA = "nanwatch.report"
 VERSION = 1
@@ -79,7 +93,7 @@ class Report:
         >>> report = watch.report()
         >>> report.print()
         Detected nan in batch 0
-        Last 1 frames, the oldest first:
+        Last frame:
         abs min  abs max  metadata
                            LayerNorm
         1.00e+00 1.00e+00 weight
@@ -92,6 +106,7 @@ class Report:
         Why:   this module made it: its weights, buffers and inputs that were read are all finite.
         Under: all of `input[0]` is zero.
         Next:  look at the inputs and weights of this module in its frame.
+        Note:  no second run was made, as the run goes on: microscope=True (--microscope) finds the operation.
         >>> report.to_text() == str(report)
         True
         >>> size = pathlib.Path("report.html").write_text(report.to_html(), encoding="utf-8")
@@ -329,7 +344,7 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
     if finding is not None and not whole:
         frames = _closest(frames, source, _MOST_LINES - _HEADER - bool(report.mesh) - len(ending))
     which = f"Last {count} frames" if len(frames) == count else f"{len(frames)} of the last {count} frames"
-    yield "plain", f"{which}, the oldest first:"
+    yield "plain", "Last frame:" if count == 1 else f"{which}, the oldest first:"
     yield "quiet", text.COLUMNS
     previous = frames[0].batch if frames else None
     for frame in frames:

@@ -8,22 +8,34 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from inspect import Parameter, signature
+from dataclasses import dataclass
+from dataclasses import replace
+from inspect import Parameter
+from inspect import signature
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 from ..capsule.capsule import Capsule
-from ..capsule.tree import LeftOut, Structure
+from ..capsule.tree import LeftOut
+from ..capsule.tree import Structure
 from ..instrumentation.calls import check_model
 from ..instrumentation.execution_context import RngState
 from ..report.report import Report
-from ..util.visible import close_names, suppressed, visible, without_wrappers
-from .options import SWITCH, Options
+from ..util.visible import close_names
+from ..util.visible import suppressed
+from ..util.visible import visible
+from ..util.visible import without_wrappers
+from .options import SWITCH
+from .options import Options
 from .watch import Watch
+
+# Parts of a module's name. A capsule may hold any text, and a walk over modules recurses.
+_DEEPEST = 64
 
 Model: TypeAlias = "nn.Module | Callable[[], nn.Module]"
 
@@ -45,6 +57,8 @@ def replay(
     device: torch.device | str | None = None,
 ) -> Report:
     """Make a capsule's call again, watched, without gradients, and return its report.
+
+    After a failure the call runs a few times more, as a batch does under `watch`, for the operation and for cures.
 
     The call has the capsule's weights, inputs, random states, autocast and training flags. `model`, the caller's random
     states and the capsule stay as they are. `report.finding` is None when all was finite this time.
@@ -98,10 +112,13 @@ def rerun(
                 # Run compiled modules eagerly, so that each is seen.
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
             _enter_autocast(capsule, target, dtype, modes)
-            watched = modes.enter_context(Watch(module, Options(on_nonfinite="record")))
+            # The post-mortem comes when the call is over.
+            options = Options(on_nonfinite=lambda _: None, check="batch", microscope=True)
+            whole = _whole(module, capsule.module)  # which a Watch does not hold
+            watched = modes.enter_context(Watch(whole, options))
             _restore_rng(capsule.rng, torch.device(capsule.device), target)
             module(*args, **kwargs)
-        report = _with_names(watched.report(), capsule.module)
+        report = watched.report()
     finally:
         before.restore()
     if report.finding is not None:
@@ -156,6 +173,15 @@ def _own_module(capsule: Capsule, model: Model) -> nn.Module:
             f"replay needs a torch.nn.Module or a callable that makes one, got {what} {type(made).__name__}"
         )
     return _find(capsule, made)
+
+
+def _whole(module: nn.Module, name: str) -> nn.Module:
+    """Return a module that holds the given one by its name in the whole model, so that a report has that name too."""
+    for part in reversed([part for part in name.split(".", _DEEPEST) if part]):
+        around = nn.ModuleList() if part.isdecimal() else nn.Module()
+        around._modules[part] = module
+        module = around
+    return module
 
 
 def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
@@ -321,20 +347,6 @@ def _restore_rng(rng: RngState, recorded: torch.device, target: torch.device) ->
     torch.set_rng_state(rng.torch)
     if recorded.type == target.type == "cuda" and (recorded.index or 0) < len(rng.cuda):
         torch.cuda.set_rng_state(rng.cuda[recorded.index or 0], target)
-
-
-def _with_names(report: Report, prefix: str) -> Report:
-    """Return the report with the modules' names in the whole model."""
-
-    def whole(name: str) -> str:
-        return ".".join(part for part in (prefix, name) if part)
-
-    frames = tuple(replace(frame, name=whole(frame.name)) for frame in report.frames)
-    finding = report.finding
-    if finding is not None:
-        source = None if finding.source_module is None else whole(finding.source_module)
-        finding = replace(finding, module=whole(finding.module), source_module=source)
-    return replace(report, frames=frames, finding=finding)
 
 
 def dtype_of(capsule: Capsule) -> str:

@@ -7,26 +7,34 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ..diagnosis import folder, postmortem
-from ..diagnosis.batch_snapshot import BatchSnapshot, call_under_way, num_processes
+from ..diagnosis import folder
+from ..diagnosis import postmortem
+from ..diagnosis.batch_snapshot import BatchSnapshot
+from ..diagnosis.batch_snapshot import call_under_way
+from ..diagnosis.batch_snapshot import num_processes
 from ..diagnosis.experiment import Conditions
 from ..diagnosis.loss_rerun import read_graph
 from ..diagnosis.loss_statements import BackwardCall
-from ..instrumentation.functions import Function, find_called
+from ..instrumentation.functions import Function
+from ..instrumentation.functions import find_called
 from ..instrumentation.slot import ExclusiveRun
 from ..report.finding import Finding
 from ..report.report import Report
-from ..util.visible import spell, suppressed, warn_user
+from ..util.visible import spell
+from ..util.visible import suppressed
+from ..util.visible import warn_user
 from .options import Options
 from .reports import ModelRef
 
 # A run that goes on may fail for ever. After this many failures re-runs get rarer, so that capsules do not fill a disk.
 MANY = 20
+_GOES_ON = "no second run was made, as the run goes on: microscope=True (--microscope) finds the operation"
 # Seconds that a re-run waits for other threads to leave the model. They may wait for this one.
 _PATIENCE = 1.0
 
@@ -70,7 +78,8 @@ class RerunPolicy:
     def __init__(self, model: nn.Module, options: Options) -> None:
         # A run that goes on, as it does after all but "raise", may notice a second forward.
         raises = options.on_nonfinite == "raise"
-        self.keeps_start = options.microscope is True or (options.microscope is None and raises)
+        self._may_keep = options.microscope is not False
+        self.keeps_start = self._may_keep and (options.microscope is True or raises)
         self._output_dir = options.output_dir
         self._model = ModelRef(model)
         self._failures = 0
@@ -187,6 +196,9 @@ class RerunPolicy:
         `is_late`: this thread has left the report's batch behind.
         """
         model = self._model()
+        finding = report.finding
+        if not self.keeps_start and self._may_keep and finding and finding.origin in ("produced", "received"):
+            report = _remarked(report, _GOES_ON)
         if model is None or not (self.keeps_start or self._output_dir is not None):
             return report
         self._failures += 1
@@ -244,12 +256,9 @@ class RerunPolicy:
                 " To have no more reports, call Watch.stop(). To have one of each failure, begin a new watch.",
                 may_raise=False,
             )
-        finding = report.finding
-        if finding is None:
-            return report
         remark = f"the batch was not run a second time, and nothing was written: it is failure {self._failures} of this"
         remark += f" watch, and after {MANY} only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are looked at closer"
-        return replace(report, finding=replace(finding, remarks=(*finding.remarks, remark)))
+        return _remarked(report, remark)
 
     def _loss_scale(self) -> float | None:
         """Return the present scale of the loss, if the user named the GradScaler.
@@ -289,6 +298,15 @@ class RerunPolicy:
         ):
             return None
         return self._losses.get(finding.batch)
+
+
+def _remarked(report: Report, remark: str) -> Report:
+    finding = report.finding
+    return (
+        report
+        if finding is None
+        else replace(report, finding=replace(finding, remarks=(*finding.remarks, remark)))
+    )
 
 
 def is_due(number: int) -> bool:

@@ -361,3 +361,9 @@ def test_effects_in_words(old: list[float], new: list[float], words: str, small:
     assert told.startswith(words)
     assert told == words or "of values up to 4.0e" in told
     assert is_small is small
+
+
+def test_a_change_of_the_dtype_is_no_cure() -> None:
+    """torch.where of two numbers is float32, which no longer overflows where float16 does."""
+    pair = torch.ones(2, dtype=torch.float16), torch.ones(2)
+    assert effect_of([pair]) == ("gives torch.float32 for torch.float16", False)

@@ -83,15 +83,16 @@ def test_the_report_of_the_watch_is_that_of_the_error() -> None:
 
 @pytest.mark.parametrize("how", ["record", "warn", "call"])
 def test_where_the_run_goes_on_there_is_no_second_run_unasked(how: Any) -> None:
-    """Only microscope=True runs a model again whose run goes on."""
+    """Only microscope=True runs a model again whose run goes on. The report says so, unless it was refused."""
     with pytest.warns(RuntimeWarning) if how == "warn" else threading.Lock():
-        for asked in (None, True):
+        for asked in (None, True, False):
             model, seen = Log(), []
             with watch(model, on_nonfinite=seen.append if how == "call" else how, microscope=asked) as w:
                 model(torch.zeros(2))
             finding = w.report().finding
             assert finding is not None
             assert (finding.operation is not None) == (model.calls > 1) == bool(asked)
+            assert ("microscope=True (--microscope)" in w.report().to_text()) == (asked is None)
 
 
 def test_another_watch_sees_nothing_of_the_second_run() -> None:

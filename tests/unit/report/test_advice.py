@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.report.finding import Cure, working_first
+from nanwatch.report.finding import Cure, Finding, OriginKind, working_first
+from nanwatch.report.finding_text import why_backward, why_forward
+from nanwatch.report.record import Phase
 from nanwatch.report.report import Report
 from support.overflows import Op, linear
+from support.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 
@@ -149,6 +153,32 @@ def test_bad_data_has_its_extent(view: bool) -> None:
     words = "1 of 3 rows, row 1"
     expected = f"(of input[0] of the batch: {words})" if view else f"({words})"
     assert told(First(), x)["Where"].startswith(f"3 of 9 elements {expected}, the first at")
+
+
+def test_the_guide_has_the_words_of_every_why() -> None:
+    """Each Why begins with the words of one line of the guide's table, and each line has a Why."""
+    guide = (ROOT / "docs/how-to/loss-is-nan.md").read_text(encoding="utf-8")
+    table = guide.partition("## Read the `Why` line")[2].partition("\n## ")[0]
+    begins = [row.split("|")[1].strip() for row in table.splitlines() if row.startswith("| ")][1:]
+    found = Finding("a", "Linear", "output.grad", 1, 0, "nan", "produced", None, None, 1, None)
+    origins: list[OriginKind] = ["produced", "received", "weight", "buffer", "data"]
+    forward = [
+        why_forward(
+            replace(found, origin=origin, source_module=source, class_name=name, batch=batch), None, ()
+        )
+        for origin in origins
+        for source, name, batch in ((None, "Linear", 0), ("b", "Function", 1))
+    ]
+    ends = [("output.grad", None), ("output.grad", "b"), ("weight.grad", None)]
+    backward = [
+        why_backward(replace(found, phase=phase, origin=origin, label=label, source_module=source), None)
+        for phase in get_args(Phase)[1:]
+        for origin in origins[:2]
+        for label, source in ends
+    ]
+    used = [[begin for begin in begins if why.startswith(begin)] for why in (*forward, *backward)]
+    assert all(len(one) == 1 for one in used), used
+    assert {begin for one in used for begin in one} == set(begins)
 
 
 @nanwatch.watched

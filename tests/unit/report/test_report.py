@@ -95,7 +95,7 @@ def test_only_the_first_fault_is_marked() -> None:
 def test_text_when_all_is_finite() -> None:
     """Without a finding the text says so and marks nothing."""
     text = Report(GROWING[:1], None, 7).to_text()
-    assert text.startswith("All finite up to batch 7\nLast 1 frames")
+    assert text.startswith("All finite up to batch 7\nLast frame:")
     assert "<--" not in text
 
 

@@ -138,6 +138,48 @@ def test_the_finding_has_the_names_of_the_whole_model(tmp_path):
     assert [frame.name for frame in report.frames] == ["block.0", "block.1", "block.2"]
 
 
+class Ratio(nn.Module):
+    """Fails at a line of its own where a row sums to zero. Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x / x.sum(-1, keepdim=True)
+
+
+def test_a_failure_has_its_operation_and_its_cures(tmp_path):
+    """The line and a patch of it; float32, by its name in the whole model, for what float16 overflows in."""
+    model = nn.Module()
+    model.parts = nn.ModuleList([Ratio(), overflowing().half()])
+    folder = write_capsule(tmp_path / "ratio", model.parts[0], "parts.0", (torch.zeros(2, 3),))
+    found = replay(folder, model).finding
+    assert found is not None
+    line = Ratio.forward.__code__.co_firstlineno + 2
+    assert (found.operation, found.source) == ("aten.div.Tensor", f"{__file__}:{line}")
+    assert (found.operands[1].abs_max, found.cures[0].works) == (0.0, True)
+    assert "+        return x / " in found.cures[0].patch
+    assert not model.parts[0].calls.any()
+    made: list[nn.Module] = []
+    replay(folder, lambda: made.append(Ratio()) or made[0])
+    assert made[0].calls == 1
+    folder = write_capsule(tmp_path / "c", model.parts[1], "parts.1", (X.half() * 1e-3,))
+    found = replay(folder, model).finding
+    assert found is not None
+    assert any("nanwatch.run_in_fp32(model.parts[1][2])" in cure.what for cure in found.cures), found.cures
+    assert found.module == "parts.1.2"
+
+
+@pytest.mark.parametrize("name", ["a." * 5000 + "b", "a..b", ".", "a b.\n"])
+def test_any_name_of_a_module_can_be_replayed(tmp_path, name):
+    """A capsule may come from a stranger: its name is text, however deep or odd."""
+    found = replay(write_capsule(tmp_path / "c", Ratio(), name, (torch.zeros(2, 3),)), Ratio).finding
+    assert found is not None
+    assert found.value == "nan"
+
+
 def test_a_dtype_casts_weights_and_inputs(tmp_path):
     """float32 cures what float16 overflows in, and the other way round; integers stay what they are."""
     folder = write_capsule(tmp_path / "c", overflowing(), "", (X,))
