@@ -15,31 +15,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..equivalence.bisect import NAMES
-from ..equivalence.bisect import bisect
+from ..equivalence.bisect import NAMES, bisect
 from ..equivalence.compare import compare
-from ..equivalence.recording import EnoughError
-from ..equivalence.recording import Print
-from ..equivalence.recording import Recorder
-from ..equivalence.recording import Recording
-from ..equivalence.results import Bisection
-from ..equivalence.results import Comparison
-from ..equivalence.results import Repetition
+from ..equivalence.recording import EnoughError, Print, Recorder, Recording
+from ..equivalence.results import Bisection, Comparison, Repetition
 from ..equivalence.traces import compare_traces
 from ..equivalence.trials import TRIALS
-from ..equivalence.twice import Request
-from ..equivalence.twice import examine
+from ..equivalence.twice import Request, examine
 from ..trace.trace_file import Trace
 from ..util.progress import Tell
 from ..util.visible import spell
-from .commands import UseError
-from .commands import answered
-from .commands import command_parser
-from .commands import imported
-from .script import add_script
-from .script import check_script
-from .script import misplaced_hint
-from .script import run_script
+from .commands import UseError, answered, command_parser, imported
+from .script import add_script, check_script, misplaced_hint, run_script
 
 # Exit statuses by whether two executions are equal; None is not known.
 _STATUS = {True: 0, False: 1, None: 2}

@@ -9,34 +9,20 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import Field
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
 from ..report import text
 from ..report.record import SKIPPED_STEP
-from ..report.report import BatchLimitError
-from ..report.report import NonFiniteError
-from ..report.report import Report
-from ..session.api import DeferredWatch
-from ..session.api import Watch
-from ..session.api import watch
+from ..report.report import BatchLimitError, NonFiniteError, Report
+from ..session.api import DeferredWatch, Watch, watch
 from ..session.options import Options
-from ..util.visible import spell
-from ..util.visible import suppressed
-from ..util.visible import visible
-from .script import FILES
-from .script import MAX_MODELS
-from .script import ModelFinder
-from .script import add_script
-from .script import check_script
-from .script import misplaced_hint
-from .script import run_script
+from ..util.visible import spell, suppressed, visible
+from .script import FILES, MAX_MODELS, ModelFinder, add_script, check_script, misplaced_hint, run_script
 
 _NAME = "nanwatch run"
 # Exit statuses.

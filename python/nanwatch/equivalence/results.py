@@ -14,8 +14,7 @@ import numpy as np
 
 from ..report.html import page
 from ..util.reading import plain
-from ..util.visible import module_name
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 
 # Rows of the page's table, and rows and columns of its map of tokens.
 _ABOVE, _ROWS, _COLUMNS = 40, 300, 200

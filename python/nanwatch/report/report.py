@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-from typing import Literal
-from typing import TextIO
-from typing import TypeAlias
+from typing import Any, Literal, TextIO, TypeAlias
 
 from ..util import reading
 from ..util.imports import needed
-from ..util.job import Attempt
-from ..util.job import current_attempt
-from ..util.job import rank
-from ..util.job import read_attempt
-from ..util.progress import Tell
-from ..util.progress import silent
-from ..util.progress import wants_color
-from ..util.visible import module_name
-from ..util.visible import suppressed
-from ..util.visible import visible
+from ..util.job import Attempt, current_attempt, rank, read_attempt
+from ..util.progress import Tell, silent, wants_color
+from ..util.visible import module_name, suppressed, visible
 from . import text
-from .finding import Finding
-from .finding import Origin
-from .finding import read_finding
-from .record import SKIPPED_STEP
-from .record import Frame
+from .finding import Finding, Origin, read_finding
+from .record import SKIPPED_STEP, Frame
 
 SCHEMA = "nanwatch.report"
 VERSION = 1

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
-from math import isnan
-from typing import Any
-from typing import Literal
-from typing import TypeAlias
+from math import inf, isnan
+from typing import Any, Literal, TypeAlias
 
 from ..util import reading
-from ..util.visible import module_name
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 from .html import still_page
 from .report import Suspect
 

@@ -9,8 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,21 +20,12 @@ from ..recording.events import Event
 from ..recording.observe import observe
 from ..recording.walk import call_leaves
 from ..report import text
-from ..report.finding import Finding
-from ..report.finding import Origin
+from ..report.finding import Finding, Origin
 from ..report.record import FrameRows
-from ..report.report import BatchLimitError
-from ..report.report import NonFiniteError
-from ..report.report import Report
-from ..report.report import add_note
-from ..report.report import report_of
-from ..util.visible import suppressed
-from ..util.visible import warn_user
+from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
+from ..util.visible import suppressed, warn_user
 from .optimizer_guard import OptimizerGuard
-from .reports import NonFiniteBatch
-from .reports import NonFiniteBatches
-from .reports import NonFiniteWarnings
-from .reports import Reports
+from .reports import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings, Reports
 
 if TYPE_CHECKING:
     from .rerun_policy import RerunPolicy

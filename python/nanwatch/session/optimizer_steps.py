@@ -12,8 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,27 +21,17 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.functions import find_called
-from ..instrumentation.global_hooks import Handles
-from ..instrumentation.global_hooks import after_steps
-from ..instrumentation.global_hooks import before_steps
-from ..instrumentation.wrapped_names import named_modules
-from ..instrumentation.wrapped_names import parameter_names
+from ..instrumentation.global_hooks import Handles, after_steps, before_steps
+from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..recording.backward import find_in_backward
-from ..recording.events import Arrival
-from ..recording.events import BackwardCall
-from ..recording.observe import Observe
-from ..recording.observe import observe
-from ..recording.observe import observe_with
-from ..report.finding import find
-from ..report.finding import finding_of
-from ..report.record import FrameRows
-from ..report.record import Row
-from ..report.record import is_fault
+from ..recording.events import Arrival, BackwardCall
+from ..recording.observe import Observe, observe, observe_with
+from ..report.finding import find, finding_of
+from ..report.record import FrameRows, Row, is_fault
 from ..report.report import Report
 from ..util.job import rank
 from ..util.modules import each_parameter
-from .optimizer_guard import OptimizerGuard
-from .optimizer_guard import Weight
+from .optimizer_guard import OptimizerGuard, Weight
 from .reports import Reports
 from .spikes import SpikeWatch
 

@@ -8,30 +8,21 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from dataclasses import replace
-from inspect import Parameter
-from inspect import signature
+from dataclasses import dataclass, replace
+from inspect import Parameter, signature
 from types import SimpleNamespace
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from ..capsule.capsule import Capsule
-from ..capsule.tree import LeftOut
-from ..capsule.tree import Structure
+from ..capsule.tree import LeftOut, Structure
 from ..instrumentation.calls import check_model
 from ..instrumentation.execution_context import RngState
 from ..report.report import Report
-from ..util.visible import close_names
-from ..util.visible import suppressed
-from ..util.visible import visible
-from ..util.visible import without_wrappers
-from .options import SWITCH
-from .options import Options
+from ..util.visible import close_names, suppressed, visible, without_wrappers
+from .options import SWITCH, Options
 from .watch import Watch
 
 # Parts of a module's name. A capsule may hold any text, and a walk over modules recurses.

@@ -4,38 +4,25 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
-from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from ..diagnosis.batch_snapshot import LeftCall
-from ..instrumentation.wrapped_names import is_recorded
-from ..instrumentation.wrapped_names import named_modules
+from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..monitoring.suspicion import Suspicion
 from ..recording.events import Recorder
 from ..recording.notes import parameter_mesh
-from ..recording.observe import call_values
-from ..recording.observe import observe_with
+from ..recording.observe import call_values, observe_with
 from ..recording.walk import call_leaves
 from ..report import text
-from ..report.finding import Finding
-from ..report.finding import find
-from ..report.record import Frame
-from ..report.record import FrameRows
-from ..report.record import Row
-from ..report.record import is_fault
-from ..report.record import to_record
-from ..report.report import NonFiniteError
-from ..report.report import Report
-from ..report.report import report_of
+from ..report.finding import Finding, find
+from ..report.record import Frame, FrameRows, Row, is_fault, to_record
+from ..report.report import NonFiniteError, Report, report_of
 from ..util.job import rank
-from ..util.visible import module_name
-from ..util.visible import warn_user
+from ..util.visible import module_name, warn_user
 from .options import Options
 
 

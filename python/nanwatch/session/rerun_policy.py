@@ -7,28 +7,21 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..diagnosis import folder
-from ..diagnosis import postmortem
-from ..diagnosis.batch_snapshot import BatchSnapshot
-from ..diagnosis.batch_snapshot import call_under_way
-from ..diagnosis.batch_snapshot import num_processes
+from ..diagnosis import folder, postmortem
+from ..diagnosis.batch_snapshot import BatchSnapshot, call_under_way, num_processes
 from ..diagnosis.experiment import Conditions
 from ..diagnosis.loss_rerun import read_graph
 from ..diagnosis.loss_statements import BackwardCall
-from ..instrumentation.functions import Function
-from ..instrumentation.functions import find_called
+from ..instrumentation.functions import Function, find_called
 from ..instrumentation.slot import ExclusiveRun
 from ..report.finding import Finding
 from ..report.report import Report
-from ..util.visible import spell
-from ..util.visible import suppressed
-from ..util.visible import warn_user
+from ..util.visible import spell, suppressed, warn_user
 from .options import Options
 from .reports import ModelRef
 

@@ -10,45 +10,26 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from typing import TypeAlias
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..diagnosis.folder import write_spike
-from ..monitoring.spikes import LEAST
-from ..monitoring.spikes import LOGITS
-from ..monitoring.spikes import OF_CALL
-from ..monitoring.spikes import Histories
-from ..monitoring.spikes import Numbers
-from ..monitoring.spikes import Signal
-from ..monitoring.spikes import StepHistory
+from ..monitoring.spikes import LEAST, LOGITS, OF_CALL, Histories, Numbers, Signal, StepHistory
 from ..monitoring.suspicion import Suspicion
 from ..numerics.readable import is_plain
-from ..recording.events import Event
-from ..recording.events import PeakName
-from ..recording.events import Recorder
-from ..report.spike import Cause
-from ..report.spike import Curve
-from ..report.spike import Departure
-from ..report.spike import SpikeReport
+from ..recording.events import Event, PeakName, Recorder
+from ..report.spike import Cause, Curve, Departure, SpikeReport
 from ..util.job import rank
-from ..util.visible import spell
-from ..util.visible import suppressed
-from ..util.visible import warn_user
+from ..util.visible import spell, suppressed, warn_user
 from .optimizer_guard import OptimizerGuard
-from .rerun_policy import RerunPolicy
-from .rerun_policy import is_due
+from .rerun_policy import RerunPolicy, is_due
 
 _T = TypeVar("_T")
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"

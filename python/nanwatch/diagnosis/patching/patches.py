@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from contextlib import contextmanager
-from contextlib import nullcontext
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from ...instrumentation.functions import find_called
 from ...instrumentation.wrapped_names import module_names
 from ...recording.walk import leaves
-from ...report.finding import Cure
-from ...report.finding import Finding
+from ...report.finding import Cure, Finding
 from ...util.visible import spell
 from ..batch_snapshot import BatchSnapshot
 from ..diagnosis import Place
-from ..experiment import NO_CONDITIONS
-from ..experiment import BackwardStart
-from ..experiment import Conditions
-from ..experiment import Experiment
-from ..experiment import code_of
-from ..experiment import in_float64
-from ..experiment import run
-from .code_swap import Probe
-from .code_swap import TargetFinder
-from .code_swap import exchanged
-from .code_swap import find_target
-from .code_swap import node_of
-from .guards import Facts
-from .guards import with_argument
-from .rules import changes
-from .rules import hiding
-from .rules import operation_name
-from .source import Change
-from .source import Edit
-from .source import Site
-from .source import SourceFile
-from .source import Span
+from ..experiment import NO_CONDITIONS, BackwardStart, Conditions, Experiment, code_of, in_float64, run
+from .code_swap import Probe, TargetFinder, exchanged, find_target, node_of
+from .guards import Facts, with_argument
+from .rules import changes, hiding, operation_name
+from .source import Change, Edit, Site, SourceFile, Span
 
 # Forwards after a failure, each perhaps of a large model. One finds the operation, and the others are for trials.
 MOST_FORWARDS = 8
