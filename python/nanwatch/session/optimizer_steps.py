@@ -33,10 +33,10 @@ from ..util.job import rank
 from ..util.modules import each_parameter
 from .optimizer_guard import OptimizerGuard, Weight
 from .reports import Reports
-from .spikes import SpikeWatch
 
 if TYPE_CHECKING:
     from .failure_handler import FailureHandler
+    from .spikes import SpikeWatch
 
 # Name of the frames of an optimizer's state.
 _OPTIMIZER = "(optimizer)"

@@ -25,6 +25,15 @@ from ..util.job import rank
 from ..util.visible import module_name, warn_user
 from .options import Options
 
+# A run that goes on may fail for ever. After so many failures re-runs get rarer, so that capsules do not fill a disk.
+MANY = 20
+
+
+def is_due(number: int) -> bool:
+    """Return whether the failure of this number, from 1, is examined: the first MANY, then at numbers that double."""
+    rounds, rest = divmod(number, MANY)
+    return number <= MANY or (rest == 0 and rounds & (rounds - 1) == 0)
+
 
 class ModelRef:
     """Weak reference to a watched model.

@@ -23,10 +23,8 @@ from ..report.finding import Finding
 from ..report.report import Report
 from ..util.visible import spell, suppressed, warn_user
 from .options import Options
-from .reports import ModelRef
+from .reports import MANY, ModelRef, is_due
 
-# A run that goes on may fail for ever. After this many failures re-runs get rarer, so that capsules do not fill a disk.
-MANY = 20
 _GOES_ON = "no second run was made, as the run goes on: microscope=True (--microscope) finds the operation"
 # Seconds that a re-run waits for other threads to leave the model. They may wait for this one.
 _PATIENCE = 1.0
@@ -300,9 +298,3 @@ def _remarked(report: Report, remark: str) -> Report:
         if finding is None
         else replace(report, finding=replace(finding, remarks=(*finding.remarks, remark)))
     )
-
-
-def is_due(number: int) -> bool:
-    """Return whether the failure of this number, from 1, is examined: the first MANY, then at numbers that double."""
-    rounds, rest = divmod(number, MANY)
-    return number <= MANY or (rest == 0 and rounds & (rounds - 1) == 0)

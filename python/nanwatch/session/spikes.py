@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -28,8 +28,11 @@ from ..recording.events import Event, PeakName, Recorder
 from ..report.spike import Cause, Curve, Departure, SpikeReport
 from ..util.job import rank
 from ..util.visible import spell, suppressed, warn_user
-from .optimizer_guard import OptimizerGuard
-from .rerun_policy import RerunPolicy, is_due
+from .reports import is_due
+
+if TYPE_CHECKING:
+    from .optimizer_guard import OptimizerGuard
+    from .rerun_policy import RerunPolicy
 
 _T = TypeVar("_T")
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
