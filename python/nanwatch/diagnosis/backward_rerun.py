@@ -21,24 +21,31 @@ from torch.utils._pytree import tree_map_only
 from ..instrumentation.functions import find_called
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import module_names
+from ..recording.observe import observe
 from ..report.finding import Finding, value_of
-from ..report.record import Frame, Record
+from ..report.record import Frame, Record, is_fault, to_record
 from ..util.visible import spell, suppressed
-from .batch_snapshot import BatchSnapshot, no_second_run
+from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
 from .diagnosis import Diagnosis, Place, bad_rows
 from .experiment import (
     BackwardStart,
     fresh_leaves,
     gradient_record,
+    graph_nodes,
     mean_gradients,
     run_backward,
     with_graph,
     with_leaves,
     without_hooks,
 )
+from .loss_statements import BackwardCall
+from .patching.rules import DERIVATIVE_POLES, POLES, operation_name
 from .provenance import SKIPPED_FILES
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
+
+# More are no hint.
+_MOST_NODES = 6
 
 
 class _Found(Exception):  # noqa: N818 - ends the run, and is no error
@@ -88,6 +95,53 @@ def rerun_backward(
             "in a second run, with other gradients of the same size, no operation made a bad gradient",
         )
     return Diagnosis(remarks=(*remarks, *(snapshot.doubts() if probe is not None else ())))
+
+
+def read_graph(finding: Finding, call: BackwardCall) -> Finding:
+    """Return the finding with what the graph of the backward under way tells of the loss.
+
+    The gradient came to the model non-finite. The values that the nodes of the loss saved are gone. Only their names
+    tell which can have made it, and in anomaly mode the line.
+    """
+    nodes = sorted(
+        graph_nodes((x.grad_fn for x in call.roots), call.since), key=lambda node: int(node._sequence_nr())
+    )
+    is_finite = loss_value(call) is None
+    names = DERIVATIVE_POLES if is_finite else POLES | DERIVATIVE_POLES
+    poles = [node for node in nodes if operation_name(node.name()) in names and not _is_whole_power(node)]
+    if not nodes:
+        return finding
+    places = {node: _place(node.metadata.get("traceback_", ())) for node in poles or nodes}
+    spelt = [node.name() + (f" at {place}" if place else "") for node, place in places.items()]
+    remark = (
+        f"the loss was {'finite' if is_finite else 'not finite'}; of what lies between the model and the loss, the"
+        f" value can come from {' or '.join(list(dict.fromkeys(spelt))[:_MOST_NODES])}"
+    )
+    # A gradient may overflow in any operation on half precision, and where it is converted to it.
+    is_half = any(is_narrow(str(x.dtype)) for x in call.roots) or any(
+        node.name() == "ToCopyBackward0" for node in nodes
+    )
+    is_known = len(poles) == 1 and not is_half
+    place = places[poles[0]] if is_known else None
+    call.remark = remark
+    return replace(
+        finding,
+        operation=poles[0].name() if is_known else None,
+        source=str(place) if place else None,
+        remarks=(*finding.remarks, remark),
+    )
+
+
+def loss_value(call: BackwardCall) -> Any:
+    """Return which non-finite values the tensors hold that the backward began at; None for finite ones."""
+    rows = [observe(x.detach(), "output", "output") for x in call.roots]
+    return next((value_of(to_record(row)) for row in rows if is_fault(row)), None)
+
+
+def _is_whole_power(node: Any) -> bool:
+    """Return whether the node is that of a power without a pole, as of a square."""
+    exponent = getattr(node, "_saved_exponent", None) if node.name().startswith("PowBackward0") else None
+    return isinstance(exponent, int | float) and exponent >= 1
 
 
 def _from_outputs(snapshot: BatchSnapshot, names: Mapping[nn.Module, str]) -> Diagnosis | None:
@@ -221,7 +275,7 @@ def _looker(node: Any, steps: list[Diagnosis], calls: Sequence[tuple[int, int, s
             Diagnosis(
                 operation=node.name(),
                 made="nan" if any("nan" in value_of(one) for one in nonfinite) else "inf",
-                place=place_of(node.metadata.get("traceback_", ())),
+                place=_place(node.metadata.get("traceback_", ())),
                 operands=(*records, *_saved(node)),
                 rows=tuple(bad_rows(x) for x in made if x is not None),
                 made_in=made_in(),
@@ -249,7 +303,7 @@ def _saved(node: Any) -> list[Record]:
     return found
 
 
-def place_of(traceback: Sequence[str]) -> Place | None:
+def _place(traceback: Sequence[str]) -> Place | None:
     """Return the innermost line of a formatted stack that is neither PyTorch's nor nanwatch's."""
     for entry in reversed(traceback):
         match = _LINE.search(entry)

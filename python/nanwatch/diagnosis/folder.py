@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
@@ -17,10 +17,12 @@ from ..capsule.capsule import make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
 from ..report.finding import Finding
 from ..report.report import Report
-from ..report.spike import SpikeReport
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
 from .diagnosis import Call, Diagnosis
+
+if TYPE_CHECKING:
+    from ..report.spike import SpikeReport
 
 PATCH_FILE = "cure.patch"
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from math import ceil, log2
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,19 @@ from ..report.finding import Cure, Finding, working_first
 from ..report.record import Frame
 from ..report.report import Report
 from ..util.modules import each_module
+from ..util.visible import spell
 from .backward_cures import BACKWARD_RUNS, try_backward_cures
-from .backward_rerun import rerun_backward
-from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run
+from .backward_rerun import loss_value, rerun_backward
+from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run, num_processes
 from .cures import MAX_RUNS, try_cures
 from .diagnosis import BadRows, Diagnosis, enrich
 from .experiment import NO_CONDITIONS, Allows, BackwardStart, Conditions, module_words, nothing_allowed, run
 from .folder import attempt, write_failure
 from .forward_rerun import rerun_forward
-from .loss_rerun import rerun_loss
-from .loss_statements import BackwardCall
-from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_patches
+from .loss_statements import BackwardCall, LossStatements, Refused
+from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, Found, try_patches
+
+_ADVICE = 'put the loss into a function below `@nanwatch.watched("loss")`: a report then has its line and its operands'
 
 
 def post_mortem(
@@ -69,7 +71,7 @@ def post_mortem(
         snapshot = replace(snapshot, forwards=Forwards())
         steps = _Steps(report.frames, model, conditions, remarks)
         if loss is not None:
-            finding = rerun_loss(loss, finding, model, conditions)
+            finding = _rerun_loss(loss, finding, model, conditions)
         else:
             finding, diagnosis = steps.look(finding, snapshot)
         if call is not None and finding.origin == "produced" and not (diagnosis and diagnosis.operation):
@@ -164,6 +166,85 @@ class _Steps(NamedTuple):
             return finding
         indices = dataset_indices(snapshot, samples)
         return replace(finding, samples=samples, remarks=(*finding.remarks, *([indices] if indices else ())))
+
+
+def _rerun_loss(call: BackwardCall, finding: Finding, model: nn.Module, conditions: Conditions) -> Finding:
+    """Return the finding with the operation, line and cures that a second run of the loss's statements shows.
+
+    Raises nothing of its own: what could not be done is a remark.
+    """
+    try:
+        if num_processes() > 1:
+            raise Refused("other ranks would have to run it along")
+        statements = call.statements(model)
+        found, tried = _examined(statements, call, finding, conditions)
+    except Refused as reason:
+        return _noted(finding, f"the loss was not computed again: {reason}; {_ADVICE}")
+    except Exception as error:
+        return _noted(finding, f"the loss could not be computed again: {spell(error)}; {_ADVICE}")
+    first, last = statements.lines
+    lines = f"line {first}" if first == last else f"lines {first} to {last}"
+    where = f"{lines} of {statements.filename}"
+    if found.operation is None:
+        why = "; ".join(found.remarks) or "the value did not come back"
+        return _noted(finding, f"the loss was computed again by {where}: {why}; {_ADVICE}")
+    # Without the operations that the graph made likely.
+    kept = tuple(x for x in finding.remarks if x != call.remark)
+    told = enrich(replace(finding, remarks=kept), replace(found, remarks=(*found.remarks, *tried.remarks)))
+    return _noted(replace(told, cures=working_first(tried.cures)), f"found by running {where} again")
+
+
+def _noted(finding: Finding, remark: str) -> Finding:
+    return replace(finding, remarks=(*finding.remarks, remark))
+
+
+def _examined(
+    statements: LossStatements, call: BackwardCall, finding: Finding, conditions: Conditions
+) -> tuple[Diagnosis, Found]:
+    snapshot = BatchSnapshot(
+        statements,
+        (),
+        statements.inputs,
+        call.rng,
+        call.autocast,
+        inference=False,
+        grad=True,
+        forwards=Forwards(),
+    )
+    # Of a call of this module, that returns the loss.
+    own = replace(
+        finding, module="", label="output", origin="produced", source_module=None, operation=None, source=None
+    )
+    conditions = conditions._replace(allows=_below(conditions.allows))
+    if (value := loss_value(call)) is None:
+        found = rerun_backward(snapshot, own, (), model=statements)
+    else:
+        own = replace(own, phase="forward", value=value)
+        found = rerun_forward(snapshot, own, model=statements)
+    if found.operation is None:
+        return found, Found()
+    tried = try_patches(
+        snapshot,
+        enrich(own, found),
+        statements,
+        found.place,
+        most_runs=MOST_RUNS - (value is None),  # the operation of a backward took two runs to find
+        conditions=conditions,
+        may_hide=value is not None,
+        at=statements.target,
+    )
+    # `extent` and `index` would be those of the loss, where the finding is of a gradient.
+    return replace(found, remarks=(), extent="", index=None), tried
+
+
+def _below(allows: Allows) -> Allows:
+    """Return the same for the names of the model's modules below the statements."""
+
+    def allowed(name: str, module: nn.Module) -> Any:
+        inner = name.removeprefix("model").removeprefix(".")
+        return allows(inner, module) if name.startswith("model") else nothing_allowed(name, module)
+
+    return allowed
 
 
 # Runs that prove the answer: one without the samples and one with them alone.

@@ -18,8 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import limits
-
 # Columns of the rows below; the same order in the native kernels.
 RANGE_WIDTH = 3  # abs_min, abs_max, isfinite
 HEALTH_WIDTH = 11  # those, then the columns that the docstring of `health` names
@@ -301,6 +299,20 @@ def statistics(x: Tensor) -> Tensor:
 # Columns of an exponent histogram: num_nan, num_posinf, num_neginf, num_zero, then one for each of `exponents_of`.
 EXPONENT_HEAD = 4
 
+# First and last: of the smallest number above zero, subnormals included, and of the largest finite one.
+_EXPONENTS = {
+    "float64": (-1074, 1023),
+    "float32": (-149, 127),
+    "float16": (-24, 15),
+    "bfloat16": (-133, 127),
+    "float8_e4m3fn": (-9, 8),
+    "float8_e5m2": (-16, 15),
+    "float8_e4m3fnuz": (-10, 7),
+    "float8_e5m2fnuz": (-17, 15),
+    "float8_e8m0fnu": (-127, 127),
+    "bool": (0, 0),
+}
+
 _SIGN_64 = -(1 << 63)
 
 
@@ -312,8 +324,8 @@ def exponents_of(dtype: torch.dtype) -> range:
         raise TypeError(
             f"there are no exponents of dtype {name}; accepted: {READABLE_NAMES}, but no complex one"
         )
-    ends = limits(name)
-    return ends.exponents if ends else range(1 if dtype == torch.bool else 8 * dtype.itemsize)
+    first, last = _EXPONENTS.get(name, (0, 8 * dtype.itemsize - 1))
+    return range(first, last + 1)
 
 
 def exponent_histogram(x: Tensor) -> Tensor:

@@ -10,20 +10,17 @@ from typing import NamedTuple
 class Limits(NamedTuple):
     """The ends of a floating-point format: the largest finite, the smallest normal and the smallest number above 0.
 
-    A format without subnormals has its smallest normal number twice. `exponents` has each e with numbers of
-    2^e <= x < 2^(e+1): whole numbers, as a thread may flush a subnormal to 0.
+    A format without subnormals has its smallest normal number twice.
     """
 
     largest: float
     smallest_normal: float
     smallest_subnormal: float
-    exponents: range
 
 
 def _binary(precision: int, least: int, largest: float) -> Limits:
     """Return a format of `precision` significant bits whose smallest normal number is 2^least."""
-    lowest = least - precision + 1
-    return Limits(largest, 2.0**least, 2.0**lowest, range(lowest, frexp(largest)[1]))
+    return Limits(largest, 2.0**least, 2.0 ** (least - precision + 1))
 
 
 _LIMITS = {

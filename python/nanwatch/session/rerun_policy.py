@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ..diagnosis import folder, postmortem
+from ..diagnosis.backward_rerun import read_graph
 from ..diagnosis.batch_snapshot import BatchSnapshot, call_under_way, num_processes
 from ..diagnosis.experiment import Conditions
-from ..diagnosis.loss_rerun import read_graph
 from ..diagnosis.loss_statements import BackwardCall
 from ..instrumentation.functions import Function, find_called
 from ..instrumentation.slot import ExclusiveRun

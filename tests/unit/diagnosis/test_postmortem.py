@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import NonFiniteError, Report, watch
-from nanwatch.session import rerun_policy
+from nanwatch.session import reports, rerun_policy
 
 
 class Log(nn.Module):
@@ -250,7 +250,8 @@ def test_after_many_failures_looks_get_rarer_and_say_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One warning; each report that is passed over says why; those at numbers that double are looked at."""
-    monkeypatch.setattr(rerun_policy, "MANY", 2)
+    for module in (reports, rerun_policy):
+        monkeypatch.setattr(module, "MANY", 2)
     model = Log()
     looked, told = [], []
     with watch(model, output_dir=tmp_path), warnings.catch_warnings(record=True) as caught:
