@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,11 @@ from .experiment import (
     with_leaves,
     without_hooks,
 )
-from .loss_statements import BackwardCall
 from .patching.rules import DERIVATIVE_POLES, POLES, operation_name
 from .provenance import SKIPPED_FILES
+
+if TYPE_CHECKING:
+    from .loss_statements import BackwardCall
 
 _LINE = re.compile(r'File "(.+)", line (\d+)')
 
