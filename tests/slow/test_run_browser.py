@@ -11,7 +11,8 @@ import pytest
 from nanwatch.trace.picture import draw
 from nanwatch.trace.trace_file import Trace
 from support import chromium
-from support.chromium import Browser, Tab
+from support.chromium import Browser
+from support.chromium import Tab
 from support.html_page import HOSTILE
 from support.written_traces import write_rows
 
@@ -95,6 +96,23 @@ def test_levels_marks_and_words(browser: Browser, tmp_path: Path) -> None:
     assert tab.ask("told.textContent") == "low · batch 20 · 5.0 bits · abs max 2.05e+3"
     assert tab.ask("words(0, 3)") == "gone · batch 30 · not finite · abs max inf"
     assert (tab.requests, complaints(tab)) == ([], [])
+
+
+def test_a_fall_below_the_low_bits_is_seen(browser: Browser, tmp_path: Path) -> None:
+    """From 8 bits to 2 every bit has another colour, and the batches below the map are round numbers."""
+    rows = [
+        {"batch": batch, "call": 0, "module": "a", "abs_max": 65504.0 * 2.0 ** -(8 - batch / 100)}
+        for batch in range(600)
+    ]
+    tab = show(browser, tmp_path, rows)
+    shown = tab.ask(f"[50, 150, 250, 350, 450, 550].map((column) => ({PIXEL})(0, column))")
+    assert len(set(shown)) == 6
+    written = tab.ask(
+        "(() => { const seen = []; const write = context.fillText; context.fillText = (text) => seen.push(text);"
+        " axis({ columns }, '#000'); context.fillText = write; return seen; })()"
+    )
+    assert len(written) >= 3
+    assert {int(one) % 50 for one in written} == {0}
 
 
 def test_one_failure_among_many_cells_is_seen_and_zoomed_at(browser: Browser, tmp_path: Path) -> None:

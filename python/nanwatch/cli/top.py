@@ -15,7 +15,7 @@ from ..trace.picture import Picture, Row, draw, trend_words
 from ..trace.trace_file import Trace, batch_words
 from ..util.imports import needed
 from ..util.reading import plain
-from ..util.visible import module_name, spell, visible
+from ..util.visible import spell, visible
 from .commands import command_parser, failed
 
 _LATEST = 200  # batches; in a trace of 1,000,000 rows and 5,000 batches they take 0.1 s
@@ -123,7 +123,7 @@ def _document(picture: Picture, rows: list[Row]) -> dict[str, Any]:
 def _cells(row: Row) -> list[str]:
     return [
         bits_words(row.bits), trend_words(row.trend), str(row.batch), f"{row.abs_max:.2e}",
-        str(row.num_failed or ""), module_name(row.module),
+        str(row.num_failed or ""), row.place,
     ]  # fmt: skip
 
 

@@ -32,7 +32,7 @@ _ABSENT, _GONE, _ZERO = -32768, -32767, 32767
 
 
 class Row(NamedTuple):
-    """One module: its least headroom in bits, the batch that had it, and where its headroom is heading.
+    """One module: its least headroom in bits, the batch and the tensor that had it, and where its headroom is heading.
 
     `trend` is in bits per 100 batches, nan for a module with few points. `num_failed` counts columns.
     """
@@ -43,6 +43,13 @@ class Row(NamedTuple):
     abs_max: float
     trend: float
     num_failed: int
+    label: str
+
+    @property
+    def place(self) -> str:
+        """The module, with the tensor where that is not its output: "decoder.wo weight"."""
+        name = module_name(self.module)
+        return name if self.label in ("", "output") else f"{name} {self.label}"
 
 
 @dataclass(frozen=True)
@@ -50,9 +57,10 @@ class Picture:
     """Headroom of modules, in the order of their first calls, over neighbouring batches, a column for some of them.
 
     `bits` has the least headroom of each cell as `headroom_bits` counts it: -inf where a value was non-finite, nan
-    where the module has no number. `abs_max` is the largest magnitude of the cell. `first` and `last` are the batches
-    at the ends of each column. `skipped` marks the columns in which the optimizer skipped a step. `failure` is the
-    first batch with a non-finite value and the first module in it, None without one.
+    where the module has no number. `labels` are the tensors with the least headroom of each module. `abs_max` is the
+    largest magnitude of the cell. `first` and `last` are the batches at the ends of each column. `skipped` marks the
+    columns in which the optimizer skipped a step. `failure` is the first batch with a non-finite value and the first
+    module in it, None without one.
     """
 
     modules: tuple[str, ...]
@@ -67,6 +75,7 @@ class Picture:
     path: Path
     rank: int
     lost_frames: int
+    labels: tuple[str, ...]
 
     @property
     def failed(self) -> Array:
@@ -86,7 +95,7 @@ class Picture:
         made = [
             Row(
                 self.modules[i], float(worst[i]), int(self.first[place[i]]), float(self.abs_max[i, place[i]]),
-                float(trend[i]), int(failed[i]),
+                float(trend[i]), int(failed[i]), self.labels[i],
             )
             for i in np.flatnonzero(known.any(axis=1))[np.argsort(worst[known.any(axis=1)], kind="stable")]
         ]  # fmt: skip
@@ -142,7 +151,8 @@ class Picture:
     def _headline(self) -> str:
         if self.failure is not None:
             batch, module = self.failure
-            return f"First non-finite in batch {batch}, at {module_name(module)}"
+            label = self.labels[self.modules.index(module)]
+            return f"First non-finite in batch {batch}, in {label} of {module_name(module)}"
         if not self.rows:
             return "No headroom was read in this trace"
         least = self.rows[0]
@@ -177,7 +187,7 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
 
     An input counts only where it is non-finite, as in `by_module`.
     """
-    names = ("batch", "module", "role", "dtype", "abs_max", "isfinite", "note")
+    names = ("batch", "module", "label", "role", "dtype", "abs_max", "isfinite", "note")
     table = trace.table(names, batches)
     trace.tell("drawing the page")
     batch = table["batch"].to_numpy()
@@ -207,6 +217,11 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
     np.minimum.at(least.reshape(-1), cell, bits[counts])
     largest = np.full(shape, np.nan)
     np.fmax.at(largest.reshape(-1), cell, abs_max[counts])
+    # Backwards, as the last of the values assigned to one place stays: the first of equal ones.
+    of_module = row[module.codes]
+    hits = np.flatnonzero(counts & (bits == least.min(axis=1)[of_module]))[::-1]
+    labels = np.full(shape[0], "", object)
+    labels[of_module[hits]] = _each(strings(table["label"]), str, "")[hits]
     seen = np.zeros(shape, bool)
     seen.reshape(-1)[cell] = True
     skipped = np.zeros(len(first), bool)
@@ -229,6 +244,7 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
         trace.path,
         trace.rank,
         trace.lost_frames,
+        tuple(labels.tolist()),
     )
 
 
@@ -243,7 +259,7 @@ def _by_first_call(module: Strings) -> tuple[Array, Array]:
     return order, place
 
 
-def _each(column: Strings, value: Any, absent: float | bool) -> Array:
+def _each(column: Strings, value: Any, absent: float | bool | str) -> Array:
     """Return `value` of each row's string, which is asked once for each string; `absent` for none."""
     found: Array = np.array([*map(value, column.values), absent])[column.codes]
     return found

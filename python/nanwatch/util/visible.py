@@ -16,9 +16,11 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 def visible(text: str) -> str:
@@ -75,29 +77,25 @@ def warn_user(message: str, *, may_raise: bool = True) -> None:
     """
     message = visible(message)
     frame = _users_frame()
+    # None when the script of `nanwatch run` has ended.
+    file, line = ("nanwatch", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    held: dict[str, Any] = {} if frame is None else frame.f_globals
+    name, registry = held.get("__name__", "<unknown>"), held.setdefault("__warningregistry__", {})
     try:
-        warnings.warn_explicit(
-            message,
-            RuntimeWarning,
-            frame.f_code.co_filename,
-            frame.f_lineno,
-            frame.f_globals.get("__name__", "<unknown>"),
-            frame.f_globals.setdefault("__warningregistry__", {}),
-        )
+        warnings.warn_explicit(message, RuntimeWarning, file, line, name, registry)
     except RuntimeWarning:
         if may_raise:
             raise
         sys.stderr.write(f"{message}\n")
 
 
-def _users_frame() -> FrameType:
+def _users_frame() -> FrameType | None:
     """Return the innermost frame outside nanwatch and torch; in a thread without one, the main thread's."""
-    here = sys._getframe(1)
-    found = _outside(here)
+    found = _outside(sys._getframe(1))
     main = threading.main_thread().ident
     if found is None and main is not None and main != threading.get_ident():
         found = _outside(sys._current_frames().get(main))
-    return found or here
+    return found
 
 
 def _outside(frame: FrameType | None) -> FrameType | None:

@@ -33,14 +33,17 @@ function rgb(name) {
 
 function shade(value) {
   if (shades.has(value)) return shades.get(value);
-  let [from, share] = ["fine", 1];
+  let [from, share, behind] = ["fine", 1, "card"];
   if (value === data.gone) from = "gone";
   else if (value === data.zero) [from, share] = ["none", 0.4];
   else if (value < 10 * data.near) from = "near";
-  else if (value < 10 * data.low) from = "low";
-  else share = 1 - (1 - PALEST) * Math.min(1, (value / 10 - data.low) / (data.widest - data.low));
-  const card = rgb("card");
-  const [r, g, b] = rgb(from).map((part, i) => Math.round(card[i] + (part - card[i]) * share));
+  else if (value < 10 * data.low) {
+    // Paler above the middle, redder below it, so that a fall is seen.
+    const height = (2 * (value / 10 - data.near)) / (data.low - data.near) - 1;
+    [from, share, behind] = ["low", 1 - 0.6 * Math.abs(height), height < 0 ? "near" : "card"];
+  } else share = 1 - (1 - PALEST) * Math.min(1, (value / 10 - data.low) / (data.widest - data.low));
+  const ground = rgb(behind);
+  const [r, g, b] = rgb(from).map((part, i) => Math.round(ground[i] + (part - ground[i]) * share));
   const made = ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
   shades.set(value, made);
   return made;
@@ -136,8 +139,10 @@ function axis(seen, quiet) {
   context.fillStyle = quiet;
   context.textAlign = "left";
   const room = Math.max(1, Math.floor(plot.width / 90));
-  const step = Math.max(1, Math.ceil(seen.columns / room));
-  for (let column = view.column; column < view.toColumn; column += step) {
+  const least = Math.max(1, Math.ceil(seen.columns / room));
+  const power = 10 ** Math.floor(Math.log10(least));
+  const step = power * [1, 2, 5, 10].find((round) => round * power >= least);
+  for (let column = Math.ceil(view.column / step) * step; column < view.toColumn; column += step) {
     const x = plot.left + ((column - view.column) / seen.columns) * plot.width;
     context.fillRect(x, MARKS + plot.height, 1, 4);
     context.fillText(String(data.first[column]), x + 3, MARKS + plot.height + 12);
