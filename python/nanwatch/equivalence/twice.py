@@ -245,9 +245,12 @@ def _try(
             continue
         if found is None:
             done.append(Tried(change, "equal"))
-            causes = " and ".join(trials[name].cause for name in using)
+            causes = "; ".join(trials[name].cause for name in using)
             calls = ", ".join(list(dict.fromkeys(first.notes))[:3])
-            return done, f"A trial shows {causes}" + (f": {calls}" if calls else "")
+            many = f"{len(using)} causes: " if len(using) > 1 else ""
+            return done, f"A trial shows {many}{causes}" + (
+                f" ({calls})" if calls and many else f": {calls}" if calls else ""
+            )
         done.append(Tried(change, "differ", found.where))
         if found.equal_before > place:
             place, kept = found.equal_before, using
