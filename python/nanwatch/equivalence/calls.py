@@ -88,12 +88,16 @@ def innermost(calls: list[Call], start: int, end: int) -> Call:
 
 
 def alone(calls: list[Call], pairs: list[Pair], start: int, end: int) -> str:
-    """Name the modules with weights that one side calls between two times, and the other does not."""
+    """Name the modules with parameters that one side calls between two times and that match none of the other's."""
     known = {id(one) for pair in pairs for one in (*pair.a, *pair.b)}
     between = [one for one in calls if start < one.start and one.end < end and one.is_leaf]
-    found = [one for one in between if id(one) not in known and weight_of(one.module) is not None]
+    found = [one for one in between if id(one) not in known and _has_parameters(one.module)]
     rest = f" and {len(found) - 2} more" if len(found) > 2 else ""
     return ", ".join(module_name(one.path) for one in found[:2]) + rest
+
+
+def _has_parameters(module: nn.Module | None) -> bool:
+    return module is not None and any(True for _ in module.parameters())
 
 
 def part_of_difference(parts: Sequence[Call], a: Tensor, b: Tensor, limit: float) -> list[str]:

@@ -183,10 +183,14 @@ class _Comparer:
                 where = f"in its own code, between {_spell(last)}, which agrees, and {_spell(event)}, which does not"
                 times = [sorted((last[1].time(last[0], i), pair.time(kind, i))) for i in (0, 1)]
                 found = [innermost(side.calls, *when) for side, when in zip(self._sides, times, strict=True)]
-                for side, when, name in zip(self._sides, times, "AB", strict=True):
-                    names = alone(side.calls, pairs, *when)
-                    if names and not any(one.is_leaf for one in found):  # of a leaf nothing inside shows
-                        where += f". Only {name} calls {names} there"
+                names = [
+                    alone(side.calls, pairs, *when) for side, when in zip(self._sides, times, strict=True)
+                ]
+                if not any(one.is_leaf for one in found):  # of a leaf nothing inside shows
+                    if all(names):
+                        where += f". There A calls {names[0]} and B {names[1]}, which were not matched: compare them"
+                    elif any(names):
+                        where += f". Only {'A' if names[0] else 'B'} calls {names[0] or names[1]} there"
                 pair = Pair((found[0],), (found[1],))
             first = self._error(pair)
             seen = self._seen[event]

@@ -235,7 +235,7 @@ def _by_token(rows: Tensor, shape: Sequence[int], floor: float) -> list[str]:
         return [
             f"tokens from {first} on only: a mask or positions"
             if first > 1
-            else "all tokens but the first: a mask or positions"
+            else "all tokens but the first: a mask, positions, or the scale of the attention"
         ]
     if not is_off[-1] and any(is_off):
         return [f"tokens up to {count - 1 - is_off[::-1].index(True)} only"]
