@@ -8,22 +8,37 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.compiler import is_compiling
 
-from ..instrumentation.slot import TemporaryWrapper, attached
-from ..recording.walk import Leaf, call_leaves, leaves
+from ..instrumentation.slot import TemporaryWrapper
+from ..instrumentation.slot import attached
+from ..recording.walk import Leaf
+from ..recording.walk import call_leaves
+from ..recording.walk import leaves
 from ..util.modules import each_module
-from ..util.visible import module_name, without_wrappers
-from .differences import Kept, Store, Tokens, relative_errors, side_by_side, sketches, total, weight_of
+from ..util.visible import module_name
+from ..util.visible import without_wrappers
+from .differences import Kept
+from .differences import Store
+from .differences import Tokens
+from .differences import relative_errors
+from .differences import side_by_side
+from .differences import sketches
+from .differences import total
+from .differences import weight_of
 
 _PROJECTIONS = 8
 # Weights in bfloat16 are within 0.4 % of those in float32.
@@ -89,12 +104,16 @@ def innermost(calls: list[Call], start: int, end: int) -> Call:
 
 
 def alone(calls: list[Call], pairs: list[Pair], start: int, end: int) -> str:
-    """Name the modules with weights that one side calls between two times, and the other does not."""
+    """Name the modules with parameters that one side calls between two times and that match none of the other's."""
     known = {id(one) for pair in pairs for one in (*pair.a, *pair.b)}
     between = [one for one in calls if start < one.start and one.end < end and one.is_leaf]
-    found = [one for one in between if id(one) not in known and weight_of(one.module) is not None]
+    found = [one for one in between if id(one) not in known and _has_parameters(one.module)]
     rest = f" and {len(found) - 2} more" if len(found) > 2 else ""
     return ", ".join(module_name(one.path) for one in found[:2]) + rest
+
+
+def _has_parameters(module: nn.Module | None) -> bool:
+    return module is not None and any(True for _ in module.parameters())
 
 
 def part_of_difference(parts: Sequence[Call], a: Tensor, b: Tensor, limit: float) -> list[str]:

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import ABC
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..numerics.readable import dtype_name
 from ..util.modules import each_parameter
 from ..util.visible import spell
-from .calls import Call, Matcher, Pair, alone, innermost, is_sum, part_of_difference, recorded, value
-from .differences import (
-    Errors,
-    Tokens,
-    by_token,
-    module_differences,
-    relative_errors,
-    shape_of_difference,
-)
-from .results import Comparison, ModuleError
+from .calls import Call
+from .calls import Matcher
+from .calls import Pair
+from .calls import alone
+from .calls import innermost
+from .calls import is_sum
+from .calls import part_of_difference
+from .calls import recorded
+from .calls import value
+from .differences import Errors
+from .differences import Tokens
+from .differences import by_token
+from .differences import module_differences
+from .differences import relative_errors
+from .differences import shape_of_difference
+from .results import Comparison
+from .results import ModuleError
 from .state import State
 
 Caller = Callable[[nn.Module, Any], Any]
@@ -193,10 +204,14 @@ class Comparer(ABC):
                 where = f"in its own code, between {_spell(last)}, which agrees, and {_spell(event)}, which does not"
                 times = [sorted((last[1].time(last[0], i), pair.time(kind, i))) for i in (0, 1)]
                 found = [innermost(side.calls, *when) for side, when in zip(self._sides, times, strict=True)]
-                for side, when, name in zip(self._sides, times, "AB", strict=True):
-                    names = alone(side.calls, pairs, *when)
-                    if names and not any(one.is_leaf for one in found):  # of a leaf nothing inside shows
-                        where += f". Only {name} calls {names} there"
+                names = [
+                    alone(side.calls, pairs, *when) for side, when in zip(self._sides, times, strict=True)
+                ]
+                if not any(one.is_leaf for one in found):  # of a leaf nothing inside shows
+                    if all(names):
+                        where += f". There A calls {names[0]} and B {names[1]}, which were not matched: compare them"
+                    elif any(names):
+                        where += f". Only {'A' if names[0] else 'B'} calls {names[0] or names[1]} there"
                 pair = Pair((found[0],), (found[1],))
             first = self._error(pair)
             seen = self._seen[event]

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
-from ..numerics._fingerprint import WIDTH, sketch
+from ..numerics._fingerprint import WIDTH
+from ..numerics._fingerprint import sketch
 from ..util.modules import WeakIdentityDict
 
 # Rows with less than this share of the mean norm are compared by that share: padding may be all but zero.
@@ -233,7 +236,7 @@ def _by_token(rows: Tensor, shape: Sequence[int], floor: float) -> list[str]:
         return [
             f"tokens from {first} on only: a mask or positions"
             if first > 1
-            else "all tokens but the first: a mask or positions"
+            else "all tokens but the first: a mask, positions, or the scale of the attention"
         ]
     if not is_off[-1] and any(is_off):
         return [f"tokens up to {count - 1 - is_off[::-1].index(True)} only"]

@@ -9,13 +9,17 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import ExitStack
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
@@ -338,9 +342,11 @@ class Leftovers:
 
     def changed(self) -> list[str]:
         """Return the names of what is not as it was, and of the caches of functools that hold something."""
-        found = [name for name, (get, digest) in self._watched.items() if _digest(get()) != digest]
+        now = {name: get() for name, (get, digest) in self._watched.items() if _digest(get()) != digest}
+        # A container with two names is one. Numbers are one object by chance.
+        keys = {id(x) if isinstance(x, list | dict | set) else n: n for n, x in reversed(now.items())}
         filled = (one for one in _caches() if one.cache_info().currsize)
-        return found + [f"the cache of {one.__qualname__}" for one in filled]
+        return [*keys.values()][::-1] + [f"the cache of {one.__qualname__}" for one in filled]
 
     def restore(self) -> None:
         """Put everything back."""

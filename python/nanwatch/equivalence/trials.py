@@ -149,11 +149,15 @@ def _ordered_loaders(note: Note) -> Iterator[None]:
 
 
 def note_call(name: str, note: Note) -> None:
-    """Note that the program has called a function, and where, unless one of its libraries has."""
+    """Note that the program has called a function, and where, unless one of its libraries or an import has."""
     frame = program_frame(None)
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY) and frame.f_back is not None:
         frame = frame.f_back
-    if frame is not None and "site-packages" not in frame.f_code.co_filename:
+    if (
+        frame is not None
+        and not frame.f_code.co_filename.startswith("<frozen importlib")
+        and ("site-packages" not in frame.f_code.co_filename)
+    ):
         note(f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}")
 
 
@@ -196,7 +200,7 @@ def _replaced(functions: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]
 TRIALS = {
     "seeds": Trial(
         "torch.manual_seed(0), random.seed(0), numpy.random.seed(0) at the start",
-        "the program draws from the global random number generators and does not seed them",
+        "the global random number generators, which the program does not seed",
         _seeded,
         for_scripts=True,
     ),
@@ -213,7 +217,7 @@ TRIALS = {
         for_scripts=True,
     ),
     "clock": Trial(
-        "the clocks of the module time held still",
+        "the clocks of the module time moved on by 1 ms a call",
         "a time that the program reads",
         _stopped_clock,
     ),

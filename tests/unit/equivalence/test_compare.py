@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
@@ -300,3 +301,25 @@ def test_the_result_as_json_and_text() -> None:
 def test_bad_use_is_explained(arguments: tuple[object, ...], options: dict[str, object], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         nanwatch.compare(*arguments, **options)
+
+
+class Gained(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.full((6,), factor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.g
+
+
+class Gain(Gained):
+    pass
+
+
+def test_modules_that_stand_for_each_other_and_do_not_match_are_both_named() -> None:
+    """Their outputs are far apart and they have no `weight`, so nothing says that they are the same."""
+    one = nn.Sequential(OrderedDict(norm=Gained(1.0), head=nn.Linear(6, 6)))
+    other = nn.Sequential(OrderedDict(n1=Gain(-3.0), out=nn.Linear(6, 6)))
+    other[1].load_state_dict(one[1].state_dict())
+    found = nanwatch.compare(one, other, torch.randn(4, 6))
+    assert found.where.endswith("There A calls norm and B n1, which were not matched: compare them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import nanwatch
+from nanwatch.equivalence.trials import note_call
 from support.not_repeatable import SOURCES, Source
 
 
@@ -229,6 +231,37 @@ def test_objects_that_a_step_keeps_are_as_before() -> None:
     assert model[1].memory is memory
     assert not memory.any()
     assert not hasattr(model, "extra")
+
+
+def test_a_list_that_the_step_keeps_is_named_once() -> None:
+    """It is found as an attribute of the model that the step names, and as one of the module itself."""
+
+    class History(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hist: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hist.append(x.detach())
+            return x - torch.stack(self.hist).sum(0)
+
+    model = nn.Sequential(nn.Linear(2, 2), History())
+    found = nanwatch.twice(lambda: model(torch.ones(1, 2)))
+    assert found.difference is not None
+    assert found.difference.cause.endswith("keeps from run to run: model.1.hist")
+
+
+def test_an_import_is_no_call_of_the_program() -> None:
+    """A module of Python's that asks for random bytes while it is imported is not named; the program's call is."""
+    notes: list[str] = []
+    library = compile("note_call('os.urandom()', note)", os.__file__, "exec")
+    imported = compile("exec(library)", "<frozen importlib._bootstrap>", "exec")
+    space = {"note_call": note_call, "note": notes.append, "library": library}
+    exec(imported, space)
+    assert notes == []
+    exec(library, space)
+    assert len(notes) == 1
+    assert notes[0].startswith(f"os.urandom() at {__file__}:")
 
 
 def test_an_error_of_the_step_is_the_callers() -> None:
