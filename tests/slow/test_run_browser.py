@@ -11,8 +11,7 @@ import pytest
 from nanwatch.trace.picture import draw
 from nanwatch.trace.trace_file import Trace
 from support import chromium
-from support.chromium import Browser
-from support.chromium import Tab
+from support.chromium import Browser, Tab
 from support.html_page import HOSTILE
 from support.written_traces import write_rows
 

@@ -8,37 +8,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter
-from collections import defaultdict
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ..instrumentation.slot import TemporaryWrapper
-from ..instrumentation.slot import attached
-from ..recording.walk import Leaf
-from ..recording.walk import call_leaves
-from ..recording.walk import leaves
+from ..instrumentation.slot import TemporaryWrapper, attached
+from ..recording.walk import Leaf, call_leaves, leaves
 from ..util.modules import each_module
-from ..util.visible import module_name
-from ..util.visible import without_wrappers
-from .differences import Kept
-from .differences import Store
-from .differences import Tokens
-from .differences import relative_errors
-from .differences import side_by_side
-from .differences import sketches
-from .differences import total
-from .differences import weight_of
+from ..util.visible import module_name, without_wrappers
+from .differences import Kept, Store, Tokens, relative_errors, side_by_side, sketches, total, weight_of
 
 _PROJECTIONS = 8
 # Weights in bfloat16 are within 0.4 % of those in float32.

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..numerics.readable import dtype_name
 from ..util.modules import each_parameter
 from ..util.visible import spell
-from .calls import Call
-from .calls import Matcher
-from .calls import Pair
-from .calls import alone
-from .calls import innermost
-from .calls import is_sum
-from .calls import part_of_difference
-from .calls import recorded
-from .calls import value
-from .differences import Errors
-from .differences import Tokens
-from .differences import by_token
-from .differences import module_differences
-from .differences import relative_errors
-from .differences import shape_of_difference
-from .results import Comparison
-from .results import ModuleError
+from .calls import Call, Matcher, Pair, alone, innermost, is_sum, part_of_difference, recorded, value
+from .differences import Errors, Tokens, by_token, module_differences, relative_errors, shape_of_difference
+from .results import Comparison, ModuleError
 from .state import State
 
 Caller = Callable[[nn.Module, Any], Any]

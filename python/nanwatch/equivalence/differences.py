@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from ..numerics._fingerprint import WIDTH
-from ..numerics._fingerprint import sketch
+from ..numerics._fingerprint import WIDTH, sketch
 from ..util.modules import WeakIdentityDict
 
 # Rows with less than this share of the mean norm are compared by that share: padding may be all but zero.
