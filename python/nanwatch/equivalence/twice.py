@@ -248,9 +248,8 @@ def _try(
             causes = "; ".join(trials[name].cause for name in using)
             calls = ", ".join(list(dict.fromkeys(first.notes))[:3])
             many = f"{len(using)} causes: " if len(using) > 1 else ""
-            return done, f"A trial shows {many}{causes}" + (
-                f" ({calls})" if calls and many else f": {calls}" if calls else ""
-            )
+            end = (f" ({calls})" if many else f": {calls}") if calls else ""
+            return done, f"A trial shows {many}{causes}{end}"
         done.append(Tried(change, "differ", found.where))
         if found.equal_before > place:
             place, kept = found.equal_before, using
