@@ -264,15 +264,21 @@ def explain(found: OperationDifference) -> tuple[str, list[str]]:
     one = found.a
     operand = found.operand
     calls, trials = _suspects(one.source)
+    ahead = ["loader"] if one.in_loader else []
     if found.how == "results" and one.is_random:
-        ahead = ["seeds", *trials, "kept", "loader", "entropy", "clock"]
-        return _of_random(one.has_generator, one.in_loader), ahead
+        return _of_random(one.has_generator, one.in_loader), [
+            "seeds",
+            *trials,
+            "kept",
+            *ahead,
+            "entropy",
+            "clock",
+        ]
     if found.how == "results":
         return _of_results(one.name, calls), ["deterministic", "threads", *trials]
     if found.how == "operands" and operand.origin == UNWRITTEN:
         cause = f"it reads memory that was allocated at {operand.allocated} and that no operation wrote"
         return cause, ["deterministic"]
-    ahead = ["loader"] if one.in_loader else []
     everything = [*ahead, *trials, "kept", "entropy", "clock", "hash", "seeds"]
     if found.how == "path":
         other = "nothing" if found.b is None else f"{found.b.name} at {found.b.source}"

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ..instrumentation.slot import wrappers
 from ..util.modules import each_module
-from ..util.progress import Tell, silent
-from ..util.visible import module_name, spell
-from .operations import OperationDifference, first_operation
-from .recording import Recorder, Recording, first_difference
-from .results import FirstDifference, Repetition, Tried
-from .state import Leftovers, Reach, State
-from .trials import TRIALS, Trial, explain
+from ..util.progress import Tell
+from ..util.progress import silent
+from ..util.visible import module_name
+from ..util.visible import spell
+from .operations import OperationDifference
+from .operations import first_operation
+from .recording import Recorder
+from .recording import Recording
+from .recording import first_difference
+from .results import FirstDifference
+from .results import Repetition
+from .results import Tried
+from .state import Leftovers
+from .state import Reach
+from .state import State
+from .trials import TRIALS
+from .trials import Trial
+from .trials import explain
 
 # Runs beside the first two that have to be equal too before a change is said to make the runs equal.
 _CONFIRMING = 2
@@ -244,9 +258,8 @@ def _try(
             causes = "; ".join(trials[name].cause for name in using)
             calls = ", ".join(list(dict.fromkeys(first.notes))[:3])
             many = f"{len(using)} causes: " if len(using) > 1 else ""
-            return done, f"A trial shows {many}{causes}" + (
-                f" ({calls})" if calls and many else f": {calls}" if calls else ""
-            )
+            end = (f" ({calls})" if many else f": {calls}") if calls else ""
+            return done, f"A trial shows {many}{causes}{end}"
         done.append(Tried(change, "differ", found.where))
         if found.equal_before > place:
             place, kept = found.equal_before, using

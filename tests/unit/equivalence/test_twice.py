@@ -7,6 +7,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import nanwatch
-from nanwatch.equivalence.trials import note_call
+from nanwatch.equivalence.trials import explain, note_call
 from support.not_repeatable import SOURCES, Source
 
 
@@ -249,6 +250,14 @@ def test_a_list_that_the_step_keeps_is_named_once() -> None:
     found = nanwatch.twice(lambda: model(torch.ones(1, 2)))
     assert found.difference is not None
     assert found.difference.cause.endswith("keeps from run to run: model.1.hist")
+
+
+@pytest.mark.parametrize("in_loader", [True, False])
+def test_a_loader_is_tried_early_only_where_one_draws(in_loader: bool) -> None:
+    """A program without one would take runs for nothing before the trials that may help it."""
+    one = SimpleNamespace(source="", is_random=True, has_generator=False, in_loader=in_loader)
+    found: Any = SimpleNamespace(a=one, operand=None, how="results")
+    assert ("loader" in explain(found)[1]) == in_loader
 
 
 def test_an_import_is_no_call_of_the_program() -> None:
