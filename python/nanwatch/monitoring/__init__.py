@@ -1,4 +1,4 @@
-"""Facts that take many batches: forecasts of overflows, suspect weights, and the log in TensorBoard, W&B or a function.
+"""Facts that take many batches: forecasts, spikes of the loss, suspect weights, and the log in a tracker.
 
 What happens at a failure is in `session` and `diagnosis`.
 """
