@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ..instrumentation.slot import wrappers
 from ..util.modules import each_module
-from ..util.progress import Tell
-from ..util.progress import silent
-from ..util.visible import module_name
-from ..util.visible import spell
-from .operations import OperationDifference
-from .operations import first_operation
-from .recording import Recorder
-from .recording import Recording
-from .recording import first_difference
-from .results import FirstDifference
-from .results import Repetition
-from .results import Tried
-from .state import Leftovers
-from .state import Reach
-from .state import State
-from .trials import TRIALS
-from .trials import Trial
-from .trials import explain
+from ..util.progress import Tell, silent
+from ..util.visible import module_name, spell
+from .operations import OperationDifference, first_operation
+from .recording import Recorder, Recording, first_difference
+from .results import FirstDifference, Repetition, Tried
+from .state import Leftovers, Reach, State
+from .trials import TRIALS, Trial, explain
 
 # Runs beside the first two that have to be equal too before a change is said to make the runs equal.
 _CONFIRMING = 2

@@ -53,6 +53,7 @@ class Watch:
         >>> watch.batch, [frame.name for frame in watch.frames]
         (0, ['0', '1', ''])
         >>> watch.look()  # with check="async": wait for the rest
+        >>> watch.note_loss(output.sum())  # for `spikes=True`
         >>> watch.report().finding is None
         True
         >>> watch.stop()
