@@ -178,6 +178,34 @@ def test_an_exception_hook_of_the_script_is_called(tmp_path):
     assert "inf first seen in `output` of 0 (Linear)" in done.stderr
 
 
+@pytest.fixture(autouse=True)
+def _plain_hook(monkeypatch):
+    """Without the hooks that process groups of other tests have left in this process."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+
+@pytest.mark.parametrize("hook", ["", "sys.excepthook = lambda *_: None\n"])
+def test_in_a_process_group_the_report_is_shown_once(tmp_path, capsys, hook):
+    """torch.distributed's hook puts the rank before each line of what the one below it prints, if that does."""
+    groups = "import torch.distributed as dist\nfor _ in range(2):\n"
+    groups += "    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+    groups += "    dist.destroy_process_group()\n"
+    assert in_process(tmp_path, f"import sys\n{hook}{groups}net[0].weight.data.fill_(3e38)\nnet(x)\n") == 3
+    err = capsys.readouterr().err
+    assert err.count("By:") == 1
+    assert err.startswith("[rank0]: ") == (not hook)
+
+
+def test_a_warning_without_a_line_of_the_users_names_no_file_of_nanwatchs(tmp_path):
+    """The sum of `nanwatch run` comes when the script has ended."""
+    arguments = ["run", "--on-nonfinite", "warn", script(tmp_path, "net(x * torch.nan)\n")]
+    done = python("-W", "default", "-m", "nanwatch", *arguments, cwd=tmp_path)
+    warned = [line.partition(": RuntimeWarning: ") for line in done.stderr.splitlines() if "Warning" in line]
+    places = [(Path(place).name, text.split()[0]) for place, _, text in warned]
+    assert [place.partition(":")[0] for place, _ in places] == ["script.py", "nanwatch"]
+    assert [word for _, word in places] == ["nan", "of"]
+
+
 def in_process(tmp_path, body, *options):
     """The exit status of a script that is run in this process."""
     return command.main(["run", *options, str(tmp_path / script(tmp_path, body))])

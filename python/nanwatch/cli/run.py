@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import os
 import sys
 import threading
@@ -349,9 +350,17 @@ def _show(error: Exception) -> None:
         traceback.print_exc()
     finally:
         found = _nonfinite_in(error)
-        if found is not None and sys.excepthook is not sys.__excepthook__:
+        if found is not None and _user_hook() is not sys.__excepthook__:
             # The script's own hook may have shown it in another way, or not at all.
             print(found.report.to_text(), file=sys.stderr, flush=True)
+
+
+def _user_hook() -> Any:
+    """Return the hook below those of torch.distributed, which put the rank before each line."""
+    hook: Any = sys.excepthook
+    while getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
+        hook = inspect.getclosurevars(hook).nonlocals.get("old_hook")
+    return hook
 
 
 def _of_this_rank(path: str) -> Path:

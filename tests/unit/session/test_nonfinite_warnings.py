@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -209,19 +207,6 @@ def test_a_thread_of_nanwatchs_own_warns_where_the_main_thread_is() -> None:
     # In `join`, or a moment before it: in threading.py there is no line of the user's.
     assert caught[0].filename == __file__
     assert first - 2 <= caught[0].lineno <= first
-
-
-def test_a_warning_without_a_line_of_the_users_names_no_file_of_nanwatchs(tmp_path: Path) -> None:
-    """The sum of `nanwatch run` comes when the script has ended."""
-    script = tmp_path / "script.py"
-    script.write_text("import torch\nmodel = torch.nn.Linear(1, 1)\nmodel(torch.tensor([torch.nan]))\n")
-    arguments = [sys.executable, "-m", "nanwatch", "run", "--on-nonfinite", "warn", str(script)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    warned = [line.partition(": RuntimeWarning: ") for line in done.stderr.splitlines() if "Warning" in line]
-    assert [(place, text.split()[0]) for place, _, text in warned] == [
-        (f"{script}:3", "nan"),
-        ("nanwatch:0", "of"),
-    ]
 
 
 def test_a_warning_that_is_an_error_replaces_no_error(capsys: pytest.CaptureFixture[str]) -> None:
