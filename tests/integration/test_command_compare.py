@@ -56,7 +56,7 @@ def test_the_text_names_the_module(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_page_has_the_errors_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of all modules, with the first one's place, and its name in the heading."""
+    """The page has all modules, the place of the first one, and its name in the heading."""
     pytest.importorskip("plotly")
     pytest.importorskip("jinja2")
     models = ["compared:one", "compared:other", "compared:batch"]

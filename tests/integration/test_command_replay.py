@@ -83,7 +83,7 @@ def test_command_verdicts_and_exit_status(place, capsys):
 
 
 def test_the_folder_of_a_failure_holds_its_capsule(place, capsys):
-    """As `output_dir` has it: the capsule is the folder inside."""
+    """The folder of a failure in `output_dir` is accepted: the capsule is the folder inside."""
     (place / "batch-7").mkdir()
     (place / "bad").rename(place / "batch-7" / "capsule")
     status, out, _ = run(capsys, "batch-7", "--model", "zoo:make")

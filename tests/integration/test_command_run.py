@@ -455,7 +455,7 @@ named(x)
     ],
 )
 def test_beside_the_drop_in_all_values_are_watched(tmp_path, capsys, bad, place, shown):
-    """What transformers' class reads has its text on stdout; what it passes over, as a dict, is found all the same."""
+    """Values that transformers' class reads have its text on stdout; others, as in a dict, are found all the same."""
     assert in_process(tmp_path, DROP_IN + bad) == 3
     out, err = capsys.readouterr()
     assert f"first seen in {place}" in err

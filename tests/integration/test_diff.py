@@ -323,7 +323,7 @@ def test_what_grew_is_sorted_and_leaves_out_inputs_zeros_and_nan(tmp_path: Path)
 
 
 def test_records_that_grew_alike_are_one_line(tmp_path: Path) -> None:
-    """What passes a growth on, as a dropout, is counted; another factor or batch has a line of its own, in order."""
+    """Outputs that pass a growth on, as a dropout's, are counted; another factor or batch has a line, in order."""
 
     def frames(growth: float) -> list[FrameRows]:
         factors = {"c_proj": 73.97, "dropout": 73.97, "mlp": 73.97, "block": 74.13}

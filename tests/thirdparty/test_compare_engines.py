@@ -43,7 +43,7 @@ def same(name: str) -> nn.Module:
     return copy.deepcopy(reference(name))
 
 
-# Of the input of o_proj a trace has the range alone, which a permutation of heads leaves as it is. The input of a block
+# A trace has the range alone of the input of o_proj, which a permutation of heads leaves as it is. The input of a block
 # that takes hidden and residual apart is not known.
 LESS_IN_A_TRACE = {"key groups": "model.layers.1.self_attn.o_proj", "norm order": "model"}
 IN_A_TRACE = [one for one in PLANTED if one.engine not in ("litgpt", "timm")]
@@ -71,7 +71,7 @@ def test_the_module_of_a_planted_fault_is_named_from_traces(planted: Planted, tm
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_nothing_is_named_in_traces_of_equal_models(name: str, tmp_path: Path) -> None:
-    """Of two implementations, of precisions, and of both."""
+    """Pairs of two implementations, of two precisions, and of both."""
     pytest.importorskip("pyarrow")
     x = inputs_of(name)
     made = {

@@ -211,7 +211,7 @@ def _examined(
         grad=True,
         forwards=Forwards(),
     )
-    # Of a call of this module, that returns the loss.
+    # The finding of a call of this module, that returns the loss.
     own = replace(
         finding, module="", label="output", origin="produced", source_module=None, operation=None, source=None
     )

@@ -152,7 +152,7 @@ Runs = dict[tuple[str, int], Call]
 
 
 class Side(Protocol):
-    """What one side of a comparison has called, in the order of the starts, and in which dtype."""
+    """Calls of one side of a comparison, in the order of their starts, and its dtype."""
 
     calls: list[Call]
     dtype: torch.dtype

@@ -42,7 +42,7 @@ _TREE_OPEN = 60  # a tree with more nodes than fit a screen or two is unfolded o
 
 WIDEST_BAR = 40.0  # bits; float16 has 40 from its smallest number to its largest
 
-# Of text.finding_lines. The rest of a finding is told by its fields.
+# Lines of text.finding_lines. The rest of a finding is told by its fields.
 _ADVICE = ("Where", "Why", "Data", "Next")
 
 # A line of a patch, for readers who do not see its colour.

@@ -1,4 +1,4 @@
-"""What people are told: names from strangers spelt out, warnings at the user's own line, suppressed exceptions.
+"""Messages for people: names from strangers spelt out, warnings at the user's own line, suppressed exceptions.
 
 A terminal, a log or a page would obey what is not printable.
 

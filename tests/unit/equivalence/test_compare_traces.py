@@ -95,7 +95,7 @@ def bend(block: Block) -> None:
 def test_the_first_module_is_named(
     plant: Callable[[Any], object], first: str, words: str, tmp_path: Path
 ) -> None:
-    """Of a layer itself, and by the range of its input of the code before it."""
+    """A fault of a layer itself is named, and by the range of its input one of the code before it."""
     model = blocks()
     found = compared(tmp_path, model, faulty(model, plant))
     assert found.equal is False

@@ -23,7 +23,7 @@ def histories(bits: np.ndarray) -> Histories:
 
 @pytest.mark.parametrize(("kind", "most"), [("normal", 0), ("laplace", 8)])
 def test_rate_of_false_alarms_is_the_one_in_the_docs(kind: str, most: int) -> None:
-    """Of 30,000 tensors, 4e-5 leave their history by chance where logarithms have exponential tails: about one."""
+    """About one of 30,000 tensors, 4e-5, leaves its history by chance where logarithms have exponential tails."""
     bits = getattr(np.random.default_rng(0), kind)(size=(DEPTH, 30_000))
     assert len(histories(bits).departures()) <= most
 

@@ -120,7 +120,7 @@ def test_not_finite_or_empty(implementation: Implementation, bad: float) -> None
 
 
 def test_layouts() -> None:
-    """What a sparse tensor does not store is zero; a quantized one has its float32 values."""
+    """Elements that a sparse tensor does not store are zero; a quantized one has its float32 values."""
     x = torch.where(normal(1000) > 1.5, normal(1000), 0.0).reshape(20, 50)
     for layout in (x.to_sparse(), x.to_sparse_csr()):
         assert nanwatch.statistics(layout) == pytest.approx(tuple(oracle(x)), rel=1e-6)

@@ -250,7 +250,7 @@ def test_what_the_user_mends_or_drops_is_no_failure() -> None:
 
 
 def test_warnings_of_what_the_user_mends_become_rarer() -> None:
-    """Of five such backwards the first, second and fourth get a line, and the end of the watch the sum, once."""
+    """The first, second and fourth of five such backwards get a line, and the end of the watch the sum, once."""
     model = nn.Sequential(Sick())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as told:
