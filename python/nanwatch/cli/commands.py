@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..util.progress import Tell, shown
@@ -133,6 +134,20 @@ def answered(
         return failed(name, error)
     print(text)
     return status
+
+
+def write_page(path: Path | None, page: Callable[[], str], tell: Tell) -> str:
+    """Write the page where a path is given, and return the line that says so; else ""."""
+    if path is None:
+        return ""
+    tell("drawing the page")
+    path.write_text(page(), encoding="utf-8")
+    return f"wrote {visible(str(path))}"
+
+
+def below(text: str, line: str) -> str:
+    """Return the text with the line, if any, after an empty one."""
+    return f"{text}\n\n{line}" if line else text
 
 
 def failed(name: str, error: BaseException) -> int:

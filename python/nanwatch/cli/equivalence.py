@@ -25,7 +25,7 @@ from ..equivalence.twice import Request, examine
 from ..trace.trace_file import Trace
 from ..util.progress import Tell
 from ..util.visible import spell
-from .commands import UseError, answered, command_parser, imported
+from .commands import UseError, answered, below, command_parser, imported, write_page
 from .script import add_script, check_script, misplaced_hint, run_script
 
 # Exit statuses by whether two executions are equal; None is not known.
@@ -71,8 +71,11 @@ examples:
 """
 
 
-def _printed(found: Repetition | Bisection | Comparison, options: argparse.Namespace) -> tuple[str, int]:
-    return found.to_json() if options.json else found.to_text(), _STATUS[found.equal]
+def _printed(
+    found: Repetition | Bisection | Comparison, options: argparse.Namespace, wrote: str = ""
+) -> tuple[str, int]:
+    text = found.to_json() if options.json else below(found.to_text(), wrote)
+    return text, _STATUS[found.equal]
 
 
 def bisect_main(arguments: list[str]) -> int:
@@ -136,10 +139,7 @@ def compare_main(arguments: list[str]) -> int:
         else:
             tell("running the models")
             found = compare(*(imported(value, name) for name, value in given.items()), factor=options.factor)
-        if options.html is not None:
-            tell("drawing the page")
-            options.html.write_text(found.to_html(), encoding="utf-8")
-        return _printed(found, options)
+        return _printed(found, options, write_page(options.html, found.to_html, tell))
 
     return answered("compare", find, errors=(TypeError, RuntimeError))
 

@@ -19,7 +19,7 @@ from ..util import reading
 from ..util.progress import Tell
 from ..util.reading import plain
 from ..util.visible import module_name, visible
-from .commands import answered, command_parser
+from .commands import answered, below, command_parser, write_page
 
 _MOST_LINES = 10
 _SHOW = """\
@@ -76,15 +76,14 @@ def show_main(arguments: list[str]) -> int:
         file = saved if saved.is_file() else options.file
         trace = None if _is_json(file) else Trace.open(file, tell)
         report, heading = _report_of(file, trace, options.batch, tell)
-        if options.html is not None:
-            run = trace if options.batch is None else None
-            page = draw(run).to_html() if run is not None else report.to_html(tell)
-            options.html.write_text(page, encoding="utf-8")
+        run = trace if options.batch is None else None
+        wrote = write_page(
+            options.html, lambda: report.to_html(tell) if run is None else draw(run).to_html(), tell
+        )
         tell("making the text")
         if options.json:
             return report.to_json(), 0
-        body = report.to_text(whole=True) if options.html is None else _wrote(options.html)
-        return "\n".join([*map(visible, heading), body]), 0
+        return "\n".join([*map(visible, heading), wrote or report.to_text(whole=True)]), 0
 
     return answered("show", find)
 
@@ -128,10 +127,6 @@ def _is_json(file: Path) -> bool:
         return opened.read(64).lstrip()[:1] == b"{"
 
 
-def _wrote(page: Path | None, before: str = "") -> str:
-    return "" if page is None else f"{before}wrote {visible(str(page))}"
-
-
 def diff_main(arguments: list[str]) -> int:
     """Run `nanwatch diff` and return the exit status."""
     options = _diff_parser().parse_args(arguments)
@@ -141,12 +136,9 @@ def diff_main(arguments: list[str]) -> int:
         one = Trace.open(options.a, tell)
         other = None if options.b is None else Trace.open(options.b, tell)
         found = diff(one, other, batches=batches, rtol=options.rtol, ignore=options.ignore)
-        if options.html is not None:
-            tell("drawing the page")
-            options.html.write_text(found.to_html(), encoding="utf-8")
-        if options.json:
-            return found.to_json(), int(found.differs)
-        return found.to_text() + _wrote(options.html, "\n\n"), int(found.differs)
+        wrote = write_page(options.html, found.to_html, tell)
+        text = found.to_json() if options.json else below(found.to_text(), wrote)
+        return text, int(found.differs)
 
     return answered("diff", find)
 
@@ -188,13 +180,10 @@ def merge_main(arguments: list[str]) -> int:
 
     def find(tell: Tell) -> tuple[str, int]:
         merged = merge(*options.paths, attempt=options.attempt, tell=tell)
-        if options.html is not None:
-            tell("drawing the page")
-            options.html.write_text(merged_html(merged), encoding="utf-8")
+        wrote = write_page(options.html, lambda: merged_html(merged), tell)
         tell("comparing the ranks")
-        if options.json:
-            return json.dumps(document(merged), indent=2), int(bool(merged.failed))
-        return merged_text(merged) + _wrote(options.html, "\n\n"), int(bool(merged.failed))
+        found = json.dumps(document(merged), indent=2) if options.json else below(merged_text(merged), wrote)
+        return found, int(bool(merged.failed))
 
     return answered("merge", find)
 

@@ -224,7 +224,7 @@ class Watch:
     def note_loss(self, loss: Tensor | float) -> None:
         """Take the loss of the batch for `spikes`, before its backward; does nothing without them.
 
-        Of a tensor of losses by sample the mean counts, and a report names the samples with the largest shares.
+        A tensor with one loss per sample counts with its mean. A report then names the samples with the largest losses.
         """
         if not isinstance(loss, Tensor | int | float):
             raise TypeError(f"loss should be a tensor or a number, got {type(loss).__name__}")
