@@ -81,13 +81,15 @@ def test_two_traces_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
         with nanwatch.watch(model, trace=f"{name}.parquet", sketches=1):
             model(torch.ones(4, 8, dtype=model[0].weight.dtype))
     assert command.main(["compare", "a.parquet", "a.parquet"]) == 0
-    assert capsys.readouterr().out.startswith("Equal within the noise floor: 3 of 3 module calls")
+    assert capsys.readouterr().out.startswith(
+        "Equal within the noise floor: 3 pairs of module calls (A made 3 calls, B 3)"
+    )
     assert (
         command.main(["compare", "a.parquet", "b.parquet", "c.parquet", "--batches", "0", "0", "--json"]) == 1
     )
     found = json.loads(capsys.readouterr().out)
     assert found["first"]["module_a"] == "1"
-    assert found["floor"] == "error of A against c.parquet"
+    assert found["floor"] == "rounding error of A, against c.parquet"
     assert command.main(["compare", "a.parquet", "missing.parquet"]) == 2
     assert "should be two traces that exist, or two models with INPUTS" in capsys.readouterr().err
 

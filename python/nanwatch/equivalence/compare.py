@@ -335,11 +335,13 @@ class _ModelComparer(Comparer):
                 self._measured.append((number, side.run_in(low), side.run_in(high)))
             except Exception as error:  # of the user's code, which may know one precision only
                 self._remarks.append(f"{'AB'[number]} did not run in {dtype_name(high)}: {spell(error)}")
-        measured = " and of ".join("AB"[number] for number, _, _ in self._measured)
+        measured = " and ".join("AB"[number] for number, _, _ in self._measured)
         if not measured:
-            return f"not measured, taken for 4 eps of {dtype_name(coarse)}"
+            return f"not measured, assumed to be 4 eps of {dtype_name(coarse)}"
         scaled = ", scaled to float64" if coarse is torch.float64 else ""
-        return f"error of {measured} in {dtype_name(low)} against {dtype_name(high)}{scaled}"
+        return (
+            f"rounding error of {measured}, run in {dtype_name(low)} and again in {dtype_name(high)}{scaled}"
+        )
 
 
 def _spell(event: Event) -> str:

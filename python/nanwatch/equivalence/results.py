@@ -252,11 +252,10 @@ class Comparison:
 
     def to_text(self) -> str:
         """Return the result for people."""
-        amount = f"{len(self.modules):,} of {self.calls_a:,} module calls compared with {self.calls_b:,}"
         if self.equal:
-            lines = [f"{self._headline}: {amount}."]
+            lines = [f"{self._headline}: {self._amount}."]
         elif self.first is None:
-            lines = [f"{self._headline}: {self.why}.", "", f"Compared:   {amount}"]
+            lines = [f"{self._headline}: {self.why}.", "", f"Compared:   {self._amount}"]
         else:
             found = self.first
             lines = [
@@ -268,7 +267,7 @@ class Comparison:
             lines += _wrapped("Where:", self.where)
             for one in self.likely:
                 lines += _wrapped("Looks like:", one)
-            lines += [f"Compared:   {amount}"]
+            lines += [f"Compared:   {self._amount}"]
         lines += [f"Noise:      {self.floor}"]
         return _text(lines, self.remarks)
 
@@ -293,6 +292,7 @@ class Comparison:
             },
             found=self,
             headline=self._headline,
+            amount=self._amount,
             output=self._output,
             above=[one for one in rows if one.error is not None and one.error > self.factor * one.floor][
                 :_ABOVE
@@ -303,6 +303,11 @@ class Comparison:
             module_name=module_name,
             spell_error=spell_error,
         )
+
+    @property
+    def _amount(self) -> str:
+        pairs = f"{len(self.modules):,} pair{'' if len(self.modules) == 1 else 's'} of module calls"
+        return f"{pairs} (A made {self.calls_a:,} calls, B {self.calls_b:,})"
 
     @property
     def _output(self) -> str:

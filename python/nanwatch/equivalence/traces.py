@@ -166,10 +166,10 @@ class _TraceComparer(Comparer):
             advice = "a third trace, of A in higher precision, would measure it"
             if own is not self._coarse:
                 advice = f"A is in {dtype_name(own)}, and what measures it says nothing about B"
-            return f"not measured, taken for 4 eps of {dtype_name(self._coarse)}; {advice}"
+            return f"not measured, assumed to be 4 eps of {dtype_name(self._coarse)}; {advice}"
         low, high = ({one.key: one for one in side.calls} for side in (self._recorded[0], self._reference))
         self._measured.append((0, low, high))
-        return f"error of A against {self._reference.path}"
+        return f"rounding error of A, against {self._reference.path}"
 
     def _match(self) -> list[Pair]:
         pairs = _Matcher(*self._recorded).match()

@@ -241,9 +241,9 @@ def test_a_model_that_knows_one_precision_has_the_floor_of_the_other() -> None:
     easy, hard = with_step(lambda x: x * 1), with_step(picky)
     found = nanwatch.compare(easy, hard, X)
     assert found.equal
-    assert found.floor == "error of A in float32 against float64"
+    assert found.floor == "rounding error of A, run in float32 and again in float64"
     assert found.remarks == ("B did not run in float64: RuntimeError: float32 only",)
-    assert nanwatch.compare(hard, hard, X).floor == "not measured, taken for 4 eps of float32"
+    assert nanwatch.compare(hard, hard, X).floor == "not measured, assumed to be 4 eps of float32"
 
 
 class Scaled(nn.Module):

@@ -178,7 +178,7 @@ def test_an_error_that_grows_slowly_is_not_named(tmp_path: Path) -> None:
     precise = trace(tmp_path / "c.parquet", copy.deepcopy(model).double(), X.double())
     measured = compare_traces(Trace.open(tmp_path / "a.parquet"), Trace.open(tmp_path / "b.parquet"), precise)
     assert measured.equal is False
-    assert measured.floor == f"error of A against {tmp_path / 'c.parquet'}"
+    assert measured.floor == f"rounding error of A, against {tmp_path / 'c.parquet'}"
 
 
 def test_the_floor_of_a_finer_model_is_not_taken_for_that_of_a_coarser_one(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_the_floor_of_a_finer_model_is_not_taken_for_that_of_a_coarser_one(tmp_p
     assert compare_traces(a, b, precise).equal
     found = compare_traces(b, a, precise)
     assert found.equal
-    assert found.floor.startswith("error of A against")
+    assert found.floor.startswith("rounding error of A, against")
 
 
 def test_a_part_of_a_model_is_compared_by_its_last_output(tmp_path: Path) -> None:
