@@ -295,7 +295,7 @@ class StepHistory:
         self._before_update = None
 
     def _add_rates(self, step: int, optimizer: Optimizer) -> None:
-        rates = [float(one["lr"]) for one in optimizer.param_groups if not _is_elsewhere(one["lr"])]
+        rates = [float(one["lr"]) for one in optimizer.param_groups if _is_here(one.get("lr"))]
         known = self._rates.setdefault(optimizer, deque(maxlen=_RATE_STEPS))
         is_free = self._rate_jump is None or step > self._rate_jump[0] + _RATE_LASTS
         for i, rate in enumerate(rates if len(known) == _RATE_STEPS and is_free else ()):
@@ -314,8 +314,10 @@ class StepHistory:
         if second is None or gradient is None or not (is_plain(second) and is_plain(gradient)):
             return None
         group = next(one for one in optimizer.param_groups if any(x is own for own in one["params"]))
-        steps, beta = state.get("step"), float(group["betas"][1])
-        unbiased = 1 - beta ** float(steps) if steps is not None and not _is_elsewhere(steps) else 1.0
+        steps, (_, beta) = state.get("step"), group.get("betas") or (None, None)
+        if not _is_here(beta):  # Adafactor has none
+            return None
+        unbiased = 1 - float(beta) ** float(steps) if _is_here(steps) else 1.0
         with only_our_dispatch():
             square: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).square()
             ratio: Tensor = square / (second.detach().sum(dtype=torch.float32) / max(unbiased, 1e-30))
@@ -364,9 +366,9 @@ class StepHistory:
         return [one for one in found.values() if one[2].device == device and one[2].is_floating_point()]
 
 
-def _is_elsewhere(x: object) -> bool:
-    """Return whether reading this number would wait for a device."""
-    return isinstance(x, Tensor) and x.device.type != "cpu"
+def _is_here(x: Any) -> bool:
+    """Return whether this is a number, and reading it waits for no device."""
+    return x.device.type == "cpu" if isinstance(x, Tensor) else isinstance(x, float | int)
 
 
 def _elements(weights: Sequence[Tensor]) -> Tensor:

@@ -132,6 +132,25 @@ def test_error_inside_ends_the_search_by_one_warning(monkeypatch: pytest.MonkeyP
     assert watch.spikes == ()
 
 
+class RateOfItsOwn(torch.optim.AdamW):
+    """Has a second moment, but neither betas nor a rate in its groups, as transformers' Adafactor."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group.update(betas=(0.9, 0.999), lr=1e-2)
+        super().step()
+        group.update(lr=None)
+        del group["betas"]
+
+
+def test_optimizer_without_betas_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = model()
+    monkeypatch.setattr(torch.optim, "AdamW", RateOfItsOwn)
+    with nanwatch.watch(net, spikes=True) as watch, pytest.warns(RuntimeWarning, match="cause: loss"):
+        train(net, watch)
+    assert len(watch.spikes) == 1
+
+
 def test_nothing_of_the_graph_is_kept() -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
