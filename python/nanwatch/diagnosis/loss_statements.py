@@ -29,6 +29,8 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # Lightning has twenty between the loss and the engine.
 _MOST_FRAMES = 32
 _RESULT = "__nanwatch_loss__"
+# References to a frame's copy of its locals where nobody else has it. Before Python 3.13 `locals()` returns that copy.
+_OF_FRAME = 3
 # A second call of these would take data, change an optimizer or a list, or write something.
 _NOT_TWICE = frozenset({
     "next", "input", "open", "exec", "eval", "print", "anext", "backward", "step", "zero_grad", "append", "extend",
@@ -115,7 +117,7 @@ def _callers(frame: FrameType) -> Iterator[_Caller]:
             end = positions[1], positions[3]
         values = frame.f_locals
         yield _Caller(code, frame.f_lineno, end, dict(values), frame.f_globals)
-        if code.co_flags & CO_OPTIMIZED and type(values) is dict:
+        if code.co_flags & CO_OPTIMIZED and type(values) is dict and sys.getrefcount(values) == _OF_FRAME:
             values.clear()  # a copy, which Python would keep with the frame
 
 

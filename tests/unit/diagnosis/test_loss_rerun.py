@@ -274,3 +274,16 @@ def test_what_may_not_run_twice_is_not_run(way: str) -> None:
     else:
         assert finding.source is None
         assert "@nanwatch.watched" in told
+
+
+def test_locals_that_the_program_holds_are_left() -> None:
+    """Before Python 3.13 `locals()` is the dict that a reader of the frame is given too."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = locals()
+    with failing(model):
+        loss = focal(model(BATCH), LABELS)
+        loss.backward()
+        optimizer.step()
+    assert settings["model"] is model
+    assert settings["optimizer"] is optimizer
