@@ -288,7 +288,7 @@ def _run_here(request: dict[str, Any], target: str, arguments: list[str], *, is_
                 traceback.print_exc()
                 recording.error, status = spell(error), 1
     if recording.error:
-        last = Print("", max(recording.batches - 1, 0), "result", "", "", "exception", recording.error, 0)
+        last = Print(max(recording.batches - 1, 0), "result", "", "", "exception", recording.error, bits=0)
         recording.prints.append(last)
     if os.getpid() == process:  # else a forked child that has come to the script's end
         Path(request["file"]).write_text(recording.to_json(), encoding="utf-8")

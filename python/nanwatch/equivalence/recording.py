@@ -6,10 +6,10 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +24,15 @@ from ..recording.walk import call_leaves, leaves
 from ..util.modules import WeakIdentityDict, each_module
 from ..util.visible import spell
 from .operations import OperationLog, OperationRecord
-from .results import FirstDifference
+from .results import FirstDifference, RunTensor
 
 
-class Print(NamedTuple):
-    """Fingerprint of one tensor or number, and when it was there. `form` is its dtype and shape.
+@dataclass(frozen=True, slots=True)
+class Print(RunTensor):
+    """Fingerprint of a tensor or number, and the thread that passed it on."""
 
-    `kind` is "weight" or "buffer" (before their module's call), "input", "output", "gradient" (of an output, or of a
-    weight before the step), "step" (a weight after it) or "result".
-    """
-
-    thread: str
-    batch: int
-    kind: str
-    module: str
-    class_name: str
-    label: str
-    form: str
     bits: int
+    thread: str = ""
 
 
 @dataclass
@@ -62,7 +53,8 @@ class Recording:
 
     def to_json(self) -> str:
         """Return the recording as JSON."""
-        return json.dumps({**vars(self), "writes": {}})
+        prints = [[getattr(one, name) for name in Print.__match_args__] for one in self.prints]
+        return json.dumps({**vars(self), "prints": prints, "writes": {}})
 
     @classmethod
     def from_json(cls, text: str) -> Recording:
@@ -92,9 +84,10 @@ def first_difference(a: Recording, b: Recording) -> FirstDifference | None:
     if not found:
         return None
     place, one, other = min(found, key=lambda one: one[0])
-    if other is None or other[:-1] == one[:-1]:
-        return FirstDifference(*one[1:-1], place, "nothing" if other is None else "")
-    return FirstDifference(*one[1:-1], place, FirstDifference(*other[1:-1], 0).where)
+    has = "nothing" if other is None else ""
+    if other is not None and replace(other, bits=one.bits) != one:
+        has = other.where
+    return FirstDifference(*(getattr(one, name) for name in RunTensor.__match_args__), place, has)
 
 
 class EnoughError(BaseException):
@@ -181,7 +174,7 @@ class Recorder:
             if not self._is_running:
                 return
             prints = self.recording.prints
-            prints.append(Print(name, number, kind, module, class_name, label, form, bits))
+            prints.append(Print(number, kind, module, class_name, label, form, bits, name))
             if self._operations is not None and self._window is not None:
                 if len(prints) == self._window[1] + 1 and isinstance(leaf, Tensor):
                     self._operations.look(leaf)

@@ -33,12 +33,11 @@ _AT = {
 
 
 @dataclass(frozen=True, slots=True)
-class FirstDifference:
-    """First tensor that two runs do not have alike, and the operation and line that made it, where they are known.
+class RunTensor:
+    """Tensor or number of a run, and when it was read. `form` is its dtype and shape.
 
-    `kind` says when the tensor was read: "weight" or "buffer" (before the call of its module), "input", "output",
-    "gradient", "step" (a weight after the optimizer's step), "result". `equal_before` counts the tensors that were
-    equal up to there. `source` is "file:line", `code` its text.
+    `kind` is "weight" or "buffer" (before the call of its module), "input", "output", "gradient" (of an output, or of a
+    weight before the step), "step" (a weight after the optimizer's step) or "result".
     """
 
     batch: int
@@ -47,14 +46,6 @@ class FirstDifference:
     class_name: str
     label: str
     form: str
-    equal_before: int
-    other: str = ""
-    operation: str = ""
-    operation_module: str = ""
-    source: str = ""
-    code: str = ""
-    in_backward: bool = False
-    cause: str = ""
 
     @property
     def where(self) -> str:
@@ -63,6 +54,23 @@ class FirstDifference:
         if self.class_name and self.class_name != self.module:
             named += f" ({visible(self.class_name)})"
         return f"`{visible(self.label)}` {_AT[self.kind].format(named)}"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstDifference(RunTensor):
+    """First tensor that two runs do not have alike, and the operation and line that made it, where they are known.
+
+    `equal_before` counts the tensors that were equal up to there. `source` is "file:line", `code` its text.
+    """
+
+    equal_before: int
+    other: str = ""
+    operation: str = ""
+    operation_module: str = ""
+    source: str = ""
+    code: str = ""
+    in_backward: bool = False
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)
