@@ -43,9 +43,10 @@ struct Numbers {
       __builtin_memcpy(&halves, p, sizeof halves);
       const Bits bits = __builtin_convertvector(halves, Bits);
       if constexpr (F == Format::bf16) return V(bits << 16);
-      // The exponents of the two formats differ by 112.
-      const V magnitude = V((bits & 0x7fff) << 13) * 0x1p112f;
-      return V(Bits(magnitude) | ((bits & 0x8000) << 16));
+      // The exponents of the two formats differ by 112. A subnormal half gives 2^-15 + x / 2 that way, and the lesser
+      // of both is x for every half. Subnormal floats on the way would be zeros after torch.set_flush_denormal(True).
+      const V shifted = V(((bits & 0x7fff) << 13) + (112u << 23)), subnormal = shifted + shifted - 0x1p-14f;
+      return V(Bits(subnormal < shifted ? subnormal : shifted) | ((bits & 0x8000) << 16));
     }
   }
 

@@ -6,10 +6,10 @@
 #include "cpu/range_kernels.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,bmi,bmi2,popcnt"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,bmi,bmi2,f16c,popcnt"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,bmi,bmi2,popcnt")
+#pragma GCC target("avx2,bmi,bmi2,f16c,popcnt")
 #endif
 #include "cpu/range_kernels_fold.h"
 #include "cpu/range_kernels_impl.h"
@@ -32,6 +32,9 @@ struct Avx2 {
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a));
     const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b));
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+  }
+  static __m256 widened_halves(const char* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
   static void store(void* p, V v) { _mm256_storeu_si256(reinterpret_cast<V*>(p), v); }
 

@@ -91,6 +91,17 @@ def test_narrow_dtypes(implementation: Implementation, dtype: torch.dtype) -> No
         check(implementation.place((normal(MANY) * 1e-6).to(dtype)))
 
 
+def test_halves_in_a_thread_that_flushes_subnormals(implementation: Implementation) -> None:
+    """A subnormal half is a normal float, so torch's own arithmetic does not take it for zero either."""
+    x = implementation.place((normal(MANY) * 1e-6).half())
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
+    try:
+        check(x)
+    finally:
+        torch.set_flush_denormal(False)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
