@@ -31,10 +31,10 @@ _MOST_FRAMES = 32
 _RESULT = "__nanwatch_loss__"
 # References to a frame's copy of its locals where nobody else has it. Before Python 3.13 `locals()` returns that copy.
 _OF_FRAME = 3
-# A second call of these would take data, change an optimizer or a list, or write something.
+# A second call of these, or of an in-place method, would take data, change an optimizer or a list, or write something.
 _NOT_TWICE = frozenset({
     "next", "input", "open", "exec", "eval", "print", "anext", "backward", "step", "zero_grad", "append", "extend",
-    "insert", "pop", "popleft", "popitem", "remove", "clear", "update", "add_", "write", "send", "put", "get_batch",
+    "insert", "pop", "popleft", "popitem", "remove", "clear", "update", "write", "send", "put", "get_batch",
     "save", "autograd", "grad",
 })  # fmt: skip
 # Contexts that may be entered once more: they change how PyTorch computes, and end with the block.
@@ -302,8 +302,11 @@ class _Slice:
             return [made], (needed - plain) | self._read(one.value)
         if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
             self._refuse_twice(one.value)
-            # In place, so that it must not be of a tensor of the program.
-            return [one], needed | {one.target.id} | self._read(one.value)
+            # Not in place: the tensor or the list may be the program's.
+            left = ast.copy_location(ast.Name(one.target.id, ast.Load()), one.target)
+            value = ast.copy_location(ast.BinOp(left, one.op, one.value), one)
+            made = ast.copy_location(ast.Assign([one.target], value), one)
+            return [made], needed | {one.target.id} | self._read(one.value)
         if isinstance(one, ast.With):
             contexts = [item.context_expr for item in one.items]
             if any(not isinstance(x, ast.Call) or _called(x) not in _CONTEXTS for x in contexts):
@@ -345,7 +348,7 @@ class _Slice:
             for one in ast.walk(node):
                 name = _called(one) if isinstance(one, ast.Call) else ""
                 is_once = isinstance(one, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
-                if is_once or name in _NOT_TWICE:
+                if is_once or name in _NOT_TWICE or name.endswith("_"):
                     raise self._refused(one)
 
     def _refused(self, node: ast.AST) -> Refused:

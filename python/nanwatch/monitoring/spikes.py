@@ -314,10 +314,10 @@ class StepHistory:
         if second is None or gradient is None or not (is_plain(second) and is_plain(gradient)):
             return None
         group = next(one for one in optimizer.param_groups if any(x is own for own in one["params"]))
-        steps, (_, beta) = state.get("step"), group.get("betas") or (None, None)
-        if not _is_here(beta):  # Adafactor has none
+        steps, betas = state.get("step"), group.get("betas")
+        if betas is None or not _is_here(betas[1]):  # transformers' Adafactor has none
             return None
-        unbiased = 1 - float(beta) ** float(steps) if _is_here(steps) else 1.0
+        unbiased = 1 - float(betas[1]) ** float(steps) if _is_here(steps) else 1.0
         with only_our_dispatch():
             square: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).square()
             ratio: Tensor = square / (second.detach().sum(dtype=torch.float32) / max(unbiased, 1e-30))
