@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
@@ -35,6 +35,10 @@ class Print(RunTensor):
     thread: str = ""
 
 
+_PRINT_FIELDS = tuple(one.name for one in fields(Print))
+_SHARED_FIELDS = tuple(one.name for one in fields(RunTensor))
+
+
 @dataclass
 class Recording:
     """One run: its prints, its operations where they were recorded, and what else was noted.
@@ -53,14 +57,15 @@ class Recording:
 
     def to_json(self) -> str:
         """Return the recording as JSON."""
-        prints = [[getattr(one, name) for name in Print.__match_args__] for one in self.prints]
+        prints = [[getattr(one, name) for name in _PRINT_FIELDS] for one in self.prints]
         return json.dumps({**vars(self), "prints": prints, "writes": {}})
 
     @classmethod
     def from_json(cls, text: str) -> Recording:
         """Read what `to_json` has written in a process of this one."""
-        found = cls(**json.loads(text))
-        found.prints = [Print(*one) for one in found.prints]
+        read = json.loads(text)
+        found = cls(**read)
+        found.prints = [Print(*one) for one in read["prints"]]
         found.operations = [OperationRecord.of(one) for one in found.operations]
         return found
 
@@ -87,7 +92,8 @@ def first_difference(a: Recording, b: Recording) -> FirstDifference | None:
     has = "nothing" if other is None else ""
     if other is not None and replace(other, bits=one.bits) != one:
         has = other.where
-    return FirstDifference(*(getattr(one, name) for name in RunTensor.__match_args__), place, has)
+    shared = {name: getattr(one, name) for name in _SHARED_FIELDS}
+    return FirstDifference(**shared, equal_before=place, other=has)
 
 
 class EnoughError(BaseException):

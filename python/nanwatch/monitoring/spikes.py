@@ -317,7 +317,7 @@ class StepHistory:
         steps, betas = state.get("step"), group.get("betas")
         if betas is None or not _is_here(betas[1]):  # transformers' Adafactor has none
             return None
-        unbiased = 1 - float(betas[1]) ** float(steps) if _is_here(steps) else 1.0
+        unbiased = 1 - float(betas[1]) ** float(steps) if steps is not None and _is_here(steps) else 1.0
         with only_our_dispatch():
             square: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).square()
             ratio: Tensor = square / (second.detach().sum(dtype=torch.float32) / max(unbiased, 1e-30))
