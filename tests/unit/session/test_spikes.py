@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 import weakref
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.recording.recorder import PythonRecorder
+from nanwatch.report.spike import SpikeReport
 from nanwatch.session.spikes import SpikeWatch
 
 AT, STEPS = 60, 64
@@ -67,7 +67,8 @@ def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> Non
     assert (found.batch, found.cause, found.shares[0][0]) == (AT, "loss", 5)
     assert found.shares[0][1] > 0.99
     folder = tmp_path / f"spike-batch-{AT}"
-    assert json.loads((folder / "report.json").read_text())["batch"] == AT
+    assert SpikeReport.from_json((folder / "report.json").read_text()) == found
+    assert [Path(one).name for one in found.files] == ["capsule", "report.html", "report.json", "report.txt"]
     assert found.headline in (folder / "report.txt").read_text()
     assert "<polyline" in (folder / "report.html").read_text()
     # The capsule has the weights from before the step, so its replay gives the output of that batch.
