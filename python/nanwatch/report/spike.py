@@ -12,6 +12,7 @@ from ..util import reading
 from ..util.progress import Tell, silent
 from ..util.visible import module_name, visible
 from .html import still_page
+from .record import SPIKE, FrameRows, event_rows
 from .report import Report, Suspect, read_report
 
 SCHEMA = "nanwatch.spike"
@@ -130,15 +131,18 @@ class SpikeReport:
     @property
     def headline(self) -> str:
         """The line that names what jumped."""
-        return f"spike in batch {self.batch}: " + "; ".join(
-            f"{one.label} {one.numbers}" for one in self.jumps
-        )
+        return f"{SPIKE}{self.batch}: " + "; ".join(f"{one.label} {one.numbers}" for one in self.jumps)
 
     @property
     def summary(self) -> str:
         """The report in one line."""
         first = "" if self.first is None else f", first in {self.first.place}: {self.first.numbers}"
         return f"{self.headline}; cause: {self.cause}{first}"
+
+    def rows(self) -> FrameRows:
+        """Return the frame that stands for the spike in a trace, at the tensor that shows its cause."""
+        at = self.first or next(iter(self.jumps))
+        return event_rows(self.batch, at.module, at.label, type(self).__name__, self.summary)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield heads and bodies of the report behind its headline."""

@@ -25,6 +25,7 @@ from ..monitoring.spikes import LEAST, LOGITS, OF_CALL, Histories, Numbers, Sign
 from ..monitoring.suspicion import Suspicion
 from ..numerics.readable import is_plain
 from ..recording.events import Event, PeakName, Recorder
+from ..report.record import FrameRows
 from ..report.spike import Cause, Curve, Departure, SpikeReport
 from ..util.job import rank
 from ..util.visible import spell, suppressed, warn_user
@@ -78,7 +79,9 @@ class SpikeWatch:
         guard: OptimizerGuard,
         suspicion: Suspicion,
         output_dir: Path | None,
+        note: Callable[[FrameRows], None] | None = None,
     ) -> None:
+        self._note = note
         self.reports: deque[SpikeReport] = deque(maxlen=_MOST_REPORTS)
         self._model = weakref.ref(model)
         self._recorder = recorder
@@ -144,6 +147,8 @@ class SpikeWatch:
             self._turn.release()
         if found is not None:
             self.reports.append(found)
+            if self._note is not None:
+                self._note(found.rows())
             where = f"{found.files[0]} and Watch.spikes have" if found.files else "Watch.spikes has"
             warn_user(f"{found.summary}; {where} the report")
 

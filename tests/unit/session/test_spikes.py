@@ -15,6 +15,7 @@ import nanwatch
 from nanwatch.recording.recorder import PythonRecorder
 from nanwatch.report.spike import SpikeReport
 from nanwatch.session.spikes import SpikeWatch
+from nanwatch.trace.picture import draw
 
 AT, STEPS = 60, 64
 
@@ -87,6 +88,32 @@ def test_weight_that_was_overwritten_is_named() -> None:
     assert found.first.value / found.first.usual == pytest.approx(50, rel=0.1)
     assert [curve.label for curve in found.curves[:3]] == ["loss", "gradients", "weight"]
     assert found.curves[0].values[-1] == pytest.approx(found.jumps[0].value)
+
+
+@pytest.mark.parametrize("chosen", [(), (3, AT), (3,)])
+def test_trace_has_the_spike_at_the_tensor_that_shows_it(tmp_path: Path, chosen: tuple[int, ...]) -> None:
+    """In a row without a range, in the batch of the spike; not in a trace of other batches."""
+    path = tmp_path / "run.parquet"
+    net = model()
+    with (
+        nanwatch.watch(net, spikes=True, trace=path, trace_batches=chosen) as watch,
+        pytest.warns(RuntimeWarning, match="cause: weight"),
+    ):
+        train(net, watch, **{"2_weight": 50.0})
+    (found,) = watch.spikes
+    trace = nanwatch.Trace.open(path)
+    told = [
+        (frame.batch, frame.phase, frame.name, record.label, record.role, record.abs_max, record.note)
+        for batch in trace.batches
+        for frame in trace.frames(batch)
+        for record in frame.records
+        if record.note
+    ]
+    expected = (AT, "step", "2", "weight", "weight", None, found.summary)
+    assert told == ([expected] if chosen != (3,) else [])
+    assert [one.text for one in draw(trace).marks] == [found.summary] * len(told)
+    if told:
+        assert f"weight ({found.summary})" in trace.report(AT).to_text(whole=True)
 
 
 def test_training_computes_the_same() -> None:
