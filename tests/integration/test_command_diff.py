@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from nanwatch import __main__ as command
+from nanwatch.distributed.merge import merge
 from nanwatch.report.report import Report
+from nanwatch.report.spike import Departure, SpikeReport
 from nanwatch.session.api import watch
 from nanwatch.trace.trace_file import Trace
 from support.toys import mlp
@@ -111,6 +113,24 @@ def test_show_prints_a_batch_as_a_report(place: Path, capsys: pytest.CaptureFixt
     assert (status, again) == (0, f"{report.to_text()}\n")
     assert run(capsys, "show", str(place))[:2] == (0, again)  # the folder of a failure
     assert "--batch is for a trace" in run(capsys, "show", "report.json", "--batch", "0")[2]
+
+
+def test_show_prints_a_saved_spike_and_writes_its_page(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As its own forms have them, by the file or by the folder of the spike; merge passes over it."""
+    report = SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss")
+    folder = place / "out" / "spike-batch-410"
+    folder.mkdir(parents=True)
+    (folder / "report.json").write_text(report.to_json())
+    for one in (folder, folder / "report.json"):
+        assert run(capsys, "show", str(one)) == (0, f"{report.to_text()}\n", "")
+    assert run(capsys, "show", str(folder), "--json") == (0, f"{report.to_json()}\n", "")
+    (place / "out" / "report.json").write_text(Report((), None, 3).to_json())
+    assert merge(place / "out").left_out == ()
+    pytest.importorskip("jinja2")
+    assert run(capsys, "show", str(folder), "--html", "spike.html") == (0, "wrote spike.html\n", "")
+    assert Path("spike.html").read_text() == report.to_html()
 
 
 def test_pages_are_written_and_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Sequence
 from math import log2
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from nanwatch import __main__ as command
 from support.traces import until
 from support.written_traces import write_rows
 
+SPIKE = "spike in batch 39: loss 9.1, usually 2.4 (55 deviations); cause: module, first in `output` of whole"
 ESCAPES = re.compile(r"\x1b\[[0-9;?<>=:]*[A-Za-z]")
 
 
@@ -36,14 +38,28 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return status, *capsys.readouterr()
 
 
-def part(folder: Path, number: int, falling: str = "falling") -> None:
-    """A part of 20 batches in which `falling` loses a bit each and `still` has the least room."""
+def part(folder: Path, number: int, falling: str = "falling", told: Sequence[str] = ()) -> None:
+    """A part of 20 batches in which `falling` loses a bit each and `still` has the least room.
+
+    In its last batch all of `told` was reported of `whole`.
+    """
     folder.mkdir(exist_ok=True)
     bits = {"still": lambda _: 4.0, falling: lambda i: 30.0 - i % 20, "whole": lambda _: 12.0}
     rows = [
         {"batch": i, "call": call, "module": module, "abs_max": 65504 * 2.0 ** -room(i)}
         for i in range(20 * number, 20 * number + 20)
         for call, (module, room) in enumerate(bits.items())
+    ]
+    nothing = {
+        "shape": None,
+        "dtype": None,
+        "abs_min": None,
+        "abs_max": None,
+        "isfinite": None,
+        "phase": "step",
+    }
+    rows += [
+        {"batch": 20 * number + 19, "call": 3, "module": "whole", "note": one, **nothing} for one in told
     ]
     whole = write_rows(folder.parent / "whole", rows)
     whole.replace(folder / f"part-{number:05}.parquet")
@@ -85,6 +101,25 @@ def test_what_comes_first_and_of_which_batches(tmp_path: Path, capsys: pytest.Ca
     _, out, _ = run(capsys, str(folder), "--by", "trend", "--latest", "10")
     assert "; below are the latest 10" in out.splitlines()[0]
     assert out.splitlines()[2].split() == ["11.0", "bits", "-100.0", "39", "3.20e+01", "falling"]
+
+
+def test_spikes_and_forecasts_stand_above_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The latest three of the batches that are looked at; all of them in JSON."""
+    folder = tmp_path / "run"
+    forecasts = [f"forecast: {i}" for i in range(3)]
+    part(folder, 0, told=[SPIKE, *forecasts])
+    part(folder, 1, told=[SPIKE])
+    _, out, _ = run(capsys, str(folder), "--once")
+    assert out.splitlines()[1:4] == ["batch 19: forecast: 1", "batch 19: forecast: 2", SPIKE]
+    assert len(out.splitlines()) == 1 + 3 + 1 + 3
+    _, out, _ = run(capsys, str(folder), "--once", "--latest", "10")
+    assert out.splitlines()[1:2] == [SPIKE]
+    _, out, _ = run(capsys, str(folder), "--json")
+    found = json.loads(out)["marks"]
+    assert [one["text"] for one in found] == [SPIKE, *forecasts, SPIKE]
+    assert found[-1] == {"kind": "spike", "batch": 39, "module": "whole", "label": "output", "text": SPIKE}
 
 
 def test_bad_use_is_status_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,8 +182,8 @@ def test_the_live_view(tmp_path: Path) -> None:
         os.write(master, b"t")
         text = shown_until("[red]falling", "still")
         assert text.index("[red]falling") < text.index("still")
-        part(folder, 1)
-        shown_until("40 of them")
+        part(folder, 1, told=[SPIKE])
+        shown_until("40 of them", SPIKE[:60])
         os.write(master, b"q")
         watchdog = threading.Timer(60, process.kill)
         watchdog.start()

@@ -145,11 +145,65 @@ def test_one_failure_among_many_cells_is_seen_and_zoomed_at(browser: Browser, tm
     assert complaints(tab) == []
 
 
+def test_spikes_and_forecasts_are_marked_where_they_were_told(browser: Browser, tmp_path: Path) -> None:
+    """A sign above the batch, a frame round the module's cell, and the words under the mouse."""
+    spike = "spike in batch 40: loss 9.1, usually 2.4 (55 deviations); cause: attention, first in `output` of layer.2"
+    forecast = "forecast: `weight` of layer.0: overflow expected near batch 90 (± 4)"
+    rows = made(4, 60)
+    empty = {
+        "role": "output",
+        "shape": None,
+        "dtype": None,
+        "abs_min": None,
+        "abs_max": None,
+        "isfinite": None,
+    }
+    for batch, call, note in ((40, 2, spike), (20, 0, forecast)):
+        rows.append(
+            {"batch": batch, "call": 9, "module": f"layer.{call}", "phase": "step", "note": note, **empty}
+        )
+    tab = show(browser, tmp_path, rows)
+    assert tab.ask("words(2, 40)") == f"layer.2 · batch 40 · 16.0 bits · abs max 1.00e+0 · {spike}"
+    assert tab.ask("words(1, 40)").endswith("abs max 1.00e+0 · spike at layer.2")
+    assert tab.ask("words(0, 20)").endswith(f"· {forecast}")
+    assert "at layer" not in tab.ask("words(2, 41)")
+    mouse(tab, "mouseMoved", (2.5, 40.5))
+    assert tab.ask("told.textContent").endswith(spike)
+    signs = (
+        "(() => { const seen = {}; const write = context.fillText;"
+        " context.fillText = (text, x) => { if ('▼△◆◇'.includes(text))"
+        " (seen[text] ??= []).push(Math.floor((x - plot.left) / plot.width * 60)); };"
+        " draw(); context.fillText = write; draw(); return seen; })()"
+    )
+    assert tab.ask(signs) == {"▼": [30], "△": [1], "◇": [20], "◆": [40]}
+    edge = """(row, column) => {
+      const [high, wide] = [plot.height / rows, plot.width / columns];
+      const [x, y] = [plot.left + column * wide, MARKS + (row + 0.5) * high];
+      const around = [...context.getImageData(Math.floor(x) - 1, Math.round(y), 3, 1).data];
+      const apart = (part, i) => Math.abs(part - rgb("ink")[i]);
+      return Math.min(...[0, 4, 8].map((at) => around.slice(at, at + 3).map(apart).reduce((a, b) => a + b)));
+    }"""
+    distances = {place: tab.ask(f"({edge})({place[0]}, {place[1]})") for place in ((2, 40), (0, 20), (1, 40))}
+    assert distances[2, 40] < 200 < distances[1, 40]
+    assert distances[0, 20] < 200
+    shown = tab.ask("[...document.querySelectorAll('#marks tbody tr')].map((row) => row.innerText)")
+    assert shown == [f"40\tlayer.2\t{spike}", f"20\tlayer.0\t{forecast}"]
+    for words in ("◆ a spike", "◇ a forecast"):
+        assert tab.ask(f"document.body.innerText.includes({words!r})")
+    assert (tab.requests, complaints(tab)) == ([], [])
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 def test_hostile_names_stay_text(browser: Browser, tmp_path: Path, width: int) -> None:
     """Nothing of a name runs or is fetched, and the page is no wider than the screen."""
     rows = [
-        {"batch": batch, "call": call, "module": name, "abs_max": 1.0}
+        {
+            "batch": batch,
+            "call": call,
+            "module": name,
+            "abs_max": 1.0,
+            "note": f"spike in batch {name}" * batch,
+        }
         for batch in range(2)
         for call, name in enumerate(HOSTILE)
     ]

@@ -173,6 +173,49 @@ def test_accumulation_and_evaluation_count_as_batches(gradients, tmp_path):
     assert all(module._compiled_call_impl is None for module in watched.model.modules())
 
 
+class _Weighted(Trainer):
+    """Computes a loss that is no output of its model."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return 100 * loss if self.state.global_step == 50 else loss
+
+
+@pytest.mark.parametrize("is_subclass", [False, True])
+def test_spike_is_told_with_the_loss_of_the_trainer(is_subclass, tmp_path):
+    """The model itself returns no loss, or a usual one. Trainer gets its own `backward` back, and the same weights."""
+    calls = []
+
+    def of_user(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        calls.append(0)
+        logits = outputs.logits.flatten(0, 1)
+        return (100.0 if len(calls) == 51 else 1.0) * nn.functional.cross_entropy(logits, labels.flatten())
+
+    def trained(*callbacks: Any) -> Trainer:
+        calls.clear()
+        trainer = trainer_of(
+            tmp_path,
+            callbacks=callbacks,
+            compute_loss_func=None if is_subclass else of_user,
+            max_steps=52,
+            learning_rate=1e-5,
+        )
+        if is_subclass:
+            trainer.__class__ = _Weighted
+        trainer.train()
+        return trainer
+
+    callback = NanWatchCallback(spikes=True)
+    with pytest.warns(RuntimeWarning, match="spike in batch 50: loss"):
+        watched = trained(callback)
+    (found,) = callback.watch.spikes
+    (jump,) = [one for one in found.jumps if one.label == "loss"]
+    assert jump.value / jump.usual == pytest.approx(100, rel=0.3)
+    assert found.cause == "loss"
+    assert "backward" not in vars(watched.accelerator)
+    assert all(map(torch.equal, weights(watched), weights(trained())))
+
+
 def _of_ignored_labels(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     counted = (labels > 1000).float()
     return (outputs.logits.square().mean(-1) * counted).sum() / counted.sum()  # here

@@ -10,6 +10,7 @@ from typing import Any
 from ..distributed.merge import merge
 from ..distributed.merge_pages import document, merged_html, merged_text
 from ..report.report import Report
+from ..report.spike import SpikeReport, read_saved
 from ..trace.comparison import RTOL, diff
 from ..trace.difference import KINDS
 from ..trace.format_advice import FORMATS, LOST, Holding, Need, Share, fits, holdings
@@ -77,13 +78,15 @@ def show_main(arguments: list[str]) -> int:
         trace = None if _is_json(file) else Trace.open(file, tell)
         report, heading = _report_of(file, trace, options.batch, tell)
         run = trace if options.batch is None else None
+
         wrote = write_page(
             options.html, lambda: report.to_html(tell) if run is None else draw(run).to_html(), tell
         )
         tell("making the text")
         if options.json:
             return report.to_json(), 0
-        return "\n".join([*map(visible, heading), wrote or report.to_text(whole=True)]), 0
+        text = report.to_text() if isinstance(report, SpikeReport) else report.to_text(whole=True)
+        return "\n".join([*map(visible, heading), wrote or text]), 0
 
     return answered("show", find)
 
@@ -93,7 +96,10 @@ def _show_parser() -> argparse.ArgumentParser:
         "show", "Print the frames of one batch of a trace, or a report that was saved as JSON.", _SHOW
     )
     parser.add_argument(
-        "file", metavar="FILE", type=Path, help="a trace, a report.json, or the folder of one"
+        "file",
+        metavar="FILE",
+        type=Path,
+        help="a trace, the report.json of a failure or a spike, or its folder",
     )
     parser.add_argument("--batch", type=int, metavar="N", help="of a trace: this batch (default: the latest)")
     parser.add_argument(
@@ -105,13 +111,15 @@ def _show_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _report_of(file: Path, trace: Trace | None, batch: int | None, tell: Tell) -> tuple[Report, list[str]]:
+def _report_of(
+    file: Path, trace: Trace | None, batch: int | None, tell: Tell
+) -> tuple[Report | SpikeReport, list[str]]:
     """Return the report, and the lines above it."""
     if trace is None:
         if batch is not None:
             raise ValueError(f"--batch is for a trace, and {file} is a report; leave it out")
         tell(f"reading {file.name}")
-        return Report.from_json(reading.file_text(file)), []
+        return read_saved(reading.file_text(file)), []
     if not trace.batches:
         raise ValueError(f"{trace.path} has no batch")
     heading = [f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}"]

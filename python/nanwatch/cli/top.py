@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..report.html import bits_words, level_of
-from ..trace.picture import Picture, Row, draw, trend_words
+from ..trace.picture import Mark, Picture, Row, draw, trend_words
 from ..trace.trace_file import Trace, batch_words
 from ..util.imports import needed
 from ..util.reading import plain
@@ -20,11 +20,13 @@ from .commands import command_parser, failed
 
 _LATEST = 200  # batches; in a trace of 1,000,000 rows and 5,000 batches they take 0.1 s
 _LINES = 20
+_MARKS = 3  # the latest spikes and forecasts
 _COLUMNS = ("headroom", "bits/100", "batch", "abs max", "failed", "module")
 _COLORS = {"gone": "bold red", "near": "red", "low": "yellow", "fine": "green", "none": "dim"}
 _EXAMPLES = """\
 headroom is in bits, each a doubling that the largest element has left. bits/100 is its trend over 100 batches. batch
-and abs max are those of the least headroom, and failed counts batches with a non-finite value.
+and abs max are those of the least headroom, and failed counts batches with a non-finite value. Above the table stand
+the latest spikes and forecasts.
 
 keys: t sorts by trend, h by headroom, q ends. Needs the package textual, but not with --once, --json or into a pipe.
 
@@ -50,7 +52,7 @@ def main(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps(_document(picture, rows), allow_nan=False, indent=2))
         return 0
-    print("\n".join(map(visible, [heading, *_table(rows[:_LINES])])))
+    print("\n".join(map(visible, [*heading, *_table(rows[:_LINES])])))
     if len(rows) > _LINES:
         print(f"{len(rows) - _LINES:,} modules more")
     return 0
@@ -91,15 +93,23 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _look(run: Path, latest: int) -> tuple[Picture, str]:
-    """Return the picture of the latest batches, and a line about the trace. Raise ValueError or OSError for none."""
+def _look(run: Path, latest: int) -> tuple[Picture, list[str]]:
+    """Return the picture of the latest batches, and lines about the trace and its latest spikes and forecasts.
+
+    Raises ValueError or OSError for none.
+    """
     trace = Trace.open(run)
     if not trace.batches:
         raise ValueError(f"{trace.path} has no batch yet")
     picture = draw(trace, trace.batches[-latest:])
     lost = f", {trace.lost_frames:,} frames lost" if trace.lost_frames else ""
     shown = f"; below are the latest {latest:,}" if len(trace.batches) > latest else ""
-    return picture, f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}{lost}{shown}"
+    heading = f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}{lost}{shown}"
+    return picture, [heading, *(_told(one) for one in picture.marks[-_MARKS:])]
+
+
+def _told(mark: Mark) -> str:
+    return mark.text if mark.kind == "spike" else f"batch {mark.batch}: {mark.text}"
 
 
 def _sorted(picture: Picture, by: str) -> list[Row]:
@@ -117,6 +127,7 @@ def _document(picture: Picture, rows: list[Row]) -> dict[str, Any]:
         "lost_frames": picture.lost_frames,
         "batches": [int(picture.first[0]), int(picture.last[-1])],
         "modules": [plain(row) for row in rows],
+        "marks": [{"kind": one.kind, **plain(one)} for one in picture.marks],
     }
 
 
@@ -184,12 +195,12 @@ def _app(options: argparse.Namespace) -> Any:
             try:
                 picture, heading = _look(options.run, options.latest)
             except (ValueError, OSError) as error:  # nothing yet, or in this moment the parts became one file
-                picture, heading = None, f"waiting: {spell(error)}"
+                picture, heading = None, [f"waiting: {spell(error)}"]
             self.call_from_thread(self._take, picture, heading)
 
-        def _take(self, picture: Picture | None, heading: str) -> None:
+        def _take(self, picture: Picture | None, heading: list[str]) -> None:
             self._is_looking = False
-            self.query_one("#heading").update(visible(heading))
+            self.query_one("#heading").update("\n".join(map(visible, heading)))
             if picture is not None:
                 self._picture = picture
                 self._fill()

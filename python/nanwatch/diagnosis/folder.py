@@ -5,7 +5,7 @@ What cannot be written is a remark in what can.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,11 @@ _FORMS: dict[str, Callable[[Report], str]] = {
     "report.json": lambda report: report.to_json(),
     "report.txt": lambda report: report.to_text(whole=True),
 }
+_SPIKE_FORMS: dict[str, Callable[[SpikeReport], str]] = {
+    "report.html": lambda report: report.to_html(),
+    "report.json": lambda report: report.to_json(),
+    "report.txt": lambda report: report.to_text(),
+}
 
 
 def attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None:
@@ -51,11 +56,16 @@ def write_failure(
     output_dir: Path,
 ) -> Report:
     """Write the report of a failure in its forms, a capsule and a patch. Return it with the files."""
+
+    def told(files: Iterable[str], remarks: Iterable[str]) -> Report:
+        own = replace(finding, files=tuple(files), remarks=(*finding.remarks, *remarks))
+        return replace(report, finding=own)
+
     remarks: list[str] = []
     name = f"batch-{finding.batch}" + (f"-rank-{finding.rank}" if finding.rank else "")
     folder = attempt("making the folder", lambda: _new_folder(output_dir / name), remarks)
     if folder is None:
-        return _told(report, finding, remarks)
+        return told((), remarks)
     files: list[str] = []
     call = None if diagnosis is None else diagnosis.call
     if call is None or snapshot is None:
@@ -67,7 +77,7 @@ def write_failure(
     patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
     if patch:
         files += _written(PATCH_FILE, lambda: _write_whole(folder / PATCH_FILE, patch), remarks)
-    return _write_forms(report, finding, folder, _FORMS, files, remarks)
+    return _write_forms(told, _FORMS, folder, files, remarks)
 
 
 def write_spike(
@@ -86,11 +96,11 @@ def write_spike(
     else:
         call = Call(called, start.module, start.args, start.kwargs)
         files += _written_capsule(folder, call, start, None, report.rank, remarks)
-    forms = {"html": report.to_html, "json": report.to_json, "txt": report.to_text}
-    for ending, form in forms.items():
-        name = f"report.{ending}"
-        files += _written(name, lambda name=name, form=form: _write_whole(folder / name, form()), remarks)  # type: ignore[misc]
-    return replace(report, files=tuple(files), remarks=tuple(remarks))
+
+    def told(files: Iterable[str], remarks: Iterable[str]) -> SpikeReport:
+        return replace(report, files=tuple(files), remarks=tuple(remarks))
+
+    return _write_forms(told, _SPIKE_FORMS, folder, files, remarks)
 
 
 def _written_capsule(
@@ -118,29 +128,26 @@ def _written(what: str, write: Callable[[], Path], remarks: list[str]) -> list[s
 
 
 def _write_forms(
-    report: Report,
-    finding: Finding,
+    told: Callable[[Iterable[str], Iterable[str]], _T],
+    forms: Mapping[str, Callable[[_T], str]],
     folder: Path,
-    names: Iterable[str],
     files: list[str],
     remarks: list[str],
-) -> Report:
-    """Write the forms of the report, each naming all files; again, should one of them not be written after all."""
-    told = _told(report, finding, remarks, [*files, *(str(folder / name) for name in names)])
+) -> _T:
+    """Write the forms of a report, each naming all files; again, should one of them not be written after all.
+
+    `told` makes the report from its files and remarks.
+    """
+    report = told([*files, *(str(folder / name) for name in forms)], remarks)
     troubles = list(remarks)
-    written = [
-        name
-        for name in names
-        if _written(name, lambda name=name: _write_whole(folder / name, _FORMS[name](told)), troubles)  # type: ignore[misc]
-    ]
-    if len(written) == len(list(names)):
-        return told
-    return _write_forms(report, finding, folder, written, files, troubles)
-
-
-def _told(report: Report, finding: Finding, remarks: list[str], files: Iterable[str] = ()) -> Report:
-    told = replace(finding, files=tuple(files), remarks=(*finding.remarks, *remarks))
-    return replace(report, finding=told)
+    written = {
+        name: form
+        for name, form in forms.items()
+        if _written(name, lambda name=name, form=form: _write_whole(folder / name, form(report)), troubles)  # type: ignore[misc]
+    }
+    if len(written) == len(forms):
+        return report
+    return _write_forms(told, written, folder, files, troubles)
 
 
 def _write_whole(path: Path, text: str) -> Path:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ..report.finding import Finding, RankObservation, earliest
 from ..report.record import Record, by_module
 from ..report.report import Report
+from ..report.spike import SpikeReport, read_saved
 from ..util import reading
 from ..util.job import Attempt
 from ..util.progress import Tell, silent
@@ -206,11 +207,13 @@ def _read(paths: Sequence[Path], left_out: list[str], tell: Tell) -> Iterator[Di
         try:
             text = reading.file_text(path)
             # One report at a time, because a parsed one takes ten times the size of its file.
-            digest = Digest.of(Report.from_json(text))
+            report = read_saved(text)
+            digest = None if isinstance(report, SpikeReport) else Digest.of(report)
         except (OSError, ValueError) as error:
             left_out.append(f"{path}: {error}")
             continue
-        yield digest
+        if digest is not None:
+            yield digest
 
 
 def by_attempt(digests: Iterable[Digest]) -> list[Merged]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..numerics.formats import limits
 from ..recording.events import PeakName
+from ..report.record import FORECAST, FrameRows, event_rows
 from ..util.visible import module_name, visible
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
@@ -72,6 +73,10 @@ class Forecast:
         if self.replaces is not None:
             text += f"; replaces the forecast of batch {self.replaces:,}"
         return visible(text)
+
+    def rows(self, batch: int) -> FrameRows:
+        """Return the frame that stands for the forecast in a trace, in the batch that it was made in."""
+        return event_rows(batch, self.module, self.label, type(self).__name__, f"{FORECAST}{self}")
 
 
 @cache

@@ -40,7 +40,8 @@ from .suspicion import Suspicion
 class Monitor:
     """Subscriber that takes frames and magnitudes of some batches for the log and the forecaster.
 
-    `every`, `log_to` and `log_every` are as `watch` takes them. Raises as `backend_for` does.
+    `every`, `log_to` and `log_every` are as `watch` takes them. `note` gets a frame for each forecast. Raises as
+    `backend_for` does.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class Monitor:
         forecasts: bool,
         log_to: Any,
         log_every: int,
+        note: Callable[[FrameRows], None] | None = None,
     ) -> None:
+        self._note = note
         # Gets the peaks of each batch.
         self.spikes: Callable[[int, list[PeakName], bytes], None] | None = None
         self._names: list[PeakName] = []  # that the forecaster has not met
@@ -86,6 +89,8 @@ class Monitor:
             self._log.end(batch, forecasts)
             self._frames.active = self._log.is_due(batch + self._every)
         for forecast in forecasts:
+            if self._note is not None:
+                self._note(forecast.rows(batch))
             grew = next((one.growth for one in self.suspicion.suspects() if one.growth), "")
             warn_user(f"{forecast}; grew since the watch began: {grew}" if grew else str(forecast))
 

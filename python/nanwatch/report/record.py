@@ -91,6 +91,8 @@ NOT_CHECKED = "not checked"
 
 SKIPPED_STEP = "skipped step"  # a gradient that no optimizer's step took; more may follow, such as the scale
 NOT_TAKEN = "not in the step's gradients"
+# Notes of rows that have no range but say what was reported in a batch begin so.
+SPIKE, FORECAST = "spike in batch ", "forecast: "
 
 _EXCUSES = (MASK, ALLOWED_INF, NOT_TAKEN)
 
@@ -98,6 +100,11 @@ _EXCUSES = (MASK, ALLOWED_INF, NOT_TAKEN)
 def is_excused(note: str) -> bool:
     """Return whether the note says that a non-finite value is meant."""
     return note in _EXCUSES or note.startswith(SKIPPED_STEP)
+
+
+def is_event(note: str) -> bool:
+    """Return whether the note says what was reported, of a row that `event_rows` made."""
+    return note.startswith((SPIKE, FORECAST))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +117,8 @@ class Record:
     DTensor: all that was read), "local shard: Shard(0) at dp=1 of 4, from [8, 0]" (and which one: `placement`), "mask"
     (an additive mask, whose -inf is meant), "allowed inf" (as `allow_inf` says),
     "skipped step (scale 65536 → 32768)" (a gradient that no step took), "not in the step's gradients" (one that never
-    reached them) or "not checked: <reason>". `fingerprint` is that of `nanwatch.fingerprint`, None without
+    reached them), "spike in batch 60: <spike>" and "forecast: <forecast>" (no tensor, but what was reported of one) or
+    "not checked: <reason>". `fingerprint` is that of `nanwatch.fingerprint`, None without
     `watch(fingerprints=True)`. `statistics` are those of `nanwatch.statistics`, None without `watch(statistics=True)`
     and for a tensor that is complex, empty or not finite.
 
@@ -238,6 +246,21 @@ class FrameRows(NamedTuple):
         """Return the frame, with its records built."""
         records = tuple(map(to_record, self.rows))
         return Frame(self.batch, self.name, self.class_name, records, self.phase, self.recomputed)
+
+
+def event_rows(batch: int, module: str, label: str, kind: str, note: str) -> FrameRows:
+    """Return a frame without a range that says what was reported in a batch about `label` of a module."""
+    name = label.split("[")[0]
+    role: Role = "output" if name in ("output", "loss") or name.startswith("attention logits") else "weight"
+    role = (
+        "gradient"
+        if label.endswith(".grad") or label == "gradients"
+        else "input"
+        if name == "input"
+        else role
+    )
+    row = Row(label, role, None, "", None, None, None, None, note)
+    return FrameRows(batch, module, kind, [row], False, "step")
 
 
 # Headroom: how far a tensor is from the end of its format. One bit is one doubling: at 3 bits the largest element may

@@ -158,7 +158,7 @@ class Report:
     def from_json(cls, document: str) -> Report:
         """Return the report that `to_json` wrote. Raise ValueError with the place for anything else."""
         advice = "pass the whole text that Report.to_json() wrote"
-        return reading.document(document, _report, "a nanwatch report", advice)
+        return reading.document(document, read_report, "a nanwatch report", advice)
 
 
 def report_of(
@@ -177,8 +177,6 @@ def report_of(
 
 
 _REPORT: dict[str, reading.Reader[Any]] = {
-    "schema": reading.one_of((SCHEMA,)),
-    "version": reading.one_of((VERSION,)),
     "frames": reading.tuple_of(reading.of(Frame)),
     "finding": reading.optional(read_finding),
     "batch": reading.optional(reading.count),
@@ -190,12 +188,10 @@ _REPORT: dict[str, reading.Reader[Any]] = {
 }
 
 
-def _report(document: Any) -> Report:
-    if isinstance(document, dict) and document.get("schema") == SCHEMA and document.get("version") != VERSION:
-        raise ValueError(f"its version is {document.get('version')!r}, this nanwatch reads version {VERSION}")
+def read_report(document: Any) -> Report:
+    """Return the report of a parsed JSON document. Raise ValueError with the place for anything else."""
     added: dict[str, Any] = {"parameter_mesh": (), "attempt": None, **dict.fromkeys(_OFTEN_EMPTY, ())}
-    found = reading.members(document, "report", _REPORT, added=added)
-    return Report(**{name: value for name, value in found.items() if name not in ("schema", "version")})
+    return Report(**reading.members(reading.body(document, SCHEMA, VERSION), "report", _REPORT, added=added))
 
 
 class NonFiniteError(ValueError):

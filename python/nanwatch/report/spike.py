@@ -9,9 +9,11 @@ from math import inf, isnan
 from typing import Any, Literal, TypeAlias
 
 from ..util import reading
+from ..util.progress import Tell, silent
 from ..util.visible import module_name, visible
 from .html import still_page
-from .report import Suspect
+from .record import SPIKE, FrameRows, event_rows
+from .report import Report, Suspect, read_report
 
 SCHEMA = "nanwatch.spike"
 VERSION = 1
@@ -129,15 +131,18 @@ class SpikeReport:
     @property
     def headline(self) -> str:
         """The line that names what jumped."""
-        return f"spike in batch {self.batch}: " + "; ".join(
-            f"{one.label} {one.numbers}" for one in self.jumps
-        )
+        return f"{SPIKE}{self.batch}: " + "; ".join(f"{one.label} {one.numbers}" for one in self.jumps)
 
     @property
     def summary(self) -> str:
         """The report in one line."""
         first = "" if self.first is None else f", first in {self.first.place}: {self.first.numbers}"
         return f"{self.headline}; cause: {self.cause}{first}"
+
+    def rows(self) -> FrameRows:
+        """Return the frame that stands for the spike in a trace, at the tensor that shows its cause."""
+        at = self.first or next(iter(self.jumps))
+        return event_rows(self.batch, at.module, at.label, type(self).__name__, self.summary)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield heads and bodies of the report behind its headline."""
@@ -179,12 +184,19 @@ class SpikeReport:
         return self.to_text()
 
     def to_json(self) -> str:
-        """Return the report as JSON; infinities are text."""
+        """Return one strict JSON document; nan and the infinities are strings, as in `Report.to_json`."""
         document: dict[str, Any] = {"schema": SCHEMA, "version": VERSION, **reading.plain(self)}
-        return json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1)
+        return json.dumps(document, allow_nan=False, indent=1)
 
-    def to_html(self) -> str:
+    @classmethod
+    def from_json(cls, document: str) -> SpikeReport:
+        """Return the report that `to_json` wrote. Raise ValueError with the place for anything else."""
+        advice = "pass the whole text that SpikeReport.to_json() wrote"
+        return reading.document(document, _read_spike, "a nanwatch spike report", advice)
+
+    def to_html(self, tell: Tell = silent) -> str:
         """Return the report as one page of HTML without a script. Raises ImportError without jinja2."""
+        tell("drawing the page")
         return still_page(
             "spike",
             "SpikeReport.to_html()",
@@ -194,3 +206,20 @@ class SpikeReport:
             width=_WIDTH,
             height=_HEIGHT,
         )
+
+
+_SPIKE = reading.of(SpikeReport)
+
+
+def _read_spike(document: Any) -> SpikeReport:
+    return _SPIKE(reading.body(document, SCHEMA, VERSION), "report")
+
+
+def read_saved(document: str) -> Report | SpikeReport:
+    """Return the report of a failure or of a spike from its JSON. Raise ValueError with the place for anything else."""
+
+    def read(found: Any) -> Report | SpikeReport:
+        is_spike = isinstance(found, dict) and found.get("schema") == SCHEMA
+        return _read_spike(found) if is_spike else read_report(found)
+
+    return reading.document(document, read, "a nanwatch report", "pass the whole text that to_json() wrote")

@@ -17,6 +17,7 @@ from .record import (
     Phase,
     Record,
     has_vanished,
+    is_event,
     is_near_end,
     shrinking,
 )
@@ -29,6 +30,8 @@ def record_line(record: Record) -> str:
     """Return the line of one record: `1.01e-06 6.44e+00 weight`, or a note over both columns of numbers."""
     if record.abs_min is not None and record.abs_max is not None:
         numbers, remark = f"{record.abs_min:8.2e} {record.abs_max:8.2e}", record.note
+    elif is_event(record.note):
+        numbers, remark = " " * 17, record.note
     elif record.note in (NONE, NOT_A_TENSOR):
         numbers, remark = f"{record.note:>17}", ""
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,6 +85,7 @@ class Watch:
             self._tracer = start_tracer(
                 options.trace, self._recorder, ring if fetches else 0, options.every, model
             )
+        note = _noting(self._tracer, options.trace_batches)
         self._monitor = Monitor(
             self._recorder,
             model,
@@ -92,6 +93,7 @@ class Watch:
             forecasts=options.forecast and options.enabled,
             log_to=options.log_to if options.enabled else None,
             log_every=options.log_every,
+            note=note,
         )
         self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = (
@@ -106,7 +108,7 @@ class Watch:
         if guard is not None:
             if options.spikes:
                 self._spikes = SpikeWatch(
-                    model, self._recorder, rerun, guard, self._monitor.suspicion, options.output_dir
+                    model, self._recorder, rerun, guard, self._monitor.suspicion, options.output_dir, note
                 )
                 self._monitor.follow(self._spikes.take)
                 self._batch_ends.active = True
@@ -340,6 +342,13 @@ class Watch:
             self._failures.raise_postponed()
         if self._backward is not None:
             self._backward.ended(calls, arrivals, left)
+
+
+def _noting(tracer: Tracer | None, chosen: Collection[int]) -> Callable[[FrameRows], None] | None:
+    """Return a function that adds a frame to the trace, as far as its batch is traced. It keeps no Watch alive."""
+    if tracer is None:
+        return None
+    return lambda frame: None if chosen and frame.batch not in chosen else tracer.note(frame)
 
 
 def _print_lines(lines: Iterable[str]) -> None:

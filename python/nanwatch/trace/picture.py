@@ -14,7 +14,7 @@ import numpy as np
 
 from ..numerics.formats import limits
 from ..report.html import LOW_BITS, NEAR_BITS, WIDEST_BAR, bits_words, level_of, page
-from ..report.record import SKIPPED_STEP, is_excused
+from ..report.record import SKIPPED_STEP, SPIKE, is_event, is_excused
 from ..util.visible import module_name
 from .trace_file import Strings, Trace, strings
 
@@ -25,7 +25,7 @@ COLUMNS = 1000
 _CELLS = 1_000_000
 # Fewer points than these have no trend: the batches of a warm-up differ by more than they drift.
 _LEAST_POINTS = 8
-_TABLE = 200  # rows of the page's table, which holds the worst modules
+_TABLE = 200  # rows of the page's tables: the worst modules, the latest spikes and forecasts
 
 # Cells of the page are tenths of a bit in 16 bits, which float64's 2098 bits fit. These stand for other cells.
 _ABSENT, _GONE, _ZERO = -32768, -32767, 32767
@@ -52,6 +52,20 @@ class Row(NamedTuple):
         return name if self.label in ("", "output") else f"{name} {self.label}"
 
 
+class Mark(NamedTuple):
+    """Spike or forecast that was reported in `batch`, at `label` of a module; `text` is the report in one line."""
+
+    batch: int
+    module: str
+    label: str
+    text: str
+
+    @property
+    def kind(self) -> str:
+        """Return "spike" or "forecast"."""
+        return "spike" if self.text.startswith(SPIKE) else "forecast"
+
+
 @dataclass(frozen=True)
 class Picture:
     """Headroom of modules, in the order of their first calls, over neighbouring batches, a column for some of them.
@@ -59,8 +73,8 @@ class Picture:
     `bits` has the least headroom of each cell as `headroom_bits` counts it: -inf where a value was non-finite, nan
     where the module has no number. `labels` are the tensors with the least headroom of each module. `abs_max` is the
     largest magnitude of the cell. `first` and `last` are the batches at the ends of each column. `skipped` marks the
-    columns in which the optimizer skipped a step. `failure` is the first batch with a non-finite value and the first
-    module in it, None without one.
+    columns in which the optimizer skipped a step. `marks` are the latest spikes and forecasts. `failure` is the first
+    batch with a non-finite value and the first module in it, None without one.
     """
 
     modules: tuple[str, ...]
@@ -76,6 +90,7 @@ class Picture:
     rank: int
     lost_frames: int
     labels: tuple[str, ...]
+    marks: tuple[Mark, ...]
 
     @property
     def failed(self) -> Array:
@@ -121,6 +136,10 @@ class Picture:
             "last": self.last.tolist(),
             "failed": np.flatnonzero(self.failed).tolist(),
             "skipped": np.flatnonzero(self.skipped).tolist(),
+            "marks": [
+                [one.kind, int(self.last.searchsorted(one.batch)), self.modules.index(one.module), one.text]
+                for one in self.marks
+            ],
             "bits": _packed(self._tenths(), "<i2"),
             "log2": _packed(self._log2(), "<f4"),
             "absent": _ABSENT, "gone": _GONE, "zero": _ZERO,
@@ -192,7 +211,7 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
     trace.tell("drawing the page")
     batch = table["batch"].to_numpy()
     module = strings(table["module"])
-    role, dtype, note = (strings(table[name]) for name in ("role", "dtype", "note"))
+    label, role, dtype, note = (strings(table[name]) for name in ("label", "role", "dtype", "note"))
     abs_max = table["abs_max"].fill_null(np.nan).to_numpy()
     is_bad = ~table["isfinite"].fill_null(True).to_numpy()
 
@@ -221,9 +240,13 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
     of_module = row[module.codes]
     hits = np.flatnonzero(counts & (bits == least.min(axis=1)[of_module]))[::-1]
     labels = np.full(shape[0], "", object)
-    labels[of_module[hits]] = _each(strings(table["label"]), str, "")[hits]
+    labels[of_module[hits]] = _each(label, str, "")[hits]
     seen = np.zeros(shape, bool)
     seen.reshape(-1)[cell] = True
+    marks = tuple(
+        Mark(int(batch[i]), *(one.values[one.codes[i]] for one in (module, label, note)))
+        for i in np.flatnonzero(_each(note, is_event, False))[-_TABLE:].tolist()
+    )
     skipped = np.zeros(len(first), bool)
     skipped[column[_each(note, lambda text: text.startswith(SKIPPED_STEP), False)]] = True
     failure = None
@@ -245,6 +268,7 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
         trace.rank,
         trace.lost_frames,
         tuple(labels.tolist()),
+        marks,
     )
 
 

@@ -84,6 +84,11 @@ class Tracer:
         """Take a frame, where frames are given."""
         self._given.append(frame)
 
+    def note(self, frame: FrameRows) -> None:
+        """Take a frame that no call made, behind those that there are."""
+        self.gather()
+        self.writer.put([frame])
+
     def batch_ended(self) -> None:
         """Take the frames of the batch if the recorder has no room for those of another one."""
         if self._ring == 0 or not self.writer.is_open:

@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from math import inf, isfinite, nan
 from pathlib import Path
@@ -55,6 +55,20 @@ def document(text: str, read: Callable[[Any], _T], what: str, advice: str) -> _T
         raise ValueError(f"not {what}: nested too deeply; {advice}") from None
     except (ValueError, TypeError) as error:
         raise ValueError(visible(f"not {what}: {error}; {advice}")) from error
+
+
+def body(document: Any, schema: str, version: int) -> dict[str, Any]:
+    """Return the members of a saved report but for its schema and version. Raise ValueError for others than these."""
+    if isinstance(document, dict) and document.get("schema") == schema and document.get("version") != version:
+        raise ValueError(f"its version is {document.get('version')!r}, this nanwatch reads version {version}")
+    head = {"schema": one_of((schema,)), "version": one_of((version,))}
+    own = (
+        {name: document[name] for name in head if name in document}
+        if isinstance(document, dict)
+        else document
+    )
+    members(own, "report", head)
+    return {name: one for name, one in document.items() if name not in head}
 
 
 def plain(value: Any) -> Any:
@@ -151,6 +165,19 @@ def tuple_of(read: Reader[_T]) -> Reader[tuple[_T, ...]]:
     return lambda value, where: tuple(list_of(read)(value, where))
 
 
+def _row_of(readers: Sequence[Reader[Any]]) -> Reader[tuple[Any, ...]]:
+    """Return a reader of a list with one item for each reader, as a tuple."""
+
+    def read_each(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list) or len(value) != len(readers):
+            raise fail(where, f"a list of {len(readers)}", value)
+        return tuple(
+            read(item, f"{where}[{i}]") for i, (read, item) in enumerate(zip(readers, value, strict=True))
+        )
+
+    return read_each
+
+
 def mapping_of(read: Reader[_T]) -> Reader[dict[str, _T]]:
     """Return a reader of an object with any members, each by `read`."""
 
@@ -213,7 +240,9 @@ def _of_annotation(kind: Any) -> Reader[Any]:
     if get_origin(kind) is Literal:
         return one_of(arguments)
     if get_origin(kind) is tuple:
-        return tuple_of(_of_annotation(arguments[0]))
+        if arguments[-1] is Ellipsis:
+            return tuple_of(_of_annotation(arguments[0]))
+        return _row_of([_of_annotation(one) for one in arguments])
     if type(None) in arguments:
         return optional(_of_annotation(arguments[0]))
     return of(kind)

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from time import sleep
 from typing import Any
 
@@ -23,6 +24,7 @@ import nanwatch
 from nanwatch.monitoring.forecast import Ending, Forecast, Forecaster, HeadroomHistory
 from nanwatch.recording.frame_ring import PeakMagnitudes
 from nanwatch.report.record import FrameRows, Row
+from nanwatch.trace.picture import Mark, draw
 
 END = 65504.0
 
@@ -285,6 +287,25 @@ def test_watch_warns(implementation: str, monkeypatch: pytest.MonkeyPatch) -> No
     batch, margin = interval(told[0])
     assert abs(batch - end) <= margin
     assert warned(forecast=False) == ([], end)
+
+
+def test_trace_has_the_forecast_in_its_batch(tmp_path: Path) -> None:
+    """At the module that it names, in the words of the warning."""
+    pytest.importorskip("pyarrow")
+    model = nn.Sequential(Growing())
+    told = []
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        nanwatch.watch(model, trace=tmp_path / "run.parquet") as watch,
+    ):
+        warnings.simplefilter("always")
+        while not told:
+            model(torch.ones(3, dtype=torch.float16))
+            told = [(watch.batch, str(one.message).split("; grew")[0]) for one in caught]
+    marks = draw(nanwatch.Trace.open(tmp_path / "run.parquet")).marks
+    ((batch, line),) = told
+    assert marks == (Mark(batch, "0", "output", f"forecast: {line}"),)
+    assert marks[0].kind == "forecast"
 
 
 @pytest.mark.parametrize("implementation", ["native", "python"])

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from math import inf
+from typing import Any, get_args
 
-from nanwatch.report.spike import Curve, Departure, SpikeReport
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanwatch.report.report import Report, Suspect
+from nanwatch.report.spike import Cause, Curve, Departure, SpikeReport, read_saved
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m"
 REPORT = SpikeReport(
@@ -69,3 +76,76 @@ def test_page_runs_no_script_and_draws_a_line_for_each_part_of_a_history() -> No
     assert re.search(r"prefers-color-scheme: dark", text)
     # From the least at the bottom to the largest at the top; a gap where a step had no value.
     assert page.lines == ["0.0,34.0 0.0,34.0", "146.7,2.0 220.0,18.0", "0.0,34.0 0.0,34.0"]
+
+
+NUMBERS = st.floats()
+NAMES = st.text(max_size=9)
+DEPARTURES = st.builds(Departure, NAMES, NAMES, NUMBERS, NUMBERS, NUMBERS)
+
+
+def several(of: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(of, max_size=2).map(tuple)
+
+
+REPORTS = st.builds(
+    SpikeReport,
+    st.integers(0, 2**62),
+    st.integers(0, 9),
+    several(DEPARTURES),
+    st.sampled_from(get_args(Cause)),
+    st.none() | DEPARTURES,
+    several(DEPARTURES),
+    several(DEPARTURES),
+    st.none() | st.tuples(NUMBERS, NUMBERS),
+    st.none() | st.tuples(NAMES, NAMES, NUMBERS),
+    several(st.tuples(NAMES, NUMBERS)),
+    several(st.tuples(st.integers(), NUMBERS)),
+    several(st.builds(Suspect, NAMES, NAMES, NUMBERS, st.none() | NUMBERS, NAMES, st.integers(), st.none())),
+    several(st.builds(Curve, NAMES, NAMES, several(st.none() | NUMBERS))),
+    several(NAMES),
+    several(NAMES),
+)
+
+
+@given(REPORTS)
+def test_json_round_trips_exactly(report: SpikeReport) -> None:
+    again = SpikeReport.from_json(report.to_json())
+    assert repr(again) == repr(report)  # repr, as nan is not equal to itself
+    assert repr(read_saved(report.to_json())) == repr(report)
+
+
+def test_saved_report_of_a_failure_is_told_from_one_of_a_spike() -> None:
+    failure = Report((), None, 3, 1)
+    assert read_saved(failure.to_json()) == failure
+    with pytest.raises(ValueError, match=r"should be one of 'nanwatch\.spike', got 'nanwatch\.report'"):
+        SpikeReport.from_json(failure.to_json())
+
+
+def _edited(**changes: Any) -> str:
+    return json.dumps({**json.loads(REPORT.to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (REPORT.to_json()[:-20], "pass the whole text"),
+        ("[]", "report should be an object"),
+        ("{}", "has no 'schema'"),
+        (_edited(version=2), "its version is 2, this nanwatch reads version 1"),
+        (_edited(surprise=1), "has 'surprise'"),
+        (_edited(cause="luck"), "report.cause should be one of 'learning rate'"),
+        (_edited(adam=["a", "b"]), r"report.adam should be a list of 3, got list of 2"),
+        (_edited(shares=[[0, "much"]]), r"report.shares\[0\]\[1\] should be a number"),
+    ],
+)
+def test_hostile_json_is_one_clear_error(document: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        SpikeReport.from_json(document)
+    assert str(error.value).startswith("not a nanwatch spike report")
+    assert len(str(error.value)) < 500
+
+
+def test_numbers_that_no_spike_has_make_a_page_too() -> None:
+    """A saved report is anybody's."""
+    wild = Curve("", "loss", (-inf, 1e308, -1e308, None, float("nan")))
+    assert "<svg" in SpikeReport.from_json(replace(REPORT, curves=(wild,)).to_json()).to_html()

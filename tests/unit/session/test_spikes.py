@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 import weakref
 from pathlib import Path
@@ -14,7 +13,9 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.recording.recorder import PythonRecorder
+from nanwatch.report.spike import SpikeReport
 from nanwatch.session.spikes import SpikeWatch
+from nanwatch.trace.picture import draw
 
 AT, STEPS = 60, 64
 
@@ -67,7 +68,8 @@ def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> Non
     assert (found.batch, found.cause, found.shares[0][0]) == (AT, "loss", 5)
     assert found.shares[0][1] > 0.99
     folder = tmp_path / f"spike-batch-{AT}"
-    assert json.loads((folder / "report.json").read_text())["batch"] == AT
+    assert SpikeReport.from_json((folder / "report.json").read_text()) == found
+    assert [Path(one).name for one in found.files] == ["capsule", "report.html", "report.json", "report.txt"]
     assert found.headline in (folder / "report.txt").read_text()
     assert "<polyline" in (folder / "report.html").read_text()
     # The capsule has the weights from before the step, so its replay gives the output of that batch.
@@ -86,6 +88,32 @@ def test_weight_that_was_overwritten_is_named() -> None:
     assert found.first.value / found.first.usual == pytest.approx(50, rel=0.1)
     assert [curve.label for curve in found.curves[:3]] == ["loss", "gradients", "weight"]
     assert found.curves[0].values[-1] == pytest.approx(found.jumps[0].value)
+
+
+@pytest.mark.parametrize("chosen", [(), (3, AT), (3,)])
+def test_trace_has_the_spike_at_the_tensor_that_shows_it(tmp_path: Path, chosen: tuple[int, ...]) -> None:
+    """In a row without a range, in the batch of the spike; not in a trace of other batches."""
+    path = tmp_path / "run.parquet"
+    net = model()
+    with (
+        nanwatch.watch(net, spikes=True, trace=path, trace_batches=chosen) as watch,
+        pytest.warns(RuntimeWarning, match="cause: weight"),
+    ):
+        train(net, watch, **{"2_weight": 50.0})
+    (found,) = watch.spikes
+    trace = nanwatch.Trace.open(path)
+    told = [
+        (frame.batch, frame.phase, frame.name, record.label, record.role, record.abs_max, record.note)
+        for batch in trace.batches
+        for frame in trace.frames(batch)
+        for record in frame.records
+        if record.note
+    ]
+    expected = (AT, "step", "2", "weight", "weight", None, found.summary)
+    assert told == ([expected] if chosen != (3,) else [])
+    assert [one.text for one in draw(trace).marks] == [found.summary] * len(told)
+    if told:
+        assert f"weight ({found.summary})" in trace.report(AT).to_text(whole=True)
 
 
 def test_training_computes_the_same() -> None:

@@ -13,7 +13,8 @@ const map = $("map");
 const context = map.getContext("2d");
 
 // Pixels: marks above the plot, batches below it, room for half a mark at its right, a row with its name beside it.
-const [MARKS, AXIS, RIGHT, NAMED] = [14, 22, 6, 11];
+const LINE = 14; // of marks: failures and skipped steps, below them spikes and forecasts
+const [MARKS, AXIS, RIGHT, NAMED] = [data.marks.length ? 2 * LINE : LINE, 22, 6, 11];
 const [LEAST_HEIGHT, MOST_HEIGHT, ROW_HEIGHT] = [120, 640, 16];
 const PALEST = 0.18; // share of its colour that a cell with the most room keeps
 
@@ -125,8 +126,12 @@ function draw() {
     context.fillText(clip(data.modules[row], letters), left - 6, MARKS + (row - view.row + 0.5) * size);
   }
   axis(seen, quiet);
-  marks("failed", "▼", color("gone"));
-  marks("skipped", "△", color("ink"));
+  marks(data.failed, "▼", color("gone"), LINE / 2);
+  marks(data.skipped, "△", color("ink"), LINE / 2);
+  const told = (kind) => data.marks.filter(([own]) => own === kind).map(([, column]) => column);
+  marks(told("forecast"), "◇", color("ink"), 1.5 * LINE);
+  marks(told("spike"), "◆", color("ink"), 1.5 * LINE);
+  places(seen, size);
   if (dragged) {
     const [x, y, toX, toY] = dragged;
     context.strokeStyle = color("focus");
@@ -149,15 +154,27 @@ function axis(seen, quiet) {
   }
 }
 
-function marks(which, sign, shown) {
+// A frame round each cell that a spike or a forecast names, which stays visible where cells are narrow.
+function places(seen, size) {
+  context.strokeStyle = color("ink");
+  const wide = plot.width / seen.columns;
+  const [across, down] = [Math.max(5, wide), Math.max(5, size)];
+  for (const [, column, row] of data.marks) {
+    if (column < view.column || column >= view.toColumn || row < view.row || row >= view.toRow) continue;
+    const [x, y] = [plot.left + (column - view.column + 0.5) * wide, MARKS + (row - view.row + 0.5) * size];
+    context.strokeRect(x - across / 2, y - down / 2, across, down);
+  }
+}
+
+function marks(which, sign, shown, y) {
   context.fillStyle = shown;
   context.textAlign = "center";
   let before = -Infinity;
-  for (const column of data[which]) {
+  for (const column of which) {
     if (column < view.column || column >= view.toColumn) continue;
     const x = plot.left + ((column - view.column + 0.5) / (view.toColumn - view.column)) * plot.width;
     if (x - before < 5) continue; // one over the other they would be a bar
-    context.fillText(sign, x, MARKS / 2);
+    context.fillText(sign, x, y);
     before = x;
   }
 }
@@ -188,7 +205,9 @@ function words(row, column) {
     : value === data.gone ? "not finite" : value === data.zero ? "all zero" : `${(value / 10).toFixed(1)} bits`;
   const rest = value === data.absent ? "" : ` · abs max ${largest(log2[at])}`;
   const skipped = data.skipped.includes(column) ? " · step skipped" : "";
-  return `${data.modules[row]} · ${batchWords(column)} · ${room}${rest}${skipped}`;
+  const told = data.marks.filter(([, at]) => at === column)
+    .map(([kind, , at, text]) => (at === row ? ` · ${text}` : ` · ${kind} at ${data.modules[at]}`));
+  return `${data.modules[row]} · ${batchWords(column)} · ${room}${rest}${skipped}${told.join("")}`;
 }
 
 function tell(event) {
