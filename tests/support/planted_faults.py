@@ -1,12 +1,16 @@
 """Faults planted between transformers' models and other implementations, and the module that compare has to name.
 
-Engines: ours (second_engines.py), and litgpt and timm where they are installed (`pip install --no-deps litgpt timm`).
+Engines: ours (second_engines.py), and litgpt and timm, which `make test-all` puts into a folder of their own.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +71,23 @@ def inputs_of(name: str) -> torch.Tensor:
     if name == "vit":
         return torch.randn(2, 3, 16, 16, generator=generator)
     return torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
+
+
+@cache
+def make_importable() -> None:
+    """Let litgpt and timm be imported from the folder into which `make test-all` puts them.
+
+    PyPI's torchvision, which timm imports, has its operators compiled for CUDA. Beside a CPU build of PyTorch they do
+    not load, and then its import fails where it registers fakes of two, which timm's models do not use.
+    """
+    sys.path.append(str(Path(sys.prefix, "engines")))
+    with suppress(ImportError):
+        try:
+            import_module("torchvision")
+        except RuntimeError:
+            for name in ("nms", "qnms"):
+                torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+            import_module("torchvision")
 
 
 def litgpt(**change: Any) -> nn.Module:

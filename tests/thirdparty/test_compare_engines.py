@@ -1,6 +1,6 @@
 """`nanwatch.compare` between transformers' models and other implementations: planted faults, and equal pairs.
 
-litgpt and timm are not among the test requirements: `pip install --no-deps --target DIR litgpt`, and DIR on PYTHONPATH.
+litgpt and timm lie in a folder that `make test-all` fills. Elsewhere their tests are skipped.
 """
 
 from __future__ import annotations
@@ -17,17 +17,39 @@ from torch import nn
 
 import nanwatch
 from nanwatch.equivalence.traces import compare_traces
+from support import planted_faults
 from support.planted_faults import PLANTED, Planted, engine, inputs_of, reference
 from support.second_engines import GPT2, Llama
 
 pytest.importorskip("transformers")
 
+# Engines outside of this repository, and the model of transformers that each is compared with.
+ELSEWHERE = {"litgpt": "llama", "timm": "vit"}
 
-@pytest.mark.parametrize("planted", PLANTED, ids=lambda one: f"{one.engine}-{one.name}".replace(" ", "-"))
+
+def needs(name: str) -> None:
+    """Skip the test where the engine is missing."""
+    if name in ELSEWHERE:
+        planted_faults.make_importable()
+        pytest.importorskip(name, exc_type=ImportError)
+
+
+def cases(planted: list[Planted]) -> list[Any]:
+    """Return the parameters of tests. Importing litgpt and timm takes seconds."""
+    return [
+        pytest.param(
+            one,
+            id=f"{one.engine}-{one.name}".replace(" ", "-"),
+            marks=[pytest.mark.slow] if one.engine in ELSEWHERE else [],
+        )
+        for one in planted
+    ]
+
+
+@pytest.mark.parametrize("planted", cases(PLANTED))
 def test_the_module_of_a_planted_fault_is_named(planted: Planted) -> None:
     """The innermost module of transformers' model in which the other implementation is at fault."""
-    if planted.engine in ("litgpt", "timm"):
-        pytest.importorskip(planted.engine, exc_type=ImportError)
+    needs(planted.engine)
     name, model = engine(planted)
     found = nanwatch.compare(reference(name), model, inputs_of(name))
     assert found.equal is False
@@ -46,7 +68,7 @@ def same(name: str) -> nn.Module:
 # A trace has the range alone of the input of o_proj, which a permutation of heads leaves as it is. The input of a block
 # that takes hidden and residual apart is not known.
 LESS_IN_A_TRACE = {"key groups": "model.layers.1.self_attn.o_proj", "norm order": "model"}
-IN_A_TRACE = [one for one in PLANTED if one.engine not in ("litgpt", "timm")]
+IN_A_TRACE = [one for one in PLANTED if one.engine not in ELSEWHERE]
 
 
 def traced(model: nn.Module, x: torch.Tensor, path: Path) -> nanwatch.Trace:
@@ -55,7 +77,7 @@ def traced(model: nn.Module, x: torch.Tensor, path: Path) -> nanwatch.Trace:
     return nanwatch.Trace.open(path)
 
 
-@pytest.mark.parametrize("planted", IN_A_TRACE, ids=lambda one: f"{one.engine}-{one.name}".replace(" ", "-"))
+@pytest.mark.parametrize("planted", cases(IN_A_TRACE))
 def test_the_module_of_a_planted_fault_is_named_from_traces(planted: Planted, tmp_path: Path) -> None:
     """With a floor that a third trace measures, and without one."""
     pytest.importorskip("pyarrow")
@@ -141,6 +163,16 @@ def test_equal_pairs_have_no_difference(make: Callable[[str], dict[str, Any]], n
     assert found.equal, found.to_text()
     assert len(found.modules) >= 26
     assert max(one.error / one.floor for one in found.modules if one.error is not None) < found.factor / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_nothing_is_named_in_another_engine(name: str) -> None:
+    """With the weights of transformers' model."""
+    needs(name)
+    model = getattr(planted_faults, name)()
+    found = nanwatch.compare(reference(ELSEWHERE[name]), model, inputs_of(ELSEWHERE[name]))
+    assert found.equal, found.to_text()
 
 
 @pytest.mark.compile

@@ -41,7 +41,7 @@ class Call:
     """Call of a module. `key` is its path and which of the module's calls it is.
 
     `module` is None for a call of a trace. `start` and `end` count the starts and ends of all calls. `parent` is the
-    call around it.
+    call around it. `weight_shape` is that of the module's weight, or () where it has none.
     """
 
     key: tuple[str, int]
@@ -53,6 +53,7 @@ class Call:
     is_leaf: bool = True
     inputs: list[Kept] = field(default_factory=list)
     outputs: list[Kept] = field(default_factory=list)
+    weight_shape: tuple[int, ...] = ()
 
     @property
     def path(self) -> str:
@@ -196,6 +197,8 @@ class _Log:
         key = (path, self._occurrences[path])
         self._occurrences[path] += 1
         call = Call(key, type(module).__name__, module, parent, next(self._clock), inputs=self._keep(found))
+        weight = weight_of(module)
+        call.weight_shape = () if weight is None else tuple(weight.shape)
         self.inside.append(call)
         return call
 
@@ -374,10 +377,7 @@ def _score(a: Call, b: Call, around_a: Any, around_b: Any, values_a: Any, values
     share = len(inside_a & inside_b) / max(len(inside_a | inside_b), 1)
     if (inside_a or inside_b) and share < _LEAST_SHARE:
         return 0.0
-    weights = [weight_of(one.module) for one in (a, b)]
-    is_alike = a.class_name == b.class_name or (
-        weights[0] is not None and weights[1] is not None and weights[0].shape == weights[1].shape
-    )
+    is_alike = a.class_name == b.class_name or a.weight_shape == b.weight_shape != ()
     is_named = a.path.rpartition(".")[2] == b.path.rpartition(".")[2]
     near = _close(values_a[1], values_b[1])
     if a.is_leaf and b.is_leaf and not (is_alike or is_named or near > _NEAR):

@@ -159,6 +159,11 @@ def shape_of_difference(
     scale = float((a * b).sum() / (a * a).sum())
     if float((b - scale * a).norm() / b.norm().clamp(min=1e-300)) < noise:
         return ["another sign: B is -A"] if abs(scale + 1) < noise else [f"a scale: B is {scale:.4g} times A"]
+    scales = (a * b).sum(-1, keepdim=True) / (a * a).sum(-1, keepdim=True).clamp(min=1e-300)
+    low, high = float(scales.min()), float(scales.max())
+    is_scaled = float((b - scales * a).norm() / b.norm().clamp(min=1e-300)) < noise
+    if is_scaled and (high < 1 or low > 1):  # another eps makes all tokens smaller, or all larger
+        return [f"a scale for each token, from {low:.4g} to {high:.4g}: the eps of a norm, or another norm"]
     found = []
     if len(a) > 1 and float((difference - difference.mean(0)).norm()) < max(0.05, 4 * floor / d) * float(
         difference.norm()

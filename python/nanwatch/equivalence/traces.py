@@ -103,8 +103,12 @@ class _Recorded:
         elif record["role"] == "output" and record["sketch"]:
             call.outputs.append(Kept(shape, torch.tensor(sketches(record["sketch"])), is_sketch=True))
             yield dtype
-        elif record["label"] == "weight" and dtype in FLOATS and low < high:
-            self.weights[call] = _Weight(prod(shape), dtype, low, high)
+        elif record["label"] == "weight" and dtype in FLOATS:
+            # One number throughout, as in a new norm, tells no weight from another. Two ranges tell that they differ.
+            if low < high:
+                self.weights[call] = _Weight(prod(shape), dtype, low, high)
+            else:
+                call.weight_shape = shape
 
 
 class _Matcher(Matcher):
@@ -122,11 +126,17 @@ class _Matcher(Matcher):
                 self._add((one,), (found,))
 
     def _fused(self, ones: Sequence[Call], others: Sequence[Call]) -> Iterator[tuple[tuple[Call, ...], Call]]:
-        """Yield two to four calls one after the other, and the call whose weight has the ranges of theirs."""
+        """Yield two to four calls of one input, and the call whose weight has the ranges of theirs."""
         for other in (one for one in self._left(others) if one in self._weights):
-            left = [one for one in self._left(ones) if one in self._weights]
+            left = [one for one in self._left(ones) if one in self._weights and one.inputs]
             groups = (left[i : i + n] for n in (2, 3, 4) for i in range(len(left) - n + 1))
-            if (found := next((one for one in groups if self._are_parts(one, other)), None)) is not None:
+            fits = (
+                one
+                for one in groups
+                if self._are_parts(one, other)
+                and all(torch.equal(call.inputs[0].rows, one[0].inputs[0].rows) for call in one)
+            )
+            if (found := next(fits, None)) is not None:
                 yield tuple(found), other
 
     def _are_parts(self, parts: Sequence[Call], whole: Call) -> bool:
@@ -187,8 +197,11 @@ class _TraceComparer(Comparer):
         if kind == "outputs":
             return super()._see(kind, pair)
         floor, given = self._input_floor, [side[0].inputs for side in (pair.a, pair.b)]
-        found = [relative_errors(x.rows, y.rows) for x in given[0] for y in given[1]]
-        errors = min(found, default=None, key=lambda one: one.total)
+        # Positions or a mask may agree where the hidden state does not, so each input of one side needs a counterpart.
+        fewer, more = sorted(given, key=len)
+        found = [[relative_errors(x.rows, y.rows) for y in more] for x in fewer]
+        nearest = (min(row, key=lambda one: one.total) for row in found)
+        errors = max(nearest, default=None, key=lambda one: one.total)
         # Where one side gives hidden and residual apart, their sum is not known.
         is_known = len(given[0]) == len(given[1]) or (errors and errors.total <= self._factor * floor)
         return Seen(errors, floor, errors.total / floor, (), ((0,), (0,))) if errors and is_known else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import re
+from collections import OrderedDict
 from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
@@ -120,6 +122,74 @@ def test_modules_of_other_names_are_matched(tmp_path: Path) -> None:
     assert (found.first.module_a, found.first.module_b) == ("1.down", "1.narrow")
 
 
+class Root(nn.Module):
+    """RMS norm with a name of its own."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+@pytest.mark.parametrize("eps", [1e-3, 5e-3, 5e-2])
+def test_a_new_norm_with_another_eps_is_named(eps: float, tmp_path: Path) -> None:
+    """Its weight of ones tells nothing, and its output is another, so it is matched by shape and neighbours."""
+    x = X * torch.linspace(0.05, 1, 8)[:, None]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.RMSNorm(32, eps=1e-6), nn.Linear(32, 32))
+    other = nn.Sequential(OrderedDict(first=model[0], root=Root(eps), last=model[2]))
+    one = trace(tmp_path / "a.parquet", model, x)
+    found = compare_traces(one, trace(tmp_path / "b.parquet", other, x))
+    assert found.first is not None
+    assert (found.first.module_a, found.first.module_b) == ("1", "root")
+    squares = model[0](x).square().mean(-1)
+    scales = ((squares + 1e-6) / (squares + eps)).sqrt()
+    told = re.fullmatch(r"a scale for each token, from (\S+) to (\S+): the eps .*", found.likely[0])
+    assert told is not None, found.likely
+    assert [float(one) for one in told.groups()] == pytest.approx(
+        [float(scales.min()), float(scales.max())], rel=1e-3
+    )
+    other.root.eps = 1e-6
+    assert compare_traces(one, trace(tmp_path / "c.parquet", other, x)).equal
+
+
+class Placed(nn.Module):
+    """Layer that is given positions too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.layer(x) + positions
+
+
+class Caller(nn.Module):
+    """Model whose own code may scale what the second layer is given."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, 32), Placed()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.factor * self.first(x), torch.linspace(0, 1, 32))
+
+
+def test_equal_positions_are_no_equal_input(tmp_path: Path) -> None:
+    """The hidden state beside them differs already, so the fault is before the layer."""
+    found = compared(tmp_path, Caller(), Caller(1.5))
+    assert found.first is not None
+    assert found.first.module_a == ""
+    assert found.where.startswith(
+        "in its own code, between the output of first, which agrees, and the input of"
+    )
+
+
 def test_hidden_and_residual_apart_are_compared_by_their_sum(tmp_path: Path) -> None:
     """The sum of two sketches is that of the sum. Without it nothing would be known of a block."""
     model, other = blocks(), blocks(is_apart=True)
@@ -162,6 +232,37 @@ def test_a_fused_projection_is_matched_and_said_not_to_be_compared(tmp_path: Pat
     assert found.equal
     words = "parts.0, parts.1, parts.2 | parts.0 are matched by their weights and not compared"
     assert found.remarks[0].startswith(words)
+
+
+class Mixed(nn.Module):
+    """Three projections of one input and two of another, apart or fused."""
+
+    def __init__(self, *, is_fused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        q, k, v, gate, up = (nn.Linear(32, width, bias=False) for width in (16, 16, 16, 32, 32))
+        with torch.no_grad():  # v alone has the range of all, so v and gate look like q, k and v
+            v.weight[0, :2] = torch.tensor([1.0, 1e-9])
+        groups = [(q, k, v), (gate, up)]
+        self.parts = nn.ModuleList(
+            nn.ModuleList([self._fused(group)] if is_fused else group) for group in groups
+        )
+
+    def _fused(self, group: tuple[nn.Linear, ...]) -> nn.Linear:
+        found = nn.Linear(32, sum(one.out_features for one in group), bias=False)
+        found.weight = nn.Parameter(torch.cat([one.weight for one in group]))
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = zip(self.parts, (x, x.tanh()), strict=True)
+        return torch.cat([layer(given) for group, given in pairs for layer in group], -1)
+
+
+def test_parts_of_a_fused_projection_have_one_input(tmp_path: Path) -> None:
+    """Others whose weights have the same range are no parts of it."""
+    found = compared(tmp_path, Mixed(is_fused=False), Mixed(is_fused=True))
+    assert found.equal
+    assert found.remarks[0].startswith("parts.0.0, parts.0.1, parts.0.2 | parts.0.0, and 1 more, are matched")
 
 
 def test_an_error_that_grows_slowly_is_not_named(tmp_path: Path) -> None:

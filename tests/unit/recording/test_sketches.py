@@ -65,8 +65,11 @@ def expected_of(model: Caller, batches: list[Tensor]) -> list[dict[str, bytes | 
 
 
 def bytes_of(value: Any) -> bytes | None:
-    is_sketched = isinstance(value, Tensor) and value.is_floating_point() and value.numel()
-    return sketch(value).numpy().tobytes() if is_sketched else None
+    if not (isinstance(value, Tensor) and value.is_floating_point() and value.numel()):
+        return None
+    mantissa, exponent = torch.frexp(sketch(value))
+    scale = 2.0 ** {torch.bfloat16: 11, torch.float16: 13}.get(value.dtype, 24)
+    return torch.ldexp((mantissa * scale).trunc() / scale, exponent).numpy().tobytes()
 
 
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
@@ -129,7 +132,7 @@ class Hidden(nn.Module):
 
 
 def traced(path: Path, model: nn.Module, x: Tensor) -> Path:
-    with watched(model, "python", trace=path, sketches=2), torch.no_grad():
+    with watched(model, "python", trace=path, sketches=2, on_nonfinite="record"), torch.no_grad():
         for _ in range(3):
             model(x)
     return path
@@ -151,6 +154,31 @@ def test_hidden_is_set_against_hidden_plus_residual(tmp_path: Path) -> None:
     total = sketch_in(one, "hidden") + sketch_in(one, "embed")
     torch.testing.assert_close(total, sketch_in(other, "hidden"), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(sketch_in(one, "hidden"), sketch_in(other, "hidden"), atol=0.1)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-10), (torch.float16, 2**-12)])
+def test_sketches_of_halves_are_short_and_close_enough(
+    tmp_path: Path, dtype: torch.dtype, bound: float
+) -> None:
+    """Low bits are zeros. The error of a single rounding is found within 20 %, and a nan is never a number."""
+    torch.manual_seed(0)
+    exact = torch.randn(512, 96, dtype=torch.float64)
+    x = exact.to(dtype)
+    x[7, 3], x[8, 3] = torch.nan, torch.inf
+    found = sketch_in(traced(tmp_path / "a.parquet", nn.Identity(), x), "")
+    whole = sketch(x.double())
+    good = torch.ones(512, dtype=torch.bool)
+    good[7:9] = False
+    assert not found[~good].isfinite().any()
+    assert not torch.frexp(found[good])[0].mul(2 / bound).frac().any()
+    assert torch.frexp(found[good])[0].mul(1 / bound).frac().any()
+    assert ((found - whole)[good].abs() <= bound * whole[good].abs()).all()
+    # The same numbers rounded another way.
+    toward = torch.where(x.double() < exact, torch.inf, -torch.inf).to(dtype)
+    other = torch.where(torch.rand(512, 96) < 0.5, torch.nextafter(x, toward), x)
+    error = sketch_in(traced(tmp_path / "b.parquet", nn.Identity(), other), "") - found
+    truth = (other.double() - x.double())[good].norm() / x.double()[good].norm()
+    assert float(error[good].norm() / found[good].norm()) == pytest.approx(float(truth), rel=0.2)
 
 
 def test_diff_says_how_far_the_rows_are_apart(tmp_path: Path) -> None:
