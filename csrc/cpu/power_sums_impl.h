@@ -28,7 +28,7 @@ struct Numbers {
   static constexpr bool is_loaded = is_half || F == Format::f32 || F == Format::f64;
   static constexpr int count = S::bytes / sizeof(Real);
   using V = typename VectorOf<Real, S::bytes>::Type;
-  using Wide = typename VectorOf<double, count * 8>::Type;
+  using Wide = typename VectorOf<double, S::bytes>::Type;
   using Bits = typename VectorOf<uint32_t, S::bytes>::Type;
   using Halves = typename VectorOf<uint16_t, S::bytes / 2>::Type;
 
@@ -47,6 +47,17 @@ struct Numbers {
       // of both is x for every half. Subnormal floats on the way would be zeros after torch.set_flush_denormal(True).
       const V shifted = V(((bits & 0x7fff) << 13) + (112u << 23)), subnormal = shifted + shifted - 0x1p-14f;
       return V(Bits(subnormal < shifted ? subnormal : shifted) | ((bits & 0x8000) << 16));
+    }
+  }
+
+  // The numbers as doubles, those of float in pairs: the sum of all is that of `v`.
+  static Wide widened(V v) {
+    if constexpr (sizeof(Real) == sizeof(double)) {
+      return v;
+    } else {
+      typename VectorOf<Real, S::bytes / 2>::Type halves[2];
+      __builtin_memcpy(halves, &v, sizeof v);
+      return __builtin_convertvector(halves[0], Wide) + __builtin_convertvector(halves[1], Wide);
     }
   }
 
@@ -69,7 +80,8 @@ struct Numbers {
 };
 
 // Adds to sums[1] to sums[4] the powers of x * scale - pivot, for the pivot in sums[0]; and to `range` the range of x.
-template <class S, Format F, bool with_range>
+// `is_raw` says that the scale is 1 and the pivot 0.
+template <class S, Format F, bool with_range, bool is_raw>
 void add_powers(const char* p, int64_t n, double scale, double* sums, RangeBits* range) {
   using N = Numbers<S, F>;
   using L = Lanes<S, F>;
@@ -77,8 +89,9 @@ void add_powers(const char* p, int64_t n, double scale, double* sums, RangeBits*
   using Real = typename N::Real;
   constexpr int64_t width = sizeof(typename N::Word);
   constexpr int chains = 2;
-  // A lane of float adds 16 numbers before it is added to a double: 2^-24 of the sum at most for each.
-  constexpr int64_t step = chains * N::count, part = 16 * step;
+  // A lane of float adds 8 numbers, then 8 such sums, before it is added to a double. Each of these 15 roundings costs
+  // 2^-24 of the sum at most.
+  constexpr int64_t step = chains * N::count, group = 8 * step, part = 8 * group;
   const Real pivot = Real(sums[0]), factor = Real(scale);
   typename N::Wide wide[4] = {};
   typename S::V lo[chains], hi[chains];
@@ -87,31 +100,40 @@ void add_powers(const char* p, int64_t n, double scale, double* sums, RangeBits*
     hi[j] = S::template fill<L::width>(typename N::Word(0));
   }
   int64_t i = 0;
-  while (i + step <= n) {
-    V s[4][chains] = {};
-    for (const int64_t end = (n - i < part ? n - i : part) / step * step + i; i < end; i += step) {
+  const int64_t whole = n / step * step;
+  while (i < whole) {
+    V sum[4] = {};
+    for (const int64_t part_end = whole - i < part ? whole : i + part; i < part_end;) {
+      V s[4][chains] = {};
+      for (const int64_t end = part_end - i < group ? part_end : i + group; i < end; i += step) {
 #pragma GCC unroll 2
-      for (int j = 0; j < chains; ++j) {
-        const char* const at = p + (i + j * N::count) * width;
-        // Both halves of a vector of 16-bit words make a vector of numbers each.
-        if constexpr (with_range)
-          if (!N::is_half || j == 0) {
-            __builtin_prefetch(at + kAheadBytes);
-            const typename S::V m = L::magnitudes(S::load(at));
-            lo[j] = L::min(lo[j], m);
-            hi[j] = L::max(hi[j], m);
-          }
-        const V d = N::next(p + i * width, j) * factor - pivot, d2 = d * d;
-        s[0][j] += d;
-        s[1][j] += d2;
-        s[2][j] += d2 * d;
-        s[3][j] += d2 * d2;
+        for (int j = 0; j < chains; ++j) {
+          const char* const at = p + (i + j * N::count) * width;
+          // Both halves of a vector of 16-bit words make a vector of numbers each.
+          if constexpr (with_range)
+            if (!N::is_half || j == 0) {
+              __builtin_prefetch(at + kAheadBytes);
+              const typename S::V m = L::magnitudes(S::load(at));
+              lo[j] = L::min(lo[j], m);
+              hi[j] = L::max(hi[j], m);
+            }
+          V d = N::next(p + i * width, j);
+          if constexpr (!is_raw) d = d * factor - pivot;
+          const V d2 = d * d;
+          s[0][j] += d;
+          s[1][j] += d2;
+          s[2][j] += d2 * d;
+          s[3][j] += d2 * d2;
+        }
       }
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) sum[k] += s[k][0] + s[k][1];
     }
-    for (int k = 0; k < 4; ++k) wide[k] += __builtin_convertvector(s[k][0] + s[k][1], typename N::Wide);
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) wide[k] += N::widened(sum[k]);
   }
   for (int k = 0; k < 4; ++k)
-    for (int lane = 0; lane < N::count; ++lane) sums[k + 1] += wide[k][lane];
+    for (int lane = 0; lane < int(sizeof(wide[k]) / sizeof(double)); ++lane) sums[k + 1] += wide[k][lane];
   if constexpr (with_range) {
     range->merge(
         {S::template least<L::width>(L::min(lo[0], lo[1])), S::template greatest<L::width>(L::max(hi[0], hi[1]))});
@@ -134,10 +156,12 @@ void sum_powers(const char* p, int64_t n, double scale, double* sums, RangeBits*
   for (int turn = 0; turn < 3; ++turn) {
     sums[0] = double(Real(sums[0]));
     for (int k = 1; k <= 4; ++k) sums[k] = 0;
-    if (turn == 0 && range != nullptr) {
-      add_powers<S, F, true>(p, n, scale, sums, range);
+    if (turn == 0 && range != nullptr && scale == 1 && sums[0] == 0) {
+      add_powers<S, F, true, true>(p, n, scale, sums, range);
+    } else if (turn == 0 && range != nullptr) {
+      add_powers<S, F, true, false>(p, n, scale, sums, range);
     } else {
-      add_powers<S, F, false>(p, n, scale, sums, nullptr);
+      add_powers<S, F, false, false>(p, n, scale, sums, nullptr);
     }
     // Further than half a deviation from the mean, rounding the powers would cost more than the last bit of a float.
     // The second pivot is 2^-20 of the mean off at most. The third is as near as a float comes, as for equal elements.

@@ -13,7 +13,7 @@ inline std::vector<const KernelTable*> available_kernels() {
   std::vector<const KernelTable*> tables{&baseline_kernels()};
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2")) tables.push_back(&avx2_kernels());
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) tables.push_back(&avx2_kernels());
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
     tables.push_back(&avx512_kernels());

@@ -1,4 +1,4 @@
-// The kernels with 32-byte vectors. The whole file is compiled for AVX2; only the dispatch may call into it.
+// The kernels with 32-byte vectors. The whole file is compiled for AVX2 and FMA; only the dispatch may call into it.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -6,10 +6,10 @@
 #include "cpu/range_kernels.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,bmi,bmi2,f16c,popcnt"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,bmi,bmi2,f16c,popcnt"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,bmi,bmi2,f16c,popcnt")
+#pragma GCC target("avx2,fma,bmi,bmi2,f16c,popcnt")
 #endif
 #include "cpu/range_kernels_fold.h"
 #include "cpu/range_kernels_impl.h"

@@ -30,6 +30,9 @@ struct Moments {
             exponent};
   }
 
+  // A number near the mean, from which distances are taken. It is 0 where that is near enough, and costs nothing.
+  double pivot() const { return 16 * mean * mean * n <= m2 ? 0 : mean; }
+
   void merge(Moments other) {
     if (other.n == 0) return;
     if (n == 0) {
@@ -99,27 +102,23 @@ template <Format F>
 void statistics(const View& view, double* row) {
   const HostWalk walk(view);
   const KernelTable& kernels = current_kernels();
-  const auto range = kernels.range[int(F)];
   const auto power_sums = kernels.power_sums[int(F)];
   const auto beyond = kernels.beyond[int(F)];
   const bool is_run = walk.is_run();
   const Part total = reduce<Part>(walk, [=](const Plane& plane, Part* part) {
     each_block(plane, walk.width, [&](const Plane& block) {
-      // The block before is a guess of the unit and of the pivot. It is right nearly always, and saves a read.
-      const bool is_first = part->moments.n == 0;
+      // The blocks before are a guess of the unit and of the pivot. It is right nearly always, and saves a read.
       const int guess = part->moments.exponent;
-      double sums[5] = {part->moments.mean};
+      double sums[5] = {part->moments.pivot()};
       RangeBits bits;
-      if (is_first)
-        range(block, &bits);
-      else
-        power_sums(block, std::ldexp(1.0, -guess), sums, &bits);
+      power_sums(block, std::ldexp(1.0, -guess), sums, &bits);
       part->range.merge(bits);
       if (!part->range.narrow<F>().row().isfinite) return;  // nor are the statistics
       const double abs_max = bits.narrow<F>().row().abs_max;
-      const int exponent = abs_max == 0 ? guess : std::clamp(std::ilogb(abs_max), -kMaxExponent<F>, kMaxExponent<F>);
-      const bool is_right = !is_first && std::abs(exponent - guess) <= 20;
+      int exponent = abs_max == 0 ? guess : std::clamp(std::ilogb(abs_max), -kMaxExponent<F>, kMaxExponent<F>);
+      const bool is_right = std::abs(exponent - guess) <= 20;
       if (!is_right) {
+        if (std::abs(exponent) <= 20) exponent = 0;
         // No mean of this block is larger than 2 units, however large that of the block before is in them.
         sums[0] = std::clamp(std::ldexp(part->moments.mean, guess - exponent), -2.0, 2.0);
         power_sums(block, std::ldexp(1.0, -exponent), sums, nullptr);
