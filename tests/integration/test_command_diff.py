@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,11 @@ import torch
 from nanwatch import __main__ as command
 from nanwatch.distributed.merge import merge
 from nanwatch.report.report import Report
-from nanwatch.report.spike import Departure, SpikeReport
+from nanwatch.report.spike import Departure
+from nanwatch.report.spike import SpikeReport
 from nanwatch.session.api import watch
 from nanwatch.trace.trace_file import Trace
+from support.processes import forked
 from support.toys import mlp
 
 pytest.importorskip("pyarrow")
@@ -200,7 +200,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = forked("-c", script)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("pip install pyarrow") == 3
     assert "trace= needs the package `pyarrow`" in done.stdout

@@ -20,7 +20,7 @@ from nanwatch.cli import run as run_command
 from nanwatch.cli.run import run_parser
 from support.first_fault import first_fault
 from support.paths import SCRIPTS
-from support.processes import environment
+from support.processes import environment, forked
 
 ENVIRONMENT = environment(OMP_NUM_THREADS="1")
 HF = [
@@ -38,15 +38,21 @@ HF = [
 HF += ["--save_strategy", "no", "--disable_tqdm", "true", "--output_dir", "out"]
 
 
-def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
-        env=ENVIRONMENT | environment, cwd=cwd, capture_output=True, text=True, timeout=300,
+        env=ENVIRONMENT, cwd=cwd, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
-def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "nanwatch", "run", *arguments, cwd=cwd, **environment)
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return python("-m", "nanwatch", "run", *arguments, cwd=cwd)
+
+
+def both(*arguments: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], ...]:
+    """Run a script with `nanwatch run` and with Python alone."""
+    ways = ("-m", "nanwatch", "run"), ()
+    return tuple(forked("-W", "ignore", *way, *arguments, cwd=cwd, env=ENVIRONMENT) for way in ways)
 
 
 def script(folder: Path, body: str, name: str = "script.py") -> str:
@@ -93,7 +99,7 @@ def test_an_unchanged_script(name, bad, good, model, tmp_path):
         "report.txt", "report.json",
     }  # fmt: skip
 
-    watched, plain = run(path, *good, cwd=tmp_path), python(path, *good, cwd=tmp_path)
+    watched, plain = both(path, *good, cwd=tmp_path)
     assert watched.returncode == plain.returncode == 0, watched.stderr
     # The Trainer prints how long it took.
     timeless = [
@@ -161,7 +167,7 @@ def test_the_script_sees_what_it_would_see(tmp_path):
 def test_the_exit_is_the_scripts_own(body, tmp_path):
     """Exit status and the last lines of stderr are those of the script, however it ends."""
     name = script(tmp_path, body)
-    watched, plain = run(name, cwd=tmp_path), python(name, cwd=tmp_path)
+    watched, plain = both(name, cwd=tmp_path)
     assert watched.returncode == plain.returncode
     if plain.stderr.strip():
         assert plain.stderr.strip().splitlines()[-1] in watched.stderr
@@ -172,7 +178,7 @@ def test_an_exception_hook_of_the_script_is_called(tmp_path):
     """A script that shows its exceptions itself still does, and the report is not lost."""
     body = "sys.excepthook = lambda kind, error, place: print('mine', kind.__name__)\n"
     body += "net[0].weight.data.fill_(3e38)\nnet(x)\n"
-    done = run(script(tmp_path, body), cwd=tmp_path)
+    done, _ = both(script(tmp_path, body), cwd=tmp_path)
     assert done.returncode == 3
     assert done.stdout == "mine NonFiniteError\n"
     assert "inf first seen in `output` of 0 (Linear)" in done.stderr

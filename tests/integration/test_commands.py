@@ -16,7 +16,7 @@ import nanwatch
 from nanwatch.__main__ import main
 from nanwatch.cli.commands import COMMANDS, until_cut
 from nanwatch.util.imports import needed
-from support.processes import PYTHONPATH, environment
+from support.processes import PYTHONPATH, environment, forked
 
 CUT = 141  # 128 + SIGPIPE: what a shell says of a filter that was cut
 
@@ -32,9 +32,14 @@ def unread(
     env.pop("PYTHONUNBUFFERED", None)
     if not buffered:
         env["PYTHONUNBUFFERED"] = "1"
-    command = [sys.executable, *of, *arguments]
     try:
-        done = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+        if buffered:
+            done = forked(*of, *arguments, env=env, stdout=writer)
+        else:
+            command = [sys.executable, *of, *arguments]
+            done = subprocess.run(
+                command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120
+            )
     finally:
         os.close(writer)
     return done.returncode, done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.paths import ROOT
-from support.snippets import Commands, Page, difference, snippets
+from support.snippets import Page, difference, snippets
 
 DOCS = ROOT / "docs"
 TRANSLATIONS = sorted(DOCS.glob("getting-started.*.md"))
@@ -36,23 +36,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    with Commands() as runner:
-        yield runner
-
-
 @pytest.mark.filterwarnings("ignore")  # a page may warn, as its reader's run does
 @pytest.mark.parametrize(
     "place",
     [pytest.param(place, marks=pytest.mark.slow) if place.name in SLOW else place for place in PAGES],
     ids=[place.relative_to(ROOT).as_posix() for place in PAGES],
 )
-def test_what_a_page_shows_happens(place: Path, folder: Path, commands: Commands) -> None:
+def test_what_a_page_shows_happens(place: Path, folder: Path) -> None:
     """Python blocks run and commands print what is shown; a block that does not run says why."""
     if missing := [name for name in NEEDS.get(place.name, ()) if importlib.util.find_spec(name) is None]:
         pytest.skip(f"needs {', '.join(missing)}")
-    page = Page(place, folder, commands)
+    page = Page(place, folder)
     for snippet in snippets(place.read_text(encoding="utf-8")):
         assert snippet.skipped != "", f"{place.name}:{snippet.line} is skipped without a reason"
         page.run(snippet)

@@ -16,17 +16,21 @@ import nanwatch
 from nanwatch.__main__ import main
 from nanwatch.cli import doctor
 from nanwatch.numerics import _extension
+from support.processes import forked
 
 PACKAGE = Path(nanwatch.__file__).parent
 
 needs_extension = pytest.mark.skipif(_extension.C is None, reason=f"no compiled part: {_extension.reason}")
 
 
-def run(*arguments: str, place: Path | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
+def environment(place: Path = PACKAGE.parent, **changes: str) -> dict[str, str]:
+    """Return the environment of a user who has set these variables alone."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("NANWATCH")}
-    path = str(place or PACKAGE.parent)
-    env |= {"PYTHONPATH": path, **changes}
-    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
+    return env | {"PYTHONPATH": str(place), **changes}
+
+
+def run(*arguments: str, place: Path = PACKAGE.parent, **changes: str) -> subprocess.CompletedProcess[str]:
+    return forked(*arguments, env=environment(place, **changes), imported=False)
 
 
 @pytest.fixture
@@ -57,7 +61,8 @@ def test_a_level_that_there_is_not_is_told_when_the_library_is_loaded():
 
 def test_json_is_one_document_and_nothing_else():
     """A program can read stdout as it is; it holds what the text shows."""
-    done = run("-m", "nanwatch", "--json")
+    command = [sys.executable, "-m", "nanwatch", "--json"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["torch"]["version"] == torch.__version__

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.html_page import growing
 from support.merges import report
+from support.processes import forked
 
 
 def test_text_and_json_need_neither() -> None:
@@ -20,9 +19,7 @@ def test_text_and_json_need_neither() -> None:
         "report = Report.from_json(sys.stdin.read()); print(report.to_text(), end=''); report.to_json()"
     )
     report = growing()
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=report.to_json(), capture_output=True, text=True
-    )
+    done = forked("-c", code, input=report.to_json())
     assert (done.returncode, done.stdout) == (0, report.to_text()), done.stderr
 
 
@@ -38,8 +35,6 @@ from nanwatch.util.visible import visible
 assert main(["merge", sys.argv[1]]) == 0
 assert main(["merge", sys.argv[1], "--html", sys.argv[1] + "/m.html"]) == 2
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
+    done = forked("-c", script, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "pip install jinja2" in done.stderr

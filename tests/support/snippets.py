@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
-import json
 import math
 import re
 import shlex
@@ -32,8 +31,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from support.paths import SCRIPTS
-from support.processes import environment
+from support.processes import environment, forked
 
 _PIECE = re.compile(
     r"^<!-- test: (?P<word>skip|setup)(?P<rest>.*?)-->\n"
@@ -91,25 +89,16 @@ def snippets(page: str) -> list[Snippet]:
     return found
 
 
-class Commands:
-    """Runs commands: those of Python in forks of one process, so that each does not import torch; others in bash."""
-
-    def __init__(self) -> None:
-        self._forks: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> Commands:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._forks is not None:
-            self._forks.communicate()
-
-    def run(self, command: str, folder: Path) -> tuple[int, str]:
-        """Return the exit status of a command, and what it wrote to stdout and stderr."""
-        words = shlex.split(command, comments=True)
-        is_python = words[0] == "nanwatch" or (words[0] == "python" and words[1].endswith(".py"))
-        if is_python and not set(command) & set(";|&<>$"):
-            return self._fork(words, folder)
+def run_command(command: str, folder: Path) -> tuple[int, str]:
+    """Return the exit status of a command, and what it wrote to stdout and stderr."""
+    words = shlex.split(command, comments=True)
+    is_python = words[0] == "nanwatch" or (words[0] == "python" and words[1].endswith(".py"))
+    if is_python and not set(command) & set(";|&<>$"):
+        words = ["-m", *words] if words[0] == "nanwatch" else words[1:]
+        done = forked(
+            *words, cwd=folder, env=environment(**_ENVIRONMENT), stderr=subprocess.STDOUT, timeout=_SECONDS
+        )
+    else:
         done = subprocess.run(
             ["bash", "-c", _SHELL + command],
             cwd=folder,
@@ -120,34 +109,15 @@ class Commands:
             text=True,
             timeout=_SECONDS,
         )
-        return done.returncode, done.stdout
-
-    def _fork(self, words: list[str], folder: Path) -> tuple[int, str]:
-        if self._forks is None:
-            self._forks = subprocess.Popen(
-                [sys.executable, SCRIPTS / "command_forks.py"],
-                env=environment(**_ENVIRONMENT),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        assert self._forks.stdin is not None
-        assert self._forks.stdout is not None
-        output = folder / ".output"
-        print(json.dumps([str(folder), str(output), words]), file=self._forks.stdin, flush=True)
-        status = int(self._forks.stdout.readline())
-        written = output.read_text(encoding="utf-8")
-        output.unlink()
-        return status, written
+    return done.returncode, done.stdout
 
 
 class Page:
     """Runs the snippets of one page in a folder."""
 
-    def __init__(self, place: Path, folder: Path, commands: Commands) -> None:
+    def __init__(self, place: Path, folder: Path) -> None:
         self._place = place
         self._folder = folder
-        self._commands = commands
         self._names: dict[str, Any] = {"__name__": "__page__", "nanwatch": nanwatch, "torch": torch, "nn": nn}
         self._names["model"] = nn.Sequential(nn.Linear(2, 2))
 
@@ -184,7 +154,7 @@ class Page:
         return out.getvalue()
 
     def _command(self, command: str, shown: str, where: str) -> None:
-        status, printed = self._commands.run(command, self._folder)
+        status, printed = run_command(command, self._folder)
         found = difference(shown, printed) if shown else ""
         assert not found, f"{where}: $ {command}\n{found}\n--- printed:\n{printed}"
         assert shown or status == 0, f"{where}: $ {command} ended with {status}\n{printed}"
