@@ -79,6 +79,18 @@ def changes(site: Site, facts: Facts, position: Span | None = None) -> Iterator[
             yield change
 
 
+def at_definitions(site: Site, facts: Facts, position: Span | None) -> Iterator[Change]:
+    """Yield the guards of the failing operation put where a local value is made, so that all its uses have them."""
+    for one in _failing(site, facts, position)[0]:
+        made = [site.definition(x) if site.num_uses(x) > 1 else None for x in one.args]
+        if one.name == "mul" or not any(made):
+            continue
+        moved = one._replace(args=tuple(new or old for new, old in zip(made, one.args, strict=True)))
+        for rewrite in _guarded(site, moved, facts):
+            if rewrite.node not in one.args and rewrite.node is not one.node:
+                yield _change(site, None, [rewrite])
+
+
 def hiding(site: Site, facts: Facts, position: Span | None) -> Change | None:
     """Return the change that puts 0 in place of what is not finite in the failing expression, if it can be found."""
     failing = next((one.node for one in _failing(site, facts, position)[0]), None)
@@ -253,7 +265,11 @@ def _logarithm(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
             rest = site.meaning(other)
             if site.constant(one) == 1 and rest is not None and rest.name == "exp":
                 yield form(f"{f}.softplus({site.text(rest.args[0])})")
-    if inner.name in ("sum", "cumsum", "div", "add", "mul") and torch and (text := _log_of(site, node)):
+    if (
+        inner.name in ("exp", "sum", "cumsum", "div", "add", "mul")
+        and torch
+        and (text := _log_of(site, node))
+    ):
         yield form(text)
     if inner.name == "cosh" and f:
         a = f"{site.primary(inner.args[0])}.abs()"
