@@ -64,7 +64,8 @@ def post_mortem(
     diagnosis: Diagnosis | None = None
     if examines and (reason or (snapshot is None and loss is None)):
         why = reason or (
-            "its outermost call lies in compiled code or in a backward, or what it was given could not be kept"
+            "its outermost call lies in compiled code or in a backward, the model was called again since, or what the"
+            " call was given could not be kept"
         )
         remarks.append(f"the batch was not run a second time: {why}")
     elif examines and loss is not None:

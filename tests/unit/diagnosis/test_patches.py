@@ -317,6 +317,20 @@ def test_a_value_in_an_attribute_is_found_and_its_cure_proven() -> None:
     assert new_line(works(finding)) == "self.penalty = torch.logsumexp(logits, -1).sum()"
 
 
+class ByHand(nn.Module):
+    """A softmax whose exponential overflows for one row. The other row has scores above those of a clamp."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = torch.exp(2 * x)
+        return e / e.sum(-1, keepdim=True)
+
+
+def test_a_softmax_by_hand_loses_its_maximum() -> None:
+    cure = works(failed(ByHand(), torch.tensor([[15.0, 14.5], [50.0, 10.0]])))
+    assert new_line(cure) == "e = torch.exp((2 * x) - (2 * x).amax(-1, keepdim=True))"
+    assert cure.effect.startswith("changes 2 of 4 elements")
+
+
 class Schedule(nn.Module):
     """Divides by one local value twice, so that a guard of one division is not enough."""
 

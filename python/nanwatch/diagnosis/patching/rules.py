@@ -116,6 +116,8 @@ def _in_order(site: Site, facts: Facts, exact: list[Spelt], spelt: list[Spelt]) 
     for one in spelt:
         for rewrite in stable_forms(site, one):
             yield _change(site, one, [rewrite])._replace(is_stable=True)
+        if (shifted := _softmax_by_hand(site, one)) is not None:
+            yield shifted
     for one in exact if facts.operation else spelt:
         for rewrite in _untaken(site, one):
             yield _change(site, one, [rewrite])
@@ -232,6 +234,29 @@ def stable_forms(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
         yield from _logarithm(site, spelt)
     elif spelt.name == "mul" and len(spelt.args) == 2:
         yield from _entropy(site, spelt)
+
+
+def _softmax_by_hand(site: Site, spelt: Spelt) -> Change | None:
+    """Return the change that takes the maximum off an exponent whose exponential is only divided by its own sum."""
+    above = site.parent(spelt.node)
+    is_plain = isinstance(above, ast.Assign) and above.value is spelt.node and len(above.targets) == 1
+    target = above.targets[0] if isinstance(above, ast.Assign) and is_plain else None
+    if spelt.name != "exp" or not isinstance(target, ast.Name) or site.num_uses(target) != 2:
+        return None
+    for node in ast.walk(site.target.node):
+        ratio = site.spelt(node) if isinstance(node, ast.BinOp) else None
+        total = site.spelt(ratio.args[1]) if ratio is not None and ratio.name == "div" else None
+        if ratio is None or total is None or total.name != "sum":
+            continue
+        if all(isinstance(x, ast.Name) and x.id == target.id for x in (ratio.args[0], total.args[0])):
+            x = spelt.args[0]
+            options = [site.text(one) for one in total.args[1:]]
+            options += [f"{name}={site.text(one)}" for name, one in total.kwargs.items()]
+            text = f"{site.primary(x)} - {site.primary(x)}.amax({', '.join(options)})"
+            words = "take the maximum off, which the sum takes off again"
+            edit = Edit(site.file.span(x), text)
+            return Change((edit,), words, (site.span(ratio.node),), is_stable=True)
+    return None
 
 
 def _logarithm(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
