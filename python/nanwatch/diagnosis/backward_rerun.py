@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import module_names
 from ..recording.observe import observe
 from ..report.finding import Finding, value_of
-from ..report.record import Frame, Record, is_fault, to_record
+from ..report.record import Frame, is_fault, to_record
 from ..util.visible import spell, suppressed
 from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
 from .diagnosis import Diagnosis, Place, bad_rows
@@ -39,7 +40,7 @@ from .experiment import (
     without_hooks,
 )
 from .patching.rules import DERIVATIVE_POLES, POLES, operation_name
-from .provenance import SKIPPED_FILES
+from .provenance import SKIPPED_FILES, ProvenanceMode, Step
 
 if TYPE_CHECKING:
     from .loss_statements import BackwardCall
@@ -48,6 +49,14 @@ _LINE = re.compile(r'File "(.+)", line (\d+)')
 
 # More are no hint.
 _MOST_NODES = 6
+_KEPT_ELSEWHERE = (
+    "the value is in no output of the module, and no gradient of its outputs brings it back: what computed the loss may"
+    " have read it from elsewhere, as from an attribute"
+)
+_LEFT_OUT = (
+    "in the forward {} made a bad value that is left out of the result, as by `torch.where` or by a product with 0; its"
+    " gradient in {} is 0 times that, which is nan"
+)
 
 
 class _Found(Exception):  # noqa: N818 - ends the run, and is no error
@@ -90,6 +99,8 @@ def rerun_backward(
         if found := _from_outputs(snapshot, module_names(model)):
             is_inside = found.made_in is not None and f"{found.made_in}.".startswith(f"{name}.")
             return replace(found, made_in=None) if is_inside or not name else found
+        if probe is not None and (step := probe.provenance.first()) is not None:
+            return _of_forward(step, _KEPT_ELSEWHERE, is_unseen=True)
     except Exception as error:
         remarks = (*remarks, f"the backward could not be examined: {spell(error)}")
     if not remarks:
@@ -105,9 +116,10 @@ def read_graph(finding: Finding, call: BackwardCall) -> Finding:
     The gradient came to the model non-finite. The values that the nodes of the loss saved are gone. Only their names
     tell which can have made it, and in anomaly mode the line.
     """
-    nodes = sorted(
-        graph_nodes((x.grad_fn for x in call.roots), call.since), key=lambda node: int(node._sequence_nr())
+    found = (
+        node for node in graph_nodes((x.grad_fn for x in call.roots), call.since) if call.is_behind(node)
     )
+    nodes = sorted(found, key=lambda node: int(node._sequence_nr()))
     is_finite = loss_value(call) is None
     names = DERIVATIVE_POLES if is_finite else POLES | DERIVATIVE_POLES
     poles = [node for node in nodes if operation_name(node.name()) in names and not _is_whole_power(node)]
@@ -163,13 +175,15 @@ def _from_outputs(snapshot: BatchSnapshot, names: Mapping[nn.Module, str]) -> Di
             calls.append((begin, torch._C._autograd._get_sequence_nr(), names[module]))
 
     again, wanted = with_leaves(snapshot)
+    provenance = ProvenanceMode(_from_outputs.__code__)
     with again.again() as call, wrap_calls(list(names), count_nodes), torch.enable_grad():
-        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        with torch.autograd.set_detect_anomaly(True, check_nan=False), provenance:
             ends = [x for _, x in with_graph(call())]
         if ends and wanted:
-            run_backward(ends, wanted, mean_gradients(ends), lambda node: _looker(node, steps, calls))
+            look = partial(_looker, steps=steps, provenance=provenance, calls=calls)
+            run_backward(ends, wanted, mean_gradients(ends), look)
     remark = "the operation was found in a second run of the batch, with the mean of its outputs as the loss"
-    return replace(steps[0], remarks=(remark,)) if steps else None
+    return replace(steps[0], remarks=(remark, *steps[0].remarks[1:])) if steps else None
 
 
 def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[str, list[float]]:
@@ -196,13 +210,14 @@ class _BackwardProbe:
         self.gradients: dict[str, Tensor] = {}
         self._label, self._index = finding.label.removesuffix(".grad"), finding.index
         self._magnitudes = magnitudes
+        self.provenance = ProvenanceMode(_BackwardProbe.run.__code__, keeps_steps=True)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call, and its backward."""
         self.call += 1
         with torch.enable_grad():
-            with torch.autograd.set_detect_anomaly(True, check_nan=False):
-                (args, kwargs), given = fresh_leaves((args, kwargs), torch.is_floating_point)
+            (args, kwargs), given = fresh_leaves((args, kwargs), torch.is_floating_point)
+            with torch.autograd.set_detect_anomaly(True, check_nan=False), self.provenance:
                 output = module._call_impl(*args, **kwargs)
             wanted = [*given, *(x for x in module.parameters() if x.requires_grad)]
             outputs = dict(with_graph(output))
@@ -234,7 +249,8 @@ class _BackwardProbe:
     def _look(self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]) -> bool:
         """Make a backward, and keep the first operation that was found. Return whether there was one."""
         steps: list[Diagnosis] = []
-        run_backward(roots, wanted, gradients, lambda node: _looker(node, steps))
+        look = partial(_looker, steps=steps, provenance=self.provenance)
+        run_backward(roots, wanted, gradients, look)
         if steps and self.found.operation is None:
             self.found = steps[0]
         return bool(steps)
@@ -259,7 +275,9 @@ def _signs(roots: list[Tensor], weight: Tensor, index: tuple[int, ...] | None) -
     ]
 
 
-def _looker(node: Any, steps: list[Diagnosis], calls: Sequence[tuple[int, int, str]] = ()) -> Any:
+def _looker(
+    node: Any, steps: list[Diagnosis], provenance: ProvenanceMode, calls: Sequence[tuple[int, int, str]] = ()
+) -> Any:
     def made_in() -> str | None:
         around = [one for one in calls if one[0] <= node._sequence_nr() < one[1]]
         return min(around, key=lambda one: one[1] - one[0])[2] if around else None
@@ -273,25 +291,54 @@ def _looker(node: Any, steps: list[Diagnosis], calls: Sequence[tuple[int, int, s
         records = [gradient_record(x, f"gradient[{i}]") for i, x in enumerate(given) if x is not None]
         if any(one.isfinite is False for one in records):
             return
-        steps.append(
-            Diagnosis(
-                operation=node.name(),
-                made="nan" if any("nan" in value_of(one) for one in nonfinite) else "inf",
-                place=_place(node.metadata.get("traceback_", ())),
-                operands=(*records, *_saved(node)),
-                rows=tuple(bad_rows(x) for x in made if x is not None),
-                made_in=made_in(),
-                remarks=(
-                    "the operation was found in a second run of the call, from other gradients of the same size",
-                ),
-            )
+        saved = _saved(node)
+        found = Diagnosis(
+            operation=node.name(),
+            made="nan" if any("nan" in value_of(one) for one in nonfinite) else "inf",
+            place=_place(node.metadata.get("traceback_", ())),
+            operands=(*records, *(gradient_record(x, name) for name, x in saved)),
+            remarks=(
+                "the operation was found in a second run of the call, from other gradients of the same size",
+            ),
         )
+        step = _began([x for _, x in saved], provenance)
+        if step is not None:
+            is_pole = operation_name(node.name()) in POLES | DERIVATIVE_POLES
+            found = replace(
+                # On the same line an operation with a pole of its own says as much.
+                found if is_pole and str(step.place) == found.source else _of_forward(step),
+                remarks=(*found.remarks, _LEFT_OUT.format(step.operation, node.name())),
+            )
+        rows = tuple(bad_rows(x) for x in made if x is not None)
+        steps.append(replace(found, rows=rows, made_in=made_in()))
 
     return look
 
 
-def _saved(node: Any) -> list[Record]:
-    """Return the tensors that the forward kept for this operation's backward."""
+def _began(saved: Sequence[Tensor], provenance: ProvenanceMode) -> Step | None:
+    """Return the operation of the forward that began the bad values among these; None for infinities that are meant."""
+    for x in saved:
+        record = gradient_record(x, "")
+        step = provenance.origin(x, nan="nan" in value_of(record)) if record.is_fault else None
+        if step is not None and step.place is not None and not (step.meant or step.unwritten):
+            return step
+    return None
+
+
+def _of_forward(step: Step, *remarks: str, is_unseen: bool = False) -> Diagnosis:
+    return Diagnosis(
+        operation=step.operation,
+        made="nan" if step.nan else "inf",
+        place=step.place,
+        operands=step.operands,
+        spreads=step.spreads,
+        remarks=(*remarks, *step.remarks),
+        is_unseen=is_unseen,
+    )
+
+
+def _saved(node: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors that the forward kept for this operation's backward, with their names."""
     found = []
     for name in dir(node):
         if name.startswith("_saved_"):
@@ -301,7 +348,7 @@ def _saved(node: Any) -> list[Record]:
                 suppressed("a saved tensor was freed or never set")
                 continue
             if isinstance(value, Tensor):
-                found.append(gradient_record(value, name.removeprefix("_saved_")))
+                found.append((name.removeprefix("_saved_"), value))
     return found
 
 

@@ -70,7 +70,7 @@ class Diagnosis:
     are sentences, `spreads` of the operands, as far as they were there, and of the
     non-finite tensor. `rows` are the bad rows of the non-finite tensor and of what the operation made. `start` is where
     a failed backward began. `made_in` is the module whose own code made the operation, where that is another than the
-    finding's and not inside it.
+    finding's and not inside it. `is_unseen`: no output of a module and no gradient of one shows the value.
     """
 
     operation: str | None = None
@@ -86,6 +86,7 @@ class Diagnosis:
     rows: tuple[BadRows, ...] = ()
     start: BackwardStart | None = None
     made_in: str | None = None
+    is_unseen: bool = False
 
     @property
     def source(self) -> str | None:

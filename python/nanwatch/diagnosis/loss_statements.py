@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import CO_OPTIMIZED
 from itertools import islice
@@ -20,8 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
+from ..recording.observe import observe
 from ..recording.walk import leaves
-from .patching.code_swap import Probe, compiled_with, find_target, node_of
+from ..report.record import is_fault
+from .patching.code_swap import (
+    Probe,
+    called_name,
+    compiled_with,
+    find_target,
+    names_in,
+    node_of,
+    path_to,
+)
 from .patching.source import FunctionNode, SourceFile, Span, Target
 from .provenance import SKIPPED_FILES
 
@@ -63,18 +73,21 @@ class _Caller(NamedTuple):
 class BackwardCall:
     """A backward under way: what it began at, and the frames of the program that called it, the innermost first.
 
-    `since` is the autograd sequence number of the first node that is no part of the model's forward.
+    `since` is the autograd sequence number of the first node that is no part of the model's forward. Where the loss
+    called the model several times, it is that of the first call, and `forwards` are the numbers of them up to the one
+    whose gradient failed.
     """
 
     roots: Sequence[Tensor]
     since: int
+    forwards: Sequence[tuple[int, int]]
     callers: list[_Caller]
     rng: RngState = field(default_factory=RngState.capture)
     autocast: tuple[Autocast, ...] = field(default_factory=Autocast.capture)
     remark: str = ""  # what the graph tells
 
     @classmethod
-    def capture(cls, since: int) -> BackwardCall | None:
+    def capture(cls, since: int, forwards: Sequence[tuple[int, int]]) -> BackwardCall | None:
         """Return the backward under way, None where there are several. The engine may run hooks in its own thread."""
         found = []
         for innermost in sys._current_frames().values():
@@ -85,7 +98,13 @@ class BackwardCall:
                 found.append(frame)
         if len(found) != 1:
             return None
-        return cls(found[0].f_locals["t_outputs"], since, list(islice(_callers(found[0]), _MOST_FRAMES)))
+        callers = list(islice(_callers(found[0]), _MOST_FRAMES))
+        return cls(found[0].f_locals["t_outputs"], since, forwards, callers)
+
+    def is_behind(self, node: Any) -> bool:
+        """Return whether the node of the graph was made from the model's outputs, and by no forward of the model."""
+        number = node._sequence_nr()
+        return number >= self.since and not any(begin <= number < end for begin, end in self.forwards)
 
     def statements(self, model: nn.Module) -> LossStatements:
         """Return the statements of the first caller that computed the loss. Raise Refused, with the reason."""
@@ -96,8 +115,8 @@ class BackwardCall:
                 continue
             caller = caller._replace(handed=_handed(caller, above))
             try:
-                if (cut := _Slice(caller, file, self.since).cut()) is not None:
-                    return LossStatements(model, caller, file, self.since, cut)
+                if (cut := _cut(caller, file, self.is_behind)) is not None:
+                    return LossStatements(model, caller, file, self.is_behind, cut)
             except Refused as error:
                 reason = str(error)
                 break
@@ -125,9 +144,9 @@ def _handed(caller: _Caller, above: _Caller | None) -> dict[str, Any]:
     """Return the values of the parameters with which `above` called, of those that are names there."""
     file = None if above is None else SourceFile.load(above.code.co_filename)
     top = None if above is None or file is None else _body_of(above, file)
-    path = [] if above is None or top is None else _path(top, above.line)
+    path = [] if above is None or top is None else path_to(top, above.line)
     call = None if above is None or not path else _call_under_way(path[-1][1], above, caller.code.co_name)
-    if above is None or call is None or _called(call) != caller.code.co_name:
+    if above is None or call is None or called_name(call) != caller.code.co_name:
         return {}
     names = caller.code.co_varnames[: caller.code.co_argcount]
     is_method = names[:1] == ("self",) and isinstance(call.func, ast.Attribute)
@@ -149,13 +168,15 @@ class _Cut(NamedTuple):
 class LossStatements(nn.Module):
     """The statements as a module, whose call runs them and returns the loss. `inputs` are what they read, by name."""
 
-    def __init__(self, model: nn.Module, caller: _Caller, file: SourceFile, since: int, cut: _Cut) -> None:
+    def __init__(
+        self, model: nn.Module, caller: _Caller, file: SourceFile, is_behind: Callable[[Any], bool], cut: _Cut
+    ) -> None:
         super().__init__()
         self.model = model  # so that a re-run of the statements holds its state, and no watch sees its calls
         self.filename = file.name
         self.lines = cut.body[0].lineno, cut.last_line
         self.inputs = {name: cut.reads[name] for name in sorted(cut.reads) if _has_tensor(cut.reads[name])}
-        self._cut, self._caller, self._file, self._since = cut, caller, file, since
+        self._cut, self._caller, self._file, self._is_behind = cut, caller, file, is_behind
         self._names = {**caller.globals, **caller.names, **cut.reads}
         self._probe = Probe()
         self._code = compiled_with(ast.Module(cut.body, []), file, (), self._probe)
@@ -181,7 +202,7 @@ class LossStatements(nn.Module):
 
         Raises ValueError where the edit changes which statements make the loss.
         """
-        cut = _Slice(self._caller, file, self._since).cut()
+        cut = _cut(self._caller, file, self._is_behind)
         if cut is None or len(cut.body) != len(self._cut.body):
             raise ValueError("the edit moved the statements")
         before = self._code, self._probe
@@ -201,13 +222,24 @@ def _has_tensor(value: Any) -> bool:
     return any(isinstance(x, Tensor) for _, x in leaves(value, ""))
 
 
+def _cut(caller: _Caller, file: SourceFile, is_behind: Callable[[Any], bool]) -> _Cut | None:
+    """Return the statements, with those that made a bad value which has no graph, such as a target, if they may run."""
+    with suppress(Refused):
+        if (found := _Slice(caller, file, is_behind, follows_bad=True).cut()) is not None:
+            return found
+    return _Slice(caller, file, is_behind, follows_bad=False).cut()
+
+
 class _Slice:
     """The statements of one frame that made the values of an expression after the model's forward."""
 
-    def __init__(self, caller: _Caller, file: SourceFile, since: int) -> None:
+    def __init__(
+        self, caller: _Caller, file: SourceFile, is_behind: Callable[[Any], bool], *, follows_bad: bool
+    ) -> None:
         self._caller = caller
         self._file = file
-        self._since = since
+        self._is_behind = is_behind
+        self._follows_bad = follows_bad
         self._reads: dict[str, Any] = {}
         # The names that a statement after the present one binds: their values are no longer those that it read.
         self._bound: set[str] = set()
@@ -219,7 +251,7 @@ class _Slice:
         top = _body_of(self._caller, self._file)
         if top is None or isinstance(top, ast.Lambda):
             return None
-        path = _path(top, self._caller.line)
+        path = path_to(top, self._caller.line)
         value = None if not path else self._expression(path[-1][1])
         if value is None:
             return None
@@ -260,7 +292,7 @@ class _Slice:
     def _read(self, *nodes: ast.AST) -> set[str]:
         """Return the names in these nodes that earlier statements have to make. Keep those that have their values."""
         values, found = self._caller.names, set()
-        for name in {name for node in nodes for name in _names(node, ast.Load)}:
+        for name in {name for node in nodes for name in names_in(node, ast.Load)}:
             is_gone = name not in values and name in self._caller.code.co_varnames
             if name in self._bound or is_gone or self._is_made(values.get(name)):
                 found.add(name)
@@ -269,10 +301,12 @@ class _Slice:
         return found
 
     def _is_made(self, value: Any) -> bool:
-        """Return whether the value was computed from the model's outputs."""
-        return any(
-            isinstance(x, Tensor) and x.grad_fn is not None and x.grad_fn._sequence_nr() >= self._since
-            for _, x in leaves(value, "")
+        """Return whether the value was computed from the model's outputs, or is bad and its statement is sought."""
+        tensors = [x for _, x in leaves(value, "") if isinstance(x, Tensor)]
+        if any(x.grad_fn is not None and self._is_behind(x.grad_fn) for x in tensors):
+            return True
+        return self._follows_bad and any(
+            not x.requires_grad and is_fault(observe(x, "", "output")) for x in tensors
         )
 
     def _block(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
@@ -280,11 +314,11 @@ class _Slice:
         body: list[ast.stmt] = []
         for one in reversed(statements):
             # Also those of which it sets an item.
-            names = _names(one, ast.Store) | {
+            names = names_in(one, ast.Store) | {
                 name
                 for x in ast.walk(one)
                 if isinstance(x, ast.Subscript) and isinstance(x.ctx, ast.Store)
-                for name in _names(x.value, ast.Load)
+                for name in names_in(x.value, ast.Load)
             }
             self._bound |= names
             if names & needed:
@@ -309,7 +343,7 @@ class _Slice:
             return [made], needed | {one.target.id} | self._read(one.value)
         if isinstance(one, ast.With):
             contexts = [item.context_expr for item in one.items]
-            if any(not isinstance(x, ast.Call) or _called(x) not in _CONTEXTS for x in contexts):
+            if any(not isinstance(x, ast.Call) or called_name(x) not in _CONTEXTS for x in contexts):
                 raise self._refused(one)
             body, needed = self._block(one.body, needed)
             return [ast.copy_location(ast.With(one.items, body), one)], needed | self._read(*contexts)
@@ -328,7 +362,7 @@ class _Slice:
             if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
                 self._filled.add(target.value.id)
             elif isinstance(target, ast.Name | ast.Tuple | ast.List):
-                plain |= _names(target, ast.Store)
+                plain |= names_in(target, ast.Store)
             else:
                 raise self._refused(one)
         is_new = isinstance(one.value, ast.Dict | ast.List | ast.DictComp | ast.ListComp)
@@ -346,7 +380,7 @@ class _Slice:
     def _refuse_twice(self, *nodes: ast.AST) -> None:
         for node in nodes:
             for one in ast.walk(node):
-                name = _called(one) if isinstance(one, ast.Call) else ""
+                name = called_name(one) if isinstance(one, ast.Call) else ""
                 is_once = isinstance(one, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
                 if is_once or name in _NOT_TWICE or name.endswith("_"):
                     raise self._refused(one)
@@ -362,40 +396,5 @@ def _call_under_way(statement: ast.stmt, caller: _Caller, name: str) -> ast.Call
     if caller.end[0] is not None:
         calls = [one for one in calls if (one.end_lineno, one.end_col_offset) == caller.end]
     else:
-        calls = [one for one in calls if _called(one) == name]
+        calls = [one for one in calls if called_name(one) == name]
     return calls[0] if len(calls) == 1 else None
-
-
-def _called(call: ast.Call) -> str:
-    return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
-
-
-def _path(top: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
-    """Return the blocks down to the innermost statement that covers the line, each with its statement that does."""
-    found: list[tuple[list[ast.stmt], ast.stmt]] = []
-    node = top
-    while True:
-        blocks = [getattr(node, name, None) for name in ("body", "orelse", "finalbody", "handlers")]
-        inside = next(
-            (
-                (block, one)
-                for block in blocks
-                if isinstance(block, list)
-                for one in block
-                if one.lineno <= line <= (one.end_lineno or one.lineno)
-            ),
-            None,
-        )
-        if inside is None:
-            return found
-        if isinstance(inside[1], ast.stmt):
-            found.append(inside)
-        node = inside[1]
-
-
-def _names(node: ast.AST, context: type[ast.Load | ast.Store]) -> set[str]:
-    """Return the names that are read, or bound, in the node, but for those of its comprehensions."""
-    targets = [one.target for one in ast.walk(node) if isinstance(one, ast.comprehension)]
-    inner = {x.id for one in targets for x in ast.walk(one) if isinstance(x, ast.Name)}
-    found = {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, context)}
-    return found - inner

@@ -62,18 +62,18 @@ def post_mortem(
         return report
     remarks: list[str] = []
     diagnosis: Diagnosis | None = None
-    if examines and (snapshot is None or reason):
+    if examines and (reason or (snapshot is None and loss is None)):
         why = reason or (
-            "its outermost call lies in compiled code or in a backward, or what it was given could not be kept"
+            "its outermost call lies in compiled code or in a backward, the model was called again since, or what the"
+            " call was given could not be kept"
         )
         remarks.append(f"the batch was not run a second time: {why}")
+    elif examines and loss is not None:
+        finding = _rerun_loss(loss, finding, model, conditions)
     elif examines and snapshot is not None and finding.phase != "step":
         snapshot = replace(snapshot, forwards=Forwards())
         steps = _Steps(report.frames, model, conditions, remarks)
-        if loss is not None:
-            finding = _rerun_loss(loss, finding, model, conditions)
-        else:
-            finding, diagnosis = steps.look(finding, snapshot)
+        finding, diagnosis = steps.look(finding, snapshot)
         if call is not None and finding.origin == "produced" and not (diagnosis and diagnosis.operation):
             remarks.append(
                 f"{module_words(finding.module)} was run alone, with what the failed call was given"
@@ -129,10 +129,9 @@ class _Steps(NamedTuple):
             snapshot,
             finding,
             self.model,
-            diagnosis.place,
+            diagnosis,
             most_runs=MOST_RUNS - kept,
             conditions=self.conditions,
-            start=start,
             # Where a narrow format takes part, the trials of wider ones need the forward that hiding would take.
             may_hide=not is_narrow and finding.phase == "forward",
         )
@@ -227,7 +226,7 @@ def _examined(
         snapshot,
         enrich(own, found),
         statements,
-        found.place,
+        found,
         most_runs=MOST_RUNS - (value is None),  # the operation of a backward took two runs to find
         conditions=conditions,
         may_hide=value is not None,

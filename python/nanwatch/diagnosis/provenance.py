@@ -112,6 +112,11 @@ class ProvenanceMode(TorchDispatchMode):
         with only_our_dispatch(), torch.no_grad():
             return _origin(self._writes.find(x), nan)
 
+    def first(self) -> Step | None:
+        """Return the first of the kept steps that began values by accident."""
+        began = (one for one in self.steps or () if one.origin is None and one.place is not None)
+        return next((one for one in began if not (one.meant or one.unwritten)), None)
+
     def _safely(self, look: Callable[..., Any], operation: Operation, *given: Any) -> Any:
         try:
             with only_our_dispatch(), torch.no_grad():

@@ -238,6 +238,8 @@ def next_backward(finding: Finding, frame: Frame | None, record: Record | None) 
     """Say what the user should look at next."""
     if finding.phase == "step":
         return "look at the gradients of this step and of the last ones, and at the format of the state."
+    if any(cure.works and (cure.patch or cure.code) for cure in finding.cures):
+        return _CURED
     if finding.origin == "received" and finding.source_module is None:
         return "look at the loss, at what it is scaled with, and at what is computed from the model's output."
     if finding.origin == "received" and finding.value == "inf":
@@ -259,6 +261,9 @@ def next_backward(finding: Finding, frame: Frame | None, record: Record | None) 
 
 def _derivative(finding: Finding, narrow: tuple[str, float] | None) -> str:
     """Return the advice for a non-finite derivative of finite value and operands."""
+    is_of_forward = (finding.operation or "").startswith("aten.")
+    if is_of_forward or any(one.isfinite is False for one in finding.operands):
+        return "keep what the forward's operation is given inside its domain, and what it makes inside its format."
     kept = [
         one for one in finding.operands if not one.label.startswith("gradient") and one.abs_max is not None
     ]

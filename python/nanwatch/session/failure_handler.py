@@ -253,6 +253,8 @@ class FailureHandler:
         # A forward that is recomputed in the backward repeats the failure of its batch.
         if batch in self.batches:
             return self.batches.get(batch)
+        if self._guard is not None:
+            self._guard.settle_scaled()
         # A deferred backward came first: something else than an optimizer has moved the weights by its gradients.
         nonfinite = self.batches.add(batch, self._release() or report(), is_left=is_left)
         self._batch_ends.active = True

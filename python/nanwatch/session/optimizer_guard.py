@@ -185,7 +185,12 @@ class OptimizerGuard:
 
     def settle_late(self) -> None:
         """Settle a failure that was found late, if the scaler has skipped its step since."""
-        if self._pending is not None and self._pending.is_late and self._has_fallen(self._pending):
+        if self._pending is not None and self._pending.is_late:
+            self.settle_scaled()
+
+    def settle_scaled(self) -> None:
+        """Settle the deferred failure, if its step is known to be skipped: not where its gradients are only gone."""
+        if self._pending is not None and (self._pending.skipped or self._has_fallen(self._pending)):
             self.settle()
 
     def check_step(self, optimizer: Optimizer) -> Report | None:

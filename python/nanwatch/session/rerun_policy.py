@@ -51,13 +51,20 @@ class _Ended(NamedTuple):
     batch: int
     module: weakref.ref[nn.Module]
     rest: BatchSnapshot
-    # That of the first node of autograd that is no part of the batch's forward.
-    sequence: int
 
     def start(self) -> BatchSnapshot | None:
         """Return the start of the batch, or None once its module is gone."""
         module = self.module()
         return None if module is None else replace(self.rest, module=module)
+
+
+class _Forward(NamedTuple):
+    """Autograd's sequence numbers of a batch's forward: of its first node, and of the first behind it."""
+
+    batch: int
+    begin: int
+    end: int
+    is_loss: bool  # a watched function, which is a part of the loss
 
 
 class RerunPolicy:
@@ -76,7 +83,7 @@ class RerunPolicy:
         self._failures = 0
         # By thread, from the start of its batch to its end. None where no re-run is possible. The snapshots refer to
         # the batch's tensors.
-        self._starts: dict[int, tuple[BatchSnapshot | None, weakref.ref[_Graph]]] = {}
+        self._starts: dict[int, tuple[BatchSnapshot | None, weakref.ref[_Graph], int]] = {}
         # By thread, the first failed call of its batch, in a job of several processes.
         self._calls: dict[int, BatchSnapshot] = {}
         # Held while a thread enters or leaves the model; notified when one has left.
@@ -87,6 +94,8 @@ class RerunPolicy:
         # keeps its output would then hold itself, in a cycle which the garbage collector does not see.
         self._ended: weakref.WeakKeyDictionary[_Graph, _Ended] = weakref.WeakKeyDictionary()
         self._failed: _Ended | None = None
+        # The forwards since the last step whose graphs live: a loss may have called the model several times.
+        self._forwards: weakref.WeakKeyDictionary[_Graph, _Forward] = weakref.WeakKeyDictionary()
         # By batch, the backward whose loss has failed, until a step has been checked.
         self._losses: dict[int, BackwardCall] = {}
         self._keeps_ended = options.gradients
@@ -107,14 +116,15 @@ class RerunPolicy:
             suppressed("the start of a batch could not be kept, so it has no second run")
             start = None
         if not isinstance(module, Function):  # a loss after the model's call, before the backward of both
-            self.let_go()
+            self._let_go_of_start()
         graph = _Graph()
         here = threading.get_ident()
         while True:
             with self._door:
                 turn = self._turn
                 if turn is None or not turn.holds_up():
-                    self._starts[here] = start, weakref.ref(graph)
+                    sequence = torch._C._autograd._get_sequence_nr()
+                    self._starts[here] = start, weakref.ref(graph), sequence
                     return graph
             turn.wait()
 
@@ -137,23 +147,29 @@ class RerunPolicy:
         """Let go of the start of this thread's batch, or keep it for the batch's backward."""
         self._calls.pop(threading.get_ident(), None)
         with self._door:
-            start, graph = self._starts.pop(threading.get_ident(), (None, None))
+            start, graph, begin = self._starts.pop(threading.get_ident(), (None, None, 0))
             self._door.notify_all()
-            if start is None or not isinstance(start.module, Function):
+            is_loss = start is not None and isinstance(start.module, Function)
+            if not is_loss:
                 self._ended.clear()
             held = None if graph is None else graph()
             if self._keeps_ended and start is not None and start.grad and held is not None:
-                sequence = torch._C._autograd._get_sequence_nr()
+                end = torch._C._autograd._get_sequence_nr()
+                self._forwards[held] = _Forward(batch, begin, end, is_loss)
                 rest = replace(start, module=_NO_MODULE)
-                self._ended[held] = _Ended(batch, weakref.ref(start.module), rest, sequence)
+                self._ended[held] = _Ended(batch, weakref.ref(start.module), rest)
 
     def behind_model(self, finding: Finding) -> Finding:
         """Return the finding of a backward under way with what the graph tells, if its loss made the value."""
-        ended = next((one for one in list(self._ended.values()) if one.batch == finding.batch), None)
-        if ended is None or (finding.origin, finding.source_module) != ("received", None):
+        forwards = list(self._forwards.values())
+        own = next((one for one in forwards if one.batch == finding.batch), None)
+        if own is None or (finding.origin, finding.source_module) != ("received", None):
             return finding
         try:
-            call = BackwardCall.capture(ended.sequence)
+            # A later call is a part of what lies behind this one's outputs.
+            calls = [(x.begin, x.end) for x in forwards if x.batch <= own.batch and not x.is_loss]
+            since = own.end if own.is_loss else min(end for _, end in calls)
+            call = BackwardCall.capture(since, calls)
             if call is None:
                 return finding
             self._losses[finding.batch] = call
@@ -175,7 +191,11 @@ class RerunPolicy:
         return next((one.start() for one in kept if one.batch == batch), None)
 
     def let_go(self) -> None:
-        """Let go of the starts that were kept for a backward."""
+        """Let go of all that was kept for a backward."""
+        self._forwards.clear()
+        self._let_go_of_start()
+
+    def _let_go_of_start(self) -> None:
         with self._door:
             self._ended.clear()
             self._losses.clear()
@@ -276,8 +296,7 @@ class RerunPolicy:
         if report.finding is not None and report.finding.phase == "backward":
             failed = self._failed
             return failed.start() if failed is not None and failed.batch == report.finding.batch else None
-        start, _ = self._starts.get(threading.get_ident(), (None, None))
-        return start
+        return self._starts.get(threading.get_ident(), (None,))[0]
 
     def _loss_of(self, report: Report) -> BackwardCall | None:
         """Return the backward of the report's loss, if the loss made the value."""

@@ -210,6 +210,56 @@ def test_a_trainer_s_loss() -> None:
     assert model.calls > 1
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_loss_that_calls_the_model_twice(bad: int) -> None:
+    """As a preference loss does: the gradient of one of the two calls is bad."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = [BATCH * (i == bad) for i in range(2)]
+    with failing(model) as found:
+        chosen = focal(model(inputs[0]), LABELS)
+        rejected = focal(model(inputs[1]), LABELS)
+        loss = chosen - rejected
+        loss.backward()
+        optimizer.step()
+    (finding,) = found
+    assert finding.batch == bad
+    assert (finding.operation, finding.source) == line_of("  # ", focal)
+    assert finding.cures[0].works
+
+
+def test_a_bad_target_without_a_graph_is_followed() -> None:
+    """To the operation that made it, as in a loss whose targets are the model's own outputs, detached."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with failing(model) as found:
+        logits = model(BATCH)
+        weights = torch.exp(logits.detach().abs() + 100)  # aten.exp.default
+        target = weights / weights.sum()
+        loss = (target * logits).sum()
+        loss.backward()
+        optimizer.step()
+    (finding,) = found
+    place = line_of("  # ", test_a_bad_target_without_a_graph_is_followed)
+    assert (finding.operation, finding.source) == place
+
+
+def test_a_bad_target_that_may_not_be_made_twice_is_read() -> None:
+    """Then the statement that took it is the first that is known."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    targets = iter([torch.full((4, 5), float("nan"))])
+    with failing(model) as found:
+        logits = model(BATCH)
+        target = next(targets)
+        loss = (target * logits).sum()  # aten.mul.Tensor
+        loss.backward()
+        optimizer.step()
+    (finding,) = found
+    place = line_of("  # ", test_a_bad_target_that_may_not_be_made_twice_is_read)
+    assert (finding.operation, finding.source) == place
+
+
 def test_parts_of_a_loss() -> None:
     """A list made by a comprehension and a dict that is filled item by item are made anew; a dict of others is not."""
     for way in ("list", "dict", "alias"):

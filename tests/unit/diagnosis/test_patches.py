@@ -273,6 +273,80 @@ def test_a_gradient_is_cured_in_its_forward_line() -> None:
     assert cure.effect.startswith("changes 1 of 2 elements, finite ones by at most 1.0e-06")
 
 
+class LeftOut(nn.Module):
+    """A branch that `where` leaves out: its nan comes from a line above the one whose gradient fails first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        root = torch.sqrt(x - 1)
+        return torch.where(x > 1, torch.log(root), x)
+
+
+class Beneath(nn.Module):
+    """A loss that the module keeps in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3, bias=False)
+        nn.init.eye_(self.inner.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.inner(x)
+        self.penalty = torch.log(torch.exp(logits).sum(-1)).sum()
+        return logits.tanh()
+
+
+def test_a_value_that_the_forward_leaves_out_is_found_where_it_was_made() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), LeftOut())
+    nn.init.eye_(model[0].weight)
+    finding = backward_of(model, HEALTHY_AND_ZERO)
+    assert finding.operation == "aten.sqrt.default"
+    assert new_line(works(finding)).startswith("root = torch.sqrt((x - 1).clamp(min=")
+
+
+def test_a_value_in_an_attribute_is_found_and_its_cure_proven() -> None:
+    """No output and no gradient of one shows the value, so the changed expression itself has to be finite."""
+    model = Beneath()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, gradients=True):
+        (model(HEALTHY_AND_ZERO * 100).sum() + model.penalty).backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.operation == "aten.exp.default"
+    assert new_line(works(finding)) == "self.penalty = torch.logsumexp(logits, -1).sum()"
+
+
+class ByHand(nn.Module):
+    """A softmax whose exponential overflows for one row. The other row has scores above those of a clamp."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = torch.exp(2 * x)
+        return e / e.sum(-1, keepdim=True)
+
+
+def test_a_softmax_by_hand_loses_its_maximum() -> None:
+    cure = works(failed(ByHand(), torch.tensor([[15.0, 14.5], [50.0, 10.0]])))
+    assert new_line(cure) == "e = torch.exp((2 * x) - (2 * x).amax(-1, keepdim=True))"
+    assert cure.effect.startswith("changes 2 of 4 elements")
+
+
+class Schedule(nn.Module):
+    """Divides by one local value twice, so that a guard of one division is not enough."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rest = 1 - x
+        a = x / rest
+        b = x.square() / rest
+        return a + b
+
+
+def test_a_divisor_of_two_lines_is_guarded_where_it_is_made() -> None:
+    cure = works(failed(Schedule(), torch.tensor([1.0, 0.5])))
+    assert new_line(cure) == "rest = torch.where((1 - x).abs() < 1e-8, 1e-8, 1 - x)"
+    assert cure.effect.startswith("changes 1 of 2 elements")
+
+
 def test_a_gradient_that_only_the_whole_backward_has_is_found() -> None:
     """Two branches that share their input: the gradient there is a sum, made by no call alone."""
 

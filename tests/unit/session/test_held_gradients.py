@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from nanwatch import Report, watch
+from nanwatch import NonFiniteError, Report, watch
 from support.toys import Root
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
@@ -96,3 +96,26 @@ def test_what_is_gone_or_finite_is_not_told(clear: bool) -> None:
             backward(model)
             if clear:
                 model.zero_grad()
+
+
+class Cube(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x**3
+
+
+def test_a_skipped_step_is_not_blamed_for_the_next_forward() -> None:
+    """The scaler has skipped the step of the bad backward, so a forward that fails then has a cause of its own."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), Cube())
+    nn.init.ones_(model[0].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    with watch(model, gradients=True, scaler=scaler) as w:
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with pytest.raises(NonFiniteError) as error:
+            model(torch.full((1, 2), 1e20))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.phase, finding.batch, finding.module) == ("forward", 1, "1")
+    assert [step.batch for step in w.skipped_steps] == [0]

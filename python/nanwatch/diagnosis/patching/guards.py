@@ -13,7 +13,7 @@ class Facts(NamedTuple):
     """The failing operation: its name in torch.ops.aten, its narrowest float format, and whether its gradient fails.
 
     `counts`: the operands, by position, that hold whole numbers only, not all of them zero. `numbers`: those that are
-    Python numbers, with their values.
+    Python numbers, with their values. `finite`: no operand holds nan or inf.
     """
 
     operation: str
@@ -21,6 +21,7 @@ class Facts(NamedTuple):
     backward: bool
     counts: frozenset[int] = frozenset()
     numbers: tuple[tuple[int, float], ...] = ()
+    finite: bool = False
 
 
 Guard = Callable[[Site, Spelt, Facts], Iterator[Rewrite]]
@@ -178,9 +179,13 @@ def guard_root(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
     node = spelt.args[0]
     if isinstance(spelt.node, ast.BinOp) and isinstance(site.constant(node), int | float):
         return
+    is_power = spelt.name == "pow" and len(spelt.args) > 1
+    exponent = (site.constant(spelt.args[1]) or dict(facts.numbers).get(1)) if is_power else None
+    if isinstance(exponent, int | float) and exponent >= 1 and exponent == int(exponent):
+        return  # neither it nor its gradient has a pole
     if 0 in facts.counts:
         yield Rewrite(node, clamped(site, node, least="1"), "take the root of at least 1")
-    elif not facts.backward:
+    elif facts.operation and not facts.backward:  # a root that makes the value itself
         yield Rewrite(
             node, clamped(site, node, least="0"), "keep what the root is taken of from being negative"
         )
@@ -247,7 +252,7 @@ def guard_softmax(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
 def guard_infinity(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
     """Replace a literal infinity, or clamp an infinite operand of a sum or difference."""
     lowest = _LOWEST.get(facts.dtype, "-1e30")
-    for node in reversed(spelt.args[:2]):
+    for node in () if facts.finite else reversed(spelt.args[:2]):
         if site.constant(node) is None:
             yield Rewrite(node, clamped(site, node, least=lowest), "keep the operand from being -inf")
 

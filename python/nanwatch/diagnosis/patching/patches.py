@@ -19,11 +19,11 @@ from ...recording.walk import leaves
 from ...report.finding import Cure, Finding
 from ...util.visible import spell
 from ..batch_snapshot import BatchSnapshot
-from ..diagnosis import Place
+from ..diagnosis import Diagnosis
 from ..experiment import NO_CONDITIONS, BackwardStart, Conditions, Experiment, code_of, in_float64, run
 from .code_swap import Probe, TargetFinder, exchanged, find_target, node_of
 from .guards import Facts, with_argument
-from .rules import changes, hiding, operation_name
+from .rules import at_definitions, changes, hiding, operation_name
 from .source import Change, Edit, Site, SourceFile, Span
 
 # Forwards after a failure, each perhaps of a large model. One finds the operation, and the others are for trials.
@@ -57,15 +57,14 @@ def try_patches(
     snapshot: BatchSnapshot,
     finding: Finding,
     model: nn.Module,
-    place: Place | None,
+    diagnosis: Diagnosis,
     *,
     most_runs: int,
     conditions: Conditions = NO_CONDITIONS,
-    start: BackwardStart | None = None,
     may_hide: bool = False,
     at: TargetFinder = find_target,
 ) -> Found:
-    """Try an option of the module and changes of the line at `place` on the batch, at most so many forwards.
+    """Try an option of the module and changes of the line of the diagnosis on the batch, at most so many forwards.
 
     The first that works ends the search. With `may_hide` and where none works, a change that only hides the value is
     tried last. `at` finds what runs a line.
@@ -75,6 +74,7 @@ def try_patches(
     Raises nothing of its own: what goes wrong is a remark.
     """
     found = Found()
+    place, start = diagnosis.place, diagnosis.start
     try:
         name = finding.module if finding.origin == "produced" else finding.source_module
         option = None if name is None else _Option.of(model, name)
@@ -93,10 +93,11 @@ def try_patches(
             finding.phase == "backward",
             place.counts,
             place.numbers,
+            not any(one.isfinite is False for one in finding.operands),
         )
         is_given = finding.origin in ("data", "buffer")
-        search = _Search(snapshot, model, site, conditions, start, most_runs, is_given, found)
-        position = _position(site.file, place)
+        search = _Search(snapshot, model, site, conditions, diagnosis, most_runs, is_given, found)
+        position = site.file.at(place.positions)
         search.go(facts, position)
         if may_hide and not found.cures:
             search.hide(hiding(site, facts, position))
@@ -231,15 +232,6 @@ def _narrowest(finding: Finding) -> str:
     return next((name for name in _FORMATS if name in names), "float32")
 
 
-def _position(file: SourceFile, place: Place) -> Span | None:
-    if place.positions is None:
-        return None
-    line, end_line, start, end = place.positions
-    if line is None or end_line is None or start is None or end is None:
-        return None
-    return file.between(line, start, end_line, end)
-
-
 @dataclass
 class _Search:
     """Trials of changes at `_site`. Those that work go to `_found`."""
@@ -248,7 +240,7 @@ class _Search:
     _model: nn.Module
     _site: Site
     _conditions: Conditions
-    _start: BackwardStart | None
+    _diagnosis: Diagnosis
     _most_runs: int
     _is_given: bool
     _found: Found
@@ -292,13 +284,14 @@ class _Search:
     def _proposed(self, facts: Facts, position: Span | None) -> list[Change]:
         """Return the changes of the line and of those that define the names in it, in the order of the trials."""
         own = list(changes(self._site, facts, position))
+        made = list(at_definitions(self._site, facts, position))
         around = [
             list(changes(Site(self._site.target, line), facts._replace(operation="", counts=frozenset())))
             for line in self._site.definitions()
         ]
         nearest = [one for few in around for one in few[:1]]
         others = [one for few in around for one in few[1:]]
-        ordered = [*own[:_FIRST], *nearest, *own[_FIRST:], *others]
+        ordered = [*own[:_FIRST], *made[:1], *nearest, *own[_FIRST:], *made[1:], *others]
         return list({change.edits: change for change in reversed(ordered)}.values())[::-1]
 
     def _after(self, change: Change) -> SourceFile | None:
@@ -313,6 +306,12 @@ class _Search:
         bad = [
             label for _, label in experiment.nonfinite() if label.startswith("output") or not self._is_given
         ]
+        if (
+            self._diagnosis.is_unseen
+        ):  # then only the changed expression itself shows whether the value is gone
+            bad += [
+                "" for seen in probe.values.values() for few in seen for x in few if not x.isfinite().all()
+            ]
         return experiment.error is None and probe.was_run and not bad and not experiment.bad_gradients
 
     def _effect(self, change: Change, probe: Probe, proposed: Sequence[Change]) -> tuple[str, bool]:
@@ -347,10 +346,8 @@ class _Search:
     def _run(self, hold: AbstractContextManager[Any]) -> Experiment:
         self._found.runs += 1
         with hold:
-            snapshot, names = self._snapshot, module_names(self._model)
-            return run(
-                snapshot, names, allows=self._conditions.allows, backward=snapshot.grad, start=self._start
-            )
+            snapshot, names, start = self._snapshot, module_names(self._model), self._diagnosis.start
+            return run(snapshot, names, allows=self._conditions.allows, backward=snapshot.grad, start=start)
 
 
 def _written(change: Change) -> str:

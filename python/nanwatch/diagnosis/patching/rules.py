@@ -79,6 +79,18 @@ def changes(site: Site, facts: Facts, position: Span | None = None) -> Iterator[
             yield change
 
 
+def at_definitions(site: Site, facts: Facts, position: Span | None) -> Iterator[Change]:
+    """Yield the guards of the failing operation put where a local value is made, so that all its uses have them."""
+    for one in _failing(site, facts, position)[0]:
+        made = [site.definition(x) if site.num_uses(x) > 1 else None for x in one.args]
+        if one.name == "mul" or not any(made):
+            continue
+        moved = one._replace(args=tuple(new or old for new, old in zip(made, one.args, strict=True)))
+        for rewrite in _guarded(site, moved, facts):
+            if rewrite.node not in one.args and rewrite.node is not one.node:
+                yield _change(site, None, [rewrite])
+
+
 def hiding(site: Site, facts: Facts, position: Span | None) -> Change | None:
     """Return the change that puts 0 in place of what is not finite in the failing expression, if it can be found."""
     failing = next((one.node for one in _failing(site, facts, position)[0]), None)
@@ -104,6 +116,8 @@ def _in_order(site: Site, facts: Facts, exact: list[Spelt], spelt: list[Spelt]) 
     for one in spelt:
         for rewrite in stable_forms(site, one):
             yield _change(site, one, [rewrite])._replace(is_stable=True)
+        if (shifted := _softmax_by_hand(site, one)) is not None:
+            yield shifted
     for one in exact if facts.operation else spelt:
         for rewrite in _untaken(site, one):
             yield _change(site, one, [rewrite])
@@ -222,6 +236,29 @@ def stable_forms(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
         yield from _entropy(site, spelt)
 
 
+def _softmax_by_hand(site: Site, spelt: Spelt) -> Change | None:
+    """Return the change that takes the maximum off an exponent whose exponential is only divided by its own sum."""
+    above = site.parent(spelt.node)
+    is_plain = isinstance(above, ast.Assign) and above.value is spelt.node and len(above.targets) == 1
+    target = above.targets[0] if isinstance(above, ast.Assign) and is_plain else None
+    if spelt.name != "exp" or not isinstance(target, ast.Name) or site.num_uses(target) != 2:
+        return None
+    for node in ast.walk(site.target.node):
+        ratio = site.spelt(node) if isinstance(node, ast.BinOp) else None
+        total = site.spelt(ratio.args[1]) if ratio is not None and ratio.name == "div" else None
+        if ratio is None or total is None or total.name != "sum":
+            continue
+        if all(isinstance(x, ast.Name) and x.id == target.id for x in (ratio.args[0], total.args[0])):
+            x = spelt.args[0]
+            options = [site.text(one) for one in total.args[1:]]
+            options += [f"{name}={site.text(one)}" for name, one in total.kwargs.items()]
+            text = f"{site.primary(x)} - {site.primary(x)}.amax({', '.join(options)})"
+            words = "take the maximum off, which the sum takes off again"
+            edit = Edit(site.file.span(x), text)
+            return Change((edit,), words, (site.span(ratio.node),), is_stable=True)
+    return None
+
+
 def _logarithm(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
     node = spelt.args[0]
     inner = site.meaning(node)
@@ -253,7 +290,11 @@ def _logarithm(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
             rest = site.meaning(other)
             if site.constant(one) == 1 and rest is not None and rest.name == "exp":
                 yield form(f"{f}.softplus({site.text(rest.args[0])})")
-    if inner.name in ("sum", "cumsum", "div", "add", "mul") and torch and (text := _log_of(site, node)):
+    if (
+        inner.name in ("exp", "sum", "cumsum", "div", "add", "mul")
+        and torch
+        and (text := _log_of(site, node))
+    ):
         yield form(text)
     if inner.name == "cosh" and f:
         a = f"{site.primary(inner.args[0])}.abs()"

@@ -78,6 +78,14 @@ class SourceFile:
         """Return the span between two places; columns are in bytes."""
         return Span(self._starts[line - 1] + column, self._starts[end_line - 1] + end_column)
 
+    def at(self, positions: Sequence[int | None] | None) -> Span | None:
+        """Return the span of what `code.co_positions()` has of an instruction; None where it does not tell."""
+        known = [one for one in positions or () if one is not None]
+        if len(known) != 4:
+            return None
+        line, end_line, start, end = known
+        return self.between(line, start, end_line, end)
+
     def line_of(self, span: Span) -> int:
         """Return the number of the line in which the span begins."""
         return bisect_right(self._starts, span.start)
@@ -310,6 +318,12 @@ class Site:
         last = max(before, key=lambda one: one.lineno, default=None)
         plain = last is not None and len(last.targets) == 1 and isinstance(last.targets[0], ast.Name)
         return last.value if last is not None and plain else None
+
+    def num_uses(self, node: ast.AST) -> int:
+        """Return how often the function reads the local value that the node names; 0 for another node."""
+        name = node.id if isinstance(node, ast.Name) else ""
+        names = (one for one in ast.walk(self.target.node) if isinstance(one, ast.Name))
+        return sum(one.id == name and isinstance(one.ctx, ast.Load) for one in names)
 
     def definitions(self) -> list[int]:
         """Return the lines of the plain assignments before the statement that made the local values it names."""
