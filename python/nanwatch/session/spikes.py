@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import log2, nan, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..diagnosis.folder import write_spike
-from ..monitoring.spikes import LEAST, LOGITS, OF_CALL, Histories, Numbers, Signal, StepHistory
+from ..monitoring.spikes import LEAST, LOGITS, OF_CALL, Histories, Places, Signal, StepHistory
 from ..monitoring.suspicion import Suspicion
-from ..numerics.readable import is_plain
+from ..numerics.readable import Numbers, is_plain
 from ..recording.events import Event, PeakName, Recorder
 from ..report.record import FrameRows
 from ..report.spike import Cause, Curve, Departure, SpikeReport
@@ -45,6 +46,8 @@ _MOST_REPORTS = 16
 _MOST_SAMPLES = 4096
 _SHOWN_SAMPLES = 3
 _SHOWN_CURVES = 6
+# Attention logits saturate a softmax at about 100, which is where QK-clip begins.
+_MANY_LOGITS, _GROWN_LOGITS = 100.0, 8.0
 
 
 def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
@@ -103,7 +106,7 @@ class SpikeWatch:
         self._step = 0
         self._quiet_until = 0
         self._num_spikes = 0
-        self._weights: np.ndarray[Any, Any] = np.zeros(0, bool)  # of the gradients, those of weights
+        self._weights: Places = np.zeros(0, np.intp)  # of the gradients, those of weights
         recorder.gathers_gradient_peaks = True
         self._backward_starts = recorder.subscribe(Event.BACKWARD_START)
 
@@ -157,7 +160,8 @@ class SpikeWatch:
         batch, names, found = self._recorder.take_gradient_peaks()
         self._backward.meet(names)
         if names:
-            self._weights = np.array([OF_CALL.match(label) is None for _, label in self._backward.names])
+            own = [i for i, (_, label) in enumerate(self._backward.names) if OF_CALL.match(label) is None]
+            self._weights = np.array(own, np.intp)
         losses, self._losses = self._losses, deque(maxlen=_EPISODE)
         forwards, self._forwards = self._forwards, deque(maxlen=_EPISODE)
         self._meet()
@@ -167,10 +171,15 @@ class SpikeWatch:
             self._num_skipped = self._guard.num_skipped
             return None
         self._step += 1
-        gradients = np.frombuffer(found) / self._relative_scale()
-        forward = np.zeros(len(self._forward.names))
-        for number, values in forwards:
-            if number <= batch:
+        scale, gradients = self._relative_scale(), np.frombuffer(found)
+        if scale != 1:
+            gradients = gradients / scale
+        taken = [values for number, values in forwards if number <= batch]
+        if len(taken) == 1 and len(taken[0]) == len(self._forward.names):
+            (forward,) = taken
+        else:
+            forward = np.zeros(len(self._forward.names))
+            for values in taken:
                 forward[: len(values)] = np.maximum(forward[: len(values)], values[: len(forward)])
         self._forward.add(forward)
         self._backward.add(gradients)
@@ -179,8 +188,9 @@ class SpikeWatch:
         if not means and self._loss_at is not None and forward[self._loss_at]:
             means = [float(forward[self._loss_at])]
         loss = self._loss.add(sum(means) / len(means)) if means else None
-        norm = self._norm.add(float(np.sqrt(np.square(gradients[self._weights]).sum())))
-        self._steps.add(self._step, optimizer, self._backward, self._weights)
+        of_weights = gradients[self._weights]
+        norm = self._norm.add(sqrt(of_weights.dot(of_weights)))
+        self._steps.add(self._step, optimizer, self._backward, self._weights, of_weights)
         jumps = [one for one in (loss, norm) if one is not None]
         if not jumps:
             return None
@@ -223,7 +233,7 @@ class SpikeWatch:
                     *(one for one in self._backward.names if not one[0]),
                 ],
                 first_outputs=outputs[:1],
-                logits=self._forward.grown_logits(),
+                logits=_grown_logits(self._forward),
                 loss_jumped=any(one.label == "loss" for one in jumps),
                 rate_jumped=rates is not None,
                 optimizer=None if early is None else early.gradient,
@@ -272,6 +282,18 @@ class SpikeWatch:
         for histories in self._steps.sampled.values():
             for name in [one for one in histories.names if first is not None and one[0] == first.module]:
                 yield histories.curve(name)
+
+
+def _grown_logits(forward: Histories) -> Departure | None:
+    """Return the attention logits of the module that has the largest, if they have grown to where softmax ends."""
+    found = [
+        Departure(name, label, 2.0**bits, 2.0**first, nan)
+        for (name, label), bits, first in zip(
+            forward.names, forward.latest().tolist(), forward.first.tolist(), strict=True
+        )
+        if label in LOGITS and bits >= log2(_MANY_LOGITS) and bits - first >= log2(_GROWN_LOGITS)
+    ]
+    return max(found, key=lambda one: one.value, default=None)
 
 
 def _shares(losses: list[float]) -> tuple[tuple[int, float], ...]:

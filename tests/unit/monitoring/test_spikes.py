@@ -55,6 +55,44 @@ def test_tensor_that_comes_only_sometimes_leaves_no_history() -> None:
     assert histories(bits).departures() == []
 
 
+@pytest.mark.parametrize("late", [0, 1, 20, 43])
+def test_tensor_that_comes_late_was_missing_before(late: int) -> None:
+    """The oracle knew of it from the beginning."""
+    bits = np.random.default_rng(5).normal(scale=0.1, size=(100, 3))
+    bits[:late, 2] = -inf
+    bits[-1] = 8.0
+    made = Histories()
+    made.meet([(f"m{i}", "output", "float32") for i in range(2)])
+    for step, row in enumerate(np.exp2(bits)):
+        if step == late:
+            made.meet([("m2", "output", "float32")])
+        made.add(row[: len(made.names)])
+    assert made.departures() == histories(bits).departures()
+    assert [one.module for one in made.departures()] == ["m0", "m1", "m2"]
+    limits = made.limits(np.array([2, 0]))
+    np.testing.assert_array_equal(limits, histories(bits).limits(np.array([2, 0])))
+    assert ((limits[0] > 0.7) & (limits[0] < limits[1]) & (limits[1] < 256)).all()
+
+
+@pytest.mark.parametrize("kind", ["normal", "exponential", "standard_cauchy"])
+def test_signal_keeps_to_the_rule_in_each_step(kind: str) -> None:
+    """The rule of docs/spikes.md, computed with numpy from all values."""
+    values = np.abs(getattr(np.random.default_rng(6), kind)(size=600)) + 1.0
+    signal = Signal("loss", in_bits=False)
+    found = [signal.add(float(x)) is not None for x in values]
+    levels = np.array([np.median(values[i - LEVEL : i]) for i in range(LEVEL, 600)])
+    distances = values[LEVEL:] - levels
+    expected = [False] * (LEVEL + LEAST)
+    for i in range(LEAST, len(distances)):
+        before = np.sort(distances[max(0, i - WINDOW) : i])
+        middle, high = (before[round(part * (len(before) - 1))] for part in (0.5, 0.9))
+        spread = np.sort(np.abs(before - middle))[round(0.5 * (len(before) - 1))]
+        deviation = max(1.4826 * spread, (high - middle) / 1.2816, 0.01 * max(levels[i], levels[0]))
+        expected.append(bool(distances[i] >= middle + 10 * deviation))
+    assert found == expected
+    assert any(found) == (kind == "standard_cauchy")
+
+
 @pytest.mark.parametrize("shape", ["falls", "rises", "steps down", "noise"])
 def test_signal_without_a_jump_is_silent(shape: str) -> None:
     step, noise = np.arange(400), np.random.default_rng(0).normal(scale=0.03, size=400)
