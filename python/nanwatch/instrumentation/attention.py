@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -31,9 +30,8 @@ from .global_hooks import Handles
 
 BOUND = "attention logits (bound)"
 LARGEST = "attention logits"
-# The exact reading works in tiles. A tile of scores, with both its operands in float32, takes at most 3/4 MiB.
-_TILE_BYTES = 768 * 1024
-_ROWS, _COLUMNS = 256, 512
+# The exact reading works in tiles. A tile of scores, with its operands and mask in float32, takes at most this.
+_TILE_BYTES = 960 * 1024
 # A bound this many times the first one asks for an exact reading, and so does one within 4 bits of an overflow.
 _GROWTH = 8.0
 _NEAR_LIMIT = 2.0**-4
@@ -103,12 +101,7 @@ def _flex_scores(
     return _scores(query, key, None, False, scale, has_exact=score_mod is None and block_mask is None)
 
 
-def _softmax_scores(
-    input: Tensor,
-    dim: int | None = None,
-    *_: object,
-    **__: object,
-) -> Tensor | None:
+def _softmax_scores(input: Tensor, dim: int | None = None, *_: object, **__: object) -> Tensor | None:
     if not _is_readable(input) or not input.is_floating_point() or not input.numel():
         return None
     return input.detach() if dim in (-1, input.ndim - 1) else None
@@ -121,15 +114,12 @@ def _scores(
     if not all(map(_is_readable, given)) or not 2 <= query.ndim <= 4 or not query.numel() or not key.numel():
         return None
     query, key = _four_dims(query.detach()), _four_dims(key.detach())
-    batch = max(len(query), len(key))  # one of them may be broadcast
-    return Scores(
-        query.expand(batch, -1, -1, -1),
-        key.expand(batch, -1, -1, -1),
-        None if mask is None else mask.detach(),
-        is_causal,
-        float(query.shape[-1] ** -0.5 if scale is None else scale),
-        has_exact,
-    )
+    if len(query) != len(key):  # one of them is broadcast
+        batch = max(len(query), len(key))
+        query, key = query.expand(batch, -1, -1, -1), key.expand(batch, -1, -1, -1)
+    mask = None if mask is None else mask.detach()
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    return Scores(query, key, mask, is_causal, scale, has_exact)
 
 
 def _is_readable(x: Tensor) -> bool:
@@ -153,8 +143,10 @@ def bound_logits(scores: Scores) -> Tensor:
     is_rounded = autocast or query.element_size() < 4
     # Norms are sums of `width` squares, each rounded. Results of 8 bits of mantissa are 2**-9 off, twice.
     slack = 2.0**-6 if is_rounded else (query.shape[-1] + 16) * torch.finfo(query.dtype).eps
-    bound = _largest_norms(query) * _largest_norms(key).repeat_interleave(scores.heads_per_key)
-    bound *= abs(scores.scale) * (1 + slack)
+    keys = _largest_norms(key) * (abs(scores.scale) * (1 + slack))
+    if scores.heads_per_key > 1:
+        keys = keys.repeat_interleave(scores.heads_per_key)
+    bound = _largest_norms(query) * keys
     if scores.mask is not None and scores.mask.is_floating_point():
         bound += without_repeats(scores.mask)[0].amax().clamp(min=0)
     return bound
@@ -165,9 +157,10 @@ def _largest_norms(x: Tensor) -> Tensor:
     # A part of the batch at a time: the norms of all rows may be too many to hold.
     x = without_repeats(x)[0] if x.stride(0) == 0 else x
     part = max(1, 2**16 // max(1, x.shape[1] * x.shape[2]))
-    largest = [torch.linalg.vector_norm(y, dim=-1).amax(dim=(0, 2)) for y in x.split(part)]
-    found = largest[0] if len(largest) == 1 else torch.stack(largest).amax(dim=0)
-    return found.to(_accumulator(x))
+    if len(x) > part:
+        return torch.stack([_largest_norms(y) for y in x.split(part)]).amax(dim=0)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return norms.amax(dim=(0, 2)).to(_accumulator(x))
 
 
 def _accumulator(x: Tensor) -> torch.dtype:
@@ -175,63 +168,69 @@ def _accumulator(x: Tensor) -> torch.dtype:
 
 
 def largest_logits(scores: Scores) -> Tensor:
-    """Return the largest logit of each head that no mask takes away, computed tile by tile."""
-    query, key = scores.query, scores.key
+    """Return the largest logit of each head that no mask takes away, tile by tile; 0 where all are negative."""
+    query, key, mask = scores.query, scores.key, scores.mask
     batch, heads, num_rows, width = query.shape
-    num_columns = key.shape[2]
+    num_keys, num_columns = key.shape[1:3]
     dtype = _accumulator(query)
-    given = query.dtype
-    if torch.is_autocast_enabled(query.device.type) and dtype is torch.float32:
-        given = torch.get_autocast_dtype(
-            query.device.type
-        )  # the user's call has rounded its arguments to this
-    found = torch.full((heads,), -inf, dtype=dtype, device=query.device)
-    limit = _TILE_BYTES // found.element_size()
-    rows, columns = min(_ROWS, num_rows), min(_COLUMNS, num_columns)
-    while rows * columns + (rows + columns) * width > limit and max(rows, columns) > 1:
-        rows, columns = -(-rows // 2), -(-columns // 2)
-    at_once = min(heads, max(1, limit // (rows * columns + (rows + columns) * width)))
-    memory = torch.empty(at_once * rows * columns, dtype=dtype, device=query.device)
-    mask = None if scores.mask is None else scores.mask.expand(batch, heads, num_rows, num_columns)
-    with torch.autocast(query.device.type, enabled=False):
-        for one in range(batch):
-            for head in range(0, heads, at_once):
-                several = slice(head, min(heads, head + at_once))
-                groups = [h // scores.heads_per_key for h in range(several.start, several.stop)]
-                for row in range(0, num_rows, rows):
-                    left = query[one, several, row : row + rows].to(given).to(dtype)
-                    end = min(num_columns, row + rows) if scores.is_causal else num_columns
-                    for column in range(0, end, columns):
-                        right = _of_heads(key[one], groups, column, columns).to(given).to(dtype)
-                        shape = (left.shape[0], left.shape[1], right.shape[1])
-                        tile = memory[: left.shape[0] * left.shape[1] * right.shape[1]].view(shape)
-                        torch.baddbmm(tile, left, right.transpose(1, 2), beta=0, alpha=scores.scale, out=tile)
-                        if mask is not None:
-                            _apply(mask[one, several, row : row + rows, column : column + columns], tile)
-                        if scores.is_causal and column + shape[2] > row + 1:
-                            tile.masked_fill_(_above_diagonal(tile, row, column), -inf)
-                        found[several] = torch.maximum(found[several], tile.amax(dim=(1, 2)))
-    return found
+    kind, given = query.device.type, query.dtype
+    if torch.is_autocast_enabled(kind) and dtype is torch.float32:
+        given = torch.get_autocast_dtype(kind)  # the user's call has rounded its arguments to this
+    shared = scores.heads_per_key
+    query = query.unflatten(1, (num_keys, shared))  # the heads of a key are rows of one matrix
+    if mask is not None:
+        mask = mask.expand(batch, heads, num_rows, num_columns).unflatten(1, (num_keys, shared))
+    found = torch.zeros(num_keys, shared, dtype=dtype, device=query.device)
+    is_copied_twice = given is not query.dtype or shared > 1
+    is_copied = is_copied_twice or query.dtype is not dtype
 
+    def memory_of(keys: int, rows: int, columns: int) -> int:
+        """Return the bytes of a tile, of operands that are copied, and of its mask in the tile's format."""
+        size, tile = found.element_size(), keys * shared * rows * columns
+        copied = keys * (shared * rows + columns) * width * (size + 2 * is_copied_twice)
+        masked = 0 if mask is None else tile if any(mask.stride()[1:3]) else rows * columns
+        return size * tile + is_copied * copied + (size + 1) * masked
 
-def _of_heads(key: Tensor, groups: list[int], column: int, columns: int) -> Tensor:
-    part = key[:, column : column + columns]
-    if groups[-1] - groups[0] + 1 == len(groups):
-        return part[groups[0] : groups[-1] + 1]
-    return part[groups[0]].expand(len(groups), -1, -1) if groups[0] == groups[-1] else part[groups]
+    # Narrow tiles leave out more of what a causal mask takes away, and wide ones take less time for each element.
+    rows = 256 if mask is None and not scores.is_causal else 64 if mask is None and num_rows <= 1024 else 128
+    keys, rows, columns = num_keys, min(rows, num_rows), min(512, num_columns)
+    while memory_of(keys, rows, columns) > _TILE_BYTES and keys * rows * columns > 1:
+        if keys > 1:
+            keys = -(-keys // 2)
+        else:
+            rows, columns = -(-rows // 2), -(-columns // 2)
+    memory = torch.empty(keys * shared * rows * columns, dtype=dtype, device=query.device)
+    with torch.autocast(kind, enabled=False):
+        for one, first in itertools.product(range(batch), range(0, num_keys, keys)):
+            several = slice(first, first + keys)
+            largest = found[several]
+            for row in range(0, num_rows, rows):
+                left = query[one, several, :, row : row + rows].flatten(1, 2).to(given).to(dtype)
+                end = min(num_columns, row + rows) if scores.is_causal else num_columns
+                for column in range(0, end, columns):
+                    last = min(end, column + columns)
+                    flat = memory[: left.shape[0] * left.shape[1] * (last - column)].view(*left.shape[:2], -1)
+                    right = key[one, several, column:last].to(given).to(dtype).mT
+                    torch.baddbmm(flat, left, right, beta=0, alpha=scores.scale, out=flat)
+                    del right  # before the next one is made
+                    tile = flat.unflatten(1, (shared, -1))
+                    if mask is not None:
+                        _apply(mask[one, several, :, row : row + rows, column:last], tile)
+                    if scores.is_causal and last > row + 1:
+                        tile.tril_(row - column)
+                    torch.maximum(largest, tile.amax(dim=(2, 3)), out=largest)
+                del left
+    return found.flatten()
 
 
 def _apply(mask: Tensor, tile: Tensor) -> None:
+    mask = without_repeats(mask)[0]
     if mask.dtype is torch.bool:
-        tile.masked_fill_(~mask, -inf)
+        # Bits, since an infinity times 0 is nan. Both `where` and `masked_fill` take 5 times as long.
+        bits = torch.int64 if tile.dtype is torch.float64 else torch.int32
+        tile.view(bits).bitwise_and_(mask.to(torch.int8).neg_())
     else:
         tile += mask
-
-
-def _above_diagonal(tile: Tensor, row: int, column: int) -> Tensor:
-    _, rows, columns = tile.shape
-    index = torch.arange(max(rows, columns), device=tile.device)
-    return index[:columns] + column > (index[:rows] + row)[:, None]
 
 
 @contextmanager
@@ -311,9 +310,9 @@ class AttentionWatch:
             x = describe(*args, **kwargs)
             # Three dimensions may hold batch and heads in one, as in nn.MultiheadAttention.
             if x is not None and x.ndim == 4:
-                self._add(batch, name, LARGEST, x.amax(dim=(0, 2, 3)))
+                self._add(batch, name, LARGEST, x.amax(dim=(0, 2, 3)).clamp(min=0))
             elif x is not None and x.ndim == 3 and "attention" in class_name.lower():
-                self._add(batch, name, LARGEST, x.amax().reshape(1))
+                self._add(batch, name, LARGEST, x.amax().reshape(1).clamp(min=0))
 
     def _alarms_at(self, name: str, bound: float) -> bool:
         limit = torch.finfo(torch.float32).max * _NEAR_LIMIT
@@ -327,7 +326,7 @@ class AttentionWatch:
     def _add(self, batch: int, name: str, label: str, logits: Tensor) -> None:
         # A value that is not finite shows as the largest number: the rows of the module tell where it came from.
         most = torch.finfo(logits.dtype).max
-        logits = logits.clamp(min=0).nan_to_num_(nan=most, posinf=most)
+        logits = logits.nan_to_num(nan=most, posinf=most)
         self._recorder.add_output(label, logits)
         known = self._latest.get((name, label))
         if known is not None and known[0] == batch and known[1].shape == logits.shape:

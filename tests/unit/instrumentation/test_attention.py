@@ -209,6 +209,20 @@ def test_logits_that_overflow_are_no_failure_of_their_own() -> None:
         assert w.attention[""].largest == pytest.approx(logits_of(q, k, attn_mask=mask).tolist())
 
 
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masked_logits_do_not_count_whatever_they_are(dtype: torch.dtype, bad: float) -> None:
+    """The last of four keys is not finite: a boolean mask takes it away, and so does a causal one of three queries."""
+    q, k = inputs((1, 2, 3, 8), (1, 2, 4, 8), dtype)
+    expected = logits_of(q, k[:, :, :3], is_causal=True), logits_of(q, k[:, :, :3])
+    k[:, :, 3] = bad
+    mask = torch.tensor([True, True, True, False]).expand(3, 4)
+    for given, logits in zip(({"is_causal": True}, {"attn_mask": mask}), expected, strict=True):
+        scores = _sdpa_scores(q, k, None, **given)
+        assert scores is not None
+        assert torch.allclose(largest_logits(scores).double(), logits.clamp(min=0), rtol=3e-6)
+
+
 def test_softmax_of_attention_is_read_and_other_softmax_is_not() -> None:
     """nn.MultiheadAttention that returns its weights calls softmax on its logits; a router's softmax has none."""
     torch.manual_seed(0)
