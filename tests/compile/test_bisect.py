@@ -140,16 +140,16 @@ def test_a_right_compiler_changes_nothing(backend: str) -> None:
     assert (found.changed_by, found.runs) == ("", 3)
 
 
-@pytest.mark.slow  # a compiler of C++ for each of some 20 graphs
+@pytest.mark.slow  # a compiler of C++ for each graph, 0.5 s
 @pytest.mark.parametrize(
-    ("switch", "block"), [("inject_relu_bug_TESTING_ONLY", 7), ("inject_log1p_bug_TESTING_ONLY", 8)]
+    ("switch", "block"), [("inject_relu_bug_TESTING_ONLY", 1), ("inject_log1p_bug_TESTING_ONLY", 2)]
 )
 @pytest.mark.parametrize("kind", ["accuracy", "compile_error"])
 def test_a_fault_of_inductor_is_named(switch: str, block: int, kind: str) -> None:
     """torch's own faults for tests."""
     config = importlib.import_module("torch._inductor.config")
     with config.patch({f"cpp.{switch}": kind, "fx_graph_cache": False}):
-        found = nanwatch.bisect(make(*FUNCTIONS), torch.randn(6, 8), switches=["compile"])
+        found = nanwatch.bisect(make(*FUNCTIONS[6:]), torch.randn(6, 8), switches=["compile"])
     assert found.module == f"1.{block}", found.to_text()
     assert bool(found.raised) == (kind == "compile_error")
 

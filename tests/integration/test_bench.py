@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from support.paths import BENCHMARKS
+from support.processes import forked
 
 
 @pytest.fixture
@@ -93,8 +94,7 @@ def test_a_wrong_answer_ends_the_run_before_timing(tmp_path: Path) -> None:
         "import bench_range\n"
         "bench_range.main(['--quick', '--only', 'aminmax'])\n"
     )
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    result = forked("-c", program)
     assert result.returncode != 0
     assert "nothing was timed" in result.stderr
     assert "GB/s" not in result.stdout
@@ -103,7 +103,7 @@ def test_a_wrong_answer_ends_the_run_before_timing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_size_that_is_no_size_is_named() -> None:
     """A wrong argument is told with the value given and what is accepted."""
-    result = _run("--sizes", "1.5")
+    result = forked(str(BENCHMARKS / "bench_range.py"), "--sizes", "1.5")
     assert result.returncode == 2
     assert "'1.5'" in result.stderr
     assert "whole number" in result.stderr

@@ -182,7 +182,11 @@ def finding_of(name: str, recorder: str) -> Finding:
     return finding
 
 
-@pytest.mark.parametrize("recorder", [pytest.param("native", marks=needs_native), "python"])
+# 0.16 s a case: `make test` does with the recorder that users have.
+TWIN = pytest.param("python", marks=[] if _extension.C is None else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("recorder", [pytest.param("native", marks=needs_native), TWIN])
 @EACH
 def test_the_finding_is_the_truth(case: Case, recorder: str) -> None:
     """Module, tensor, origin and value of the finding are those of the truth."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.cures.judge import judged
-from support.cures.table import CURES
+from support.cures.table import CURES, FAMILIES
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,15 @@ def test_no_cure_is_told_that_does_not_work(verdicts: list[dict[str, Any]]) -> N
 
 def test_git_applies_the_patches(verdicts: list[dict[str, Any]]) -> None:
     assert sum(one["is_patched"] for one in verdicts) >= 60
+
+
+def test_a_patch_of_each_family_works(verdicts: list[dict[str, Any]]) -> None:
+    named = {one["name"]: one for one in verdicts}
+    assert {
+        family: named[name]
+        for family, name in FAMILIES.items()
+        if not named[name]["is_patched"] or named[name]["faults"] or named[name]["trouble"]
+    } == {}
 
 
 def test_the_budget_holds(verdicts: list[dict[str, Any]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import subprocess
 import sys
 from importlib import import_module
 from math import inf, log2
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nanwatch
 from support.first_fault import first_fault
-from support.processes import environment
+from support.processes import environment, forked
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -230,9 +229,7 @@ for name in {missing!r}:
 import nanwatch.integrations.lightning as ours
 print(ours.NanWatchCallback.__mro__[1].__module__.split(".")[0])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
-    )
+    done = forked("-c", code, env=ENVIRONMENT, imported=False)
     if len(missing) == 2:
         assert "pip install lightning" in done.stderr
     else:

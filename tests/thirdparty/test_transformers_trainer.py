@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import import_module
-from math import inf, log2
+from math import inf
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from nanwatch.integrations import debug  # noqa: E402
 from nanwatch.integrations.transformers import HEADROOM, PLACE, NanWatchCallback  # noqa: E402
 from support.architectures import ARCHITECTURES  # noqa: E402
 from support.first_fault import first_fault  # noqa: E402
-from support.processes import environment  # noqa: E402
+from support.processes import environment, forked  # noqa: E402
 
 trainer_module = import_module("transformers.trainer")
 THEIRS = import_module("transformers.debug_utils").DebugUnderflowOverflow
@@ -405,10 +404,8 @@ print(trainer.DebugUnderflowOverflow.__module__)
 )
 def test_the_ways_to_patch_in_a_fresh_process(imports, switch, expected):
     """The import of nanwatch patches nothing; the switch does and the integration does, before Trainer is there."""
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH.format(imports=imports)],
-        env=ENVIRONMENT | {debug.SWITCH: switch}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    changed = ENVIRONMENT | {debug.SWITCH: switch}
+    done = forked("-c", FRESH.format(imports=imports), env=changed, imported=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == [f"False {expected}", "transformers.debug_utils"]
     assert ("is not understood" in done.stderr) == (switch == "yes")
@@ -417,7 +414,5 @@ def test_the_ways_to_patch_in_a_fresh_process(imports, switch, expected):
 def test_without_transformers_the_error_names_the_extra():
     """The import of the integration says what to install."""
     code = "import sys; sys.modules['transformers'] = None; import nanwatch.integrations.transformers"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
-    )
+    done = forked("-c", code, env=ENVIRONMENT, imported=False)
     assert "pip install transformers" in done.stderr

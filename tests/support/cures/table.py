@@ -2089,3 +2089,23 @@ CURES = [
         cause="logarithm",
     ),
 ]
+
+# A model of each family of cures.
+FAMILIES = {
+    "division": "dice_empty",
+    "root": "rmse_exact",
+    "logarithm": "log_determinant",
+    "exponential": "low_var_kl",
+    "angle": "edge_rotation",
+    "masked softmax": "masked_log_softmax",
+    "mask product": "entropy_masked_vocabulary",
+    "one element": "group_std_single",
+    "empty mean": "cross_entropy_empty",
+    "untaken branch": "where_log2",
+    "loss by hand": "distil_kl",
+    "half eps": "half_saturation",
+    "zero norm": "clip_by_norm_zero",
+    "Python number": "label_token_count",
+    "indexed loss": "mse_missing_targets",
+    "option of a module": "ctc_short_input",
+}

@@ -376,6 +376,8 @@ def _free_bytes() -> int:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e5m2])
 def test_more_than_two_to_the_31_elements(implementation: Implementation, dtype: torch.dtype) -> None:
     """Beyond 2^31 elements the last element is still seen, in real memory."""
+    if implementation.name == "reference" and dtype is not torch.float8_e5m2:
+        pytest.skip("the reference reads chunks of one size in every dtype, in 17 s")
     numel = 2**31 + 7
     if _free_bytes() < 2.5 * numel:
         pytest.skip(f"needs {2.5 * numel / 2**30:.0f} GiB of memory")
