@@ -161,7 +161,8 @@ class RerunPolicy:
 
     def behind_model(self, finding: Finding) -> Finding:
         """Return the finding of a backward under way with what the graph tells, if its loss made the value."""
-        forwards = list(self._forwards.values())
+        with self._door:
+            forwards = list(self._forwards.values())
         own = next((one for one in forwards if one.batch == finding.batch), None)
         if own is None or (finding.origin, finding.source_module) != ("received", None):
             return finding
@@ -192,8 +193,9 @@ class RerunPolicy:
 
     def let_go(self) -> None:
         """Let go of all that was kept for a backward."""
-        self._forwards.clear()
-        self._let_go_of_start()
+        with self._door:
+            self._forwards.clear()
+            self._let_go_of_start()
 
     def _let_go_of_start(self) -> None:
         with self._door:
