@@ -147,6 +147,12 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def without_random_state(document: dict[str, Any]) -> None:
+    """Names a value that was left out as the random state."""
+    document["left_out"]["gone"] = {"what": "", "type": "", "bytes": 1, "why": ""}
+    document["rng"]["cpu"] = "gone"
+
+
 WEIGHT = "state[0.weight]"  # float32, 4 by 3
 
 
@@ -176,6 +182,8 @@ WEIGHT = "state[0.weight]"  # float32, 4 by 3
         (put("training", {}), 'capsule.training has no ""'),
         (put("training", "", 1), "capsule.training[''] should be true or false"),
         (put("rng", {"cpu": WEIGHT}), "capsule.rng['cpu'] should be a tensor of bytes"),
+        (put("rng", {"cpu": "input[mask]"}), "capsule.rng['cpu'] should be a tensor of bytes"),
+        (without_random_state, "capsule.rng['cpu'] should be a tensor of bytes"),
         (put("rng", {"cuda:0": "rng[cpu]"}), "capsule.rng should have cpu"),
         (put("autocast", 0, "dtype", "half"), "capsule.autocast[0].dtype should be"),
         (put("finding", {"module": 1}), "capsule.finding has no 'class_name'"),

@@ -219,6 +219,16 @@ def test_settling_without_a_failure_is_refused(server):
     verdict.stop()
 
 
+def test_a_rank_that_ended_before_the_failure_has_not_reported(server):
+    """Rank 1 ends while all is well. When rank 0 fails after that, 1 of the 2 ranks has reported."""
+    OriginConsensus(connect(server), 1, 2, peer_timeout=5.0).stop()
+    failing = OriginConsensus(connect(server), 0, 2, peer_timeout=0.5)
+    failing.publish(finding(), 3)
+    origin = failing.settle(finding())
+    failing.stop()
+    assert (origin.num_reported, origin.is_complete) == (1, False)
+
+
 def test_only_the_first_finding_of_a_rank_counts(server):
     """Later findings are consequences of the first."""
     verdict = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)

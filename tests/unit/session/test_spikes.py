@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 
 import nanwatch
 from nanwatch.recording.recorder import PythonRecorder
@@ -201,6 +202,18 @@ def test_loss_of_another_kind_is_refused(loss: Any) -> None:
         pytest.raises(TypeError, match="loss should be a tensor"),
     ):
         watch.note_loss(loss)
+
+
+def test_loss_of_an_evaluation_while_paused_is_no_spike() -> None:
+    """1e6 is the loss of no training batch, though the next step comes with it pending."""
+    net = model()
+    with nanwatch.watch(net, spikes=True) as watch:
+        train(net, watch, at=-1)
+        watch.pause()
+        watch.note_loss(1e6)
+        watch.resume()
+        train(net, watch, at=-1, steps=3)
+    assert watch.spikes == ()
 
 
 def test_both_recorders_gather_the_same_gradients() -> None:
