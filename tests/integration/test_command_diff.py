@@ -11,8 +11,7 @@ import torch
 from nanwatch import __main__ as command
 from nanwatch.distributed.merge import merge
 from nanwatch.report.report import Report
-from nanwatch.report.spike import Departure
-from nanwatch.report.spike import SpikeReport
+from nanwatch.report.spike import Departure, SpikeReport
 from nanwatch.session.api import watch
 from nanwatch.trace.trace_file import Trace
 from support.processes import forked

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from importlib import import_module
-from math import inf
-from math import log2
+from math import inf, log2
 from pathlib import Path
 from typing import Any
 
