@@ -146,6 +146,20 @@ def test_infinities_in_the_result_that_are_meant() -> None:
     assert any("allow_inf" in one for one in seen.remarks)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_choice_is_blamed_on_the_operand_it_took_the_infinity_from(is_first: bool) -> None:
+    """The other operand overflowed earlier, but `where` left those elements out."""
+    chosen = torch.tensor([True, True, False])
+
+    def forward(x: Tensor) -> Tensor:
+        left_out = torch.exp(x)
+        taken = torch.exp(x.roll(1))  # culprit
+        return torch.where(chosen, taken, left_out) if is_first else torch.where(~chosen, left_out, taken)
+
+    _, seen = look(Does(forward), torch.tensor([1000.0, 1000.0, 1.0]))
+    assert (seen.operation, seen.source) == ("aten.exp.default", culprit(forward))
+
+
 def test_a_sum_with_an_infinity_nobody_meant() -> None:
     """A tensor the module holds, neither weight nor buffer, was bad before: so it is said."""
     hidden = torch.tensor([1.0, NAN])
