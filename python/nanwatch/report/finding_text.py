@@ -238,9 +238,12 @@ def next_backward(finding: Finding, frame: Frame | None, record: Record | None) 
     """Say what the user should look at next."""
     if finding.phase == "step":
         return "look at the gradients of this step and of the last ones, and at the format of the state."
-    if any(cure.works and (cure.patch or cure.code) for cure in finding.cures):
+    # The advice on a derivative does not fit an operation of the forward, or of a loss.
+    is_behind = finding.origin == "received" and finding.source_module is None
+    is_of_forward = is_behind or (finding.operation or "").startswith("aten.")
+    if is_of_forward and any(cure.works and (cure.patch or cure.code) for cure in finding.cures):
         return _CURED
-    if finding.origin == "received" and finding.source_module is None:
+    if is_behind:
         return "look at the loss, at what it is scaled with, and at what is computed from the model's output."
     if finding.origin == "received" and finding.value == "inf":
         return (
