@@ -36,8 +36,8 @@ SLOW = ("transformers", "detect-anomaly", "debug-mode")
 class Ways:
     """The ways of these names on `model`, and the plain one; `by_name` has a context for each.
 
-    `timed` has the watches that measure their own time, by the way they are of: "nanwatch" and "gradients". They make
-    no forecasts: those look at each of the first 128 batches, and then at ever fewer, down to one in 16.
+    `timed` has the watches that measure their own time: "nanwatch", "gradients" and "fingerprints". They make no
+    forecasts: those look at each of the first 128 batches, and then at ever fewer, down to one in 16.
     `folder` is where the trace goes.
     """
 
@@ -61,6 +61,7 @@ class Ways:
             self.trace = self._watches[-1]
         if "fingerprints" in names:
             self.by_name["fingerprints"] = self._watching(trace=folder / "bits", fingerprints=True)
+            self._time("fingerprints", trace=folder / "timed", fingerprints=True)
         if "gradients" in names:
             self.by_name["gradients"] = self._watching(gradients=True)
             self._time("gradients", gradients=True)

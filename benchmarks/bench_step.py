@@ -9,11 +9,11 @@ and traced, traced with fingerprints, under torch's DebugMode with a hash of eve
 with gradients and under torch.autograd.detect_anomaly. One model serves all: two
 copies of a model can lie in memory of two speeds. A ratio is taken within a round; the median over rounds counts.
 
-nanwatch's own time is measured from inside (time in the recorder over time of the step), that of gradients as what is
-spent more with them, and its floor is what it had to read over the bandwidth of a plain read of memory in this run.
-Memory that is freed stays with the process, or the page faults of taking it anew would drown what is compared. To a
-trace's ratio the CPU time of the thread that writes it is added, as if nothing of it ran beside the step. Weights are
-random and seeded, the configurations are the real ones; nothing is downloaded.
+nanwatch's own time is measured from inside (time in the recorder over time of the step), that of gradients and of a
+trace with fingerprints as what is spent more with them, and its floor is what it had to read over the bandwidth of a
+plain read of memory in this run. Memory that is freed stays with the process, or the page faults of taking it anew
+would drown what is compared. To a trace's ratio the CPU time of the thread that writes it is added, as if nothing of
+it ran beside the step. Weights are random and seeded, the configurations are the real ones; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def _measured(ways: Ways, step: Step, budget: float, min_rounds: int, read_speed
         row |= {
             name: counters[name] for name in ("calls", "tensors", "tensors_read", "bytes_read", "cache_hits")
         }
-    if len(spent) == 2:
-        more = {name: value - spent["nanwatch"][name] for name, value in spent["gradients"].items()}
+    for way in spent.keys() - {"nanwatch"} if "nanwatch" in spent else ():
+        more = {name: value - spent["nanwatch"][name] for name, value in spent[way].items()}
         row |= {
-            "own_share_gradients": more["nanoseconds"] * 1e-9 / plain,
-            "floor_share_gradients": more["bytes_read"] / read_speed / plain,
-            "bytes_read_gradients": more["bytes_read"],
+            f"own_share_{way}": more["nanoseconds"] * 1e-9 / plain,
+            f"floor_share_{way}": more["bytes_read"] / read_speed / plain,
+            f"bytes_read_{way}": more["bytes_read"],
         }
     return row
 
@@ -147,6 +147,7 @@ def misses(step: str, row: dict[str, Any]) -> list[str]:
             "trace added": row.get("added_by_trace", 0.0) > 0.02,
             "fingerprints added": row.get("added_by_fingerprints", 0.0) > 0.03,
             "own time of gradients": row.get("own_share_gradients", 0.0) > 0.02,
+            "own time of fingerprints": row.get("own_share_fingerprints", 0.0) > 0.03,
         }
     return [what for what, missed in found.items() if missed]
 
@@ -172,6 +173,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "floor": lambda row: f"{row['floor_s'] / row['plain_s']:.2%}",
     "own of gradients": lambda row: f"{row['own_share_gradients']:.2%}",
     "their floor": lambda row: f"{row['floor_share_gradients']:.2%}",
+    "own of fingerprints": lambda row: f"{row['own_share_fingerprints']:.2%}",
     "read": lambda row: f"{row['tensors_read']:.0f}/{row['tensors']:.0f}",
     "MB": lambda row: f"{row['bytes_read'] / 1e6:.1f}",
     "hits": lambda row: f"{row['cache_hits']:.0f}",
