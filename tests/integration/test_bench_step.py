@@ -45,8 +45,10 @@ def test_a_row_has_every_way(bench: ModuleType) -> None:
     assert row.keys() >= {"added_by_trace", "added_by_gradients", "added_ratio", "own_share", "floor_s"}
     assert row["floor_share_gradients"] == row["bytes_read_gradients"] / 1e9 / row["plain_s"] > 0
     assert row["own_share_gradients"] > 0
-    # Twelve ways, two timed watches among them: two steps to warm up, one for the number of repeats, three rounds.
-    assert len(seen) == 12 * 2 + (12 - 2) * 3 + 2 * 3
+    assert row["own_share_fingerprints"] > 0
+    # Thirteen ways, three timed watches among them: two steps to warm up, one for the number of repeats, three rounds.
+    # Two ways take fewer rounds.
+    assert len(seen) == 13 * 2 + (13 - 2) * 3 + 2 * 3
     assert sum(anomaly for anomaly, _ in seen) == 2 + 3
     for module in model.modules():
         assert module._compiled_call_impl is None

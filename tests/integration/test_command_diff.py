@@ -117,7 +117,7 @@ def test_show_prints_a_batch_as_a_report(place: Path, capsys: pytest.CaptureFixt
 def test_show_prints_a_saved_spike_and_writes_its_page(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As its own forms have them, by the file or by the folder of the spike; merge passes over it."""
+    """Show has the spike as its own forms do, by file or folder, and merge passes over it."""
     report = SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss")
     folder = place / "out" / "spike-batch-410"
     folder.mkdir(parents=True)

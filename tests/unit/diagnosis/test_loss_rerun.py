@@ -212,7 +212,7 @@ def test_a_trainer_s_loss() -> None:
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_loss_that_calls_the_model_twice(bad: int) -> None:
-    """As a preference loss does: the gradient of one of the two calls is bad."""
+    """A preference loss calls it so. The gradient of one of the two calls is bad."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = [BATCH * (i == bad) for i in range(2)]
