@@ -78,10 +78,8 @@ def show_main(arguments: list[str]) -> int:
         trace = None if _is_json(file) else Trace.open(file, tell)
         report, heading = _report_of(file, trace, options.batch, tell)
         run = trace if options.batch is None else None
-
-        wrote = write_page(
-            options.html, lambda: report.to_html(tell) if run is None else draw(run).to_html(), tell
-        )
+        page = (lambda: report.to_html(tell)) if run is None else (lambda: draw(run).to_html())
+        wrote = write_page(options.html, page, tell)
         tell("making the text")
         if options.json:
             return report.to_json(), 0

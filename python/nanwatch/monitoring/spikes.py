@@ -92,7 +92,6 @@ class Signal:
         self._label = label
         self._in_bits = in_bits
         self._latest: deque[float] = deque(maxlen=_DEPTH)
-        self._before: deque[float] = deque(maxlen=LEVEL)
         self._distances: deque[float] = deque(maxlen=WINDOW)
         self._first = 0.0  # level
 
@@ -102,15 +101,14 @@ class Signal:
         if not isfinite(value):
             return None
         found = None
-        if len(self._before) == LEVEL:
-            level = median(self._before)
+        if len(self._latest) >= LEVEL:
+            level = median(list(self._latest)[-LEVEL:])
             self._first = self._first or abs(level)
             distance = value - level
             if distance > 0 and len(self._distances) >= LEAST:
                 found = self._judge(value, level, distance)
             self._distances.append(distance)
         self._latest.append(value)
-        self._before.append(value)
         return found
 
     def _judge(self, value: float, level: float, distance: float) -> Departure | None:

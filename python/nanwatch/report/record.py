@@ -250,15 +250,14 @@ class FrameRows(NamedTuple):
 
 def event_rows(batch: int, module: str, label: str, kind: str, note: str) -> FrameRows:
     """Return a frame without a range that says what was reported in a batch about `label` of a module."""
-    name = label.split("[")[0]
-    role: Role = "output" if name in ("output", "loss") or name.startswith("attention logits") else "weight"
-    role = (
-        "gradient"
-        if label.endswith(".grad") or label == "gradients"
-        else "input"
-        if name == "input"
-        else role
-    )
+    name = label.partition("[")[0].partition(".")[0]  # "output" of "output.logits" and of "output[0]"
+    role: Role = "weight"
+    if label.endswith(".grad") or label == "gradients":
+        role = "gradient"
+    elif name == "input":
+        role = "input"
+    elif name in ("output", "loss") or name.startswith("attention logits"):
+        role = "output"
     row = Row(label, role, None, "", None, None, None, None, note)
     return FrameRows(batch, module, kind, [row], False, "step")
 

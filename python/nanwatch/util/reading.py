@@ -62,13 +62,10 @@ def body(document: Any, schema: str, version: int) -> dict[str, Any]:
     if isinstance(document, dict) and document.get("schema") == schema and document.get("version") != version:
         raise ValueError(f"its version is {document.get('version')!r}, this nanwatch reads version {version}")
     head = {"schema": one_of((schema,)), "version": one_of((version,))}
-    own = (
-        {name: document[name] for name in head if name in document}
-        if isinstance(document, dict)
-        else document
-    )
+    rest = dict(document) if isinstance(document, dict) else {}
+    own = {name: rest.pop(name) for name in head if name in rest} if rest else document
     members(own, "report", head)
-    return {name: one for name, one in document.items() if name not in head}
+    return rest
 
 
 def plain(value: Any) -> Any:

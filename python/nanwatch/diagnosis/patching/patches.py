@@ -306,12 +306,10 @@ class _Search:
         bad = [
             label for _, label in experiment.nonfinite() if label.startswith("output") or not self._is_given
         ]
-        if (
-            self._diagnosis.is_unseen
-        ):  # then only the changed expression itself shows whether the value is gone
-            bad += [
-                "" for seen in probe.values.values() for few in seen for x in few if not x.isfinite().all()
-            ]
+        if self._diagnosis.is_unseen:
+            # Only the changed expression itself shows whether the value is gone.
+            made = (x for seen in probe.values.values() for few in seen for x in few)
+            bad += ["" for x in made if not x.isfinite().all()]
         return experiment.error is None and probe.was_run and not bad and not experiment.bad_gradients
 
     def _effect(self, change: Change, probe: Probe, proposed: Sequence[Change]) -> tuple[str, bool]:
