@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from build_cuda import CSRC, LOG, ROOT, BuildError, step
@@ -134,16 +135,20 @@ class Compiled:
     def __init__(self, folder: Path, jobs: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.ninja = Ninja(folder, jobs)
-        self.kernels = [
-            self.ninja.edge("compile", [path], folder / KERNELS / f"{path.stem}.o", settings())
-            for path in sorted((CSRC / KERNELS).glob("*.cpp"))
-        ]
         # Stand-ins with the names of PyTorch's, which are not at hand for every version.
         empty = written(folder / "empty.cpp", "")
         self.libraries = [
             self.ninja.edge("link", [empty], path, ["-nostdlib", f"-Wl,-soname,{path.name}"])
             for path in (folder / "libraries" / f"lib{name}.so" for name in TORCH_LIBRARIES)
             if sys.platform.startswith("linux")
+        ]
+
+    @cached_property
+    def kernels(self) -> list[Path]:
+        """The kernels' objects. The first link adds their steps: ninja then begins with the units, the longer ones."""
+        return [
+            self.ninja.edge("compile", [path], self.ninja.folder / KERNELS / f"{path.stem}.o", settings())
+            for path in sorted((CSRC / KERNELS).glob("*.cpp"))
         ]
 
     def module(self, torch: Torch, cuda: list[str] | None, link: list[str]) -> Path:
