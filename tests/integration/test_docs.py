@@ -76,6 +76,9 @@ def test_a_translation_shows_what_the_original_shows(place: Path) -> None:
         ("[...]b\n", "a\nc\n", False),
         ("x     1.00e+00", "x 9.90e-01", True),
         ("2.13.0", "2.14.0", False),
+        ("5.98e-03 4.74e+00 weight", "2.38e-04 4.61e+00 weight", True),
+        ("5.98e-03 4.74e+00 weight", "0.00e+00 4.74e+00 weight", False),
+        ("5.98e-03 4.74e+00 weight", "5.98e-03 9.74e+00 weight", False),
     ],
 )
 def test_output_is_compared(shown: str, printed: str, agrees: bool) -> None:
