@@ -448,7 +448,7 @@ FIRST_HALF = (
     Planted(
         "attention logits that grow",
         gpt2,
-        growing_weights("transformer.h.1.attn.c_attn.weight", factor=1.12),
+        growing_weights("transformer.h.1.attn.c_attn.weight", factor=3.0),
         ("attention", "weight"),
         ("transformer.h.1.attn",),
         AT // 2,
