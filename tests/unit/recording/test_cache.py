@@ -360,6 +360,34 @@ def test_an_activation_changed_between_two_modules_is_read_again(between: Any) -
     assert w.counters["stale_hits"] == 0
 
 
+class Parts(nn.Module):
+    """Calls its part on each of the tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Identity()
+
+    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [self.part(x) for x in tensors]
+
+
+def test_no_view_is_taken_for_another_of_its_storage() -> None:
+    """Views that differ in size, stride or offset alone, all alive in one batch, have their own ranges."""
+    torch.manual_seed(0)
+    base = torch.randn(32)
+    shapes = [((n,), (step,)) for n in (1, 2, 3, 4) for step in (1, 2, 3)]
+    steps = list(itertools.product((1, 2, 3, 4), (1, 2, 3)))
+    shapes += [(size, pair) for size in ((2, 2), (2, 3), (3, 2)) for pair in steps]
+    views = [base.as_strided(*shape, offset) for shape in shapes for offset in range(4)]
+    model = Parts()
+    with watch(model, _verify_hits=True, max_frames=len(views) + 1) as w:
+        model(views)
+    found = [(r.abs_min, r.abs_max) for frame in w.frames[:-1] for r in frame.records if r.role == "output"]
+    assert found == [fresh(view) for view in views]
+    assert w.counters["cache_hits"] > 0
+    assert w.counters["stale_hits"] == 0
+
+
 def test_an_activation_written_through_data_is_read_again_in_the_next_batch() -> None:
     """Within the batch such a write is not seen in that tensor, until a nan computed from it has the call read anew."""
     model = nn.Sequential(Then(lambda x: (x.data.fill_(NAN), x)[1]), nn.ReLU())
