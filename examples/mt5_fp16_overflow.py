@@ -158,7 +158,7 @@ def measure_cost(
         for name in names[turn % 3 :] + names[: turn % 3]:
             with WATCHERS[name](training.model):
                 training.step()  # not timed: a training pays for the set-up of the first step once
-                for _ in range(3):
+                for _ in range(5):
                     start = time.perf_counter()
                     training.step()
                     seconds[name].append(time.perf_counter() - start)
