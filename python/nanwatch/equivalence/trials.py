@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from .state import temporarily
 Note = Callable[[str], object]
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _START = 1_700_000_000.0
+# Parameters of a DataLoader that only one with workers takes.
+_OF_WORKERS = "num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"
 
 
 @dataclass(frozen=True)
@@ -128,21 +131,19 @@ def _stopped_clock(note: Note) -> Iterator[None]:
 def _ordered_loaders(note: Note) -> Iterator[None]:
     """Make data loaders without workers, whose samplers have generators with the seed 0."""
     before = DataLoader.__init__
+    parameters = signature(before)
 
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-        workers = kwargs.pop("num_workers", args[5] if len(args) > 5 else 0)
-        if workers:
-            for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
-                kwargs.pop(name, None)
-        if len(args) > 5:
-            args = (*args[:5], 0, *args[6:])
-        samplers: list[Any] = [kwargs.get("sampler"), getattr(kwargs.get("batch_sampler"), "sampler", None)]
+        given = parameters.bind(self, *args, **kwargs).arguments
+        # A loader without workers refuses these options, or asserts that they are not set.
+        for name in _OF_WORKERS:
+            given.pop(name, None)
+        samplers: list[Any] = [given.get("sampler"), getattr(given.get("batch_sampler"), "sampler", None)]
         for sampler in samplers:
             if hasattr(sampler, "generator"):
                 sampler.generator = torch.Generator().manual_seed(0)
-        kwargs["generator"] = torch.Generator().manual_seed(0)
         note_call("a DataLoader", note)
-        before(self, *args, **kwargs)
+        before(**{**given, "generator": torch.Generator().manual_seed(0)})
 
     with temporarily(partial(setattr, DataLoader, "__init__"), init, before):
         yield
