@@ -50,6 +50,33 @@ CASES: list[tuple[str, str, Any, Any]] = [
     ("_softmax", "torch.softmax(x.expand(1, 2), dim=-1)[:, :1]", -INF, 2.0),
     ("mul", "z * x", INF, 2.0),
     ("sub", "(x - x.amax()).exp()", -INF, 2.0),
+    ("lgamma", "torch.lgamma(x)", 0.0, 2.0),
+    ("logit", "torch.logit(x, eps=0.0)", 0.0, 0.5),
+    ("linalg_vector_norm", "F.normalize(x, dim=0, eps=0.0)", 0.0, 2.0),
+    ("poisson_nll_loss", "F.poisson_nll_loss(x, y, log_input=False, eps=0.0)", 0.0, 2.0),
+    ("poisson_nll_loss", "F.poisson_nll_loss(x, y)", 100.0, 2.0),
+    # Of one value, or of none.
+    ("mean", "x[x > 5].mean()", 2.0, 9.0),
+    ("mean", "torch.mean(x[x > 5], dim=-1)", 2.0, 9.0),
+    ("mean", "x[x > 5].mean(-1, keepdim=True)", 2.0, 9.0),
+    ("mse_loss", "F.mse_loss(x[x > 5], 2 * x[x > 5])", 2.0, 9.0),
+    ("nll_loss_forward", "F.cross_entropy(x[None], torch.where(x < 5, -100, 0))", 2.0, 9.0),
+    ("nll_loss_forward", "F.cross_entropy(x[None], (x < 5).long(), ignore_index=1)", 2.0, 9.0),
+    (
+        "_ctc_loss",
+        "F.ctc_loss((x * y * torch.ones(1, 1, 3)).log_softmax(-1), torch.ones(1, 2).long(), (y.long(),), (2,))",
+        2.0,
+        None,
+    ),
+    (
+        "_ctc_loss",
+        "F.ctc_loss(x * torch.ones(1, 1, 3), torch.ones(1, 2).long(), (1,), (2,), zero_infinity=False)",
+        2.0,
+        None,
+    ),
+    # Of equal eigenvalues or singular values.
+    ("linalg_eigh", "torch.linalg.eigh(torch.eye(2) * x)[1].sum()", 2.0, None),
+    ("linalg_svd", "torch.linalg.svd(torch.eye(2) * x)[0].sum()", 2.0, None),
     # Stable forms.
     ("exp", "torch.log(1 + torch.exp(x))", 100.0, 2.0),
     ("exp", "torch.log1p(x.exp())", 100.0, 2.0),
@@ -163,6 +190,28 @@ def texts(site: Site, facts: Facts) -> Iterator[str]:
             "return -torch.xlogy(x, x).sum()",
         ),
         (
+            Facts("div", "float32", False, numbers=((1, 0),)),
+            "return y / (x.dim() - 1)",
+            "return y / max(x.dim() - 1, 1)",
+        ),
+        (
+            Facts("div", "float32", False, numbers=((1, 0.0),)),
+            "return y / x.item()",
+            "return y / max(x.item(), 1e-8)",
+        ),
+        (
+            Facts("sqrt", "float32", True, frozenset({0})),
+            "return x.sqrt()",
+            "return x.clamp(min=1).sqrt()",
+        ),
+        (Facts("sqrt", "float32", False), "return x.sqrt()", "return x.clamp(min=0).sqrt()"),
+        (Facts("mul", "float32", False), "x *= y", "x *= torch.where(x == 0, 0.0, y)"),
+        (
+            Facts("angle", "float32", True),
+            "return torch.angle(x)",
+            "return torch.atan2(x.imag, x.real)",
+        ),
+        (
             Facts("_softmax", "float32", False),
             'return x.masked_fill(y > 0, float("-inf")).softmax(-1)',
             'return x.masked_fill(y > 0, float("-inf")).clamp(min=-1e30).softmax(-1)',
@@ -181,6 +230,25 @@ def test_nothing_is_proposed_for_what_has_no_pole(write: Any) -> None:
     found = list(texts(site, Facts("div", "float32", False, finite=True)))
     assert found
     assert not any("-1e30" in one or "x.clamp" in one for one in found)
+
+
+def test_a_row_that_is_masked_everywhere_sees_everything(write: Any) -> None:
+    """The softmax is in nn.MultiheadAttention, so its caller's mask is changed, and only the row that fails."""
+    site = write("    return attention(x, y, z, key_padding_mask=mask)[0]")
+    found = [edited(site, one) for one in changes(site, Facts("_softmax", "float32", False))]
+    (text,) = (one for one in found if ".all(" in one)
+    attention = nn.MultiheadAttention(4, 1, batch_first=True)
+    mask = torch.tensor([[True, True, True], [True, False, False]])  # True: masked
+    results = []
+    for source in (site.file.text, text):
+        space: dict[str, Any] = {"attention": attention, "mask": mask}
+        exec(source, space)
+        x = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
+        results.append(space["f"](x, x, x).detach())
+    before, after = results
+    assert before[0].isnan().all()
+    assert after[0].isfinite().all()
+    assert torch.equal(before[1], after[1])
 
 
 def test_both_operations_of_a_line_are_changed_together(write: Any) -> None:

@@ -357,9 +357,10 @@ def guard_mean(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
     if facts.operation.startswith("nll_loss") and len(spelt.args) > 1:
         x, labels = site.primary(spelt.args[0]), site.operand(spelt.args[1])
         ignored = spelt.kwargs.get("ignore_index")
-        indices = (
-            [site.text(ignored)] if ignored is not None else ["-100", f"{site.text(call.func)}.ignore_index"]
-        )
+        indices = ["-100" if ignored is None else site.text(ignored)]
+        is_function = isinstance(call.func, ast.Attribute) and site.constant(call.func.value) is not None
+        if ignored is None and not is_function:  # a module of the loss
+            indices.append(f"{site.text(call.func)}.ignore_index")
         for index in indices:
             text = f"({whole} if ({labels} != {index}).any() else {x}.sum() * 0.0)"
             yield Rewrite(call, text, "take 0 where all labels are ignored")
