@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from nanwatch import Capsule, CapsuleError, replay, write_capsule
 from nanwatch.instrumentation.execution_context import Autocast, RngState
+from nanwatch.session import replay as session_replay
 from support.toys import Scale, mlp
 
 pytest.importorskip("safetensors")
@@ -355,6 +357,85 @@ def test_a_gpus_capsule_runs_where_there_is_none(tmp_path):
     with pytest.warns(RuntimeWarning, match="the recorded call ran on cuda:7, this one on cpu"):
         replay(folder, model, device="cpu")
     assert Told.outputs[-1].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("recorded", "usable", "chosen"),
+    [
+        ("cuda:7", (), "cpu"),
+        ("cuda:7", ("cuda",), "cuda"),  # another GPU of the kind is nearer than the CPU
+        ("cuda:7", ("cuda", "cuda:7"), "cuda:7"),
+        ("meta", ("meta",), "cpu"),  # which computes no values
+        ("cpu", (), "cpu"),
+    ],
+)
+def test_the_device_of_the_call_is_taken_or_the_nearest(monkeypatch, tmp_path, recorded, usable, chosen):
+    """A remark only where the kind of the device is another one. Usable is where torch can make a tensor."""
+    capsule = Capsule.open(write_capsule(tmp_path / "c", nn.Identity(), "", (X,)))
+    object.__setattr__(capsule, "device", recorded)
+    empty = torch.empty
+
+    def empty_there(size: int, device: torch.device) -> Tensor:
+        if str(device) not in usable:
+            raise RuntimeError(f"no {device} here")
+        return empty(size)
+
+    monkeypatch.setattr(torch, "empty", empty_there)
+    remarks: list[str] = []
+    assert session_replay._target(capsule, None, remarks) == torch.device(chosen)
+    is_other = torch.device(chosen).type != torch.device(recorded).type
+    assert [f"ran on {recorded}, this one on {chosen}:" in remark for remark in remarks] == [True] * is_other
+
+
+def test_a_module_that_cannot_be_copied_is_named_with_the_way_out(tmp_path):
+    """A lock cannot be copied; a callable that makes the model is asked for, and serves."""
+
+    class Locked(nn.Identity):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+    folder = write_capsule(tmp_path / "c", Locked(), "", (X,))
+    with pytest.raises(ValueError, match=r"the module '' cannot be copied \(TypeError: .*; pass a callable"):
+        replay(folder, Locked())
+    assert replay(folder, Locked).finding is None
+
+
+def test_devices_in_the_arguments_are_those_of_the_run(tmp_path):
+    """The device of the call becomes that of the replay; another one stays."""
+    seen: list[Any] = []
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor, devices: list[torch.device]) -> Tensor:
+            seen.append(devices)
+            return x
+
+    folder = write_capsule(tmp_path / "c", Model(), "", (X, [torch.device("cpu"), torch.device("meta")]))
+    capsule = Capsule.open(folder)
+    object.__setattr__(capsule, "device", "cuda:7")
+    capsule.args[1][0] = torch.device("cuda:7")
+    with pytest.warns(RuntimeWarning, match="the recorded call ran on cuda:7, this one on cpu"):
+        replay(capsule, Model(), device="cpu")
+    assert seen[0] == [torch.device("cpu"), torch.device("meta")]
+
+
+def test_a_forward_without_a_signature_has_no_defaults(tmp_path):
+    """An argument that was left out cannot be filled in there, and one that was not is given."""
+
+    class Model(nn.Module):
+        forward = property(lambda self: Opaque())
+
+    class Opaque:
+        __signature__ = "none"
+
+        def __call__(self, x: Tensor, *others: Any) -> Tensor:
+            return x
+
+    folder = write_capsule(tmp_path / "c", Model(), "", (X,))
+    assert replay(folder, Model()).finding is None
+    folder = write_capsule(tmp_path / "d", Model(), "", (X, {1, 2}))
+    with pytest.raises(ValueError, match=r"cannot be made again without input\[1\] \(set\)"):
+        replay(folder, Model())
 
 
 @pytest.mark.cuda
