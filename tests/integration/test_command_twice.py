@@ -149,12 +149,49 @@ def test_a_repeatable_script(
 
 
 @pytest.mark.parametrize(
+    ("age", "event", "flags", "name", "is_noted"),
+    [
+        (5, "open", os.O_RDONLY, "last.txt", True),
+        (5, "open", os.O_RDWR, "last.txt", True),
+        (20, "open", os.O_RDONLY, "last.txt", False),  # from before the first run
+        (-5, "open", os.O_RDONLY, "last.txt", False),  # by this run itself
+        (5, "open", os.O_WRONLY, "last.txt", False),
+        (5, "open", os.O_RDWR | os.O_TRUNC, "last.txt", False),
+        (5, "import", os.O_RDONLY, "last.txt", False),
+        (5, "open", os.O_RDONLY, "made.py", False),
+        (5, "open", os.O_RDONLY, "", False),  # the folder
+    ],
+)
+def test_a_file_of_the_run_before_is_noted(
+    age: int, event: str, flags: int, name: str, is_noted: bool, tmp_path: Path
+) -> None:
+    """Changed after the first run began and before this one did, and opened to be read."""
+    path = tmp_path / name
+    if name:
+        path.write_text("1")
+    now = 1_700_000_000.0
+    os.utime(path, (now - age, now - age))
+    notes: list[str] = []
+    look = equivalence._FileHook(notes, since=now - 10, start=now)
+    look(event, (str(path), "r", flags))
+    look(event, (str(tmp_path / "missing"), "r", flags))
+    look(event, (3, "r", flags))  # a descriptor
+    assert notes == [f"the script reads a file that the run before it has written: {path}"] * is_noted
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("missing.py",), "there is no script 'missing.py'"),
         (("--batches", "0", "raises.py"), "--batches at least 1"),
         (("raises.py",), "there is nothing to compare in raises.py: KeyError: 'mine'"),
         (("later.py",), "the runs are bit-equal, but each ended by KeyError: 'mine'"),
+        (("leaves.py",), "the runs are bit-equal, but each ended by exit status 4"),
+        (("gone.py",), "the script ended by status 3: it printed nothing on stderr"),
+        (
+            ("later.py", "--batches", "2"),
+            "the script gets --batches, which it does not name; options of nanwatch twice go before the script",
+        ),
     ],
 )
 @pytest.mark.usefixtures("forks")
@@ -165,11 +202,13 @@ def test_bad_use(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Status 2, one line on stderr, nothing on stdout."""
+    """Status 2, one line on stderr, and one more for a hint; nothing on stdout."""
     monkeypatch.chdir(tmp_path)
     Path("raises.py").write_text("raise KeyError('mine')\n")
     Path("later.py").write_text("import torch\ntorch.nn.ReLU()(torch.ones(2))\nraise KeyError('mine')\n")
+    Path("leaves.py").write_text("import sys, torch\ntorch.nn.ReLU()(torch.ones(2))\nsys.exit(4)\n")
+    Path("gone.py").write_text("import os\nos._exit(3)\n")
     status, out, err = run(capfd, *arguments)
     assert (status, out) == (2, "")
     assert words in err
-    assert len(err.splitlines()) == 1
+    assert len(err.splitlines()) == 1 + ("go before the script" in words)
