@@ -92,10 +92,14 @@ def test_a_structure_imports_nothing_and_runs_no_code_of_the_class():
         def __post_init__(self) -> None:
             called.append(self.x)
 
+    @dataclass
+    class Number(int):
+        x: int
+
     lazy = type(sys)("lazy_for_test")
     lazy.__getattr__ = called.append  # type: ignore[method-assign]
     holder = type(sys)("holder_for_test")
-    holder.Loud = Loud
+    holder.Loud, holder.Number = Loud, Number
     sys.modules |= {"lazy_for_test": lazy, "holder_for_test": holder}
     try:
         built = Structure("dataclass", "holder_for_test", "Loud", {"x": 1}).build()
@@ -106,6 +110,7 @@ def test_a_structure_imports_nothing_and_runs_no_code_of_the_class():
             ("lazy_for_test", "Loud", {"x": 1}),
             ("holder_for_test", "Loud", {"x": 1, "y": 2}),
             ("holder_for_test", "Loud.x", {}),
+            ("holder_for_test", "Number", {"x": 1}),  # Python makes no number without its __new__
             ("subprocess", "Popen", {"args": "true"}),
             ("builtins", "eval", {}),
         ]:
