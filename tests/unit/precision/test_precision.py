@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -115,6 +116,72 @@ def test_containers_are_walked(given: Any) -> None:
     # A tensor of no dimension is left wide.
     expected = [w if x.ndim == 0 else b for x, w, b in zip(tensors(given), wide, before, strict=True)]
     assert [x.dtype for x in tensors(result)] == expected
+
+
+class Sized(list[Tensor]):
+    """A list that is made by its length."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__([torch.ones(2, dtype=HALF)] * length)
+
+
+class Unchanging(Mapping[str, Tensor]):
+    """A mapping that no one can write to; made from another one, or from nothing else."""
+
+    def __init__(self, content: dict[str, Tensor]) -> None:
+        self._content = dict(content)
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+
+class Uncopied:
+    """Refuses to be copied, as what holds a lock or a file does."""
+
+    def __copy__(self) -> Any:
+        raise TypeError("not to be copied")
+
+
+class UncopiedDict(Uncopied, OrderedDict[str, Tensor]):
+    pass
+
+
+@dataclass
+class UncopiedFields(Uncopied):
+    x: Tensor
+
+
+@pytest.mark.parametrize(
+    "given",
+    [Sized(1), UncopiedDict(a=torch.ones(2, dtype=HALF)), UncopiedFields(torch.ones(2, dtype=HALF))],
+    ids=lambda given: type(given).__name__,
+)
+def test_a_container_that_cannot_be_made_anew_is_given_as_it_is(given: Any) -> None:
+    """With its half tensors: the call of the module goes on, and what it raises is its own."""
+    met = []
+    module = Take(lambda *args: met.append(args) or args[0])
+    with run_in_fp32(module, cast_output=False):
+        module(torch.ones(2, dtype=HALF), given)
+    assert met[0][0].dtype is torch.float32
+    assert met[0][1] is given
+    assert [x.dtype for x in tensors(given)] == [HALF]
+
+
+def test_a_mapping_that_cannot_be_written_to_is_made_anew() -> None:
+    """The caller's stays as it was."""
+    given = Unchanging({"a": torch.ones(2, dtype=HALF), "b": torch.ones(2, dtype=torch.int64)})
+    module = Take(lambda x: x)
+    with run_in_fp32(module, cast_output=False):
+        inside = module(given)
+    assert type(inside) is Unchanging
+    assert {name: x.dtype for name, x in inside.items()} == {"a": torch.float32, "b": torch.int64}
+    assert given["a"].dtype is HALF
 
 
 def test_what_holds_no_half_tensor_is_the_same_object() -> None:
