@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from nanwatch.netcheck.meeting import Arrival
 from support.processes import PYTHONPATH
 
 HOST = socket.gethostname()
@@ -104,3 +105,8 @@ def step(out: str) -> str:
     found = re.search(r"^    step: (.*)$", out, re.MULTILINE)
     assert found, out
     return found[1]
+
+
+def arrival(rank: int, port: int, token: str, address: str = "127.0.0.1") -> Arrival:
+    """A rank of four as it has arrived."""
+    return Arrival(rank, 4, "node", rank, address, port, token, "gloo", "cpu", "torch")

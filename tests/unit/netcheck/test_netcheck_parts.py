@@ -1,4 +1,4 @@
-"""The parts of netcheck, each by itself: meeting, steps and words."""
+"""The parts of netcheck, each by itself: the meeting, and words."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanwatch.netcheck import command, steps
-from nanwatch.netcheck.meeting import Arrival, Meeting, Place, PlaceError, StepError, Trouble
+from nanwatch.netcheck import command, meeting, steps
+from nanwatch.netcheck.meeting import Meeting, Place, PlaceError, StepError, Trouble
 from nanwatch.util.job import spell_runs
-from support.netcheck_ranks import free_port
+from support.netcheck_ranks import arrival, free_port
 
 HOST = socket.gethostname()
 
@@ -113,39 +112,29 @@ def test_options_that_mean_nothing_are_refused(arguments, capsys):
     assert repr(arguments[1]) in capsys.readouterr().err
 
 
-def arrival(rank: int, port: int, token: str, address: str = "127.0.0.1") -> Arrival:
-    return Arrival(rank, 4, "node", rank, address, port, token, "gloo", "cpu", "torch")
-
-
-def test_a_listener_that_is_the_right_one_is_reached():
-    """Also where its address is only good on its own host, by the master's."""
-    listener = steps.Listener("secret")
-    try:
-        steps.connect(
-            [arrival(1, listener.port, "secret"), arrival(2, listener.port, "secret", "")], "localhost", 5.0
-        )
-    finally:
-        listener.close()
-
-
-def test_failures_of_links_are_told_apart():
-    """Another program, a refusal and a silent peer each have their words, and each peer its name."""
-    listener, silent = steps.Listener("secret"), socket.create_server(("127.0.0.1", 0))
-    peers = [
-        arrival(1, listener.port, "another"),
-        arrival(2, free_port(), "secret"),
-        arrival(3, silent.getsockname()[1], "secret"),
-    ]
-    with silent, pytest.raises(StepError) as raised:
-        steps.connect(peers, "localhost", 1.0)
-    listener.close()
-    first, second, third = re.split(r"; (?=rank \d)", str(raised.value))
-    assert first.startswith("rank 1 (node-1)")
-    assert "another program answers there" in first
-    assert second.startswith("rank 2 (node-2)")
-    assert "refused" in second
-    assert third.startswith("rank 3 (node-3)")
-    assert "connected, but 0 of 65536 bytes came" in third
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        (
+            socket.gaierror(-2, "Name or service not known"),
+            "the name node1 has no address here (Name or service",
+        ),
+        (TimeoutError(), "no answer from node1 port 29500: packets to it or from it are lost"),
+        (ConnectionRefusedError(), "nothing listens at node1 port 29500"),
+        (
+            OSError(101, "Network is unreachable"),
+            "node1 port 29500 cannot be reached: Network is unreachable",
+        ),
+    ],
+)
+def test_a_master_that_cannot_be_reached_is_told_with_the_reason(monkeypatch, raised, words):
+    """When the time is over; until then it is tried again, as a master may only be slow."""
+    monkeypatch.setattr(socket, "create_connection", mock.Mock(side_effect=raised))
+    monkeypatch.setattr(meeting.time, "sleep", lambda _: None)
+    left = iter([9.0, 9.0, 9.0, 0.0])
+    with pytest.raises(StepError, match=re.escape(words)):
+        meeting.reach(Place.of(ENVIRONMENT), lambda: next(left))
+    assert socket.create_connection.call_count == 2
 
 
 @pytest.fixture
@@ -154,8 +143,8 @@ def meetings() -> Iterator[list[Meeting]]:
     port = free_port()
     places = [Place(rank, 3, rank, "node", "127.0.0.1", port, rank == 0, "/0") for rank in range(3)]
     met = [Meeting(place) for place in places]
-    for meeting in met:
-        meeting.open(10.0)
+    for one in met:
+        one.open(10.0)
     yield met
     del met
 
@@ -200,28 +189,3 @@ def test_the_summary_tells_the_broken_from_the_stopped_and_the_silent():
         command.summary_line(outcomes, 5)
         == "netcheck: 1 of 5 ranks OK; broken: 1; stopped by that: 2; not a word from: 3-4"
     )
-
-
-def test_a_sum_that_is_wrong_is_seen(one_process_mesh, monkeypatch):
-    """One element off by one in a quarter of a million: named with what it should be."""
-    steps.all_reduce(torch.device("cpu"))
-
-    def spoilt(x: torch.Tensor) -> None:
-        x[200_000] += 1
-
-    monkeypatch.setattr(dist, "all_reduce", spoilt)
-    with pytest.raises(
-        StepError, match=r"wrong in 1 of 262144 elements: element 200000 is \d+ and should be \d+"
-    ):
-        steps.all_reduce(torch.device("cpu"))
-
-
-def test_rates_are_those_of_nccl_tests():
-    """1 GB in a second over 4 ranks is 1 GB/s of algorithm and 1.5 GB/s of bus bandwidth."""
-    assert steps.Transfer(10**9, 5, 1.0).rates(4) == (1e9, 1.5e9)
-
-
-def test_memory_that_is_not_there_is_named():
-    """The bytes and the device are in the error."""
-    with pytest.raises(StepError, match=r"1152921504606846976 bytes on cpu"):
-        steps.allocate(torch.device("cpu"), 1 << 60)
