@@ -1,0 +1,118 @@
+"""An error inside nanwatch: the finding stays, the training goes on as without it, and somebody is told."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import NonFiniteError, Report
+from nanwatch.util import visible
+from support.recorders import watched
+
+X = torch.tensor([[1.0, 2.0, -3.0], [0.0, 0.0, 0.0]])
+
+
+class Ratio(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.sum(-1, keepdim=True)
+
+
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().sum(-1).sqrt()
+
+
+def forward() -> Report:
+    """Divide by the sum of a row of zeros."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Ratio())
+    return failed(model, lambda: model(X))
+
+
+def half() -> Report:
+    """Divide by 0 in float16."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Ratio()).half()
+    return failed(model, lambda: model(X.half()))
+
+
+def backward() -> Report:
+    """Take the root of 0, whose gradient is infinite."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Root())
+    return failed(model, lambda: model(X).sum().backward())
+
+
+def loss() -> Report:
+    """Take the root of 0 outside the model."""
+    model = nn.Linear(3, 3, bias=False)
+
+    def step() -> None:
+        y = model(X)
+        y.square().sum(-1).sqrt().sum().backward()
+
+    return failed(model, step)
+
+
+def failed(model: nn.Module, step: Callable[[], Any]) -> Report:
+    """Return the report of the watched step and of the optimizer's, which is to fail."""
+    torch.manual_seed(0)
+    for x in model.parameters():
+        nn.init.normal_(x)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        step()
+        optimizer.step()
+
+    with watched(model, "python", gradients=True), pytest.raises(NonFiniteError) as error:
+        train()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(module._compiled_call_impl is None for module in model.modules())
+    return error.value.report
+
+
+# What breaks, in which situation, and the words of a remark, of a warning, or of what is counted.
+BROKEN = [
+    ("diagnosis.postmortem.post_mortem", forward, "nanwatch could not look closer at a failure: RuntimeError: broken"),
+    ("diagnosis.forward_rerun._of_rerun", forward, "the finding could not be examined: RuntimeError: broken"),
+    ("diagnosis.forward_rerun.to_record", forward, "output could not be looked at: RuntimeError: broken"),
+    ("diagnosis.provenance.ProvenanceMode._look", forward, "aten.div.Tensor could not be followed: RuntimeError"),
+    ("diagnosis.cures._Search.go", half, "the search for cures ended early: RuntimeError: broken"),
+    ("diagnosis.patching.patches._Search.go", forward, "the search for a change of the source ended early: Runtime"),
+    ("monitoring.suspicion._version", forward, "the versions of weights could not be noted"),
+    ("monitoring.suspicion.Suspicion._of_weights", forward, "the growth of weights could not be told"),
+    ("recording.observe.tensor_health", forward, "the elements of a tensor could not be counted"),
+    ("diagnosis.backward_rerun.find_called", backward, "in a second run of the batch, with the mean of its outputs"),
+    ("diagnosis.backward_rerun.run_backward", backward, "the backward could not be examined: RuntimeError: broken"),
+    ("session.rerun_policy.read_graph", loss, "the graph of the loss could not be read"),
+    ("diagnosis.postmortem._examined", loss, "the loss could not be computed again: RuntimeError: broken"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "situation", "words"), BROKEN, ids=[one[0] for one in BROKEN])
+def test_a_fault_of_our_own_costs_no_finding(
+    target: str, situation: Callable[[], Report], words: str
+) -> None:
+    """Module, tensor and value are those of the report without the fault."""
+    expected = situation().finding
+    before = visible.counts.copy()
+    broken = mock.patch(f"nanwatch.{target}", side_effect=RuntimeError("broken"))
+    with broken as was_called, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = situation().finding
+    assert was_called.called
+    assert expected is not None
+    assert found is not None
+    names = ("module", "label", "value", "phase", "origin", "batch", "index")
+    assert {name: getattr(found, name) for name in names if name != "index" or found.index is not None} == {
+        name: getattr(expected, name) for name in names if name != "index" or found.index is not None
+    }
+    counted = visible.counts - before
+    told = [*found.remarks, *(str(one.message) for one in warned), *counted]
+    assert any(words in one for one in told), told
