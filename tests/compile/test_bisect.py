@@ -84,6 +84,8 @@ def refuse(node: fx.Node) -> None:
     raise RuntimeError("no kernel")
 
 
+# Other operations of kinds that the rest have too; a case takes 1 s.
+SLOW = {"approximation", "wrong_dimension", "swapped_operands", "other_order"}
 PLANTS = {
     "other_function": Plant(0, "sin", call(torch.cos)),
     "approximation": Plant(1, "gelu", call(F.gelu, approximate="tanh")),
@@ -114,7 +116,13 @@ def make(*functions: Callable[[Tensor], Tensor]) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(*map(Block, functions)), nn.Linear(8, 4))
 
 
-@pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(plant, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, plant in PLANTS.items()
+    ],
+)
 def test_a_miscompiled_module_is_named(plant: Plant) -> None:
     """The block, not its parts and not what holds it; the model is as it was, compiled or not.
 

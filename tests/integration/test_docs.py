@@ -16,7 +16,14 @@ from support.snippets import Page, difference, snippets
 DOCS = ROOT / "docs"
 TRANSLATIONS = sorted(DOCS.glob("getting-started.*.md"))
 PAGES = [ROOT / "README.md", *sorted(set(DOCS.rglob("*.md")) - set(TRANSLATIONS))]
-SLOW = {"t5-overflow.md", "two-runs.md", "four-ranks.md", "not-repeatable.md"}
+SLOW = {
+    "t5-overflow.md",
+    "two-runs.md",
+    "four-ranks.md",
+    "not-repeatable.md",
+    "wrong-compiled.md",
+    "unchanged-script.md",
+}
 SOURCES = {".py", ".h", ".cpp", ".cu", ".md", ".pyi"}
 NEEDS = {
     "t5-overflow.md": ("transformers", "safetensors"),

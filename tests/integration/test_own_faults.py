@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, Report
+from nanwatch.report.finding import Finding
 from nanwatch.util import visible
 from support.recorders import watched
 
@@ -77,6 +79,11 @@ def failed(model: nn.Module, step: Callable[[], Any]) -> Report:
     return error.value.report
 
 
+@functools.cache
+def without_faults(situation: Callable[[], Report]) -> Finding | None:
+    return situation().finding
+
+
 # What breaks, in which situation, and the words of a remark, of a warning, or of what is counted.
 BROKEN = [
     ("diagnosis.postmortem.post_mortem", forward, "nanwatch could not look closer at a failure: RuntimeError: broken"),
@@ -100,7 +107,7 @@ def test_a_fault_of_our_own_costs_no_finding(
     target: str, situation: Callable[[], Report], words: str
 ) -> None:
     """Module, tensor and value are those of the report without the fault."""
-    expected = situation().finding
+    expected = without_faults(situation)
     before = visible.counts.copy()
     broken = mock.patch(f"nanwatch.{target}", side_effect=RuntimeError("broken"))
     with broken as was_called, warnings.catch_warnings(record=True) as warned:

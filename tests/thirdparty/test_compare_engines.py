@@ -91,7 +91,7 @@ def test_the_module_of_a_planted_fault_is_named_from_traces(planted: Planted, tm
         assert found.first.module_a == LESS_IN_A_TRACE.get(planted.name, planted.right), found.to_text()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_nothing_is_named_in_traces_of_equal_models(name: str, tmp_path: Path) -> None:
     """Pairs of two implementations, of two precisions, and of both."""
     pytest.importorskip("pyarrow")

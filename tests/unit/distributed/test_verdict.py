@@ -129,7 +129,7 @@ def play(server: Any, played: Scenario) -> list[Origin | None]:
 
 
 @pytest.mark.parametrize(
-    "number", [*range(7), *(pytest.param(number, marks=pytest.mark.slow) for number in range(7, 21))]
+    "number", [*range(6), *(pytest.param(number, marks=pytest.mark.slow) for number in range(6, 21))]
 )
 def test_the_origin_is_right_whoever_told_first(server, number):
     """Every rank that lives names the same one, the true one, in each kind of job and order of events."""
