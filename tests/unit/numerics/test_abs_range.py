@@ -69,10 +69,10 @@ def test_equals_the_torch_expression(implementation: Implementation, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (64,), (1000,), (3, 5, 7), (70_001,)])
-def test_every_dtype(implementation: Implementation, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_every_dtype(implementation: Implementation, dtype: torch.dtype) -> None:
     """Every dtype at 0-d, empty, shorter and longer than a vector and than a block."""
-    check(implementation, random_patterns(dtype, shape))
+    for shape in ((), (0,), (3, 0, 2), (1,), (7,), (64,), (1000,), (3, 5, 7), (70_001,)):
+        check(implementation, random_patterns(dtype, shape))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -159,13 +159,13 @@ def test_elements_between_are_not_seen(implementation: Implementation) -> None:
     assert implementation.abs_range(view) == (1.0, 1.0, True)
 
 
-@pytest.mark.parametrize("shift", range(1, 17))
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_misaligned_memory(implementation: Implementation, dtype: torch.dtype, shift: int) -> None:
+def test_misaligned_memory(implementation: Implementation, dtype: torch.dtype) -> None:
     """Memory that starts at any byte is read right, also where elements straddle the alignment."""
-    values = random_patterns(dtype, (700,), seed=shift)
-    memory = bytearray(shift) + bytearray(values.view(torch.uint8).numpy().tobytes())
-    check(implementation, torch.frombuffer(memory, dtype=dtype, count=700, offset=shift))
+    for shift in range(1, 17):
+        values = random_patterns(dtype, (700,), seed=shift)
+        memory = bytearray(shift) + bytearray(values.view(torch.uint8).numpy().tobytes())
+        check(implementation, torch.frombuffer(memory, dtype=dtype, count=700, offset=shift))
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
