@@ -32,7 +32,7 @@ from .state import temporarily
 Note = Callable[[str], object]
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _START = 1_700_000_000.0
-# Parameters of a DataLoader that only one with workers takes.
+# Parameters of a DataLoader that one without workers refuses.
 _OF_WORKERS = "num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"
 
 
@@ -135,7 +135,6 @@ def _ordered_loaders(note: Note) -> Iterator[None]:
 
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
         given = parameters.bind(self, *args, **kwargs).arguments
-        # A loader without workers refuses these options, or asserts that they are not set.
         for name in _OF_WORKERS:
             given.pop(name, None)
         samplers: list[Any] = [given.get("sampler"), getattr(given.get("batch_sampler"), "sampler", None)]
