@@ -1,4 +1,4 @@
-"""What a step keeps from run to run: `nanwatch.twice` finds it wherever it lies, names it, and puts it back."""
+"""State that a step keeps from run to run: `nanwatch.twice` finds, names and restores it."""
 
 from __future__ import annotations
 

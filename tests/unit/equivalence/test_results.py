@@ -1,4 +1,4 @@
-"""What the results of `twice`, `bisect` and `compare` say: lines of the rarer outcomes, and the map of tokens."""
+"""Results of `twice`, `bisect` and `compare`: the text of rare outcomes, and the map of errors by token."""
 
 from __future__ import annotations
 

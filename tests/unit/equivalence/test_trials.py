@@ -1,4 +1,4 @@
-"""Causes that `nanwatch.twice` names, and the trial that takes the order and the workers of a data loader away."""
+"""Causes that `nanwatch.twice` names, and its trial of data loaders: no workers, and the order of seed 0."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MADE: dict[str, Callable[[], DataLoader[torch.Tensor]]] = {
 def test_a_loader_is_made_without_workers_and_with_the_order_of_seed_0(
     make: Callable[[], DataLoader[torch.Tensor]],
 ) -> None:
-    """Whatever the state of the global generator; the place where the program makes it is noted."""
+    """The global generator does not change the order. A note has the place where the program makes the loader."""
     notes: list[str] = []
     with TRIALS["loader"].patch(notes.append):
         torch.seed()

@@ -238,7 +238,7 @@ def test_the_table_of_rates_has_sizes_and_units(size, words):
 
 
 def test_memory_that_reads_back_wrong_is_counted(monkeypatch):
-    """As a faulty module of memory gives it."""
+    """Faulty memory can return a byte that nobody wrote."""
     full = torch.full
 
     def spoilt(*args, **kwargs):

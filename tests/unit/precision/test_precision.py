@@ -163,7 +163,7 @@ class UncopiedFields(Uncopied):
     ids=lambda given: type(given).__name__,
 )
 def test_a_container_that_cannot_be_made_anew_is_given_as_it_is(given: Any) -> None:
-    """With its half tensors: the call of the module goes on, and what it raises is its own."""
+    """The module is called with the half tensors, and raises only its own errors."""
     met = []
     module = Take(lambda *args: met.append(args) or args[0])
     with run_in_fp32(module, cast_output=False):

@@ -127,7 +127,7 @@ class SourceFile:
         """Return the innermost statement that covers the line."""
         found: ast.stmt | None = None
         for node in nodes_at(self.tree, line):
-            if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or node.lineno):
+            if not isinstance(node, ast.stmt) or node.lineno > line:
                 continue
             if found is None or self.span(found).covers(self.span(node)):
                 found = node
