@@ -34,6 +34,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def _judge_finding(one: Case, watched: Outcome) -> tuple[str, str, dict[str, Any
     if not one.operation:
         return "-", "-", finding
     operation = finding["operation"] or "none"
-    is_operation = one.operation.lower() in operation.lower()
+    is_operation = bool(re.search(one.operation, operation, re.IGNORECASE))
     name, _, line = (finding["source"] or "").rpartition(":")
     is_line = Path(name).name == _file(one).name and line in map(str, _marks(one, "FAULT"))
     if is_operation and is_line:
@@ -211,13 +212,17 @@ def _file(one: Case) -> Path:
 
 
 def _marks(one: Case, mark: str) -> list[int]:
-    """Return the lines with this mark, between the end of the case before this one and its own."""
+    """Return the lines with this mark: of this case's name, or between the case before it and its own end."""
     file = _file(one)
     ends = sorted(_end(x) for x in CASES.values() if _file(x) == file)
     end = _end(one)
     begin = max((x for x in ends if x < end), default=0)
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return [n for n in range(begin + 1, end + 1) if re.search(rf"# {mark}\b", lines[n - 1])]
+    found = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        _, is_marked, pattern = line.partition(f"# {mark}")
+        if is_marked and (fnmatch(one.name, pattern.strip()) if pattern.strip() else begin < number <= end):
+            found.append(number)
+    return found
 
 
 def _end(one: Case) -> int:

@@ -2,7 +2,8 @@
 
 A case is a function below `@case(...)`. It trains, goes on after a non-finite batch, and returns its state as a dict
 that JSON takes. Two marks stand on lines of its source, after the case before it: `# FAULT` where the value is made,
-`# ONCE` where something happens that nobody can take back.
+`# ONCE` where something happens that nobody can take back. With a pattern of names behind it, `# FAULT hook_*`, a mark
+is that of all these cases.
 
 Unwatched, `watch` stands for the check that a user writes: an output or a gradient that is not finite raises, before
 the step. So both runs skip the same steps.
@@ -33,7 +34,7 @@ import nanwatch
 class Case:
     """A program and what its report should say.
 
-    `operation` is a part of the operation's name, "" where none is expected. `cure`: a patch that works applies. With
+    `operation` is a pattern in the operation's name, "" where none is expected. `cure`: a patch that works applies. With
     `once` a remark that names a line with `# ONCE` may stand in for operation and line. Without `finding` none is
     expected, as where a signal ends the process at once.
     """
@@ -85,7 +86,10 @@ def watch(model: nn.Module, **options: Any) -> Any:
     """Watch the model, or check it as a user without nanwatch does."""
     if _Run.watched:
         return nanwatch.watch(model, **options)
-    model.register_forward_hook(lambda module, args, output: _check("output", _tensors(output)))
+    for module in model.modules():
+        module.register_forward_hook(
+            lambda module, args, output: _check("forward", [*_tensors(args), *_tensors(output)])
+        )
     if options.get("gradients"):
         register_optimizer_step_pre_hook(_check_step)
     return None
