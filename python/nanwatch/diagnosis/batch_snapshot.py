@@ -171,6 +171,8 @@ class BatchSnapshot:
         for label, value in call_leaves(self.args, self.kwargs):
             if value is None or isinstance(value, (Tensor, *_PLAIN)):
                 continue
+            if self.state is not None and self.state.leaves_alone(value):
+                continue
             kind = type(value).__name__
             if hasattr(value, "__next__"):
                 found.append(f"{label} is an iterator ({kind}), which the first run has consumed")

@@ -25,10 +25,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from . import outside
 from .outside import NotRepeatableError, users_line
+from .program_code import is_library
 
 # Ends a run in the main thread; a lock that the run waits for lets a signal through. Ignored by default.
 _ENDS_RUN = signal.SIGURG
-_FILES = frozenset({"write", "writelines", "read", "readline", "readlines", "read1", "readinto", "truncate"})
+_WRITES = frozenset({"write", "writelines", "truncate"})
+_READS = frozenset({"read", "readline", "readlines", "read1", "readinto"})
 _CHANNELS = frozenset(
     {"get", "put", "get_nowait", "put_nowait", "send", "sendall", "sendto", "recv", "recv_into"}
 )
@@ -162,13 +164,31 @@ def _handlers_replaced(deferring: Callable[..., None], ends: Callable[..., None]
 @contextmanager
 def _refusing() -> Iterator[None]:
     """Refuse in this thread what acts outside the process, before it does."""
-    before = sys.getprofile()
-    with outside.refused():
-        sys.setprofile(_look)
-        try:
-            yield
-        finally:
-            sys.setprofile(before)
+    before, consoles = sys.getprofile(), (sys.stdout, sys.stderr)
+    sys.stdout, sys.stderr = map(_Muted, consoles)
+    try:
+        with outside.refused():
+            sys.setprofile(_look)
+            try:
+                yield
+            finally:
+                sys.setprofile(before)
+    finally:
+        sys.stdout, sys.stderr = consoles
+
+
+class _Muted:
+    """A console, without what a re-run prints once more."""
+
+    def __init__(self, console: Any) -> None:
+        self._console = console
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._console, name)
+
+    def write(self, text: str) -> int:
+        """Write what other threads print."""
+        return len(text) if outside.is_refused() else self._console.write(text)
 
 
 def _look(frame: FrameType, event: str, called: Any) -> None:
@@ -177,7 +197,9 @@ def _look(frame: FrameType, event: str, called: Any) -> None:
             raise NotRepeatableError(f"{users_line()} {what}")
     elif event == "c_call":
         owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
-        if name in _FILES and isinstance(owner, IOBase) and not _is_console(owner):
+        # Python reads source files for tracebacks.
+        is_read = name in _READS and not is_library(frame.f_code.co_filename)
+        if (is_read or name in _WRITES) and isinstance(owner, IOBase) and not _is_console(owner):
             raise NotRepeatableError(f"{users_line()} reads or writes a file")
         if name in _CHANNELS and isinstance(owner, queue.SimpleQueue | socket.socket):
             raise NotRepeatableError(f"{users_line()} uses a {type(owner).__name__}")
@@ -186,6 +208,6 @@ def _look(frame: FrameType, event: str, called: Any) -> None:
 def _is_console(file: Any) -> bool:
     """Return whether the file is stdout or stderr, or is only memory."""
     try:
-        return bool(file in (sys.stdout, sys.stderr) or file.fileno() <= 2)
+        return bool(file.fileno() <= 2)
     except (OSError, ValueError):
         return True

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .outside import COPIED_ITERATORS, in_child
-from .reachable import MISSING
+from .reachable import MISSING, OF_ATTRIBUTES
 
 Kept = Callable[[Any], Any]
 # Clones of small tensors by id: the tensor, its version and the clone.
@@ -81,7 +81,7 @@ def keep_value(value: Any, limits: Limits, tensors: Clones, depth: int = 0) -> K
     found = _stateful(value)
     if found is not None:
         return found
-    if kind.__module__ == "threading" and hasattr(value, "__dict__"):  # Condition, Semaphore, Event
+    if kind.__module__ in OF_ATTRIBUTES and hasattr(value, "__dict__"):
         inner = {name: keep_value(one, limits, tensors, depth + 1) for name, one in vars(value).items()}
         return lambda _: _with_attributes(value, inner)
     return _reference(value, limits)
@@ -112,7 +112,9 @@ def _reference(value: Any, limits: Limits) -> Kept:
 def keep_tensor(x: Tensor, limits: Limits, tensors: Clones) -> Kept:
     """Return how the tensor comes back: itself, with its values and its version."""
     reference = weakref.ref(x)
-    is_plain = type(x) in (Tensor, nn.Buffer) and x.layout is torch.strided and not x.is_inference()
+    is_plain = (
+        type(x) in (Tensor, nn.Buffer, nn.Parameter) and x.layout is torch.strided and not x.is_inference()
+    )
     is_plain = is_plain and not (x.requires_grad and not limits.strong)
     if not is_plain or x.numel() * x.element_size() > limits.nbytes or x.is_meta:
         return lambda present: present if (one := reference()) is None else one
@@ -128,7 +130,7 @@ def keep_tensor(x: Tensor, limits: Limits, tensors: Clones) -> Kept:
     def restored(present: Any) -> Any:
         own = held if held is not None else reference()
         if own is None:
-            return present
+            return clone.clone()
         # BatchNorm writes its statistics past the version counter.
         if own._version != version or held is not None:
             with torch.no_grad():

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from ..util.visible import suppressed
 from .kept_values import NOW, START, Clones, Kept, Limits, keep_tensor, keep_value
 from .outside import repeatable
-from .reachable import Plan, Root, plan_of
+from .reachable import Plan, Root, attributes_of, is_plain, plan_of
+
+# Bytes of weights that are copied, as a forward may write to them.
+_MOST_OF_WEIGHTS = 1 << 28
 
 
 class StateKeeper:
@@ -44,6 +47,12 @@ class ProgramState:
 
     places: list[tuple[Root, Kept]] = field(default_factory=list)
     drawn: tuple[Any, ...] = ()
+    stored: frozenset[str] = frozenset()  # names of attributes that the code assigns
+
+    def leaves_alone(self, value: Any) -> bool:
+        """Return whether the code cannot have changed the object: it assigns none of its attributes, all plain."""
+        own = attributes_of(value)
+        return bool(own) and all(name not in self.stored and is_plain(one) for name, one in own.items())
 
     def restore(self, *, stands_in: bool = False) -> None:
         """Put the state back. With `stands_in`, what gives each value once is replaced by a GivesOnce."""
@@ -68,6 +77,9 @@ def present_state(model: nn.Module, frame: types.FrameType | None, names: dict[s
     plan.draws = True
     found = keep(plan, NOW, {})
     tensors = [x for x in names.values() if isinstance(x, Tensor)]
+    weights = list(model.parameters())
+    if sum(x.numel() * x.element_size() for x in weights) <= _MOST_OF_WEIGHTS:
+        tensors += weights
     for one in plan.objects:
         if isinstance(one, nn.Module):
             tensors += [x for x in one._buffers.values() if x is not None]
@@ -83,6 +95,7 @@ class _Fixed(Root):
     def __init__(self, value: Any) -> None:
         object.__setattr__(self, "owner", value)
         object.__setattr__(self, "name", "")
+        object.__setattr__(self, "is_buffer", False)
 
     def get(self) -> Any:
         return self.owner
@@ -94,4 +107,4 @@ class _Fixed(Root):
 def keep(plan: Plan, limits: Limits, tensors: Clones) -> ProgramState:
     """Return the state at the places of the plan."""
     places = [(root, keep_value(root.get(), limits, tensors, 0)) for root in plan.roots]
-    return ProgramState(places, (random.getstate(), np.random.get_state()) if plan.draws else ())
+    return ProgramState(places, (random.getstate(), np.random.get_state()) if plan.draws else (), plan.stored)

@@ -25,9 +25,10 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from ..util.modules import each_module
 from .program_code import frame_values, is_library, names_of
@@ -40,18 +41,24 @@ _MOST_FRAMES = 32
 _MOST_ELEMENTS = 64
 # nn.Module's own attributes: `BatchSnapshot` holds buffers and training flags, and nobody else changes the others.
 _OF_MODULES = frozenset(nn.Module().__dict__)
+_GLOBAL_HOOKS = [
+    getattr(torch_module, name)
+    for name in vars(torch_module)
+    if name.startswith("_global_") and name.endswith("_hooks")
+]
 _CONTAINERS = (list, dict, set, deque, bytearray, tuple)
 
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """Place that holds state: an attribute of an object or class, a global, or a variable of a closure.
+    """Place that holds state: an attribute of an object or class, a global, a variable of a closure, or a buffer.
 
     Keeps no object alive: `owner` is a weak reference, or a function's globals.
     """
 
     owner: Any
     name: str | int
+    is_buffer: bool = False
 
     def holder(self) -> Any:
         """Return the object that has the attribute or closure, or the dict of globals; None once it is gone."""
@@ -66,7 +73,13 @@ class Root:
                 return cells[self.name].cell_contents
             except (ValueError, IndexError):
                 return MISSING
-        return MISSING if holder is None else _table(holder).get(self.name, MISSING)
+        return MISSING if holder is None else self._table(holder).get(self.name, MISSING)
+
+    def _table(self, holder: Any) -> Any:
+        if type(holder) is dict:
+            return holder
+        own = attributes_of(holder)
+        return own["_buffers"] if self.is_buffer else own
 
     def set(self, value: Any) -> None:
         """Put the value there, or take away what is there."""
@@ -85,19 +98,17 @@ class Root:
             else:
                 type.__setattr__(holder, str(self.name), value)
         elif value is MISSING:
-            _table(holder).pop(self.name, None)
+            self._table(holder).pop(self.name, None)
         else:
-            _table(holder)[self.name] = value
+            self._table(holder)[self.name] = value
 
 
-def _table(holder: Any) -> Any:
-    return holder if type(holder) is dict else _attributes(holder)
-
-
-def _attributes(value: Any) -> Any:
+def attributes_of(value: Any) -> Any:
     """Return the dict of an object, without asking the object: it may define `__getattribute__`."""
     if isinstance(value, type):
         return type.__getattribute__(value, "__dict__")
+    if isinstance(value, threading.local):
+        return value.__dict__
     try:
         return object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
@@ -108,13 +119,13 @@ def _attributes(value: Any) -> Any:
 class Plan:
     """Places to keep at the start of each batch, and the modules and objects that were found on the way.
 
-    `objects` are strong references: let go of them when done.
+    `objects` are strong references: let go of them when done. `stored` are names of attributes that a second run can
+    assign.
     """
 
     roots: list[Root] = field(default_factory=list)
     draws: bool = False  # from the modules random or numpy.random
     objects: list[Any] = field(default_factory=list)
-    names: frozenset[str] = frozenset()
     stored: frozenset[str] = frozenset()
 
 
@@ -124,8 +135,14 @@ def plan_of(model: nn.Module, frame: FrameType | None = None, more: Iterable[Any
     frame: the innermost frame of the program; what it and its callers mention is followed too. more: further values.
     """
     search = _Search()
+    for hooks in _GLOBAL_HOOKS:
+        search.visit(hooks)
     for _, module in each_module(model):
         search.visit(module)
+        for weight in module._parameters.values():
+            if weight is not None:
+                search.visit(weight._backward_hooks)
+                search.visit(getattr(weight, "_post_accumulate_grad_hooks", None))
     for value in more:
         search.visit(value)
     for number, caller in enumerate(_users(frame)):
@@ -156,7 +173,7 @@ def _own_functions(kind: Any) -> dict[str, Any]:
             "abc",
             "enum",
         ):
-            for name, value in _attributes(one).items():
+            for name, value in attributes_of(one).items():
                 found.setdefault(name, value)
     return found
 
@@ -194,12 +211,13 @@ class _Search:
         self._stored_globals: dict[int, set[str]] = {}
         self._mentioned: set[str] = set()
         self._stored: set[str] = set()
+        self._stored_when_called: set[str] = set()
         self._draws = False
         self._visits = 0
 
     def visit(self, value: Any) -> None:
         """Take a value that the code reaches, and follow what it holds."""
-        kind = type(value)
+        kind: Any = type(value)
         if value is None or kind in (int, float, str, bool, bytes) or isinstance(value, Tensor):
             return
         self._visits += 1
@@ -226,7 +244,7 @@ class _Search:
             for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
                 self.visit(value.__dict__.get(name))
         elif isinstance(value, type):
-            if _is_users(cast("Any", value)):
+            if _is_users(value):
                 self._objects.append(value)
                 self._classes.setdefault(value, set())
         elif isinstance(value, ModuleType):
@@ -255,15 +273,17 @@ class _Search:
 
     def visit_frame(self, frame: FrameType) -> None:
         """Take a function of the program that is under way, with the functions and objects among its locals."""
-        self._read(frame.f_code, frame.f_globals)
+        self._read(frame.f_code, frame.f_globals, is_called=False)
         if frame.f_code.co_flags & CO_OPTIMIZED:
             for value in frame_values(frame).values():
                 self.visit(value)
 
-    def _read(self, code: CodeType, namespace: dict[str, Any]) -> None:
+    def _read(self, code: CodeType, namespace: dict[str, Any], *, is_called: bool = True) -> None:
         names = names_of(code)
         self._mentioned |= names.mentioned
         self._stored |= names.attributes
+        if is_called:
+            self._stored_when_called |= names.attributes
         if is_library(code.co_filename):
             return
         _, known = self._globals.setdefault(id(namespace), (namespace, set()))
@@ -292,7 +312,7 @@ class _Search:
                     self.visit(namespace[name])
 
     def _visit_attributes(self, value: Any) -> None:
-        own = _attributes(value)
+        own = attributes_of(value)
         for name in self._mentioned & own.keys() - _OF_MODULES:
             self.visit(own[name])
 
@@ -300,7 +320,7 @@ class _Search:
         """Return the places where what was visited keeps state."""
         roots = []
         for value in self._objects:
-            own = _attributes(value)
+            own = attributes_of(value)
             inherited = _own_functions(value if isinstance(value, type) else type(value))
             if isinstance(value, type):
                 names = {name for name in self._stored & own.keys() if not callable(own[name])}
@@ -309,12 +329,16 @@ class _Search:
             mentioned = (self._mentioned & own.keys()) - _OF_MODULES
             names |= {name for name in mentioned if _holds_state(own[name])}
             names -= {name for name in names if isinstance(own.get(name), nn.Module)}
-            if names:
+            # PyTorch's own modules do not choose by the values of their buffers.
+            is_own = isinstance(value, nn.Module) and not type(value).__module__.startswith("torch.")
+            buffers = [name for name in own["_buffers"] if name in self._mentioned] if is_own else []
+            if names or buffers:
                 try:
                     owner = weakref.ref(value)
                 except TypeError:
                     continue
                 roots += [Root(owner, name) for name in sorted(names - _OF_MODULES)]
+                roots += [Root(owner, name, is_buffer=True) for name in buffers]
         for number, (namespace, known) in self._globals.items():
             stored = self._stored_globals.get(number, set())
             known = known | (self._mentioned & namespace.keys())
@@ -322,13 +346,12 @@ class _Search:
                 Root(namespace, name)
                 for name in sorted(known | stored)
                 if not name.startswith("__")
-                and (_holds_state(namespace.get(name)) or (name in stored and _is_plain(namespace.get(name))))
+                and (_holds_state(namespace.get(name)) or (name in stored and is_plain(namespace.get(name))))
             ]
         for function in self._functions:
             roots += [Root(weakref.ref(function), i) for i in range(len(function.__closure__ or ()))]
         roots = [root for root in roots if type(root.name) is str or not callable(root.get())]
-        mentioned = frozenset(self._mentioned)
-        return Plan(roots, self._draws, self._objects, mentioned, frozenset(self._stored))
+        return Plan(roots, self._draws, self._objects, frozenset(self._stored_when_called))
 
 
 def _holds_state(value: Any) -> bool:
@@ -342,20 +365,24 @@ def _holds_state(value: Any) -> bool:
         isinstance(value, (*_CONTAINERS, Tensor, ContextVar))
         or hasattr(kind, "__next__")
         or kind.__module__ in _STATEFUL
+        or kind.__module__ in OF_ATTRIBUTES
     )
 
 
-# Modules of the classes that `program_state` knows, and of those whose values cannot be had a second time.
+# Modules of Python whose classes hold their state in attributes: Condition, WeakKeyDictionary, UserDict, Namespace.
+OF_ATTRIBUTES = frozenset({"threading", "weakref", "collections", "argparse"})
+# Modules of the classes that `kept_values` knows, and of those whose values cannot be had a second time.
 _STATEFUL = frozenset({
-    "_thread", "threading", "random", "numpy", "numpy.random._generator", "numpy.random.mtrand", "torch", "torch._C",
+    "_thread", "random", "numpy", "numpy.random._generator", "numpy.random.mtrand", "torch", "torch._C",
     "queue", "_queue", "multiprocessing.queues", "multiprocessing.connection", "socket", "_io", "_csv", "itertools",
 })  # fmt: skip
 
 
 def _is_data(value: Any) -> bool:
     """Return whether a class attribute is a default of an instance's, not a method."""
-    return _is_plain(value) or type(value) in _CONTAINERS
+    return is_plain(value) or type(value) in _CONTAINERS
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Return whether the value is a number, text, None or a tuple, which cannot change in its place."""
     return value is None or type(value) in (int, float, complex, str, bool, bytes, tuple)
