@@ -64,11 +64,7 @@ def keep_value(value: Any, limits: Limits, tensors: Clones, depth: int = 0) -> K
     if isinstance(value, Tensor):
         return keep_tensor(value, limits, tensors)
     if kind is tuple:
-        parts = [keep_value(one, limits, tensors, depth + 1) for one in value]
-        if limits.strong or all(type(one) in _ATOMS for one in value):
-            return lambda _: ([part(one) for part, one in zip(parts, value, strict=True)], value)[1]
-        number = id(value)
-        return lambda present: present if id(present) == number else tuple(part(MISSING) for part in parts)
+        return _tuple(value, limits, tensors, depth)
     if isinstance(value, list | dict | set | deque | bytearray):
         return _container(value, limits, tensors, depth)
     if kind in _LOCKS:
@@ -139,6 +135,18 @@ def keep_tensor(x: Tensor, limits: Limits, tensors: Clones) -> Kept:
                     own.detach().copy_(clone)
                     torch._C._autograd._unsafe_set_version_counter((own,), (version,))
         return own
+
+    return restored
+
+
+def _tuple(value: tuple[Any, ...], limits: Limits, tensors: Clones, depth: int) -> Kept:
+    parts = [keep_value(one, limits, tensors, depth + 1) for one in value]
+    number, held = id(value), value if limits.strong or all(type(one) in _ATOMS for one in value) else None
+
+    def restored(present: Any) -> Any:
+        same = held if held is not None else present if id(present) == number else None
+        made = tuple(part(one) for part, one in zip(parts, same or (MISSING,) * len(parts), strict=True))
+        return same if same is not None and all(a is b for a, b in zip(made, same, strict=True)) else made
 
     return restored
 

@@ -175,6 +175,9 @@ class GivesOnce:
 def repeatable(value: Any) -> Any:
     """Return the value, or a GivesOnce for one that a second run must not read."""
     kind = type(value)
+    if kind is tuple:
+        parts = tuple(map(repeatable, value))
+        return value if all(a is b for a, b in zip(parts, value, strict=True)) else parts
     if isinstance(value, _GIVE_ONCE) and not isinstance(value, StringIO | BytesIO):
         return GivesOnce(value)
     is_pythons = kind.__module__ in ("builtins", "itertools") and kind not in COPIED_ITERATORS

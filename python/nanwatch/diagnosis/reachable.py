@@ -34,6 +34,7 @@ from ..util.modules import each_module
 from .program_code import frame_values, is_library, names_of
 
 MISSING: Any = object()
+_DEFAULTS = "__defaults__"
 # Functions of the program that are read, and values that are visited, so that a plan takes no longer than 0.1 s.
 _MOST_FUNCTIONS, _MOST_VALUES = 2000, 20_000
 _MOST_FRAMES = 32
@@ -73,7 +74,11 @@ class Root:
                 return cells[self.name].cell_contents
             except (ValueError, IndexError):
                 return MISSING
-        return MISSING if holder is None else self._table(holder).get(self.name, MISSING)
+        if holder is None:
+            return MISSING
+        if self.name == _DEFAULTS and type(holder) is FunctionType:
+            return holder.__defaults__
+        return self._table(holder).get(self.name, MISSING)
 
     def _table(self, holder: Any) -> Any:
         if type(holder) is dict:
@@ -92,6 +97,8 @@ class Root:
                 del cell.cell_contents
             else:
                 cell.cell_contents = value
+        elif self.name == _DEFAULTS and type(holder) is FunctionType:
+            holder.__defaults__ = value
         elif isinstance(holder, type):
             if value is MISSING:
                 type.__delattr__(holder, str(self.name))
@@ -206,6 +213,7 @@ class _Search:
         self._seen: set[int] = set()
         self._objects: list[Any] = []
         self._classes: dict[Any, set[str]] = {}  # with the names that were read already
+        self._assigned: dict[Any, set[str]] = {}  # attributes by the class whose methods assign them
         self._functions: list[FunctionType] = []
         self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self._stored_globals: dict[int, set[str]] = {}
@@ -265,6 +273,7 @@ class _Search:
         if is_library(function.__code__.co_filename):
             return
         self._functions.append(function)
+        self.visit(function.__defaults__)
         for cell in function.__closure__ or ():
             try:
                 self.visit(cell.cell_contents)
@@ -303,6 +312,7 @@ class _Search:
                         continue
                     read.add(name)
                     for function in _functions_in(value):
+                        self._assigned.setdefault(kind, set()).update(names_of(function.__code__).attributes)
                         if len(self._functions) < _MOST_FUNCTIONS:
                             self.visit(function)
             for value in list(self._objects):
@@ -326,6 +336,8 @@ class _Search:
                 names = {name for name in self._stored & own.keys() if not callable(own[name])}
             else:
                 names = {name for name in self._stored if name in own or _is_data(inherited.get(name, min))}
+                # They may come only with the first call.
+                names |= self._assigned.get(type(value), set()) - inherited.keys()
             mentioned = (self._mentioned & own.keys()) - _OF_MODULES
             names |= {name for name in mentioned if _holds_state(own[name])}
             names -= {name for name in names if isinstance(own.get(name), nn.Module)}
@@ -350,6 +362,8 @@ class _Search:
             ]
         for function in self._functions:
             roots += [Root(weakref.ref(function), i) for i in range(len(function.__closure__ or ()))]
+            if any(map(_holds_state, function.__defaults__ or ())):
+                roots.append(Root(weakref.ref(function), _DEFAULTS))
         roots = [root for root in roots if type(root.name) is str or not callable(root.get())]
         return Plan(roots, self._draws, self._objects, frozenset(self._stored_when_called))
 
