@@ -5,7 +5,7 @@ would. Watched it catches NonFiniteError and goes on. A case is right if
 
 - the program ended in the same way and in time, with the same state, output and process state, and left no process;
 - the finding has the operation, and the line that is marked `# FAULT` in the program. A remark that names a line
-  marked `# ONCE` may stand in for both where the program does something that nobody can take back;
+  marked `# ONCE` may stand in for them and for the cure where the program does something that nobody can take back;
 - where the case asks for a cure: a patch that works applies, and the patched program has no bad batch.
 
     python benchmarks/judge_reruns.py                       # a line a case, and the score
@@ -66,6 +66,7 @@ class Outcome:
     output: str = ""
     errors: str = ""
     told: int = 0
+    bad: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     process: dict[str, Any] = field(default_factory=dict)
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -105,7 +106,11 @@ def judge(one: Case, *, in_process: bool = False, fresh: bool = False, limit: fl
         watched = run(one, Path(folder, "watched"), watched=True, in_process=in_process, limit=limit)
         state = _compare(plain, watched)
         operation, line, finding = _judge_finding(one, watched)
-        cure = _judge_cure(one, finding, Path(folder, "cured"), limit) if one.cure else "-"
+        cure = (
+            _judge_cure(one, finding, Path(folder, "cured"), limit)
+            if one.cure and operation != "remark"
+            else "-"
+        )
     details = state if state == "same" else f"{state}\n{_differences(plain, watched)}"
     details += f"\n{watched.errors[-1500:]}\n" + "\n".join(x.get("text", "") for x in watched.findings)
     return Verdict(one.name, state, operation, line, cure, time.monotonic() - began, details)
@@ -120,7 +125,7 @@ def validate(one: Case, *, limit: float = LIMIT) -> str:
         )
     if first.status == "hangs" or not first.state:
         return f"{first.status}, state {first.state}\n{first.errors[-1000:]}"
-    if first.told == 0 and one.finding and first.status == "returned":
+    if first.bad == 0:
         return "no bad batch"
     if not _marks(one, "FAULT") and one.operation:
         return "no line is marked"
@@ -170,7 +175,7 @@ def _judge_finding(one: Case, watched: Outcome) -> tuple[str, str, dict[str, Any
     operation = finding["operation"] or "none"
     is_operation = bool(re.search(one.operation, operation, re.IGNORECASE))
     name, _, line = (finding["source"] or "").rpartition(":")
-    is_line = Path(name).name == _file(one).name and line in map(str, _marks(one, "FAULT"))
+    is_line = Path(name).name == one.file.name and line in map(str, _marks(one, "FAULT"))
     if is_operation and is_line:
         return "right", "right", finding
     if one.once and _named(one, finding["remarks"]):
@@ -204,21 +209,17 @@ def _judge_cure(one: Case, finding: dict[str, Any] | None, folder: Path, limit: 
     cured = _run_forked(one, folder / "run", watched=False, in_process=False, limit=limit, programs=copy)
     if cured.status == "hangs" or cured.status != "returned":
         return f"ends by {cured.status}"
-    return "right" if cured.told == 0 else "still bad"
-
-
-def _file(one: Case) -> Path:
-    return Path(one.function.__code__.co_filename)
+    return "right" if cured.bad == 0 else "still bad"
 
 
 def _marks(one: Case, mark: str) -> list[int]:
     """Return the lines with this mark: of this case's name, or between the case before it and its own end."""
-    file = _file(one)
-    ends = sorted(_end(x) for x in CASES.values() if _file(x) == file)
-    end = _end(one)
-    begin = max((x for x in ends if x < end), default=0)
+    text = one.file.read_text(encoding="utf-8").splitlines()
+    end = len(text) if one.script else _end(one)
+    others = [] if one.script else [_end(x) for x in CASES.values() if x.file == one.file]
+    begin = max((x for x in others if x < end), default=0)
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text, 1):
         _, is_marked, pattern = line.partition(f"# {mark}")
         if is_marked and (fnmatch(one.name, pattern.strip()) if pattern.strip() else begin < number <= end):
             found.append(number)
@@ -390,7 +391,7 @@ def main() -> None:
         _run(name, Path(folder), HERE, watched=given.watched, in_process=given.in_process)
         os._exit(0)
     words = given.k or [""]
-    cases = [x for x in load().values() if any(word in f"{_file(x).stem}.{x.name}" for word in words)]
+    cases = [x for x in load().values() if any(word in f"{x.file.stem}.{x.name}" for word in words)]
     if given.validate:
         texts = list(each_judged(cases, given.jobs, lambda x: (x.name, validate(x, limit=given.limit))))
         for name, text in texts:

@@ -34,9 +34,9 @@ import nanwatch
 class Case:
     """A program and what its report should say.
 
-    `operation` is a pattern in the operation's name, "" where none is expected. `cure`: a patch that works applies. With
-    `once` a remark that names a line with `# ONCE` may stand in for operation and line. Without `finding` none is
-    expected, as where a signal ends the process at once.
+    `operation` is a pattern in the operation's name, "" where none is expected. `cure`: a patch that works applies.
+    With `once` a remark that names a line with `# ONCE` may stand in for operation, line and cure. Without `finding`
+    none is expected, as where a signal ends the process at once. The marks are those of the `script`, if there is one.
     """
 
     function: Callable[[], dict[str, Any] | None]
@@ -44,22 +44,29 @@ class Case:
     cure: bool
     once: bool
     finding: bool
+    script: str
 
     @property
     def name(self) -> str:
         return self.function.__name__
+
+    @property
+    def file(self) -> Path:
+        """Return the file that has the marks."""
+        module = Path(self.function.__code__.co_filename)
+        return module.parent / self.script if self.script else module
 
 
 CASES: dict[str, Case] = {}
 
 
 def case(
-    operation: str = "", *, cure: bool = False, once: bool = False, finding: bool = True
+    operation: str = "", *, cure: bool = False, once: bool = False, finding: bool = True, script: str = ""
 ) -> Callable[[Callable[[], dict[str, Any] | None]], Callable[[], dict[str, Any] | None]]:
     """Add the function to the judge's cases."""
 
     def add(function: Callable[[], dict[str, Any] | None]) -> Callable[[], dict[str, Any] | None]:
-        CASES[function.__name__] = Case(function, operation, cure, once, finding)
+        CASES[function.__name__] = Case(function, operation, cure, once, finding, script)
         return function
 
     return add
@@ -79,6 +86,7 @@ class _Run:
     notes: dict[str, Any] = {}  # noqa: RUF012
     findings: list[dict[str, Any]] = []  # noqa: RUF012
     told = 0
+    bad = 0  # what the user's own check has found
     file = Path()
 
 
@@ -97,6 +105,8 @@ def watch(model: nn.Module, **options: Any) -> Any:
 
 def _check(what: str, tensors: Iterable[Tensor]) -> None:
     if not all(torch.isfinite(x).all() for x in tensors):
+        _Run.bad += 1
+        _write("")
         raise PlainNonFiniteError(what)
 
 
@@ -165,7 +175,7 @@ def ends(
 def run_case(one: Case, *, watched: bool, file: Path) -> None:
     """Run the case in this process and write to `file` its state, how it ended and what it told."""
     _Run.watched, _Run.file = watched, file
-    _Run.notes, _Run.findings, _Run.told = {}, [], 0
+    _Run.notes, _Run.findings, _Run.told, _Run.bad = {}, [], 0, 0
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -190,6 +200,7 @@ def _write(ended: str) -> None:
     document = {
         "ended": ended,
         "told": _Run.told,
+        "bad": _Run.bad,
         "state": _Run.notes,
         "process": _process_state() if ended else {},
         "findings": _Run.findings,
@@ -209,7 +220,8 @@ def _process_state() -> dict[str, Any]:
         "timer": signal.getitimer(signal.ITIMER_REAL)[1],
         "threads": sorted(one.name for one in threading.enumerate()),
         "children": len(children.read_text().split()) if children.exists() else 0,
-        "filters": len(warnings.filters),
+        # Plotly adds one when the first report is written as a page.
+        "filters": [str(x) for x in warnings.filters if "plotly" not in str(x)],
         "files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
         "threads_of_torch": torch.get_num_threads(),
         "modes": [
