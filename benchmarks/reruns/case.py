@@ -11,11 +11,14 @@ the step. So both runs skip the same steps.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import signal
 import threading
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -192,6 +195,7 @@ def run_case(one: Case, *, watched: bool, file: Path) -> None:
     except SystemExit as error:
         ended = f"SystemExit({error.code})"
     except BaseException as error:
+        traceback.print_exc()
         ended = f"{type(error).__name__}: {error}"
     _write(ended)
 
@@ -212,6 +216,10 @@ def _write(ended: str) -> None:
 
 def _process_state() -> dict[str, Any]:
     """Return what a re-run could leave in the process: children, threads, handlers, timers, filters, files."""
+    gc.collect()
+    until = time.monotonic() + 2  # for the threads of a loader whose iterator was just dropped
+    while threading.active_count() > 1 and time.monotonic() < until:
+        time.sleep(0.02)
     signals = signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGPIPE
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     return {
