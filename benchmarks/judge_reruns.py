@@ -5,7 +5,7 @@ would. Watched it catches NonFiniteError and goes on. A case is right if
 
 - the program ended in the same way and in time, with the same state, output and process state, and left no process;
 - the finding has the operation, and the line that is marked `# FAULT` in the program. A remark that names a line
-  marked `# ONCE` may stand in for both where the program does something that nobody can take back;
+  marked `# ONCE` may stand in for them and for the cure where the program does something that nobody can take back;
 - where the case asks for a cure: a patch that works applies, and the patched program has no bad batch.
 
     python benchmarks/judge_reruns.py                       # a line a case, and the score
@@ -21,55 +21,27 @@ more each).
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+from _program_runs import HERE, Outcome, load, run_forked, run_fresh
+from reruns.case import CASES, Case
 
-import torch._dynamo  # noqa: E402, F401  (an optimizer imports it at its first step, which takes a second)
-from reruns.case import CASES, Case, as_facts  # noqa: E402
-
-import nanwatch  # noqa: E402
+import nanwatch
 
 LIMIT = 40.0  # seconds for a program that takes less than two
-RERUN = "NANWATCH_RERUN"
-
-
-def load(programs: Path = HERE) -> dict[str, Case]:
-    """Import the programs of that folder and return the cases by name."""
-    for path in sorted((programs / "reruns").glob("*.py")):
-        importlib.import_module(f"reruns.{path.stem}")
-    return CASES
-
-
-@dataclass
-class Outcome:
-    """How one run of a program ended."""
-
-    status: str
-    seconds: float
-    output: str = ""
-    errors: str = ""
-    told: int = 0
-    state: dict[str, Any] = field(default_factory=dict)
-    process: dict[str, Any] = field(default_factory=dict)
-    findings: list[dict[str, Any]] = field(default_factory=list)
-    left: int = 0  # processes that outlived the program
 
 
 @dataclass
@@ -99,13 +71,14 @@ class Verdict:
 def judge(one: Case, *, in_process: bool = False, fresh: bool = False, limit: float = LIMIT) -> Verdict:
     """Run the case unwatched and watched, and compare."""
     began = time.monotonic()
-    run = _run_fresh if fresh else _run_forked
+    run = run_fresh if fresh else run_forked
     with tempfile.TemporaryDirectory() as folder:
         plain = run(one, Path(folder, "plain"), watched=False, in_process=False, limit=limit)
         watched = run(one, Path(folder, "watched"), watched=True, in_process=in_process, limit=limit)
         state = _compare(plain, watched)
         operation, line, finding = _judge_finding(one, watched)
-        cure = _judge_cure(one, finding, Path(folder, "cured"), limit) if one.cure else "-"
+        is_due = one.cure and operation != "remark"
+        cure = _judge_cure(one, finding, Path(folder, "cured"), limit) if is_due else "-"
     details = state if state == "same" else f"{state}\n{_differences(plain, watched)}"
     details += f"\n{watched.errors[-1500:]}\n" + "\n".join(x.get("text", "") for x in watched.findings)
     return Verdict(one.name, state, operation, line, cure, time.monotonic() - began, details)
@@ -115,12 +88,12 @@ def validate(one: Case, *, limit: float = LIMIT) -> str:
     """Return "" if the program, unwatched, meets its fault and does the same twice; else what is wrong."""
     with tempfile.TemporaryDirectory() as folder:
         first, second = (
-            _run_forked(one, Path(folder, name), watched=False, in_process=False, limit=limit)
+            run_forked(one, Path(folder, name), watched=False, in_process=False, limit=limit)
             for name in ("first", "second")
         )
     if first.status == "hangs" or not first.state:
         return f"{first.status}, state {first.state}\n{first.errors[-1000:]}"
-    if first.told == 0 and one.finding and first.status == "returned":
+    if first.bad == 0:
         return "no bad batch"
     if not _marks(one, "FAULT") and one.operation:
         return "no line is marked"
@@ -170,7 +143,7 @@ def _judge_finding(one: Case, watched: Outcome) -> tuple[str, str, dict[str, Any
     operation = finding["operation"] or "none"
     is_operation = bool(re.search(one.operation, operation, re.IGNORECASE))
     name, _, line = (finding["source"] or "").rpartition(":")
-    is_line = Path(name).name == _file(one).name and line in map(str, _marks(one, "FAULT"))
+    is_line = Path(name).name == one.file.name and line in map(str, _marks(one, "FAULT"))
     if is_operation and is_line:
         return "right", "right", finding
     if one.once and _named(one, finding["remarks"]):
@@ -201,24 +174,20 @@ def _judge_cure(one: Case, finding: dict[str, Any] | None, folder: Path, limit: 
     done = subprocess.run(apply, cwd=folder / "copy", input=patch, capture_output=True, text=True)
     if done.returncode:
         return "does not apply"
-    cured = _run_forked(one, folder / "run", watched=False, in_process=False, limit=limit, programs=copy)
+    cured = run_forked(one, folder / "run", watched=False, in_process=False, limit=limit, programs=copy)
     if cured.status == "hangs" or cured.status != "returned":
         return f"ends by {cured.status}"
-    return "right" if cured.told == 0 else "still bad"
-
-
-def _file(one: Case) -> Path:
-    return Path(one.function.__code__.co_filename)
+    return "right" if cured.bad == 0 else "still bad"
 
 
 def _marks(one: Case, mark: str) -> list[int]:
     """Return the lines with this mark: of this case's name, or between the case before it and its own end."""
-    file = _file(one)
-    ends = sorted(_end(x) for x in CASES.values() if _file(x) == file)
-    end = _end(one)
-    begin = max((x for x in ends if x < end), default=0)
+    text = one.file.read_text(encoding="utf-8").splitlines()
+    end = len(text) if one.script else _end(one)
+    others = [] if one.script else [_end(x) for x in CASES.values() if x.file == one.file]
+    begin = max((x for x in others if x < end), default=0)
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text, 1):
         _, is_marked, pattern = line.partition(f"# {mark}")
         if is_marked and (fnmatch(one.name, pattern.strip()) if pattern.strip() else begin < number <= end):
             found.append(number)
@@ -234,110 +203,6 @@ def _end(one: Case) -> int:
         last = max(last, *(line for _, _, line in code.co_lines() if line))
         pending += [x for x in code.co_consts if hasattr(x, "co_lines")]
     return last
-
-
-def _run_forked(
-    one: Case, folder: Path, *, watched: bool, in_process: bool, limit: float, programs: Path = HERE
-) -> Outcome:
-    """Run the case in a fork of this process, which leads a session of its own, with the programs of that folder."""
-    folder.mkdir(parents=True)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setsid()
-            for number, name in ((1, "stdout"), (2, "stderr")):
-                os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-            _run(one.name, folder, programs, watched=watched, in_process=in_process)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    return _outcome(pid, folder, limit)
-
-
-def _run(name: str, folder: Path, programs: Path, *, watched: bool, in_process: bool) -> None:
-    """Run the case in this process, in a folder of its own."""
-    if programs != HERE:
-        for module in [x for x in sys.modules if x.partition(".")[0] == "reruns"]:
-            del sys.modules[module]
-        sys.path.insert(0, str(programs))
-    load(programs)
-    own = sys.modules["reruns.case"]
-    place = folder / "work"
-    place.mkdir()
-    os.chdir(place)
-    os.environ.pop(RERUN, None)
-    if in_process:
-        os.environ[RERUN] = "in-process"
-    own.run_case(own.CASES[name], watched=watched, file=folder / "outcome.json")
-    sys.stdout.flush()
-
-
-def _run_fresh(one: Case, folder: Path, *, watched: bool, in_process: bool, limit: float) -> Outcome:
-    """Run the case in a new interpreter."""
-    folder.mkdir(parents=True)
-    flags = ["--watched"] * watched + ["--in-process"] * in_process
-    command = [sys.executable, __file__, "--child", one.name, str(folder), *flags]
-    with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
-    return _outcome(process.pid, folder, limit)
-
-
-def _outcome(pid: int, folder: Path, limit: float) -> Outcome:
-    """Wait for the process and return how it ended. After the limit its session is killed."""
-    began = time.monotonic()
-    ended, status = 0, 0
-    while not ended and time.monotonic() - began < limit:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if not ended:
-            time.sleep(0.01)
-    seconds = time.monotonic() - began
-    left = _left(pid) if ended else 0
-    _kill(pid)
-    if not ended:
-        os.waitpid(pid, 0)
-    texts = [(folder / name).read_text(encoding="utf-8", errors="replace") for name in ("stdout", "stderr")]
-    file = folder / "outcome.json"
-    told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    how = told.pop("ended", "")
-    if not ended:
-        how = "hangs"
-    elif os.WIFSIGNALED(status):
-        how = signal.Signals(os.WTERMSIG(status)).name
-    outcome = Outcome(how or f"exit {os.WEXITSTATUS(status)}", seconds, *texts, left=left, **told)
-    for path in sorted(folder.glob("work/**/report.json")):
-        outcome.findings.append(as_facts(nanwatch.Report.from_json(path.read_text(encoding="utf-8"))))
-    return outcome
-
-
-def _left(session: int) -> int:
-    """Return how many processes of the session outlive it for three seconds."""
-    end = time.monotonic() + 3
-    while found := _processes(session):
-        if time.monotonic() > end:
-            break
-        time.sleep(0.05)
-    return len(found)
-
-
-def _processes(session: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
-
-
-def _kill(session: int) -> None:
-    for pid in _processes(session):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 def each_judged(cases: Sequence[Case], jobs: int, do: Callable[[Case], Any]) -> Iterator[Any]:
@@ -382,15 +247,9 @@ def main() -> None:
     parser.add_argument("--validate", action="store_true", help="check the programs, unwatched")
     parser.add_argument("--verbose", action="store_true", help="print what differs, and the reports")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.child:
-        name, folder = given.child
-        _run(name, Path(folder), HERE, watched=given.watched, in_process=given.in_process)
-        os._exit(0)
     words = given.k or [""]
-    cases = [x for x in load().values() if any(word in f"{_file(x).stem}.{x.name}" for word in words)]
+    cases = [x for x in load().values() if any(word in f"{x.file.stem}.{x.name}" for word in words)]
     if given.validate:
         texts = list(each_judged(cases, given.jobs, lambda x: (x.name, validate(x, limit=given.limit))))
         for name, text in texts:

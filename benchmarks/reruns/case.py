@@ -11,11 +11,14 @@ the step. So both runs skip the same steps.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import signal
 import threading
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -34,9 +37,9 @@ import nanwatch
 class Case:
     """A program and what its report should say.
 
-    `operation` is a pattern in the operation's name, "" where none is expected. `cure`: a patch that works applies. With
-    `once` a remark that names a line with `# ONCE` may stand in for operation and line. Without `finding` none is
-    expected, as where a signal ends the process at once.
+    `operation` is a pattern in the operation's name, "" where none is expected. `cure`: a patch that works applies.
+    With `once` a remark that names a line with `# ONCE` may stand in for operation, line and cure. Without `finding`
+    none is expected, as where a signal ends the process at once. The marks are those of the `script`, if there is one.
     """
 
     function: Callable[[], dict[str, Any] | None]
@@ -44,22 +47,29 @@ class Case:
     cure: bool
     once: bool
     finding: bool
+    script: str
 
     @property
     def name(self) -> str:
         return self.function.__name__
+
+    @property
+    def file(self) -> Path:
+        """Return the file that has the marks."""
+        module = Path(self.function.__code__.co_filename)
+        return module.parent / self.script if self.script else module
 
 
 CASES: dict[str, Case] = {}
 
 
 def case(
-    operation: str = "", *, cure: bool = False, once: bool = False, finding: bool = True
+    operation: str = "", *, cure: bool = False, once: bool = False, finding: bool = True, script: str = ""
 ) -> Callable[[Callable[[], dict[str, Any] | None]], Callable[[], dict[str, Any] | None]]:
     """Add the function to the judge's cases."""
 
     def add(function: Callable[[], dict[str, Any] | None]) -> Callable[[], dict[str, Any] | None]:
-        CASES[function.__name__] = Case(function, operation, cure, once, finding)
+        CASES[function.__name__] = Case(function, operation, cure, once, finding, script)
         return function
 
     return add
@@ -79,6 +89,7 @@ class _Run:
     notes: dict[str, Any] = {}  # noqa: RUF012
     findings: list[dict[str, Any]] = []  # noqa: RUF012
     told = 0
+    bad = 0  # what the user's own check has found
     file = Path()
 
 
@@ -97,6 +108,8 @@ def watch(model: nn.Module, **options: Any) -> Any:
 
 def _check(what: str, tensors: Iterable[Tensor]) -> None:
     if not all(torch.isfinite(x).all() for x in tensors):
+        _Run.bad += 1
+        _write("")
         raise PlainNonFiniteError(what)
 
 
@@ -165,7 +178,7 @@ def ends(
 def run_case(one: Case, *, watched: bool, file: Path) -> None:
     """Run the case in this process and write to `file` its state, how it ended and what it told."""
     _Run.watched, _Run.file = watched, file
-    _Run.notes, _Run.findings, _Run.told = {}, [], 0
+    _Run.notes, _Run.findings, _Run.told, _Run.bad = {}, [], 0, 0
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -182,6 +195,7 @@ def run_case(one: Case, *, watched: bool, file: Path) -> None:
     except SystemExit as error:
         ended = f"SystemExit({error.code})"
     except BaseException as error:
+        traceback.print_exc()
         ended = f"{type(error).__name__}: {error}"
     _write(ended)
 
@@ -190,6 +204,7 @@ def _write(ended: str) -> None:
     document = {
         "ended": ended,
         "told": _Run.told,
+        "bad": _Run.bad,
         "state": _Run.notes,
         "process": _process_state() if ended else {},
         "findings": _Run.findings,
@@ -201,6 +216,10 @@ def _write(ended: str) -> None:
 
 def _process_state() -> dict[str, Any]:
     """Return what a re-run could leave in the process: children, threads, handlers, timers, filters, files."""
+    gc.collect()
+    until = time.monotonic() + 2  # for the threads of a loader whose iterator was just dropped
+    while threading.active_count() > 1 and time.monotonic() < until:
+        time.sleep(0.02)
     signals = signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGPIPE
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     return {
@@ -209,7 +228,8 @@ def _process_state() -> dict[str, Any]:
         "timer": signal.getitimer(signal.ITIMER_REAL)[1],
         "threads": sorted(one.name for one in threading.enumerate()),
         "children": len(children.read_text().split()) if children.exists() else 0,
-        "filters": len(warnings.filters),
+        # Plotly adds one when the first report is written as a page.
+        "filters": [str(x) for x in warnings.filters if "plotly" not in str(x)],
         "files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
         "threads_of_torch": torch.get_num_threads(),
         "modes": [
