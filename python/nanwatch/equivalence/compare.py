@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import hypot, isfinite
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from .calls import Call, Matcher, Pair, alone, innermost, is_sum, part_of_differ
 from .differences import (
     Errors,
     Tokens,
+    are_apart,
     by_token,
     module_differences,
     parameter_differences,
@@ -235,7 +236,7 @@ class Comparer(ABC):
         eps = torch.finfo(self.coarse).eps
         scale = eps / torch.finfo(torch.float32).eps if self.coarse is torch.float64 else 1.0
         least = eps / 4 if noise else 4 * eps
-        return max(least, scale * min(noise, default=0.0)) + _ROUNDED / self._factor * sum(rounded)
+        return max(least, scale * min(noise, default=0.0)) + _ROUNDED / self._factor * hypot(*rounded)
 
     def _noise(
         self, measured: list[tuple[int, Runs, Runs]], kind: str, pair: Pair, picks: Sequence[tuple[int, ...]]
@@ -345,11 +346,18 @@ class _ModelComparer(Comparer):
 
     def with_parameters(self, found: Comparison) -> Comparison:
         """Return the result for equal outputs, which a parameter or an eps that a leaf has alone makes unequal."""
-        where = "in its own parameters or eps: what these inputs make of them is within rounding"
-        for pair in dict.fromkeys(pair for _, pair in self._seen):
+        where = (
+            "in its own parameters or eps; with these inputs the model's output shows no more than rounding"
+        )
+        pairs = list(dict.fromkeys(pair for _, pair in self._seen))
+        apart = {pair.a[0].path for pair in pairs if are_apart(*pair.modules)}
+        for pair in pairs:
             is_leaf = all(one.is_leaf for one in (*pair.a, *pair.b))
             is_agreed = not any(self._differs((kind, pair)) for kind in _KINDS)
-            if words := parameter_differences(*pair.modules) if is_leaf and is_agreed else []:
+            # What makes up for another weight is another module too.
+            is_alone = apart == {pair.a[0].path}
+            words = parameter_differences(*pair.modules) if is_leaf and (is_agreed or is_alone) else []
+            if words:
                 return replace(found, equal=False, first=self._error(pair), where=where, likely=tuple(words))
         return found
 

@@ -211,6 +211,13 @@ def parameter_differences(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]
     ]
 
 
+def are_apart(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> bool:
+    """Return True if modules have another class, setting, parameter or buffer."""
+    if len(ours) != len(theirs):
+        return bool(parameter_differences(ours, theirs))
+    return not are_of_a_kind(ours, theirs) or bool(module_differences(ours[0], theirs[0], is_leaf=True))
+
+
 def are_of_a_kind(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> bool:
     """Return True if modules are of one class, or the parts of a fused one."""
     names = {type(one).__name__ for one in (*ours, *theirs)}

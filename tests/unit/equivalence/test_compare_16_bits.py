@@ -154,6 +154,12 @@ def last_bit(model: Any) -> None:
     model[1].weight.data[3, 4] *= 1.01
 
 
+def scaled(model: Any) -> None:
+    """The norm after it takes the scale out again, up to its eps."""
+    model[3].weight.data *= 2
+    model[3].bias.data *= 2
+
+
 def other_eps(model: Any) -> None:
     model[4].eps = 1e-9
 
@@ -164,6 +170,7 @@ def other_eps(model: Any) -> None:
     [
         (unused_row, "0", "its weight is 0.3"),
         (last_bit, "1", "its weight is "),
+        (scaled, "3", "its weight is 1 apart"),
         (other_eps, "4", "eps is 1e-05 in A and 1e-09 in B"),
     ],
 )
