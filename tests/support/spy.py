@@ -20,6 +20,12 @@ class Spy:
         line = json.dumps(value).encode() + b"\n"
         self._memory[(end := self._end()) : end + len(line)] = line
 
+    def __deepcopy__(self, _: Any) -> Spy:
+        copied = Spy()
+        for value in self.values:
+            copied.add(value)
+        return copied
+
     @property
     def values(self) -> list[Any]:
         """All values so far."""

@@ -232,3 +232,11 @@ def _cut_off(kept: set[int]) -> None:
         return own_open(file, mode, *args, **kwargs)
 
     builtins.open = io.open = opened
+    # torch.save opens a path in C++.
+    own_writer = torch.serialization._open_zipfile_writer
+
+    def written(name_or_buffer: Any) -> Any:
+        is_path = outside.is_refused() and isinstance(name_or_buffer, str | os.PathLike)
+        return own_writer(opened(name_or_buffer, "wb") if is_path else name_or_buffer)
+
+    torch.serialization._open_zipfile_writer = written

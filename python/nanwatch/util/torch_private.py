@@ -34,9 +34,12 @@ SEEN = {
         "torch._is_functional_tensor",
         "torch._ops.OpOverload",
         "torch._ops.OpOverload._schema",
+        "torch._C._autograd._unsafe_set_version_counter",
         "torch.autograd.grad_mode._unsafe_preserve_version_counter",
+        "torch.serialization._open_zipfile_writer",
         "torch.utils._pytree.SUPPORTED_NODES",
         "torch.utils._pytree.tree_map_only",
+        "torch.utils.data.dataloader._BaseDataLoaderIter.__next__",
         # Modes, transforms, tracing.
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "torch._C._functorch.peek_interpreter_stack",
