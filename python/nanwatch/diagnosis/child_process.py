@@ -52,6 +52,10 @@ def why_no_child() -> str:
     return ""
 
 
+class NoChildError(RuntimeError):
+    """No process could be had."""
+
+
 class ChildEndedError(RuntimeError):
     """The child ended without a result. The text says why; `latest` is the last document that it sent, or None."""
 
@@ -75,7 +79,7 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Any:
 
     seconds: how long the child may go without a call of `send`.
 
-    Raises ChildEndedError where it takes longer or ends without a result, OSError where no process can be had, and
+    Raises ChildEndedError where it takes longer or ends without a result, NoChildError where no process can be had, and
     what a signal handler of the program raises meanwhile, after the child has been ended.
     """
     drawn = random.getstate()  # which Python seeds anew in a child
@@ -86,7 +90,11 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-            parent, pid = os.getpid(), os.fork()
+            parent = os.getpid()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                raise NoChildError(str(error)) from None
         if pid == 0:
             _be_child(work, parent, writing, stack, drawn, has_threads)
         child = _Child(pid)

@@ -81,6 +81,7 @@ class Examination:
             raise RerunEndedError(self._ended)
         timer = threading.Timer(self.seconds, self._time_is_up)
         timer.daemon = True
+        timer.name = "nanwatch clock of a re-run"
         try:
             with ExitStack() as after:
                 if threading.current_thread() is threading.main_thread():

@@ -37,11 +37,13 @@ class Limits:
     """Limits of what is kept: elements of a container, bytes of an array or tensor.
 
     `strong`: keep what the program may drop meanwhile. At the start of a batch that would lengthen lifetimes.
+    `is_shared`: other threads may change containers and conditions meanwhile, so these stay as they are then.
     """
 
     elements: int
     nbytes: int
     strong: bool = False
+    is_shared: bool = False
 
 
 START = Limits(256, 4096)
@@ -56,6 +58,14 @@ def _unchanged(present: Any) -> Any:
     return present
 
 
+_CONTAINERS = (list, dict, set, deque, bytearray)
+
+
+def may_be_shared(value: Any) -> bool:
+    """Return whether another thread may put something into the value meanwhile, or wait for it."""
+    return isinstance(value, _CONTAINERS) or type(value).__module__ == "threading"
+
+
 def keep_value(value: Any, limits: Limits, tensors: Clones, depth: int = 0) -> Kept:
     """Return how the value comes back; what is past the limits stays as it is then."""
     kind = type(value)
@@ -65,7 +75,10 @@ def keep_value(value: Any, limits: Limits, tensors: Clones, depth: int = 0) -> K
         return keep_tensor(value, limits, tensors)
     if kind is tuple:
         return _tuple(value, limits, tensors, depth)
-    if isinstance(value, list | dict | set | deque | bytearray):
+    is_container = isinstance(value, _CONTAINERS)
+    if limits.is_shared and may_be_shared(value):
+        return _same(value)  # what another thread puts there meanwhile must not be lost
+    if is_container:
         return _container(value, limits, tensors, depth)
     if kind in _LOCKS:
         return _lock(value)

@@ -25,6 +25,7 @@ from ..diagnosis.child_process import (
     LEAST_SECONDS,
     TIMES_BATCH,
     ChildEndedError,
+    NoChildError,
     run_in_child,
     why_no_child,
 )
@@ -256,7 +257,7 @@ class RerunPolicy:
             _import_lazy()
             seconds = LEAST_SECONDS + TIMES_BATCH * (time.monotonic() - began)
             if not why_no_child():
-                with suppress(OSError):  # no process to be had
+                with suppress(NoChildError):
                     return self._in_child(own, report, examine, seconds)
             return self._in_process(own, seconds)
         except Exception as error:  # a failed re-run must not lose the first report
@@ -271,7 +272,7 @@ class RerunPolicy:
             return Report.from_json(run_in_child(lambda: own(reason="").to_json(), seconds))
         except ChildEndedError as ended:
             reason, latest = f"of a second run in a child process: {ended}", ended.latest
-        except OSError:
+        except NoChildError:
             raise
         except BaseException as interrupt:  # of a signal's handler
             self._interrupts[threading.get_ident()] = interrupt

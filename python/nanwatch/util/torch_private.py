@@ -20,6 +20,7 @@ SEEN = {
         "torch.Tensor._backward_hooks",
         "torch.Tensor._base",
         "torch.Tensor._cdata",
+        "torch.Tensor._post_accumulate_grad_hooks",
         "torch.Tensor._is_zerotensor",
         "torch.Tensor._version",
         "torch.UntypedStorage._cdata",
