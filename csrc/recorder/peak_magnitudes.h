@@ -1,5 +1,5 @@
-// The largest magnitude of each weight, buffer and output in a batch, for forecasts, and of each input, for spikes. Or of
-// each gradient since they were last taken. Makes no Python object for any of them.
+// The largest magnitude of each weight, buffer and output in a batch, for forecasts, and of each input, for spikes. Or
+// of each gradient since they were last taken. Makes no Python object for any of them.
 #pragma once
 
 #include <Python.h>
@@ -126,8 +126,8 @@ class PeakMagnitudes {
     const char* const dtype = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::dtype));
     PyObject* const largest = PyTuple_GET_ITEM(row, row_item::abs_max);
     if (label == nullptr || role == nullptr || dtype == nullptr) return PyErr_Clear();
-    if ((!with_inputs && std::string_view(role) == "input") || PyTuple_GET_ITEM(row, row_item::isfinite) != Py_True || is_meant(row) ||
-        !PyFloat_Check(largest) || !(PyFloat_AS_DOUBLE(largest) >= 0))
+    if ((!with_inputs && std::string_view(role) == "input") || PyTuple_GET_ITEM(row, row_item::isfinite) != Py_True ||
+        is_meant(row) || !PyFloat_Check(largest) || !(PyFloat_AS_DOUBLE(largest) >= 0))
       return;
     const int8_t type = floating_dtype(dtype);
     if (type < 0) return;

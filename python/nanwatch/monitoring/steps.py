@@ -117,27 +117,24 @@ class StepHistory:
 
     def spoilt(self, step: int) -> Departure | None:
         """Return the gradient that had been changed between its backward and one of the latest steps."""
-        known = [(at, given, one.read()) for at, given, one in self._probed if given > 0]
-        for i, (at, given, norm) in enumerate(known):
-            usual = given * max(
-                (one[0] / before for _, before, one in known[max(0, i - _RATIOS) : i] if one), default=inf
-            )
-            if (
-                i >= _RATIOS // 2
-                and at < step
-                and norm
-                and norm[0] >= _SPOILT * usual
-                and self._probe is not None
-            ):
-                return Departure(self._probe.module, f"{self._probe.label}.grad", norm[0], usual, inf)
+        known = self._probes()
+        for i, (at, given, taken) in enumerate(known):
+            usual = given * max((one[2] / one[1] for one in known[max(0, i - _RATIOS) : i]), default=inf)
+            if i >= _RATIOS // 2 and at < step and taken >= _SPOILT * usual and self._probe is not None:
+                return Departure(self._probe.module, f"{self._probe.label}.grad", taken, usual, inf)
         return None
+
+    def _probes(self) -> list[tuple[int, float, float]]:
+        """Return latest steps, what the backward gave to a small weight, and what its `.grad` then was."""
+        known = ((step, given, one.read()) for step, given, one in self._probed if given > 0)
+        return [(step, given, max(map(abs, found))) for step, given, found in known if found]
 
     def unexplained(self, step: int, optimizer: Optimizer, gradients: Histories) -> Departure | None:
         """Return an average in the optimizer's state that its gradients do not explain. Waits for its norm.
 
         An average is at most as large as the largest gradient, and one of squares falls no faster than it decays.
         """
-        gains = [norm[0] / given for _, given, one in self._probed if given > 0 and (norm := one.read())]
+        gains = [taken / given for _, given, taken in self._probes()]
         latest = self._averages(step, optimizer, self._own_weights(), _MEANS | _SQUARES)
         if not gains or latest is None:
             return None
@@ -197,18 +194,18 @@ class StepHistory:
         return ratio
 
     def _probe_gradient(self, step: int, values: Floats) -> None:
-        """Take the norm of a small weight's `.grad`, beside what its backward gave."""
+        """Take a small weight's `.grad`, beside what its backward gave."""
         probe = self._probe
         gradient = None if probe is None or (x := probe.weight()) is None else x.grad
         if probe is not None and gradient is not None and is_plain(gradient):
-            with torch.no_grad(), only_our_dispatch():
-                norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-            self._probed.append((step, float(values[probe.place]), Numbers(norm)))
+            self._probed.append((step, float(values[probe.place]), Numbers(gradient)))
 
     def _choose_probe(
         self, weights: Sequence[tuple[str, str, Tensor]], gradients: Histories, places: Places
     ) -> None:
         module, label, x = min(weights, key=lambda one: one[2].numel())
+        if x.numel() > _ELEMENTS:
+            return
         found = [i for i, at in enumerate(places) if gradients.names[at] == (module, f"{label}.grad")]
         if found and (self._probe is None or self._probe.weight() is not x):
             self._probe = _Probe(weakref.ref(x), module, label, found[0])
