@@ -36,6 +36,7 @@ class Subscription:
 class CallRecorder:
     paused: bool
     gathers_peaks: bool
+    gathers_inputs: bool
     gathers_gradient_peaks: bool
     awaits_backwards: bool
     gathers_weights: bool

@@ -94,6 +94,7 @@ class PythonRecorder(RecordsBackwards):
         self._is_paused = False
         self._num_suspended = 0
         self.gathers_peaks = False
+        self.gathers_inputs = False
         self.gathers_gradient_peaks = False
         self.awaits_backwards = False  # nothing is pending here
         self.gathers_weights = False  # nor is anything remembered here
@@ -359,7 +360,7 @@ class PythonRecorder(RecordsBackwards):
             self._frames.append(frame)
             self._add(frames=1)
             if self.gathers_peaks:
-                self._peaks.add(frame)
+                self._peaks.add(frame, self.gathers_inputs)
         if self._subscriptions.has(Event.FRAME) or thread.batch in self._traced:
             self._events.on_frame(frame)
         if any(map(is_fault, rows)):
