@@ -1,12 +1,12 @@
 """Count how many planted spikes are told at their step with their cause, and how many healthy trainings are silent.
 
-    python benchmarks/judge_spikes.py                          # all: 12 minutes on one core
-    python benchmarks/judge_spikes.py --sets jumps calm        # the plain networks alone: 5 minutes
+    python benchmarks/judge_spikes.py                          # all: 6 minutes on one core
+    python benchmarks/judge_spikes.py --sets jumps calm        # the plain networks alone: 4 minutes
     python benchmarks/judge_spikes.py --only lstm --lines
 
-A planted case counts where its loss or a gradient norm is at least 4 times its median before. It is right if the first
-report is of a step from the cause to the jump, has a class that is right, and names a module that may be named. Half of
-each set was held back while the rule was chosen: `tuned` and `held` are scored apart.
+A planted case counts where its loss, or else a gradient norm, is at least 4 times its median before, within 8 steps. It
+is right if the first report is of a step from the cause to the jump, has a class that is right, and names a module that
+may be named. Half of each set was held back when the rule was chosen: `tuned` and `held` are scored apart.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ import numpy as np
 
 from ..instrumentation.attention import BOUND, LARGEST
 from ..report.spike import Cause, Curve, Departure
-from .peaks import CHANGED, DEPTH, LEAST, LEAST_BITS, LEVEL, OF_CALL, OF_QUANTILE, WINDOW, spelt, usual
+from .peaks import DEPTH, LEAST, LEAST_BITS, LEVEL, OF_CALL, OF_QUANTILE, WINDOW, spelt, usual
 
-# Deviations at which a loss or the gradients jump; those of a loss by shares of its level alone; and those of either
-# where a cause is seen beside it. Gradients also jump when they leave their history and are 4 times their level.
-_JUMP, _JUMP_OF_SHARE, _SUPPORTED, _LARGE_BITS = 12.0, 30.0, 5.0, 2.0
+# Deviations at which a loss or the gradients jump; those of gradients that are at least 4 times their level; those of a
+# loss by shares of its level alone; and those of either where a cause is seen beside it.
+_JUMP, _JUMP_OF_FOUR, _JUMP_OF_SHARE, _SUPPORTED = 12.0, 10.0, 30.0, 5.0
 # A level below this share of the first one counts as that: there a loss differs by factors.
 _FLOOR = 0.02
 # The least deviation of a loss, as a share of its level and of its first level. That of distances over the level, as a
@@ -86,7 +86,7 @@ class Signal:
         if self._in_bits:
             value, level = 2.0**value, 2.0**level
         if self._in_bits:
-            is_large = far >= CHANGED and distance >= _LARGE_BITS
+            is_large = far >= _JUMP_OF_FOUR and distance >= 2
         else:
             is_large = of_share >= _JUMP_OF_SHARE and distance >= _LEAST_JUMP * self._first
         is_certain = far >= _JUMP or is_large

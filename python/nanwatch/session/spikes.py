@@ -51,7 +51,7 @@ _MANY_LOGITS, _GROWN_LOGITS = 100.0, 8.0
 # Optimizers with histories of their own, as those of a GAN. Further ones share the last.
 _MOST_OPTIMIZERS = 4
 # Causes that make a smaller jump one of notice: they are seen by themselves.
-_SEEN = ("input", "learning rate", "optimizer", "weight", "attention")
+_SEEN = ("input", "learning rate", "optimizer", "weight", "attention", "gradient")
 
 
 def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
