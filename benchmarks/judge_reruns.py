@@ -76,7 +76,7 @@ def judge(one: Case, *, in_process: bool = False, fresh: bool = False, limit: fl
         plain = run(one, Path(folder, "plain"), watched=False, in_process=False, limit=limit)
         watched = run(one, Path(folder, "watched"), watched=True, in_process=in_process, limit=limit)
         state = _compare(plain, watched)
-        operation, line, finding = _judge_finding(one, watched)
+        operation, line, finding = _judge_finding(one, watched, in_process)
         is_due = one.cure and operation != "remark"
         cure = _judge_cure(one, finding, Path(folder, "cured"), limit) if is_due else "-"
     details = state if state == "same" else f"{state}\n{_differences(plain, watched)}"
@@ -131,7 +131,7 @@ def _differences(plain: Outcome, watched: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _judge_finding(one: Case, watched: Outcome) -> tuple[str, str, dict[str, Any] | None]:
+def _judge_finding(one: Case, watched: Outcome, in_process: bool) -> tuple[str, str, dict[str, Any] | None]:
     """Return what is to be said of operation and line, and the finding."""
     if not one.finding:
         return "-", "-", None
@@ -146,7 +146,8 @@ def _judge_finding(one: Case, watched: Outcome) -> tuple[str, str, dict[str, Any
     is_line = Path(name).name == one.file.name and line in map(str, _marks(one, "FAULT"))
     if is_operation and is_line:
         return "right", "right", finding
-    if one.once and _named(one, finding["remarks"]):
+    may_remark = in_process if one.once == "in-process" else one.once
+    if may_remark and _named(one, finding["remarks"]):
         return "remark", "remark", finding
     return "right" if is_operation else operation, "right" if is_line else line or "none", finding
 

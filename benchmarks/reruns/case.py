@@ -38,14 +38,15 @@ class Case:
     """A program and what its report should say.
 
     `operation` is a pattern in the operation's name, "" where none is expected. `cure`: a patch that works applies.
-    With `once` a remark that names a line with `# ONCE` may stand in for operation, line and cure. Without `finding`
-    none is expected, as where a signal ends the process at once. The marks are those of the `script`, if there is one.
+    With `once` a remark that names a line with `# ONCE` may stand in for operation, line and cure; with
+    once="in-process" only where no child can be had. Without `finding` none is expected, as where a signal ends the
+    process at once. The marks are those of the `script`, if there is one.
     """
 
     function: Callable[[], dict[str, Any] | None]
     operation: str
     cure: bool
-    once: bool
+    once: bool | str
     finding: bool
     script: str
 
@@ -64,7 +65,12 @@ CASES: dict[str, Case] = {}
 
 
 def case(
-    operation: str = "", *, cure: bool = False, once: bool = False, finding: bool = True, script: str = ""
+    operation: str = "",
+    *,
+    cure: bool = False,
+    once: bool | str = False,
+    finding: bool = True,
+    script: str = "",
 ) -> Callable[[Callable[[], dict[str, Any] | None]], Callable[[], dict[str, Any] | None]]:
     """Add the function to the judge's cases."""
 

@@ -29,12 +29,12 @@ def train(model, loss_of, held=None, batches=4):
             tell(error)
 
 
-@case("div", cure=True)
+@case("div", cure=True, once="in-process")
 def lock_that_the_loop_holds():
     model, lock, calls = nn.Linear(4, 2), threading.Lock(), []
 
     def loss_of(out, mask):
-        with lock:
+        with lock:  # ONCE
             calls.append(1)
             return (out.square().mean(-1) * mask).sum() / mask.sum()  # FAULT
 
