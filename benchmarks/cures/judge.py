@@ -1,19 +1,16 @@
 """Judge of the cures that nanwatch tells: each is applied to the source of its failing model, which runs unwatched.
 
-`python -m support.cures.judge [NAMES...]` prints a line for each model and the totals. Each run has a process of its
-own, forked from one that has imported PyTorch and has run nothing.
+Each run has a process of its own, forked from one that has imported PyTorch and has run nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,13 +21,13 @@ from typing import Any
 import torch
 
 import nanwatch
+from cures.forked import each_in_a_process
+from cures.program import OUTSIDE, Program, Seen, operation_of
+from cures.table import Cure
 from nanwatch.report.finding import Cure as Told
 from nanwatch.report.finding import Finding
-from support.cures.forked import each_in_a_process
-from support.cures.program import OUTSIDE, Program, Seen, operation_of
-from support.cures.table import CURES, Cure
-from support.processes import environment
 
+COMMAND = Path(__file__).parents[1] / "judge_cures.py"
 # Healthy values may move by this part of their norm, or by as much as the cure that the thread chose moves them.
 _MOST_CHANGE = 0.01
 
@@ -340,14 +337,16 @@ def table(verdicts: Iterable[Verdict]) -> Iterator[str]:
 
 def judged(*names: str) -> list[dict[str, Any]]:
     """Judge these models, all by default, in a process that may fork. Return the facts of each."""
-    command = [sys.executable, "-m", "support.cures.judge", "--json", *names]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1800)
+    command = [sys.executable, str(COMMAND), "--json", *names]
+    environment = os.environ | {"PYTHONPATH": str(Path(nanwatch.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
 
 
-def _facts(verdict: Verdict) -> dict[str, Any]:
+def facts(verdict: Verdict) -> dict[str, Any]:
+    """Return what a test asks of a verdict."""
     return {
         "name": verdict.cure.name,
         "is_told": bool(verdict.trials),
@@ -358,27 +357,3 @@ def _facts(verdict: Verdict) -> dict[str, Any]:
         "runs": verdict.runs,
         "text_lines": verdict.text_lines,
     }
-
-
-def main() -> None:
-    """Judge the models of the command line, all by default."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--keep", type=Path, help="a new folder in which the repositories and reports stay")
-    parser.add_argument("--json", action="store_true", help="print the facts of each verdict")
-    options = parser.parse_args()
-    known = {cure.name: cure for cure in CURES}
-    if unknown := [name for name in options.names if name not in known]:
-        parser.error(f"no model is called {', '.join(unknown)}; see support/cures/models")
-    cures = [known[name] for name in options.names] or CURES
-    with tempfile.TemporaryDirectory() as temporary:
-        verdicts = judge(cures, options.keep or Path(temporary), options.jobs)
-    if options.json:
-        sys.stdout.write(json.dumps([_facts(one) for one in verdicts]))
-    else:
-        sys.stdout.writelines(f"{line}\n" for line in table(verdicts))
-
-
-if __name__ == "__main__":
-    main()
