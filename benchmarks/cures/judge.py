@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,10 +78,10 @@ class Verdict:
 
 def judge(cures: Sequence[Cure], folder: Path, jobs: int = 2) -> list[Verdict]:
     """Judge what nanwatch tells of these models, in a git repository below `folder` for each."""
-    _load()
+    load()
     verdicts = [Verdict(cure) for cure in cures]
     for verdict, seen in zip(
-        verdicts, each_in_a_process(_watched, [(one, folder) for one in cures], jobs), strict=True
+        verdicts, each_in_a_process(fails_watched, [(one, folder) for one in cures], jobs), strict=True
     ):
         if isinstance(seen, str):
             verdict.trouble = seen
@@ -97,7 +98,7 @@ def judge(cures: Sequence[Cure], folder: Path, jobs: int = 2) -> list[Verdict]:
     return verdicts
 
 
-def _load() -> None:
+def load() -> None:
     """Import what a failure imports, so that the processes share it, and run no operation."""
     import torch._dynamo  # which every optimizer imports
 
@@ -112,7 +113,7 @@ def _load() -> None:
 # The watched run.
 
 
-def _watched(cure: Cure, folder: Path) -> tuple[int, float]:
+def fails_watched(cure: Any, folder: Path) -> tuple[int, float]:
     """Train the model watched until it fails. Return the forwards after the failed one, and the seconds taken."""
     repository = folder / cure.name
     repository.mkdir(parents=True)
@@ -181,16 +182,8 @@ def _applied(
     chosen = Program(path, cure.cured()).look(cure.steps)
     is_patched = False
     if told.patch:
-        repository = folder / f"{cure.name}.{number}"
-        repository.mkdir()
-        path = repository / cure.path.name
-        path.write_text(cure.path.read_text())
-        os.chdir(repository)
-        _git("init", "-q")
-        _git("add", path.name)
-        (repository / "cure.patch").write_text(told.patch)
         try:
-            _git("apply", "cure.patch")
+            path = apply(told.patch, cure.path, folder / f"{cure.name}.{number}")
         except subprocess.CalledProcessError as error:
             return f"git apply: {error.stderr.strip()}", False, None
         is_patched = True
@@ -204,6 +197,19 @@ def _applied(
             return "nobody knows how to apply it", False, None
     after = program.look(cure.steps)
     return _compare(before, after, chosen, cure.steps), is_patched, _difference(after, chosen)
+
+
+def apply(patch: str, path: Path, repository: Path) -> Path:
+    """Apply a patch by git to a copy of the file in a new repository, and go there. Return the copy."""
+    repository.mkdir()
+    copy = repository / path.name
+    copy.write_text(path.read_text())
+    os.chdir(repository)
+    _git("init", "-q")
+    _git("add", copy.name)
+    (repository / "cure.patch").write_text(patch)
+    _git("apply", "cure.patch")
+    return copy
 
 
 def _with_code(cure: Cure, told: Told, finding: Finding) -> str:
@@ -328,11 +334,19 @@ def table(verdicts: Iterable[Verdict]) -> Iterator[str]:
     yield f"patches applied by git that work: {sum(one.is_patched for one in verdicts)}"
     yield f"most forwards beyond the failed one: {max((one.runs for one in verdicts), default=0)}"
     yield f"longest text of a report: {max((one.text_lines for one in verdicts), default=0)} lines"
+    rules = Counter(rule_of(trial.cure.what) for one in verdicts for trial in one.trials[:1])
+    yield from (f"cured by: {count:3} {rule}" for rule, count in rules.most_common())
     failed: dict[str, list[str]] = {}
     for one in verdicts:
         if not one.works:
             failed.setdefault(one.cure.cause, []).append(one.cure.name)
     yield from (f"no cure, {cause}: {', '.join(names)}" for cause, names in sorted(failed.items()))
+
+
+def rule_of(what: str) -> str:
+    """Return the words of the rule that proposed a cure, without its numbers, names and code."""
+    words = re.sub(r"`[^`]*`|nanwatch\.\S+", "…", re.split(": write |, nanwatch|, tried", what)[0])
+    return re.sub(r"-?\d+(\.\d+)?(e-?\d+)?( or less)?", "N", words)
 
 
 def judged(*names: str) -> list[dict[str, Any]]:
