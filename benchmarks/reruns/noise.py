@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from reruns.case import NonFinite, case, ends, tell, watch
 from torch import nn
 
