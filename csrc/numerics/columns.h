@@ -31,7 +31,7 @@ constexpr int kRangeColumns = column::isfinite + 1;
 constexpr int kHealthColumns = column::first_nonfinite + 1;
 constexpr int kDeviceColumns = column::is_mask + 1;
 
-// A row of a frame as a Python tuple; python/nanwatch/report/record.py has the same order.
+// A row of a frame as a Python tuple; python/nanwatch/records/record.py has the same order.
 namespace row_item {
 enum RowItem : int { label, role, shape, dtype, abs_min, abs_max, isfinite, health, note, fingerprint, statistics };
 }  // namespace row_item

@@ -379,7 +379,8 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
                   py::float_(row.range.abs_min), py::float_(row.range.abs_max), py::bool_(row.range.isfinite),
                   py::none(), py::str(""), fingerprinted ? fingerprint_of(frame, row) : py::none(), py::none()}));
   }
-  return frame_type_(frame.batch, node.name, node.class_name, rows, frame.recomputed, phases[int(frame.phase)]);
+  return frame_type_(frame.batch, node.name, node.class_name, py::tuple(rows), phases[int(frame.phase)],
+                     frame.recomputed);
 }
 
 std::optional<int64_t> CallRecorder::frames_of_batch(int64_t batch) const {

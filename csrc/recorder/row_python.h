@@ -68,7 +68,7 @@ inline int8_t floating_dtype(std::string_view name) {
   return -1;
 }
 
-// The named tuple of a row, report.record.Row, which Python sets once.
+// The named tuple of a row, records.record.Record, which Python sets once.
 inline PyTypeObject*& row_type() {
   static PyTypeObject* type = nullptr;
   return type;
@@ -101,7 +101,7 @@ inline bool is_row(PyObject* row) {
   return PyTuple_Check(row) && PyTuple_GET_SIZE(row) == kRowItems;
 }
 
-// Two notes of python/nanwatch/report/record.py say that the extremes of a value are meant.
+// Two notes of python/nanwatch/records/record.py say that the extremes of a value are meant.
 inline bool is_meant(PyObject* row) {
   PyObject* const note = PyTuple_GET_ITEM(row, row_item::note);
   return PyUnicode_Check(note) && (PyUnicode_CompareWithASCIIString(note, "mask") == 0 ||

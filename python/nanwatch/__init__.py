@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from .numerics.formats import AbsRange, Statistics, TensorHealth
     from .numerics.ranges import abs_range, abs_ranges, fingerprint, statistics, tensor_health
     from .precision.precision import fp32_modules, run_in_fp32
+    from .records.record import Frame, Record
     from .report.finding import Cure, Finding
-    from .report.record import Frame, Record
     from .report.report import BatchLimitError, NonFiniteError, Report
     from .session.api import Watch, watch
     from .session.replay import replay
@@ -66,7 +66,7 @@ else:
         "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "statistics", "tensor_health"),
         "precision.precision": ("fp32_modules", "run_in_fp32"),
         "report.finding": ("Cure", "Finding"),
-        "report.record": ("Frame", "Record"),
+        "records.record": ("Frame", "Record"),
         "report.report": ("BatchLimitError", "NonFiniteError", "Report"),
         "session.api": ("Watch", "watch"),
         "session.replay": ("replay",),

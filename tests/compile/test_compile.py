@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
-from nanwatch.report.record import Frame
+from nanwatch.records.record import Frame
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import Watch, watch
 from support.architectures import built, inputs_of

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.report.record import FrameRows, Row
+from nanwatch.records.record import Frame, Record
 from nanwatch.session.api import watch
 from nanwatch.trace import trace
 from nanwatch.trace.comparison import diff
@@ -37,7 +37,7 @@ def run(path: Path, model: nn.Module, *inputs: Any, **options: Any) -> Trace:
     return Trace.open(path)
 
 
-def row(label: str = "output", low: float | None = 0.5, high: float | None = 1.0, **changes: Any) -> Row:
+def row(label: str = "output", low: float | None = 0.5, high: float | None = 1.0, **changes: Any) -> Record:
     read = low is not None
     finite = None if not read else high not in (inf,) and high == high
     made = {
@@ -47,19 +47,19 @@ def row(label: str = "output", low: float | None = 0.5, high: float | None = 1.0
         "note": "" if read else "None",
     }
     made |= changes
-    return Row(label, made["role"], made["shape"], made["dtype"], low, high, finite, None, made["note"])
+    return Record(label, made["role"], made["shape"], made["dtype"], low, high, finite, None, made["note"])
 
 
-def written(path: Path, *frames: FrameRows) -> Trace:
+def written(path: Path, *frames: Frame) -> Trace:
     """A trace of these frames."""
     table = trace.Tabulator(0).table(frames)
     parquet.write_table(table.replace_schema_metadata(trace.schema(FACTS).metadata), path)
     return Trace.open(path)
 
 
-def one(path: Path, *rows: Row, name: str = "m", kind: str = "M") -> Trace:
+def one(path: Path, *rows: Record, name: str = "m", kind: str = "M") -> Trace:
     """A trace of one frame."""
-    return written(path, FrameRows(0, name, kind, list(rows)))
+    return written(path, Frame(0, name, kind, tuple(rows)))
 
 
 # Which module was changed
@@ -284,7 +284,7 @@ def test_two_batches_of_one_trace(tmp_path: Path) -> None:
         (row(dtype="int64", low=7.0, high=9.0), row(dtype="int64", low=8.0, high=9.0), "abs_min 7 against 8"),
     ],
 )
-def test_two_records(tmp_path: Path, a: Row, b: Row, what: str | None) -> None:
+def test_two_records(tmp_path: Path, a: Record, b: Record, what: str | None) -> None:
     """One record on each side: equal, or apart in these words."""
     found = diff(one(tmp_path / "a.parquet", a), one(tmp_path / "b.parquet", b))
     if what is None:
@@ -297,7 +297,7 @@ def test_two_records(tmp_path: Path, a: Row, b: Row, what: str | None) -> None:
 def test_what_grew_is_sorted_and_leaves_out_inputs_zeros_and_nan(tmp_path: Path) -> None:
     """By the factor, each record once, in the batch where it is largest."""
 
-    def frames(*factors: float) -> list[FrameRows]:
+    def frames(*factors: float) -> list[Frame]:
         made = []
         for batch, factor in enumerate(factors):
             rows = [
@@ -307,7 +307,7 @@ def test_what_grew_is_sorted_and_leaves_out_inputs_zeros_and_nan(tmp_path: Path)
                 row("output[1]", low=0.0, high=0.0 if factor == 1 else 1.0),
                 row("output[2]", high=1.0 if factor == 1 else nan, low=1.0 if factor == 1 else nan),
             ]
-            made.append(FrameRows(batch, "m", "M", rows))
+            made.append(Frame(batch, "m", "M", tuple(rows)))
         return made
 
     a = written(tmp_path / "a.parquet", *frames(1, 1, 1))
@@ -325,12 +325,12 @@ def test_what_grew_is_sorted_and_leaves_out_inputs_zeros_and_nan(tmp_path: Path)
 def test_records_that_grew_alike_are_one_line(tmp_path: Path) -> None:
     """Outputs that pass a growth on, as a dropout's, are counted; another factor or batch has a line, in order."""
 
-    def frames(growth: float) -> list[FrameRows]:
+    def frames(growth: float) -> list[Frame]:
         factors = {"c_proj": 73.97, "dropout": 73.97, "mlp": 73.97, "block": 74.13}
         rows = [
-            FrameRows(0, name, "M", [row("output", high=factor**growth)]) for name, factor in factors.items()
+            Frame(0, name, "M", (row("output", high=factor**growth),)) for name, factor in factors.items()
         ]
-        return [*rows, FrameRows(1, "other", "M", [row("output", high=73.97**growth)])]
+        return [*rows, Frame(1, "other", "M", (row("output", high=73.97**growth),))]
 
     found = diff(written(tmp_path / "a.parquet", *frames(0)), written(tmp_path / "b.parquet", *frames(1)))
     assert [(g.module, g.batch, g.num_alike) for g in found.grew] == [
@@ -366,7 +366,7 @@ def test_a_weight_that_differs_first_points_at_the_step(
         written(
             tmp_path / f"{high}.parquet",
             *(
-                FrameRows(batch, "m", "M", [row(label, high=high if batch >= first else 1.0)])
+                Frame(batch, "m", "M", (row(label, high=high if batch >= first else 1.0),))
                 for batch in (0, 1)
             ),
         )
@@ -387,8 +387,8 @@ def test_a_factor_beyond_all_numbers_is_json(tmp_path: Path) -> None:
 def test_calls_of_threads_that_stand_in_turns_are_sorted(tmp_path: Path) -> None:
     """Two batches interleaved in the file are compared call by call."""
 
-    def frame(batch: int, name: str, high: float = 1.0) -> FrameRows:
-        return FrameRows(batch, name, "M", [row(high=high)])
+    def frame(batch: int, name: str, high: float = 1.0) -> Frame:
+        return Frame(batch, name, "M", (row(high=high),))
 
     a = written(tmp_path / "a.parquet", frame(0, "x"), frame(0, "y"), frame(1, "x"), frame(1, "y"))
     b = written(tmp_path / "b.parquet", frame(1, "x"), frame(0, "x"), frame(1, "y", 3.0), frame(0, "y"))
@@ -404,7 +404,7 @@ def test_calls_of_threads_that_stand_in_turns_are_sorted(tmp_path: Path) -> None
 def test_bad_use_is_named(tmp_path: Path) -> None:
     """Each error says what came and what is accepted."""
     a = one(tmp_path / "a.parquet", row())
-    later = written(tmp_path / "b.parquet", FrameRows(5, "m", "M", [row()]))
+    later = written(tmp_path / "b.parquet", Frame(5, "m", "M", (row(),)))
     other = one(tmp_path / "c.parquet", row(), name="x", kind="X")
     for wrong, words in (
         (lambda: diff(a), "one trace alone"),
@@ -463,10 +463,10 @@ def test_hostile_names_stay_names(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     pytest.importorskip("jinja2")
 
-    def frames(factor: float) -> Sequence[FrameRows]:
+    def frames(factor: float) -> Sequence[Frame]:
         return [
-            FrameRows(
-                batch, name, name, [row(high=factor), row("weight", high=factor)._replace(label="x" + name)]
+            Frame(
+                batch, name, name, (row(high=factor), row("weight", high=factor)._replace(label="x" + name))
             )
             for batch in range(2)
             for name in HOSTILE

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import __main__ as command
-from nanwatch.report.record import LOCAL_SHARD, FrameRows, Row
+from nanwatch.records.record import LOCAL_SHARD, Frame, Record
 from nanwatch.session.api import watch
 from nanwatch.trace import trace
 from nanwatch.trace.comparison import diff
@@ -74,14 +74,14 @@ def test_the_first_tensor_that_was_changed_is_named(tmp_path: Path, change: Any)
 FACTS = {"version": 4, "nanwatch": "0", "torch": "0", "every": 1, "lost_frames": 0}
 
 
-def row(label: str, bits: int | None, high: float = 1.0, role: Any = None, note: str = "") -> Row:
+def row(label: str, bits: int | None, high: float = 1.0, role: Any = None, note: str = "") -> Record:
     role = role or label.partition("[")[0]
-    return Row(label, role, (2,), "float32", 0.5, high, high < torch.inf, None, note, bits)
+    return Record(label, role, (2,), "float32", 0.5, high, high < torch.inf, None, note, bits)
 
 
-def written(path: Path, *rows: Row, rank: int = 0, batches: int = 1, phase: Any = "forward") -> Path:
+def written(path: Path, *rows: Record, rank: int = 0, batches: int = 1, phase: Any = "forward") -> Path:
     """A trace with a frame of these rows in each of the batches."""
-    frames = [FrameRows(batch, "m", "M", list(rows), False, phase) for batch in range(batches)]
+    frames = [Frame(batch, "m", "M", tuple(rows), phase) for batch in range(batches)]
     table = trace.Tabulator(rank).table(frames)
     facts = {**FACTS, "rank": rank}
     parquet.write_table(table.replace_schema_metadata(trace.schema(facts).metadata), path)
@@ -109,7 +109,7 @@ def written(path: Path, *rows: Row, rank: int = 0, batches: int = 1, phase: Any 
         ),
     ],
 )
-def test_two_records(tmp_path: Path, a: Row, b: Row, found: tuple[str, str] | None) -> None:
+def test_two_records(tmp_path: Path, a: Record, b: Record, found: tuple[str, str] | None) -> None:
     """Other differences are named before the bits, and each record is counted once."""
     result = diff(written(tmp_path / "a.parquet", a), written(tmp_path / "b.parquet", b))
     if found is None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
-from nanwatch.report.record import Frame
+from nanwatch.records.record import Frame
 from nanwatch.report.report import BatchLimitError, NonFiniteError
 from nanwatch.session.api import watch
 from nanwatch.session.options import Check

@@ -27,9 +27,9 @@ from nanwatch.distributed.merge_pages import merged_text
 from nanwatch.integrations import debug
 from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
 from nanwatch.netcheck.command import say
+from nanwatch.records.record import Frame, Record
 from nanwatch.report import text
 from nanwatch.report.finding import Cure, Origin, RankObservation
-from nanwatch.report.record import Frame, FrameRows, Record, Row
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.trace.trace import unreadable
 from nanwatch.util.visible import close_names, spell, visible
@@ -87,9 +87,9 @@ def test_ordinary_names_stay_as_they_are(name: str) -> None:
 def named(name: str) -> Report:
     """A report with this in every field that holds words."""
     records = (
-        Record(f"weight{name}", "weight", (2,), "float32", 0.5, 1.0, True, note=f"note{name}"),
-        Record(f"input{name}", "input", None, "", None, None, None, note=f"not checked: {name}"),
-        Record(f"output{name}", "output", (2,), f"float16{name}", float("nan"), float("nan"), False),
+        Record(f"weight{name}", "weight", (2,), "float32", 0.5, 1.0, True, None, f"note{name}"),
+        Record(f"input{name}", "input", None, "", None, None, None, None, f"not checked: {name}"),
+        Record(f"output{name}", "output", (2,), f"float16{name}", float("nan"), float("nan"), False, None),
     )
     found = replace(
         finding("produced", 3),
@@ -101,7 +101,7 @@ def named(name: str) -> Report:
         operation=f"aten.log{name}",
         source=f"train{name}.py:3",
         cures=(Cure(f"scale{name}", True, 3.0),),
-        operands=(Record(f"self{name}", "input", (2,), f"float32{name}", 0.5, 1.0, True),),
+        operands=(Record(f"self{name}", "input", (2,), f"float32{name}", 0.5, 1.0, True, None),),
         remarks=(f"remark{name}",),
         files=(f"out{name}/report.txt",),
     )
@@ -117,7 +117,7 @@ def forms(report: Report) -> list[str]:
     log = BatchLog(3)
     name = report.frames[0].name
     log.add(
-        FrameRows(3, name, "M", [Row(f"output{name}", "output", (2,), "float16", 0.0, 1.0, True, None, "")])
+        Frame(3, name, "M", (Record(f"output{name}", "output", (2,), "float16", 0.0, 1.0, True, None, ""),))
     )
     entry = log.entry([name])
     digests = [Digest(rank, replace(report.finding, rank=rank), {name: 2.0}, {}) for rank in (0, 1)]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.report.record import Frame, Record
+from nanwatch.records.record import Frame, Record
 from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
 from nanwatch.session.api import Watch, watch
 from support.architectures import ARCHITECTURES, built, inputs_of

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import find
 from nanwatch.report.histogram import StoredHistogram
-from nanwatch.report.record import Frame, Record
 from nanwatch.report.report import Report
 from nanwatch.util.visible import visible
 from support import chromium

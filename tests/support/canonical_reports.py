@@ -9,9 +9,9 @@ from itertools import accumulate
 from math import frexp, inf, nan, prod
 
 from nanwatch.numerics.formats import TensorHealth
+from nanwatch.records.record import Frame, Record, Role
 from nanwatch.report.finding import Cure, Finding, find
 from nanwatch.report.histogram import StoredHistogram
-from nanwatch.report.record import Frame, Record, Role
 from nanwatch.report.report import Report
 from nanwatch.util.job import Attempt
 
@@ -41,7 +41,7 @@ def _spoilt(
         low = high = nan if nans else inf
     ends = (nan, nan) if nans else (low, inf)
     health = TensorHealth(*ends, False, low, high, nans, infs, neginfs, 0, 0, numel, first)
-    return replace(plain, abs_min=ends[0], abs_max=ends[1], isfinite=False, health=health)
+    return plain._replace(abs_min=ends[0], abs_max=ends[1], isfinite=False, health=health)
 
 
 def _linear(
@@ -119,8 +119,8 @@ def nan_produced() -> Report:
         _linear(4, "decoder.query", 1.5, 3.5),
         Frame(4, "decoder.unit", "Unit", (_read("input[0]", "input", 0.0, 3.5), made)),
     )
-    given = replace(_read("operand[0]", "input", 0.0, 3.5), health=_with_zeros(3.5, 128, 512))
-    norms = replace(_read("operand[1]", "input", 0.0, 12.0, shape=(4, 1)), health=_with_zeros(12.0, 1, 4))
+    given = _read("operand[0]", "input", 0.0, 3.5)._replace(health=_with_zeros(3.5, 128, 512))
+    norms = _read("operand[1]", "input", 0.0, 12.0, shape=(4, 1))._replace(health=_with_zeros(12.0, 1, 4))
     return _failed(
         frames,
         4,
@@ -166,7 +166,7 @@ def received_from_caller() -> Report:
         source="/home/user/model.py:19",
         made="inf",
         transient=False,
-        operands=(replace(_read("operand[0]", "input", 0.0, 12.0), health=_with_zeros(12.0, 2, 512)),),
+        operands=(_read("operand[0]", "input", 0.0, 12.0)._replace(health=_with_zeros(12.0, 2, 512)),),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.report.record import Frame
+from nanwatch.records.record import Frame
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.watch import Watch
 from support.recorders import watched

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from nanwatch.report.record import Frame
+from nanwatch.records.record import Frame
 from nanwatch.session.watch import Watch
 
 # A module's name, and what came for one call of it: label, shape, smallest and largest magnitude.

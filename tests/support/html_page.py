@@ -11,8 +11,8 @@ from math import inf, isnan, nan
 from typing import Any
 
 from nanwatch.numerics.formats import TensorHealth
+from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import find
-from nanwatch.report.record import Frame, Record
 from nanwatch.report.report import Report
 
 VOID = {"meta", "link", "input", "br"}
@@ -105,7 +105,7 @@ def without_parts(document: str) -> str:
 def record(label: str, role: Any, abs_max: float, abs_min: float = 0.5, dtype: str = "float16") -> Record:
     """A record of four elements; with a health when its abs_max is not finite."""
     if abs_max < inf:
-        return Record(label, role, (2, 2), dtype, abs_min, abs_max, True)
+        return Record(label, role, (2, 2), dtype, abs_min, abs_max, True, None)
     counts = (int(isnan(abs_max)), int(abs_max == inf), 0, 0, 0, 4, (1, 0))
     health = TensorHealth(abs_min, abs_max, False, abs_min, 2.0, *counts)
     return Record(label, role, (2, 2), dtype, nan if isnan(abs_max) else abs_min, abs_max, False, health)

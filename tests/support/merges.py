@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanwatch.distributed.merge import Digest, Merged, Place
 from nanwatch.distributed.merge_pages import document
-from nanwatch.report.record import Frame, Record
+from nanwatch.records.record import Frame, Record
 from nanwatch.report.report import Report
 from nanwatch.util.job import Attempt
 from support.sightings import finding
@@ -67,10 +67,10 @@ def report(rank: int, *, num_frames: int = 21, low: int = -1) -> Report:
     frames = []
     for i in range(num_frames):
         records = (
-            Record("weight", "weight", (64, 64), "float16", 1e-4, 0.5 + i / 64, True),
-            Record("bias", "weight", (64,), "float16", 1e-4, 0.25, True),
-            Record("input[0]", "input", (8, 64), "float16", 1e-3, made, True),
-            Record("output", "output", (8, 64), "float16", 1e-3, made, True),
+            Record("weight", "weight", (64, 64), "float16", 1e-4, 0.5 + i / 64, True, None),
+            Record("bias", "weight", (64,), "float16", 1e-4, 0.25, True, None),
+            Record("input[0]", "input", (8, 64), "float16", 1e-3, made, True, None),
+            Record("output", "output", (8, 64), "float16", 1e-3, made, True, None),
         )
         frames.append(Frame(7, f"layers.{i // 4}.part.{i % 4}", "Linear", records))
     return Report(tuple(frames), None, 7, rank)

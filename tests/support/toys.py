@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.report.record import Record
+from nanwatch.records.record import Record
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import Watch, watch
 

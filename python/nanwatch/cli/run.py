@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from ..records.record import SKIPPED_STEP
 from ..report import text
-from ..report.record import SKIPPED_STEP
 from ..report.report import BatchLimitError, NonFiniteError, Report
 from ..session.api import DeferredWatch, Watch, watch
 from ..session.options import Options

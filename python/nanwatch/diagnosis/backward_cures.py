@@ -20,8 +20,9 @@ from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import unwrapped
 from ..numerics.formats import limits
 from ..precision.precision import run_in_fp32
+from ..records.headroom import least_bits
+from ..records.record import Record
 from ..report.finding import Cure, working_first
-from ..report.record import Record, least_bits
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
 from .experiment import (

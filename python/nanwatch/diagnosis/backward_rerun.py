@@ -23,8 +23,8 @@ from ..instrumentation.functions import find_called
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import module_names
 from ..recording.observe import observe
+from ..records.record import Frame
 from ..report.finding import Finding, value_of
-from ..report.record import Frame, is_fault, to_record
 from ..util.visible import spell, suppressed
 from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
 from .diagnosis import Diagnosis, Place, bad_rows
@@ -150,7 +150,7 @@ def read_graph(finding: Finding, call: BackwardCall) -> Finding:
 def loss_value(call: BackwardCall) -> Any:
     """Return which non-finite values the tensors hold that the backward began at; None for finite ones."""
     rows = [observe(x.detach(), "output", "output") for x in call.roots]
-    return next((value_of(to_record(row)) for row in rows if is_fault(row)), None)
+    return next((value_of(row) for row in rows if row.is_fault), None)
 
 
 def _is_whole_power(node: Any) -> bool:

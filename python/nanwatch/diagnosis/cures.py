@@ -16,8 +16,9 @@ from ..numerics.formats import limits
 from ..precision.casting import NARROW, cast
 from ..precision.precision import run_in_fp32
 from ..recording.walk import call_leaves
+from ..records.headroom import NEAR_FACTOR, is_near_end, least_bits
+from ..records.record import Record
 from ..report.finding import Cure, Finding, working_first
-from ..report.record import NEAR_FACTOR, Row, is_fault, is_near_end, least_bits, to_record
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, is_narrow, may_be_narrow, no_second_run
 from .experiment import (
@@ -115,7 +116,7 @@ class _Search:
         """Try one after the other, the smallest change first."""
         if self.finding.transient is None or not may_be_narrow(self.snapshot, self.finding):
             self.seen = self._run()
-            if not any(map(is_fault, self._records(self.seen))):
+            if not any(row.is_fault for row in self._records(self.seen)):
                 error = self.seen.error
                 self.remarks.append(
                     f"no cure was tried: the batch, run again, raised {spell(error)}" if error else _NOT_BACK
@@ -319,7 +320,7 @@ class _Search:
         """
         rows = self._records(experiment)
         rows += experiment.outputs(changed)
-        return least_bits(map(to_record, rows))
+        return least_bits(rows)
 
     def _excused(self) -> set[tuple[str, str]]:
         """Return the records that were non-finite before the finding: infinities that are meant."""
@@ -327,10 +328,10 @@ class _Search:
         for call in self.seen.calls:
             if call.name == self.finding.module:
                 break
-            excused |= {(call.name, row.label) for row in call.rows if is_fault(row)}
+            excused |= {(call.name, row.label) for row in call.rows if row.is_fault}
         return excused
 
-    def _records(self, experiment: Experiment) -> list[Row]:
+    def _records(self, experiment: Experiment) -> list[Record]:
         return experiment.rows(self.finding.module, self.finding.label)
 
     # Facts that need no run

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics import _reference
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
+from ..records.record import Record
 from ..report.finding import Finding, Value
 from ..report.histogram import StoredHistogram
-from ..report.record import Record
 
 if TYPE_CHECKING:
     from .experiment import BackwardStart

@@ -21,7 +21,7 @@ from ..precision.casting import NARROW, autocast_kinds, first_float, replaced
 from ..recording.notes import MaskedScores, masked_scores
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
-from ..report.record import Record, Row, is_fault, to_record
+from ..records.record import Record
 from .batch_snapshot import BatchSnapshot
 
 # `allows(name, module)` is True where infinities in this module are meant, or the scores of a softmax that are.
@@ -53,7 +53,7 @@ class Call:
     """One module call: its rows (inputs, outputs), the first floating-point dtype given, autocast's where it was on."""
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[Record, ...]
     given: torch.dtype | None
     autocast: torch.dtype | None
 
@@ -65,29 +65,29 @@ class Experiment:
     calls: list[Call] = field(default_factory=list)
     error: Exception | None = None
     # Gradients that were not finite in a backward of the run.
-    bad_gradients: list[Row] = field(default_factory=list)
+    bad_gradients: list[Record] = field(default_factory=list)
     # Copies of the tensors that the run was asked to keep, one for each call that had one.
     kept: list[Tensor] = field(default_factory=list)
 
-    def rows(self, name: str, label: str) -> list[Row]:
+    def rows(self, name: str, label: str) -> list[Record]:
         """Return the rows of that label in all calls of that module."""
         return [row for call in self.calls if call.name == name for row in call.rows if row.label == label]
 
-    def outputs(self, name: str | None) -> list[Row]:
+    def outputs(self, name: str | None) -> list[Record]:
         """Return the rows of all outputs of that module."""
         return [row for call in self.calls if call.name == name for row in call.rows if row.role == "output"]
 
     def nonfinite(self) -> Iterator[tuple[str, str]]:
         """Return `(module, label)` of each row that is non-finite and should not be."""
         for call in self.calls:
-            yield from ((call.name, row.label) for row in call.rows if is_fault(row))
+            yield from ((call.name, row.label) for row in call.rows if row.is_fault)
 
     def keep_gradients(self, _: Any) -> Callable[[Sequence[Tensor | None], Any], None]:
         """Return a hook of a node of the graph, which keeps the bad gradients that the node makes."""
 
         def look(made: Sequence[Tensor | None], _: Any) -> None:
             rows = [observe(x, "gradient", "gradient") for x in made if x is not None]
-            self.bad_gradients += filter(is_fault, rows)
+            self.bad_gradients += (row for row in rows if row.is_fault)
 
         return look
 
@@ -166,7 +166,7 @@ def run(
 
 def gradient_record(x: Tensor, label: str) -> Record:
     """Return the record of a gradient."""
-    return to_record(observe(x, label, "gradient"))
+    return observe(x, label, "gradient")
 
 
 def with_leaves(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, list[Tensor]]:

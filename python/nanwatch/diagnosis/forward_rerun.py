@@ -19,9 +19,9 @@ from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import name_of, unwrapped
 from ..recording.observe import histogram_of, observe
 from ..recording.walk import Leaf, call_leaves, leaves
+from ..records.record import Record
 from ..report.finding import Finding, value_of
 from ..report.histogram import StoredHistogram
-from ..report.record import Record, to_record
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
 from .diagnosis import Call, Diagnosis, bad_rows, describe
@@ -63,7 +63,7 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Dia
     nonfinite = [
         (label, x)
         for label, x in call_leaves(snapshot.args, snapshot.kwargs)
-        if isinstance(x, Tensor) and to_record(observe(x, label, "input")).is_fault
+        if isinstance(x, Tensor) and observe(x, label, "input").is_fault
     ]
     remarks = []
     for label, x in nonfinite:
@@ -273,7 +273,7 @@ class _CallProbe:
             for label, x in given:
                 if label != self.finding.label or not isinstance(x, Tensor):
                     continue
-                record = to_record(observe(x, label, "output" if self._is_producer else "input"))
+                record = observe(x, label, "output" if self._is_producer else "input")
                 # Where infinities are allowed, earlier calls may have had some.
                 if record.is_fault and ("nan" not in self.finding.value or "nan" in value_of(record)):
                     self.found = self._settled(x, record, guilty)

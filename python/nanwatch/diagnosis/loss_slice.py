@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..recording.observe import observe
 from ..recording.walk import leaves
-from ..report.record import is_fault
 from .outside import in_child
 from .patching.code_swap import called_name, names_in, node_of, path_to
 from .patching.source import FunctionNode, SourceFile
@@ -158,7 +157,7 @@ class _Slice:
         if any(x.grad_fn is not None and self._is_behind(x.grad_fn) for x in tensors):
             return True
         return self._follows_bad and any(
-            not x.requires_grad and is_fault(observe(x, "", "output")) for x in tensors
+            not x.requires_grad and observe(x, "", "output").is_fault for x in tensors
         )
 
     def _block(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:

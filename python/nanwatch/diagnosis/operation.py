@@ -6,7 +6,7 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,8 +20,9 @@ from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain, local_shard
 from ..recording.observe import histogram_of, observe, read
 from ..recording.walk import leaves
+from ..records.headroom import is_normal
+from ..records.record import Record
 from ..report.histogram import StoredHistogram
-from ..report.record import Record, Row, is_normal, to_record
 
 # In-place operations that do not look at what was there before.
 _OVERWRITING = frozenset(
@@ -101,7 +102,7 @@ class Operands(NamedTuple):
     """The operands of a call: its tensors and a row for each, and its numbers by name."""
 
     tensors: list[Tensor]
-    rows: list[Row]
+    rows: list[Record]
     numbers: list[tuple[str, float]]
     zero_one: bool
     """Whether a logarithm was given zeros and ones, and nothing else."""
@@ -138,12 +139,11 @@ class Operands(NamedTuple):
         """
         gone = _memory(written)
         found = []
-        for x, row in zip(self.tensors, self.rows, strict=True):
-            record = to_record(row)
+        for x, record in zip(self.tensors, self.rows, strict=True):
             ends = limits(record.dtype)
             is_small = ends is not None and record.isfinite is True and not is_normal(record.abs_min, ends)
             if is_small and is_plain(x) and x.untyped_storage()._cdata not in gone:
-                record = replace(record, health=tensor_health(x))
+                record = record._replace(health=tensor_health(x))
             found.append(record)
         return tuple(found)
 

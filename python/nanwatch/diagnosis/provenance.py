@@ -22,8 +22,8 @@ from ..numerics import _reference
 from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain, only_our_dispatch
 from ..recording.observe import read
+from ..records.record import MASK, Record
 from ..report.histogram import StoredHistogram
-from ..report.record import MASK, Record
 from ..util.visible import spell
 from .diagnosis import BadRows, Place, bad_rows
 from .operation import Operands, Operation, StorageWriteLog, operation_of

@@ -14,8 +14,9 @@ from statistics import median_low
 from sys import intern
 from typing import NamedTuple
 
+from ..records.headroom import by_module
+from ..records.record import Record
 from ..report.finding import Finding, RankObservation, earliest
-from ..report.record import Record, by_module
 from ..report.report import Report
 from ..report.spike import SpikeReport, read_saved
 from ..util import reading

@@ -23,8 +23,8 @@ from ..instrumentation.wrapped_names import is_recorded, module_names, original_
 from ..numerics.formats import TensorHealth
 from ..numerics.ranges import abs_range, tensor_health
 from ..recording.observe import observe, own_tensors
+from ..records.record import NONE, NOT_A_TENSOR, Frame, Record, Role, is_excused
 from ..report import text
-from ..report.record import NONE, NOT_A_TENSOR, FrameRows, Role, Row, is_excused, to_record
 from ..report.report import BatchLimitError, NonFiniteError
 from ..session.options import MAX_BATCH, Options, whole
 from ..session.watch import Watch
@@ -48,23 +48,23 @@ class _Call(NamedTuple):
     recorded: str
     number: int
     kinds: tuple[Any, Any]
-    rows: list[Row]
+    rows: list[Record]
 
-    def shown(self, frame: FrameRows) -> list[Row]:
+    def shown(self, frame: Frame) -> list[Record]:
         """Return the rows that the original prints, of all in the frame."""
-        rows = [row for row in frame.rows if row.role == "weight"]
-        read = {(row.role, row.label): row for row in reversed(frame.rows)}
+        rows = [row for row in frame.records if row.role == "weight"]
+        read = {(row.role, row.label): row for row in reversed(frame.records)}
         for kind, label, role in _values(*self.kinds):
             note = NONE if kind is type(None) else NOT_A_TENSOR
             row = read.get((role, label)) if issubclass(kind, Tensor) else None
-            rows.append(row or Row(label, role, None, "", None, None, None, None, note))
+            rows.append(row or Record(label, role, None, "", None, None, None, None, note))
         return rows
 
-    def text(self, rows: list[Row]) -> str:
+    def text(self, rows: list[Record]) -> str:
         """Return the lines of the call, with the header above it."""
         plain = [row._replace(note="") if is_excused(row.note) else row for row in rows]
         lines = [*self.header, text.frame_line(self.name, self.class_name)]
-        return "\n".join(lines + [text.record_line(to_record(row)) for row in plain])
+        return "\n".join(lines + [text.record_line(row) for row in plain])
 
 
 class _DebugWatch(Watch):
@@ -73,7 +73,7 @@ class _DebugWatch(Watch):
     # Weak: the wrappers in the slot hold this, and must not hold the model.
     debug: ref[DebugUnderflowOverflow]
 
-    def on_nonfinite(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
+    def on_nonfinite(self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """Print the frames and raise, unless the original would see nothing in this call."""
         debug = self.debug()
         if debug is not None and debug._detects(frame):
@@ -215,7 +215,7 @@ class DebugUnderflowOverflow:
         self.total_calls += 1
         is_traced = batch in self.trace_batch_nums
         recorded = None if is_traced else self._recorded.get(module)
-        rows: list[Row] = []
+        rows: list[Record] = []
         if recorded is None:
             rows = [observe(x, name, "weight") for name, x in own_tensors(module._parameters)]
             rows += [observe(x, label, role) for x, label, role in _values(args, output)]
@@ -236,7 +236,7 @@ class DebugUnderflowOverflow:
             self.batch_number += 1
             self._header += text.batch_lines(self.batch_number)
 
-    def _detects(self, frame: FrameRows) -> bool:
+    def _detects(self, frame: Frame) -> bool:
         """Print the saved frames if the original sees a non-finite value in this one, and return whether it does."""
         calls = (one for one in (self._latest, *reversed(self._saved)) if one is not None)
         call = next((one for one in calls if one.recorded == frame.name), None)
@@ -284,7 +284,7 @@ def detect_overflow(var: Tensor, ctx: str) -> bool:
     return _print_kind(ctx, tensor_health(parts))
 
 
-def _print_kinds(rows: list[Row]) -> bool:
+def _print_kinds(rows: list[Record]) -> bool:
     """Print the kinds of non-finite value that these rows hold. Return whether there is one."""
     found = [(row.label, row.health) for row in rows if row.isfinite is False and row.health is not None]
     for label, health in found:

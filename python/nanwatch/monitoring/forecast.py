@@ -16,7 +16,7 @@ import numpy as np
 
 from ..numerics.formats import limits
 from ..recording.events import PeakName
-from ..report.record import FORECAST, FrameRows, event_rows
+from ..records.record import FORECAST, Frame, event_frame
 from ..util.visible import module_name, visible
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
@@ -74,9 +74,9 @@ class Forecast:
             text += f"; replaces the forecast of batch {self.replaces:,}"
         return visible(text)
 
-    def rows(self, batch: int) -> FrameRows:
+    def rows(self, batch: int) -> Frame:
         """Return the frame that stands for the forecast in a trace, in the batch that it was made in."""
-        return event_rows(batch, self.module, self.label, type(self).__name__, f"{FORECAST}{self}")
+        return event_frame(batch, self.module, self.label, type(self).__name__, f"{FORECAST}{self}")
 
 
 @cache

@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from ..recording.events import Event, PeakName, Recorder
+from ..records.headroom import headroom_bits
+from ..records.record import Frame, Record
 from ..report.finding import Finding
-from ..report.record import FrameRows, Row, headroom_bits, to_record
 from ..report.text import summary
 from ..util.modules import each_module
 from ..util.visible import spell, visible, warn_user
@@ -53,7 +54,7 @@ class Monitor:
         forecasts: bool,
         log_to: Any,
         log_every: int,
-        note: Callable[[FrameRows], None] | None = None,
+        note: Callable[[Frame], None] | None = None,
     ) -> None:
         self._note = note
         # Gets the peaks of each batch.
@@ -76,7 +77,7 @@ class Monitor:
         """Return whether the monitor needs the ends of batches."""
         return self._forecaster is not None or self._log is not None or self.spikes is not None
 
-    def add(self, frame: FrameRows) -> None:
+    def add(self, frame: Frame) -> None:
         """Take a frame from the recorder."""
         if self._log is not None and self._frames.active and self._log.is_due(frame.batch):
             self._log.add(frame)
@@ -154,11 +155,11 @@ class BatchLog:
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
-        self._largest: dict[tuple[str, str, str], tuple[float, Row]] = {}
+        self._largest: dict[tuple[str, str, str], tuple[float, Record]] = {}
 
-    def add(self, frame: FrameRows) -> None:
+    def add(self, frame: Frame) -> None:
         """Take a frame of this batch."""
-        for row in frame.rows:
+        for row in frame.records:
             abs_max = row.abs_max
             # Finite complex numbers may have a modulus that is too large for a float.
             if abs_max and row.isfinite and row.role != "input" and abs_max != inf:
@@ -175,7 +176,7 @@ class BatchLog:
         """
         least: dict[str, tuple[float, str, str]] = {}
         for (module, label, dtype), (_, row) in self._largest.items():
-            bits = headroom_bits(to_record(row))
+            bits = headroom_bits(row)
             if bits is not None and bits < least.get(module, (inf,))[0]:
                 least[module] = (bits, label, dtype)
         return dict(sorted(least.items(), key=lambda item: item[1][0]))
@@ -255,7 +256,7 @@ class Log:
         """Return whether the frames of this batch are wanted."""
         return self._backend is not None and self._has_time and batch >= self._next
 
-    def add(self, frame: FrameRows) -> None:
+    def add(self, frame: Frame) -> None:
         """Take a frame of the batch that is under way; those of one that went wrong are dropped with the next."""
         # Each thread adds to what is of its own batch, and no other is read at that batch's end.
         own = self._batch

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..recording.events import PeakName
 from ..recording.observe import observe, past_torch_function
-from ..report.record import Frame
+from ..records.record import Frame
 from ..report.report import Suspect
 from ..util.modules import each_parameter
 from ..util.visible import suppressed

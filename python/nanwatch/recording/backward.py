@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..records.record import Frame, Phase, Record, Role
 from ..report.finding import Finding, OriginKind, finding_of
-from ..report.record import FrameRows, Phase, Role, Row, is_fault, to_record
 from .events import Arrival, BackwardCall, Event, RecorderEvents, Subscriptions
 from .frame_ring import FrameRing, PeakMagnitudes
 from .observe import past_torch_function
@@ -28,7 +28,7 @@ class NonFiniteBackward:
     """The finding of a backward and the frames that it had up to there."""
 
     finding: Finding
-    frames: tuple[FrameRows, ...]
+    frames: tuple[Frame, ...]
 
 
 def find_in_backward(
@@ -39,7 +39,7 @@ def find_in_backward(
     `calls` are in the order of their frames, `arrivals` in the order in which they came. The finding's sequence is the
     place among the calls of its batch.
     """
-    bad = [one for one in arrivals if is_fault(_row(calls, one))]
+    bad = [one for one in arrivals if _row(calls, one).is_fault]
     if not bad:
         return None
     now = [one for one in bad if one.time == bad[0].time]
@@ -50,8 +50,8 @@ def find_in_backward(
     first = min(makers or now, key=lambda one: (calls[one.call].number, one.part != "output"))
     around = None if makers else _around(calls, arrivals, first)
     source = None if around is None else calls[around].frame.name
-    frame = calls[first.call].frame.to_frame()
-    record = to_record(_row(calls, first))
+    frame = calls[first.call].frame
+    record = _row(calls, first)
     sequence = sum(call.frame.batch == frame.batch for call in calls[: first.call])
     finding = finding_of(frame, record, origin, source, rank, sequence)
     remarks = _remarks(calls, arrivals, now, first)
@@ -60,12 +60,12 @@ def find_in_backward(
         # The frame of the module around keeps the gradients that came before this one: only they led here.
         early = [one.row for one in arrivals if one.call == around and one.time < first.time]
         frame_around = calls[around].frame
-        frames.insert(-1, frame_around._replace(rows=[frame_around.rows[row] for row in early]))
+        frames.insert(-1, frame_around._replace(records=tuple(frame_around.records[row] for row in early)))
     return NonFiniteBackward(replace(finding, remarks=remarks), tuple(frames))
 
 
-def _row(calls: Sequence[BackwardCall], arrival: Arrival) -> Row:
-    return calls[arrival.call].frame.rows[arrival.row]
+def _row(calls: Sequence[BackwardCall], arrival: Arrival) -> Record:
+    return calls[arrival.call].frame.records[arrival.row]
 
 
 def _was_reached(arrivals: Sequence[Arrival], call: int, time: int) -> bool:
@@ -168,8 +168,8 @@ class RecordsBackwards(ABC):
             self._gradients.sums_may_overflow = False
             self._gradients.sums_looked_at += 1
 
-    def add_frame(self, batch: int, node: int, rows: list[Row]) -> None:
-        frame = FrameRows(batch, self._nodes[node].name, self._nodes[node].class_name, rows, False, "step")
+    def add_frame(self, batch: int, node: int, rows: list[Record]) -> None:
+        frame = Frame(batch, self._nodes[node].name, self._nodes[node].class_name, tuple(rows), "step")
         with self.lock:
             self._frames.append(frame)
             self._add(frames=1)
@@ -178,8 +178,10 @@ class RecordsBackwards(ABC):
         with self.lock:
             for i, frame in enumerate(list(self._frames)):
                 if frame.phase == "backward" and frame.batch in batches:
-                    rows = [row._replace(note=note) if row.isfinite is False else row for row in frame.rows]
-                    self._frames[i] = frame._replace(rows=rows)
+                    rows = [
+                        row._replace(note=note) if row.isfinite is False else row for row in frame.records
+                    ]
+                    self._frames[i] = frame._replace(records=tuple(rows))
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
         if self._gradients is not None:
@@ -187,7 +189,7 @@ class RecordsBackwards(ABC):
             self._gradients = None
 
     def _keep_backward(
-        self, calls: list[Any], rows: list[list[Row]], arrivals: list[Arrival], is_nonfinite: bool
+        self, calls: list[Any], rows: list[list[Record]], arrivals: list[Arrival], is_nonfinite: bool
     ) -> None:
         gradients = self._gradients
         if self.paused or gradients is None:
@@ -200,7 +202,7 @@ class RecordsBackwards(ABC):
                 self._gradient_peaks.add_gradient(call.batch, call.name, rows[one.call][one.row])
         phase: Phase = "backward"
         frames = [
-            FrameRows(one.batch, one.name, one.class_name, own, one.recomputed, phase)
+            Frame(one.batch, one.name, one.class_name, tuple(own), phase, one.recomputed)
             for one, own in zip(calls, rows, strict=True)
         ]
         try:

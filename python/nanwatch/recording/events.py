@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..report.record import FrameRows, Row
+    from ..records.record import Frame, Record
     from .notes import MaskedScores
 
 PeakName: TypeAlias = tuple[str, str, str]  # module, label, dtype
@@ -70,7 +70,7 @@ class BackwardCall(NamedTuple):
     Calls are numbered in the order in which they end in the forward, so children come before their parents.
     """
 
-    frame: FrameRows
+    frame: Frame
     caller: str | None
     number: int
 
@@ -103,10 +103,10 @@ class RecorderEvents(Protocol):
         gradient of it can come any more, as far as it follows gradients. It releases the answer in any thread.
         """
 
-    def on_frame(self, frame: FrameRows) -> None:
+    def on_frame(self, frame: Frame) -> None:
         """Handle a recorded call. Called for traced batches, and for all with a subscription to FRAME."""
 
-    def on_nonfinite(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
+    def on_nonfinite(self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """Handle a call that held a non-finite value.
 
         `caller` is the watched module that made the call. `args` and `kwargs` (or None) are the outermost call's.
@@ -135,9 +135,7 @@ class RecorderEvents(Protocol):
     def on_backward_pending(self) -> object:
         """Handle the end of a backward with pending rows, its own or its forward's. The recorder keeps the answer."""
 
-    def on_pending_nonfinite(
-        self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool
-    ) -> None:
+    def on_pending_nonfinite(self, frame: Frame, caller: str | None, given: Frame, is_left: bool) -> None:
         """Handle a non-finite value like `on_nonfinite`, when the rows of the batch have completed.
 
         `given` are the batch's arguments at its end. `is_left`: this thread has left the batch, and
@@ -183,10 +181,10 @@ class Recorder(Protocol):
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
         """Return a number for a module, for its WatchedCall; or for an optimizer."""
 
-    def frames(self) -> list[FrameRows]:
+    def frames(self) -> list[Frame]:
         """Return the latest frames, oldest first."""
 
-    def frames_since(self, kept: int, /) -> tuple[int, list[FrameRows]]:
+    def frames_since(self, kept: int, /) -> tuple[int, list[Frame]]:
         """Return `frames_kept`, and the latest frames after the first `kept`, both at one moment."""
 
     def frames_of_batch(self, batch: int, /) -> int | None:
@@ -217,7 +215,7 @@ class Recorder(Protocol):
     def forget_gradient_sums(self) -> None:
         """Start the sums anew, after somebody has read them."""
 
-    def add_frame(self, batch: int, node: int, rows: list[Row]) -> None:
+    def add_frame(self, batch: int, node: int, rows: list[Record]) -> None:
         """Keep a frame of an optimizer's step."""
 
     def call_under_way(self) -> tuple[int, str, str] | None:
@@ -232,7 +230,7 @@ class Recorder(Protocol):
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
         """Look at no more gradients, and take the hooks off the leaves."""
 
-    def pending_frames(self) -> list[FrameRows]:
+    def pending_frames(self) -> list[Frame]:
         """Return complete frames that wait to be reported with the rest of their batch, oldest first."""
 
     def poll(self, wait: bool) -> None:

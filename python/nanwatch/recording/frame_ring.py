@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from ..numerics.formats import limits
-from ..report.record import FrameRows, Row, is_excused
+from ..records.record import Frame, Record, is_excused
 from .events import PeakName
 
 _BATCHES = 16  # more than one is under way where several threads call the model
@@ -15,7 +15,7 @@ _BATCHES = 16  # more than one is under way where several threads call the model
 MAX_PEAKS = 1 << 16
 
 
-class FrameRing(deque[FrameRows]):
+class FrameRing(deque[Frame]):
     """A deque that drops the oldest frame for a new one, and counts also what it has dropped."""
 
     def __init__(self, max_frames: int) -> None:
@@ -23,7 +23,7 @@ class FrameRing(deque[FrameRows]):
         self._counts: dict[int, int] = {}
         self._forgotten = -2  # the latest batch that is counted no more
 
-    def append(self, frame: FrameRows) -> None:
+    def append(self, frame: Frame) -> None:
         """Keep the frame and count it."""
         super().append(frame)
         if frame.batch not in self._counts:
@@ -36,7 +36,7 @@ class FrameRing(deque[FrameRows]):
             self._counts[frame.batch] = 0
         self._counts[frame.batch] += 1
 
-    def extend(self, frames: Iterable[FrameRows]) -> None:
+    def extend(self, frames: Iterable[Frame]) -> None:
         """Keep and count these frames."""
         for frame in frames:
             self.append(frame)
@@ -58,7 +58,7 @@ class PeakMagnitudes:
         self._values = array("d")
         self._batch = -1
 
-    def add(self, frame: FrameRows, with_inputs: bool = False) -> None:
+    def add(self, frame: Frame, with_inputs: bool = False) -> None:
         """Take a frame of the batch under way. A frame of another batch drops what was taken before.
 
         An input counts at the module that made it, unless `with_inputs`. A non-finite value counts in the report. A
@@ -68,16 +68,16 @@ class PeakMagnitudes:
             return
         if frame.batch != self._batch:
             self._begin(frame.batch)
-        for row in frame.rows:
+        for row in frame.records:
             if with_inputs or row.role != "input":
                 self._raise(frame.name, row)
 
-    def add_gradient(self, batch: int, name: str, row: Row) -> None:
+    def add_gradient(self, batch: int, name: str, row: Record) -> None:
         """Take a gradient of a call of the module of this name; those of earlier batches stay until they are taken."""
         self._batch = max(self._batch, batch)
         self._raise(name, row)
 
-    def _raise(self, module: str, row: Row) -> None:
+    def _raise(self, module: str, row: Record) -> None:
         if row.abs_max is None or not row.isfinite or is_excused(row.note):
             return
         name = (module, row.label, row.dtype)

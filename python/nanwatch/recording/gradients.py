@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..report.record import Row, is_fault
+from ..records.record import Record
 from ..util.job import rank_and_world_size
 from .events import Arrival, Part
 from .observe import Observe, past_torch_function
@@ -65,15 +65,15 @@ class _RecentGradients:
     """
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[_GradientState, Row, object]] = deque(maxlen=_KEPT)
+        self._kept: deque[tuple[_GradientState, Record, object]] = deque(maxlen=_KEPT)
 
-    def find(self, state: _GradientState) -> Row | None:
+    def find(self, state: _GradientState) -> Record | None:
         """Return the row that a gradient in this state was kept with, or None."""
         if not state.is_lasting:
             return None
         return next((row for kept, row, _ in self._kept if kept == state), None)
 
-    def keep(self, x: Tensor, state: _GradientState, row: Row) -> None:
+    def keep(self, x: Tensor, state: _GradientState, row: Record) -> None:
         """Keep the row of a gradient whose state is lasting."""
         held = torch._C._WeakTensorRef(x), StorageWeakRef(x.untyped_storage())  # type: ignore[attr-defined]
         self._kept.append((state, row, held))
@@ -99,10 +99,10 @@ class _Call:
 class _Backward:
     """The gradients that came in one run of the autograd engine."""
 
-    arrivals: list[tuple[_Call, Part, int, Row]] = field(default_factory=list)
+    arrivals: list[tuple[_Call, Part, int, Record]] = field(default_factory=list)
     times: int = 0
     # Place, state and row of the latest gradient: the users of a place come one directly after the other.
-    latest: tuple[tuple[Any, ...], _GradientState, Row] | None = None
+    latest: tuple[tuple[Any, ...], _GradientState, Record] | None = None
     recent: _RecentGradients = field(default_factory=_RecentGradients)
     is_nonfinite: bool = False
     is_over: bool = False
@@ -113,7 +113,7 @@ class _Backward:
         """Return whether the latest gradient was this one, at this very place."""
         return self.latest is not None and self.latest[:2] == (place, state)
 
-    def find(self, place: tuple[Any, ...], state: _GradientState) -> Row | None:
+    def find(self, place: tuple[Any, ...], state: _GradientState) -> Record | None:
         """Return the row of a gradient that comes now, None where it has to be read."""
         if state.version is None:
             return None
@@ -205,7 +205,7 @@ class PythonGradients:
         row = known or self._observe(gradient, "", "gradient", batch=users[0][0].batch)
         with self._lock:
             backward.latest = (place, state, row)
-            backward.is_nonfinite = backward.is_nonfinite or is_fault(row)
+            backward.is_nonfinite = backward.is_nonfinite or row.is_fault
             for call, part, label in users:
                 if part == "output":
                     call.backward = task
@@ -279,7 +279,7 @@ class PythonGradients:
         backward.recent.clear()
         calls = _in_order([call for call, *_ in backward.arrivals])
         position = {id(call): i for i, call in enumerate(calls)}
-        rows: list[list[Row]] = [[] for _ in calls]
+        rows: list[list[Record]] = [[] for _ in calls]
         arrivals = []
         for call, part, time, row in backward.arrivals:
             own = rows[position[id(call)]]

@@ -17,13 +17,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics._reference import without_repeats
 from ..numerics.readable import local_shard, only_our_dispatch
-from ..report.record import LOCAL_SHARD, MeshPlace, Placement
+from ..records.record import LOCAL_SHARD, MeshPlace, Placement
 from ..util.modules import each_module
 from ..util.visible import suppressed
 
 if TYPE_CHECKING:
     from ..numerics.formats import TensorHealth
-    from ..report.record import Role, Row
+    from ..records.record import Record, Role
 
 # A model has some hundred placements, and each is asked for in every batch: computing one takes 20 times the look-up.
 _MAX_KNOWN = 4096
@@ -223,7 +223,7 @@ def _has_only_neginf(health: TensorHealth) -> bool:
 # Additive attention masks.
 
 
-def may_be_finite_mask(x: Tensor, row: Row) -> bool:
+def may_be_finite_mask(x: Tensor, row: Record) -> bool:
     """Return whether the range is that of an additive mask made with the dtype's minimum in place of -inf."""
     return (
         row.role in ("input", "buffer") and _masks_with_lowest(x.dtype) and row.abs_max == _largest(x.dtype)

@@ -23,8 +23,8 @@ from ..numerics.ranges import (
     tensor_health,
 )
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
+from ..records.record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Record, Role
 from ..report.histogram import StoredHistogram
-from ..report.record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Role, Row
 from ..util.visible import suppressed
 from .events import Settings
 from .notes import MaskedScores, are_masked, is_mask, may_be_finite_mask, shard_note
@@ -74,11 +74,11 @@ _VALUES: dict[str, Any] = {"n": None, "x": 0}
 
 def planned_rows(
     plan: str, tensors: Sequence[Tensor], allow_inf: bool | MaskedScores, observe: Observe
-) -> tuple[str, list[Row], list[tuple[Role, str, Tensor]]]:
+) -> tuple[str, list[Record], list[tuple[Role, str, Tensor]]]:
     """Return class, rows and tensors of a call in compiled code. call_recorder_compiled.cpp explains plans."""
     class_name, *lines = plan.split("\n")
     left, own = iter(tensors), set()
-    rows: list[Row] = []
+    rows: list[Record] = []
     read: list[tuple[Role, str, Tensor]] = []
     for line in lines:
         role, kind = _ROLES[line[0]], line[1]
@@ -113,7 +113,7 @@ class Observe(Protocol):
         role: Role,
         allow_inf: bool | MaskedScores = False,
         batch: int | None = None,
-    ) -> Row: ...
+    ) -> Record: ...
 
 
 class Extras(Protocol):
@@ -145,7 +145,7 @@ def observe(
     batch: int | None = None,
     *,
     wanted: Extras = _NOTHING,
-) -> Row:
+) -> Record:
     """Return the row of `value`: its range when it is a tensor that can be read, else the note with the reason.
 
     Never raises, builds no graph, and calls no function or dispatch mode of the user's. A non-finite tensor, or one
@@ -168,7 +168,7 @@ def _is_due(batch: int | None, every: int) -> bool:
     return every > 0 and batch is not None and batch % every == 0
 
 
-def read(value: Any, label: str, role: Role) -> Row:
+def read(value: Any, label: str, role: Role) -> Record:
     """Return the row of `value` like `observe`, without the second read."""
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
@@ -176,13 +176,13 @@ def read(value: Any, label: str, role: Role) -> Row:
         return _read(value, label, role)
 
 
-class SketchedRow(Row):
-    """Row of an output with its sketch, until somebody takes it."""
+class SketchedRow(Record):
+    """Record of an output with its sketch, until somebody takes it."""
 
     sketch: bytes
 
 
-def take_sketch(row: Row) -> bytes | None:
+def take_sketch(row: Record) -> bytes | None:
     """Return the sketch of a row, None where there is none, and remove it.
 
     The recorder's ring keeps the row for as long as a thousand further calls, and a sketch is up to 512 KiB.
@@ -190,12 +190,12 @@ def take_sketch(row: Row) -> bytes | None:
     return vars(row).pop("sketch", None) if isinstance(row, SketchedRow) else None
 
 
-def sketch_bytes(row: Row) -> int:
+def sketch_bytes(row: Record) -> int:
     """Return the size of the sketch that the row has."""
     return len(vars(row).get("sketch", b"")) if isinstance(row, SketchedRow) else 0
 
 
-def _sketched(x: Tensor, row: Row) -> Row:
+def _sketched(x: Tensor, row: Record) -> Record:
     try:
         local = local_shard(x)
         x = x if local is None else local
@@ -229,14 +229,16 @@ def _sketch_of(x: Tensor) -> bytes:
     return found
 
 
-def _no_tensor(value: Any, label: str, role: Role) -> Row:
+def _no_tensor(value: Any, label: str, role: Role) -> Record:
     if isinstance(value, Unwalked):
         return _unchecked(label, role, None, "", value)
     note = NONE if value is None else NOT_A_TENSOR
-    return Row(label, role, None, "", None, None, None, None, note)
+    return Record(label, role, None, "", None, None, None, None, note)
 
 
-def _read(value: Tensor, label: str, role: Role, fingerprints: bool = False, statistics: bool = False) -> Row:
+def _read(
+    value: Tensor, label: str, role: Role, fingerprints: bool = False, statistics: bool = False
+) -> Record:
     # Any attribute of a tensor may raise: that of a subclass is its own code, and a nested one has no shape.
     try:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and value.is_cuda:
@@ -249,7 +251,7 @@ def _read(value: Tensor, label: str, role: Role, fingerprints: bool = False, sta
             found = abs_range(value)
         # By name: importing DTensor where nobody uses it costs 0.3 s.
         note = shard_note(value) if type(value).__name__ == "DTensor" else ""
-        return Row(label, role, _shape(value), dtype_name(value), *found, None, note, bits, spread)
+        return Record(label, role, _shape(value), dtype_name(value), *found, None, note, bits, spread)
     except Exception as error:
         return _unread(value, label, role, error)
 
@@ -303,7 +305,7 @@ def histogram_of(x: Tensor, label: str) -> StoredHistogram | None:
         return None
 
 
-def _unread(x: Tensor, label: str, role: Role, error: Exception) -> Row:
+def _unread(x: Tensor, label: str, role: Role, error: Exception) -> Record:
     try:
         reason = unreadable(x)
     except Exception:
@@ -312,8 +314,8 @@ def _unread(x: Tensor, label: str, role: Role, error: Exception) -> Row:
     return _unchecked(label, role, _shape(x), dtype_name(x), reason or _words(error))
 
 
-def _unchecked(label: str, role: Role, shape: tuple[int, ...] | None, dtype: str, reason: str) -> Row:
-    return Row(label, role, shape, dtype, None, None, None, None, f"{NOT_CHECKED}: {reason}")
+def _unchecked(label: str, role: Role, shape: tuple[int, ...] | None, dtype: str, reason: str) -> Record:
+    return Record(label, role, shape, dtype, None, None, None, None, f"{NOT_CHECKED}: {reason}")
 
 
 def _words(error: Exception) -> str:
@@ -335,7 +337,7 @@ def _shape(x: Tensor) -> tuple[int, ...] | None:
         return None
 
 
-def _examine(x: Tensor, row: Row, allow_inf: bool | MaskedScores, counts: bool) -> Row:
+def _examine(x: Tensor, row: Record, allow_inf: bool | MaskedScores, counts: bool) -> Record:
     try:
         if row.isfinite is False or (row.abs_min == 0 and may_be_finite_mask(x, row)):
             health = tensor_health(x)
@@ -359,7 +361,7 @@ def _health_with_exponents(x: Tensor) -> TensorHealth:
     return health
 
 
-def _with_health(row: Row, health: TensorHealth, is_mask: bool, allow_inf: bool) -> Row:
+def _with_health(row: Record, health: TensorHealth, is_mask: bool, allow_inf: bool) -> Record:
     note = row.note
     if is_mask:
         note = MASK
@@ -376,7 +378,7 @@ def completed_row(
     dtype: str,
     values: list[float] | str,
     allow_inf: bool | MaskedScores,
-) -> Row:
+) -> Record:
     """Return the row of a tensor that a device has read, as `observe` would have made it.
 
     `values` are those of NanwatchRow (range_cuda.h): the range alone, or the health and the sign of a mask; or, as a
@@ -384,7 +386,7 @@ def completed_row(
     """
     if isinstance(values, str):
         return _unchecked(label, role, shape, dtype, values)
-    row = Row(label, role, shape, dtype, values[0], values[1], values[2] != 0, None, "")
+    row = Record(label, role, shape, dtype, values[0], values[1], values[2] != 0, None, "")
     if len(values) == 3:
         return row
     health = health_of(values[:11], shape)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics import _extension
-from ..report.record import NOT_CHECKED, FrameRows, Role, Row, is_fault
+from ..records.record import NOT_CHECKED, Frame, Record, Role
 from .backward import RecordsBackwards
 from .events import Event, PeakName, Recorder, RecorderEvents, Settings, Subscription, Subscriptions
 from .frame_ring import FrameRing, PeakMagnitudes
@@ -154,11 +154,11 @@ class PythonRecorder(RecordsBackwards):
     def frames_kept(self) -> int:
         return self.counters["frames"]
 
-    def frames(self) -> list[FrameRows]:
+    def frames(self) -> list[Frame]:
         with self.lock:
             return list(self._frames)
 
-    def frames_since(self, kept: int, /) -> tuple[int, list[FrameRows]]:
+    def frames_since(self, kept: int, /) -> tuple[int, list[Frame]]:
         with self.lock:
             new = self.frames_kept - kept
             return self.frames_kept, list(self._frames)[-new:] if new > 0 else []
@@ -178,7 +178,7 @@ class PythonRecorder(RecordsBackwards):
     def subscribe(self, events: int) -> Subscription:
         return self._subscriptions.add(events)
 
-    def pending_frames(self) -> list[FrameRows]:
+    def pending_frames(self) -> list[Frame]:
         """Return nothing: this recorder waits for each row."""
         return []
 
@@ -354,8 +354,10 @@ class PythonRecorder(RecordsBackwards):
             thread.held = self._events.on_batch_start(thread.batch, traced, module, args, kwargs or None)
         thread.given = (args, kwargs or None)
 
-    def _keep(self, thread: _Thread, name: str, class_name: str, rows: list[Row], caller: str | None) -> None:
-        frame = FrameRows(thread.batch, name, class_name, rows, thread.recomputed)
+    def _keep(
+        self, thread: _Thread, name: str, class_name: str, rows: list[Record], caller: str | None
+    ) -> None:
+        frame = Frame(thread.batch, name, class_name, tuple(rows), "forward", thread.recomputed)
         with self.lock:
             self._frames.append(frame)
             self._add(frames=1)
@@ -363,12 +365,12 @@ class PythonRecorder(RecordsBackwards):
                 self._peaks.add(frame, self.gathers_inputs)
         if self._subscriptions.has(Event.FRAME) or thread.batch in self._traced:
             self._events.on_frame(frame)
-        if any(map(is_fault, rows)):
+        if any(row.is_fault for row in rows):
             self._events.on_nonfinite(frame, caller, *thread.given)
 
     def _rows(
         self, batch: int, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> tuple[list[Row], list[tuple[Role, str, Tensor]]]:
+    ) -> tuple[list[Record], list[tuple[Role, str, Tensor]]]:
         """Return the rows of a call and their tensors."""
         values = call_values(self._settings, module, args, kwargs, output)
         values += self._thread.take_added()
@@ -376,17 +378,17 @@ class PythonRecorder(RecordsBackwards):
         self._count(found)
         return found, [one for one in values if isinstance(one[2], Tensor)]
 
-    def _count(self, rows: list[Row]) -> None:
+    def _count(self, rows: list[Record]) -> None:
         read = sum(row.isfinite is not None for row in rows)
         self._add(tensors=read, tensors_read=read)
 
 
 # The row of a call near the end of its thread's stack.
 _FULL = f"{NOT_CHECKED}: the stack is nearly full (sys.getrecursionlimit)"
-_NO_STACK = Row("output", "output", None, "", None, None, None, None, _FULL)
+_NO_STACK = Record("output", "output", None, "", None, None, None, None, _FULL)
 
 if _extension.C is not None:
-    _extension.C.bind_row(Row)
+    _extension.C.bind_row(Record)
 
 
 def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
@@ -401,4 +403,4 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
         "completed_row": completed_row,
     }
     native: type[CallRecorder] = _extension.C.CallRecorder
-    return native(events=events, frame_type=FrameRows, helpers=helpers, **asdict(settings))
+    return native(events=events, frame_type=Frame, helpers=helpers, **asdict(settings))

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from math import isnan, prod
 from typing import Literal, TypeAlias
 
+from ..records.record import Frame, Phase, Record
 from ..util import reading
 from ..util.visible import module_name, visible
 from .histogram import StoredHistogram
-from .record import Frame, Phase, Record
 
 Value: TypeAlias = Literal["nan", "inf", "nan+inf"]
 OriginKind: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..numerics.formats import limits
-from .record import is_near_end
+from ..records.headroom import is_near_end
 
 if TYPE_CHECKING:
+    from ..records.record import Frame, Record
     from .finding import Finding
-    from .record import Frame, Record
 
 
 def why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame]) -> str:

@@ -20,6 +20,8 @@ from math import inf, isfinite
 from typing import Any
 
 from ..numerics.formats import limits
+from ..records.headroom import NEAR_FACTOR, by_module, headroom_bits
+from ..records.record import Frame, Record
 from ..util.imports import needed
 from ..util.progress import Tell
 from ..util.visible import module_name, visible
@@ -27,7 +29,6 @@ from . import text
 from .cure_text import Kind, patch_lines
 from .finding import Finding
 from .histogram import SHOWN_FORMATS, StoredHistogram, exponent_figure
-from .record import NEAR_FACTOR, Frame, Record, by_module, headroom_bits
 
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
 NEAR_BITS = 2

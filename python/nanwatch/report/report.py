@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO, TypeAlias
 
+from ..records.record import SKIPPED_STEP, Frame
 from ..util import reading
 from ..util.imports import needed
 from ..util.job import Attempt, current_attempt, rank, read_attempt
@@ -15,7 +16,6 @@ from ..util.progress import Tell, silent, wants_color
 from ..util.visible import module_name, suppressed, visible
 from . import text
 from .finding import Finding, Origin, read_finding
-from .record import SKIPPED_STEP, Frame
 
 SCHEMA = "nanwatch.report"
 VERSION = 1

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from math import inf, isnan
 from typing import Any, Literal, TypeAlias
 
+from ..records.record import SPIKE, Frame, event_frame
 from ..util import reading
 from ..util.progress import Tell, silent
 from ..util.visible import module_name, visible
 from .html import still_page
-from .record import SPIKE, FrameRows, event_rows
 from .report import Report, Suspect, read_report
 
 SCHEMA = "nanwatch.spike"
@@ -140,10 +140,10 @@ class SpikeReport:
         first = "" if self.first is None else f", first in {self.first.place}: {self.first.numbers}"
         return f"{self.headline}; cause: {self.cause}{first}"
 
-    def rows(self) -> FrameRows:
+    def rows(self) -> Frame:
         """Return the frame that stands for the spike in a trace, at the tensor that shows its cause."""
         at = self.first or next(iter(self.jumps))
-        return event_rows(self.batch, at.module, at.label, type(self).__name__, self.summary)
+        return event_frame(self.batch, at.module, at.label, type(self).__name__, self.summary)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield heads and bodies of the report behind its headline."""

@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..numerics.formats import limits
+from ..records.headroom import has_vanished, is_near_end, shrinking
+from ..records.record import NONE, NOT_A_TENSOR, NOT_CHECKED, Frame, Phase, Record, is_event
 from ..util.visible import module_name, visible
 from .cure_text import cure_lines
 from .finding import Finding
 from .finding_text import next_backward, next_forward, samples_words, why_backward, why_forward
-from .record import (
-    NONE,
-    NOT_A_TENSOR,
-    NOT_CHECKED,
-    Frame,
-    Phase,
-    Record,
-    has_vanished,
-    is_event,
-    is_near_end,
-    shrinking,
-)
 
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"

@@ -13,7 +13,7 @@ from torch import nn
 from ..instrumentation.calls import check_model
 from ..instrumentation.wrapped_names import named_modules, original_module
 from ..recording.events import Check
-from ..report.record import headroom_bits, is_fault, to_record
+from ..records.headroom import headroom_bits
 from ..trace.trace import arrow
 from ..util.modules import each_module
 from ..util.visible import module_name
@@ -271,14 +271,14 @@ class LeastHeadroom:
         self._frames_seen, fresh = self._watch._recorder.frames_since(self._frames_seen)
         # Read rows: 2 µs per frame without a Frame.
         for frame in fresh:
-            for row in frame.rows:
+            for row in frame.records:
                 dtype, abs_max = row.dtype, row.abs_max
-                nonfinite = is_fault(row)
+                nonfinite = row.is_fault
                 if abs_max is None or not (
                     nonfinite or (row.role != "input" and abs_max > self._largest.get(dtype, 0.0))
                 ):
                     continue
-                bits = headroom_bits(to_record(row))
+                bits = headroom_bits(row)
                 if bits is None:
                     continue
                 if not nonfinite:

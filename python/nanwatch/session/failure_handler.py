@@ -19,9 +19,9 @@ from ..monitoring.monitor import Monitor
 from ..recording.events import Event
 from ..recording.observe import observe
 from ..recording.walk import call_leaves
+from ..records.record import Frame
 from ..report import text
 from ..report.finding import Finding, Origin
-from ..report.record import FrameRows
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..util.visible import suppressed, warn_user
 from .optimizer_guard import OptimizerGuard
@@ -108,9 +108,7 @@ class FailureHandler:
             return None
         return self.rerun.batch_started(module, args, kwargs)
 
-    def nonfinite_call(
-        self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any
-    ) -> None:
+    def nonfinite_call(self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """Take a call that holds a non-finite value, while its forward is under way."""
         number = frame.batch
         if frame.recomputed and not self.batches.has_ended(number):
@@ -134,14 +132,12 @@ class FailureHandler:
             if frame.recomputed and is_new:  # the recorder reports no end of it
                 self.batches.end(number)
 
-    def pending_nonfinite_call(
-        self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool
-    ) -> None:
+    def pending_nonfinite_call(self, frame: Frame, caller: str | None, given: Frame, is_left: bool) -> None:
         """Take a call whose rows came from the device after it. The handler acts on it at the batch's end."""
         self._take(
             frame.batch,
             frame.name,
-            lambda: self._reports.of_failure(frame.batch, caller, given.rows, nonfinite=frame),
+            lambda: self._reports.of_failure(frame.batch, caller, given.records, nonfinite=frame),
             is_left=is_left,
         )
 

@@ -22,9 +22,9 @@ from ..numerics._extension import instances_of
 from ..numerics.readable import only_our_dispatch
 from ..recording.events import Event, Recorder
 from ..recording.observe import read
+from ..records.record import NOT_TAKEN, SKIPPED_STEP
 from ..report import text
 from ..report.finding import Finding
-from ..report.record import NOT_TAKEN, SKIPPED_STEP
 from ..report.report import Report
 from ..util.visible import suppressed, warn_user
 from .options import Options

@@ -26,8 +26,8 @@ from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall
 from ..recording.observe import Observe, observe, observe_with
+from ..records.record import Frame, Record
 from ..report.finding import find, finding_of
-from ..report.record import FrameRows, Row, is_fault
 from ..report.report import Report
 from ..util.job import rank
 from ..util.modules import each_parameter
@@ -93,7 +93,7 @@ class BackwardWatch:
         sequence = None if num_before is None or place is None else num_before + place
         finding = self._failures.rerun.behind_model(replace(fault.finding, sequence=sequence))
         report = self._reports.latest(finding, batch, fault.frames)
-        nonfinite = [(call.frame, row) for call in calls for row in call.frame.rows if is_fault(row)]
+        nonfinite = [(call.frame, row) for call in calls for row in call.frame.records if row.is_fault]
         self._defer(report, batch, nonfinite, scale)
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -120,17 +120,17 @@ class BackwardWatch:
     def _check_sums(self) -> None:
         """Defer a failure of finite gradients that have added up to a non-finite value in a weight's `.grad`."""
         model, batch = self._model(), self._recorder.latest_batch
-        nonfinite: list[tuple[FrameRows, Row]] = []
+        nonfinite: list[tuple[Frame, Record]] = []
         for name, _, module in () if model is None else named_modules(model):
             for label, x in module._parameters.items():
                 if x is not None and x.grad is not None:
                     row = observe(x.grad, f"{label}.grad", "gradient")
-                    if is_fault(row):
+                    if row.is_fault:
                         kind = type(module).__name__
-                        nonfinite.append((FrameRows(batch, name, kind, [row], False, "backward"), row))
+                        nonfinite.append((Frame(batch, name, kind, (row,), "backward"), row))
         if not nonfinite:
             return
-        frame = nonfinite[0][0].to_frame()
+        frame = nonfinite[0][0]
         sequence = self._recorder.frames_of_batch(batch)
         finding = finding_of(frame, frame.records[0], "produced", None, rank(), sequence)
         remark = _REDUCED if frame.records[0].is_shard else _ADDED_UP
@@ -138,7 +138,7 @@ class BackwardWatch:
         self._defer(report, batch, nonfinite)
 
     def _defer(
-        self, report: Report, batch: int, nonfinite: list[tuple[FrameRows, Row]], scale: object = None
+        self, report: Report, batch: int, nonfinite: list[tuple[Frame, Record]], scale: object = None
     ) -> None:
         self._failures.rerun.backward_failed(batch)
         batches = {frame.batch for frame, _ in nonfinite}
@@ -146,7 +146,7 @@ class BackwardWatch:
         if due is not None:
             self._failures.step_follows(due)
 
-    def _weights(self, nonfinite: list[tuple[FrameRows, Row]]) -> set[Weight]:
+    def _weights(self, nonfinite: list[tuple[Frame, Record]]) -> set[Weight]:
         """Return the weights among these rows."""
         model = self._model()
         found: set[Weight] = set()
@@ -271,7 +271,7 @@ class OptimizerSteps:
         names = {} if model is None else parameter_names(model)
         rows = state_rows(optimizer, names, observe_with(self._options))
         self._recorder.add_frame(batch, self._node, rows)
-        if not any(map(is_fault, rows)):
+        if not any(row.is_fault for row in rows):
             return
         report = self._reports.latest(None, batch)
         num_frames = self._recorder.frames_of_batch(batch)
@@ -279,13 +279,13 @@ class OptimizerSteps:
         self._failures.step_follows(replace(report, finding=finding))
 
 
-def state_rows(optimizer: Optimizer, names: dict[int, str], observe: Observe = observe) -> list[Row]:
+def state_rows(optimizer: Optimizer, names: dict[int, str], observe: Observe = observe) -> list[Record]:
     """Return the rows of an optimizer's state: `exp_avg[0.weight]`, with the name of its parameter.
 
     `names` are those of the model's parameters, by id. Another parameter, such as a float32 copy of a weight, is called
     by its place, `[group][position]`, and has a row of its own: `param[0][3]`. Step counts are left out.
     """
-    rows: list[Row] = []
+    rows: list[Record] = []
     for number, group in enumerate(optimizer.param_groups):
         for position, x in enumerate(group["params"]):
             name = names.get(id(x))

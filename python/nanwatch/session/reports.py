@@ -17,9 +17,9 @@ from ..recording.events import Recorder
 from ..recording.notes import parameter_mesh
 from ..recording.observe import call_values, observe_with
 from ..recording.walk import call_leaves
+from ..records.record import Frame, Record
 from ..report import text
 from ..report.finding import Finding, find
-from ..report.record import Frame, FrameRows, Row, is_fault, to_record
 from ..report.report import NonFiniteError, Report, report_of
 from ..util.job import rank
 from ..util.visible import module_name, warn_user
@@ -86,7 +86,7 @@ class Reports:
             frames[-self.options.max_frames :], finding, batch, self._mesh, never_called, suspects
         )
 
-    def latest(self, finding: Finding | None, batch: int | None, more: Iterable[FrameRows] = ()) -> Report:
+    def latest(self, finding: Finding | None, batch: int | None, more: Iterable[Frame] = ()) -> Report:
         """Return a report of the recorder's frames, and of `more` that it has not kept."""
         return self.of(self._frames(more), finding, batch)
 
@@ -94,10 +94,10 @@ class Reports:
         self,
         batch: int,
         caller: str | None,
-        given: Iterable[Row],
-        more: Sequence[FrameRows] = (),
+        given: Iterable[Record],
+        more: Sequence[Frame] = (),
         *,
-        nonfinite: FrameRows | None = None,
+        nonfinite: Frame | None = None,
     ) -> Report:
         """Return the report of the first non-finite call of a batch whose outermost call got `given`.
 
@@ -107,13 +107,13 @@ class Reports:
         frames = self._frames(more)
         current = [one for one in frames if one.batch == batch]
         if nonfinite is not None and all(one.fault is None for one in current):
-            current = [nonfinite.to_frame()]
+            current = [nonfinite]
             frames = (*frames, *current)
         kept = self.recorder.frames_of_batch(batch)
         num_frames = None if kept is None else kept + len(more)
         finding = find(
             current,
-            batch_inputs=list(map(to_record, given)),
+            batch_inputs=list(given),
             caller=caller,
             rank=rank(),
             num_frames=num_frames,
@@ -139,15 +139,15 @@ class Reports:
             allowed = self.options.allows_inf(name, call.module)
             values = call_values(self.options, *call)
             rows = [observe(x, label, role, allowed) for role, label, x in values]
-            frames.append(FrameRows(batch, name, type(call.module).__name__, rows))
-            if any(map(is_fault, rows)):
+            frames.append(Frame(batch, name, type(call.module).__name__, tuple(rows)))
+            if any(row.is_fault for row in rows):
                 leaves = call_leaves(calls[-1].args, calls[-1].kwargs)
                 given = [observe(x, label, "input") for label, x in leaves]
                 return self.of_failure(batch, caller, given, frames)
         return None
 
-    def _frames(self, more: Iterable[FrameRows]) -> tuple[Frame, ...]:
-        return tuple(frame.to_frame() for frame in (*self.recorder.frames(), *more))
+    def _frames(self, more: Iterable[Frame]) -> tuple[Frame, ...]:
+        return tuple(frame for frame in (*self.recorder.frames(), *more))
 
 
 # Non-finite batches that are remembered after their end, for their backwards and recomputations.

@@ -27,7 +27,7 @@ from ..monitoring.steps import StepHistory
 from ..monitoring.suspicion import Suspicion
 from ..numerics.readable import Numbers, is_plain
 from ..recording.events import Event, PeakName, Recorder
-from ..report.record import FrameRows
+from ..records.record import Frame
 from ..report.spike import Cause, Curve, Departure, SpikeReport
 from ..util.job import rank
 from ..util.visible import spell, suppressed, warn_user
@@ -105,7 +105,7 @@ class SpikeWatch:
         guard: OptimizerGuard,
         suspicion: Suspicion,
         output_dir: Path | None,
-        note: Callable[[FrameRows], None] | None = None,
+        note: Callable[[Frame], None] | None = None,
     ) -> None:
         self._note = note
         self.reports: deque[SpikeReport] = deque(maxlen=_MOST_REPORTS)

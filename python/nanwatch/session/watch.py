@@ -17,8 +17,8 @@ from ..instrumentation.global_hooks import GlobalHooks
 from ..monitoring.monitor import Monitor
 from ..recording.events import Arrival, BackwardCall, Event, Recorder
 from ..recording.recorder import make_recorder
+from ..records.record import Frame
 from ..report import text
-from ..report.record import Frame, FrameRows
 from ..report.report import BatchLimitError, Report
 from ..report.spike import SpikeReport
 from ..trace.tracer import Tracer, ring_size, start_tracer
@@ -200,7 +200,7 @@ class Watch:
         """The latest frames, oldest first, at most `max_frames`. Those of a backward come when it is over."""
         self._settle()
         frames = [*self._recorder.frames(), *self._recorder.pending_frames()]
-        return tuple(frame.to_frame() for frame in frames[-self._options.max_frames :])
+        return tuple(frame for frame in frames[-self._options.max_frames :])
 
     @property
     def trace_path(self) -> Path | None:
@@ -277,23 +277,21 @@ class Watch:
             _print_lines(text.batch_lines(batch))
         return self._failures.batch_started(batch, module, args, kwargs)
 
-    def on_frame(self, frame: FrameRows) -> None:
+    def on_frame(self, frame: Frame) -> None:
         """Hand the frame to the monitor, and print it or write it to the trace, if its batch is traced."""
         self._monitor.add(frame)
         if frame.batch not in self._options.trace_batches:
             return
         if self._options.trace is None:
-            _print_lines(text.frame_lines(frame.to_frame()))
+            _print_lines(text.frame_lines(frame))
         elif self._tracer is not None:
             self._tracer.add(frame)
 
-    def on_nonfinite(self, frame: FrameRows, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
+    def on_nonfinite(self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """Hand the call to the failure handler, which may act on it at once."""
         self._failures.nonfinite_call(frame, caller, args, kwargs)
 
-    def on_pending_nonfinite(
-        self, frame: FrameRows, caller: str | None, given: FrameRows, is_left: bool
-    ) -> None:
+    def on_pending_nonfinite(self, frame: Frame, caller: str | None, given: Frame, is_left: bool) -> None:
         """Hand the call to the failure handler, which acts at the batch's end."""
         self._failures.pending_nonfinite_call(frame, caller, given, is_left)
 
@@ -344,7 +342,7 @@ class Watch:
             self._backward.ended(calls, arrivals, left)
 
 
-def _noting(tracer: Tracer | None, chosen: Collection[int]) -> Callable[[FrameRows], None] | None:
+def _noting(tracer: Tracer | None, chosen: Collection[int]) -> Callable[[Frame], None] | None:
     """Return a function that adds a frame to the trace, as far as its batch is traced. It keeps no Watch alive."""
     if tracer is None:
         return None

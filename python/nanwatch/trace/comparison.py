@@ -11,7 +11,7 @@ import numpy as np
 
 from ..numerics._fingerprint import cosines, norms, relative_errors
 from ..numerics.formats import limits
-from ..report.record import is_same_part
+from ..records.record import is_same_part
 from ..util.progress import Tell
 from .align import Ints, Rows, align
 from .difference import KINDS, Difference, Growth, Kind, Place, RowErrors, Series

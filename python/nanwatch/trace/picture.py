@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..numerics.formats import limits
+from ..records.record import SKIPPED_STEP, SPIKE, is_event, is_excused
 from ..report.html import LOW_BITS, NEAR_BITS, WIDEST_BAR, bits_words, level_of, page
-from ..report.record import SKIPPED_STEP, SPIKE, is_event, is_excused
 from ..util.visible import module_name
 from .trace_file import Strings, Trace, strings
 

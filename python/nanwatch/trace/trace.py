@@ -20,7 +20,7 @@ import numpy as np
 
 from ..numerics.formats import Statistics, TensorHealth
 from ..recording.observe import take_sketch
-from ..report.record import PHASES, ROLES, Frame, FrameRows, Record, Row
+from ..records.record import PHASES, ROLES, Frame, Record
 from ..util import reading
 from ..util.imports import needed
 from ..util.progress import Tell, silent
@@ -170,14 +170,14 @@ class Tabulator:
         self._calls: dict[int, int] = {}
         self._shapes: dict[tuple[int, ...], str] = {}
 
-    def table(self, frames: Sequence[FrameRows]) -> Any:
+    def table(self, frames: Sequence[Frame]) -> Any:
         """Return one row a record, in the order of the frames; `frames` hold a record at least."""
         pa = import_module("pyarrow")
-        rows = list(chain.from_iterable(frame.rows for frame in frames))
+        rows = list(chain.from_iterable(frame.records for frame in frames))
         label, role, shape, dtype, abs_min, abs_max, isfinite, health, note, bits, spread = zip(
             *rows, strict=True
         )
-        counts = [len(frame.rows) for frame in frames]
+        counts = [len(frame.records) for frame in frames]
 
         def each(values: Iterable[Any], kind: Any) -> Any:
             """Repeat a value of each frame for its rows."""
@@ -343,22 +343,23 @@ class WeightVersions:
             while len(self._steps) > _MOST_WAITING:
                 self._count()
 
-    def column(self, frame: FrameRows) -> list[int | None]:
+    def column(self, frame: Frame) -> list[int | None]:
         """Return the number of changes before each row; None for rows that are no weight or buffer of a forward."""
         with self._lock:
             while self._steps and self._steps[0][0] < frame.batch:
                 self._count()
         if frame.phase != "forward":
-            return [None] * len(frame.rows)
+            return [None] * len(frame.records)
         return [
-            self._version(frame.name, row) if row.role in ("weight", "buffer") else None for row in frame.rows
+            self._version(frame.name, row) if row.role in ("weight", "buffer") else None
+            for row in frame.records
         ]
 
     def _count(self) -> None:
         for key in self._steps.popleft()[1]:
             self._counts[key] = self._counts.get(key, 0) + 1
 
-    def _version(self, module: str, row: Row) -> int:
+    def _version(self, module: str, row: Record) -> int:
         key = (module, row.label)
         # A nan differs from itself.
         range_ = tuple(None if x is None or isnan(x) else x for x in (row.abs_min, row.abs_max))

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..numerics._fingerprint import WIDTH
+from ..records.record import Frame
 from ..report.finding import find
-from ..report.record import Frame
 from ..report.report import Report
 from ..util import reading
 from ..util.progress import Tell, silent

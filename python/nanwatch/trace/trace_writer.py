@@ -25,7 +25,7 @@ from . import trace
 from .trace import SUFFIX, parts_beside
 
 if TYPE_CHECKING:
-    from ..report.record import FrameRows
+    from ..records.record import Frame
     from .trace import WeightVersions
 
 # Written anew with every flush: 32 Ki rows took 0.04 s.
@@ -86,7 +86,7 @@ class TraceWriter:
         self._becomes_file = becomes_file
         self._temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
         self._tabulator = trace.Tabulator(facts["rank"], versions)
-        self._waiting: deque[list[FrameRows]] = deque()
+        self._waiting: deque[list[Frame]] = deque()
         self._waiting_rows = 0
         self._tables: list[Any] = []  # of the latest part
         self._part, self._rows, self._bytes = 0, 0, 0
@@ -104,17 +104,17 @@ class TraceWriter:
         """Return whether frames that are put here still go to disk."""
         return not self._failed and self._deadline is None and self._process == os.getpid()
 
-    def put(self, frames: Sequence[FrameRows]) -> None:
+    def put(self, frames: Sequence[Frame]) -> None:
         """Add frames, in the order of their calls. Where the disk is too slow for them they are counted as lost."""
-        frames = [frame for frame in frames if frame.rows]
+        frames = [frame for frame in frames if frame.records]
         if not frames or not self.is_open:
             return
-        rows = sum(1 + sketch_bytes(row) // _ROW_BYTES for frame in frames for row in frame.rows)
+        rows = sum(1 + sketch_bytes(row) // _ROW_BYTES for frame in frames for row in frame.records)
         with self._condition:
             if self._waiting_rows + rows > MAX_WAITING_ROWS:
                 self._facts["lost_frames"] += len(frames)
                 for frame in frames:
-                    for row in frame.rows:
+                    for row in frame.records:
                         take_sketch(row)
             else:
                 self._waiting.append(frames)

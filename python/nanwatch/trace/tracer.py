@@ -27,7 +27,7 @@ from .trace import SUFFIX, Key, WeightVersions
 from .trace_writer import TraceWriter, claim
 
 if TYPE_CHECKING:
-    from ..report.record import FrameRows
+    from ..records.record import Frame
 
 # A frame takes 3.4 µs to fetch, while nobody else runs Python. So the recorder holds several batches, and is asked when
 # it is nearly full, or once a second.
@@ -54,7 +54,7 @@ class Tracer:
     ) -> None:
         self._recorder = recorder
         self._ring = ring
-        self._given: list[FrameRows] = []
+        self._given: list[Frame] = []
         self._taken = 0  # how many frames there had been when they were last fetched
         self._ended = 0  # and when the latest batch had ended
         self._largest = 0  # batch, in frames
@@ -80,11 +80,11 @@ class Tracer:
         self._at_exit = partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
 
-    def add(self, frame: FrameRows) -> None:
+    def add(self, frame: Frame) -> None:
         """Take a frame, where frames are given."""
         self._given.append(frame)
 
-    def note(self, frame: FrameRows) -> None:
+    def note(self, frame: Frame) -> None:
         """Take a frame that no call made, behind those that there are."""
         self.gather()
         self.writer.put([frame])

@@ -80,9 +80,8 @@ def plain(value: Any) -> Any:
 
 
 def left_out(kind: Any) -> tuple[str, ...]:
-    """Return the fields of a dataclass that a document has only where they are not None: `"left out"` in metadata."""
-    declared = getattr(kind, "__dataclass_fields__", {})
-    return tuple(name for name, field in declared.items() if field.metadata.get("left out"))
+    """Return the fields of a NamedTuple that a document has only where they are not None: those with this default."""
+    return tuple(name for name, default in getattr(kind, "_field_defaults", {}).items() if default is None)
 
 
 def _field_names(kind: type) -> tuple[str, ...]:

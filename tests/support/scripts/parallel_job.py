@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.recording.notes import shard_note
-from nanwatch.report.record import read_placement
+from nanwatch.records.record import read_placement
 from support.parallel_models import (
     Block,
     Net,

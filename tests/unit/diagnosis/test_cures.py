@@ -15,8 +15,8 @@ from nanwatch.diagnosis import cures as cures_module
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.cures import try_cures
 from nanwatch.diagnosis.experiment import Conditions
+from nanwatch.records.record import Record
 from nanwatch.report.finding import Cure
-from nanwatch.report.record import Record
 from support.overflows import (
     CASES,
     HALF,
@@ -114,7 +114,7 @@ def test_operands_show_what_the_records_do_not() -> None:
     model = nn.Sequential(linear(1), Op(lambda x: (x.half() * x.half()).float()))
     start, finding = failed(model, big(1000.0))
     assert try_cures(start, finding, model) == ((), ())
-    operand = Record("operand[0]", "input", (1, 3, 4), "float16", 4000.0, 4000.0, True)
+    operand = Record("operand[0]", "input", (1, 3, 4), "float16", 4000.0, 4000.0, True, None)
     cures, _ = try_cures(start, replace(finding, operands=(operand,)), model)
     assert [(cure.what[:14], cure.works) for cure in cures] == [("run `1` in flo", False)]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.diagnosis.backward_cures import try_smaller
+from nanwatch.records.record import Record
 from nanwatch.report.finding import Cure
-from nanwatch.report.record import Record
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
 from support.gradient_models import Length, dead, failing_backward
@@ -271,7 +271,7 @@ def test_a_function_that_runs_backward_once_is_a_remark() -> None:
 def record(value: float, dtype: str = "float16") -> Record:
     """A record with that largest magnitude; above the end of float16 it is inf."""
     isfinite = value <= torch.finfo(getattr(torch, dtype)).max
-    return Record("", "gradient", (1,), dtype, value, value if isfinite else math.inf, isfinite)
+    return Record("", "gradient", (1,), dtype, value, value if isfinite else math.inf, isfinite, None)
 
 
 @given(largest=st.floats(1.0, 2.0**50), scale=st.sampled_from([None, 2.0**8, 2.0**16, 3000.0]))

@@ -15,7 +15,7 @@ import nanwatch
 from nanwatch import Report
 from nanwatch import __main__ as doctor
 from nanwatch.distributed.merge import Digest, by_attempt, merge
-from nanwatch.report.record import by_module
+from nanwatch.records.headroom import by_module
 from nanwatch.util.job import Attempt
 from support.sightings import finding
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch.monitoring.forecast import Ending, Forecast, Forecaster, HeadroomHistory
 from nanwatch.recording.frame_ring import PeakMagnitudes
-from nanwatch.report.record import FrameRows, Row
+from nanwatch.records.record import Frame, Record
 from nanwatch.trace.picture import Mark, draw
 
 END = 65504.0
@@ -42,9 +42,9 @@ class Told:
         return self.forecaster.end(batch, values) if gathered == batch else []
 
 
-def frame(batch: int, bits: float, name: str = "m") -> FrameRows:
-    row = Row("output", "output", (2,), "float16", 0.0, END * 2.0**-bits, True, None, "")
-    return FrameRows(batch, name, "Linear", [row], False)
+def frame(batch: int, bits: float, name: str = "m") -> Frame:
+    row = Record("output", "output", (2,), "float16", 0.0, END * 2.0**-bits, True, None, "")
+    return Frame(batch, name, "Linear", (row,))
 
 
 def run(bits: Callable[[int], float], batches: int) -> tuple[list[Forecast], int | None]:
@@ -217,16 +217,16 @@ def test_a_slow_machine_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_has_no_headroom_is_passed_over() -> None:
     """Integers, zeros, inputs, masks and what is not finite leave no trace and no error."""
     rows = [
-        Row("output", "output", (2,), "int64", 0.0, 3.0, True, None, ""),
-        Row("output", "output", (2,), "float16", 0.0, 0.0, True, None, ""),
-        Row("input[0]", "input", (2,), "float16", 0.0, 6e4, True, None, ""),
-        Row("mask", "buffer", (2,), "float16", 0.0, END, True, None, "mask"),
-        Row("output", "output", (2,), "float16", 0.0, float("inf"), False, None, ""),
-        Row("output", "output", None, "", None, None, None, None, "None"),
+        Record("output", "output", (2,), "int64", 0.0, 3.0, True, None, ""),
+        Record("output", "output", (2,), "float16", 0.0, 0.0, True, None, ""),
+        Record("input[0]", "input", (2,), "float16", 0.0, 6e4, True, None, ""),
+        Record("mask", "buffer", (2,), "float16", 0.0, END, True, None, "mask"),
+        Record("output", "output", (2,), "float16", 0.0, float("inf"), False, None, ""),
+        Record("output", "output", None, "", None, None, None, None, "None"),
     ]
     forecaster = Told()
     for batch in range(50):
-        forecaster.add(FrameRows(batch, "m", "M", rows, False))
+        forecaster.add(Frame(batch, "m", "M", tuple(rows)))
         assert forecaster.end(batch) == []
 
 
@@ -313,7 +313,7 @@ def test_no_frame_is_built_for_a_forecast(implementation: str, monkeypatch: pyte
     """Forecasts follow numbers from batch to batch: without a failure or a trace the listener hears of no call."""
     if implementation == "python":
         monkeypatch.setattr("nanwatch.numerics._extension.C", None)
-    told: list[FrameRows] = []
+    told: list[Frame] = []
     monkeypatch.setattr(nanwatch.Watch, "on_frame", lambda self, frame: told.append(frame))
     model = nn.Sequential(Growing())
     with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model):

@@ -16,7 +16,7 @@ from nanwatch.monitoring import backends, monitor
 from nanwatch.monitoring.backends import CallableBackend, LogEntry
 from nanwatch.monitoring.forecast import Forecast
 from nanwatch.monitoring.monitor import Log
-from nanwatch.report.record import FrameRows, Row
+from nanwatch.records.record import Frame, Record
 from support.paths import ROOT
 from support.toys import Scale, mlp
 
@@ -63,10 +63,10 @@ class Entries(CallableBackend):
         self.entries.append(entry)
 
 
-def frame(batch: int, name: str, high: float) -> FrameRows:
+def frame(batch: int, name: str, high: float) -> Frame:
     """A call whose output ends there, in float16."""
-    row = Row("output", "output", (1,), "float16", 0.0, high, True, None, "")
-    return FrameRows(batch, name, "M", [row])
+    row = Record("output", "output", (1,), "float16", 0.0, high, True, None, "")
+    return Frame(batch, name, "M", (row,))
 
 
 def run(model: nn.Module, batches: int, x: torch.Tensor | None = None) -> None:

@@ -14,26 +14,27 @@ from nanwatch.monitoring.backends import Histogram
 from nanwatch.monitoring.forecast import Forecast
 from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
 from nanwatch.numerics.ranges import tensor_health
+from nanwatch.records.headroom import by_module
+from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import find
-from nanwatch.report.record import FrameRows, Row, by_module
 from nanwatch.report.text import summary
 
 magnitudes = st.floats(min_value=0, max_value=60000.0, allow_subnormal=False)
 
 
 @st.composite
-def frames(draw: st.DrawFn) -> FrameRows:
+def frames(draw: st.DrawFn) -> Frame:
     """A finite frame; what was not read and what has no headroom are among its rows."""
-    rows: list[Row] = []
+    rows: list[Record] = []
     for role in draw(st.lists(st.sampled_from(["weight", "buffer", "input", "output"]), max_size=4)):
         dtype = draw(st.sampled_from(["float16", "bfloat16", "int64"]))
         high = draw(magnitudes)
-        rows.append(Row(f"{role}{draw(st.integers(0, 1))}", role, (2,), dtype, 0.0, high, True, None, ""))  # type: ignore[arg-type]
-    rows.append(Row("input[1]", "input", None, "", None, None, None, None, "None"))
-    return FrameRows(3, draw(st.sampled_from(["", "a", "a.b"])), "M", rows)
+        rows.append(Record(f"{role}{draw(st.integers(0, 1))}", role, (2,), dtype, 0.0, high, True, None, ""))  # type: ignore[arg-type]
+    rows.append(Record("input[1]", "input", None, "", None, None, None, None, "None"))
+    return Frame(3, draw(st.sampled_from(["", "a", "a.b"])), "M", tuple(rows))
 
 
-def taken(given: list[FrameRows]) -> BatchLog:
+def taken(given: list[Frame]) -> BatchLog:
     log = BatchLog(3)
     for frame in given:
         log.add(frame)
@@ -41,11 +42,9 @@ def taken(given: list[FrameRows]) -> BatchLog:
 
 
 @given(st.lists(frames(), max_size=6))
-def test_the_headroom_is_that_of_the_frames(made: list[FrameRows]) -> None:
+def test_the_headroom_is_that_of_the_frames(made: list[Frame]) -> None:
     """By module the least bits over all calls, the worst module first and named; what has no number is left out."""
-    expected = {
-        name: bits for name, bits in by_module([one.to_frame() for one in made]).items() if isfinite(bits)
-    }
+    expected = {name: bits for name, bits in by_module(list(made)).items() if isfinite(bits)}
     log = taken(made)
     found = {name: bits for name, (bits, _, _) in log.headroom.items()}
     assert found == expected
@@ -63,11 +62,11 @@ def test_the_headroom_is_that_of_the_frames(made: list[FrameRows]) -> None:
 
 
 @given(st.lists(frames(), min_size=1, max_size=6))
-def test_the_ranges_are_the_largest_of_each_tensor(made: list[FrameRows]) -> None:
+def test_the_ranges_are_the_largest_of_each_tensor(made: list[Frame]) -> None:
     """Each tensor counts once, with its largest value over its calls, by role; inputs and zeros do not count."""
     largest: dict[Any, float] = {}
     for frame in made:
-        for row in frame.rows:
+        for row in frame.records:
             if row.abs_max is not None and row.role != "input":
                 key = (row.role, frame.name, row.label, row.dtype)
                 largest[key] = max(row.abs_max, largest.get(key, 0.0))
@@ -115,8 +114,8 @@ def test_a_fault_is_a_flag_and_the_summary() -> None:
     import torch
 
     health = tensor_health(torch.tensor([1.0, inf]))
-    row = Row("output", "output", (2,), "float32", 1.0, inf, False, health, "")
-    finding = find([FrameRows(4, "wo", "Linear", [row]).to_frame()])
+    row = Record("output", "output", (2,), "float32", 1.0, inf, False, health, "")
+    finding = find([Frame(4, "wo", "Linear", (row,))])
     assert finding is not None
     entry = nonfinite_entry(finding)
     assert (entry.batch, dict(entry.scalars)) == (4, {"nanwatch/is_finite": 0.0})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.report.record import Frame
+from nanwatch.records.record import Frame
 from support.recorders import RECORDERS, WITH_DEVICE, watched
 
 

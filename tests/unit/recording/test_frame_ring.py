@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import nanwatch
 from nanwatch import Finding
 from nanwatch.recording.frame_ring import FrameRing
-from nanwatch.report.record import FrameRows
+from nanwatch.records.record import Frame
 from nanwatch.report.report import Report
 from nanwatch.session.watch import Watch
 
@@ -154,7 +154,7 @@ def test_the_ring_counts_as_a_counter_does(batches: list[int], size: int) -> Non
     """While there are no more batches than it remembers, in any order."""
     ring = FrameRing(size)
     for number, batch in enumerate(batches):
-        frame = FrameRows(batch, "", "", [])
+        frame = Frame(batch, "", "", ())
         ring.extend([frame]) if number % 2 else ring.append(frame)
     assert len(ring) == min(size, len(batches))
     assert {batch: ring.of_batch(batch) for batch in range(14)} == {b: Counter(batches)[b] for b in range(14)}
@@ -164,7 +164,7 @@ def test_a_batch_of_long_ago_has_no_count() -> None:
     """None, and not a number that begins anew."""
     ring = FrameRing(4)
     for batch in (*range(40), 3):
-        ring.append(FrameRows(batch, "", "", []))
+        ring.append(Frame(batch, "", "", ()))
     assert [ring.of_batch(batch) for batch in (3, 23, 24, 39, 40)] == [None, None, 1, 1, 0]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.report.record import MASK
+from nanwatch.records.record import MASK
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, call_leaves, leaves
-from nanwatch.report.record import Frame
+from nanwatch.records.record import Frame
 from support.oracle import values_of
 from support.random_trees import Plain, run, tree
 from support.recorders import RECORDERS, needs_native, watched
@@ -26,12 +25,12 @@ from support.recorders import RECORDERS, needs_native, watched
 
 # The obvious recorder
 
-Row = tuple[str, str, Any, Any, Any]  # label, dtype, abs_min, abs_max, isfinite
+Record = tuple[str, str, Any, Any, Any]  # label, dtype, abs_min, abs_max, isfinite
 
 
-def obvious(model: nn.Module) -> tuple[list[tuple[str, list[Row]]], Callable[[], None]]:
+def obvious(model: nn.Module) -> tuple[list[tuple[str, list[Record]]], Callable[[], None]]:
     """Frames by forward hooks, read with numpy through float64; and what takes the hooks off."""
-    frames: list[tuple[str, list[Row]]] = []
+    frames: list[tuple[str, list[Record]]] = []
     handles = []
     for name, module in model.named_modules():
 
@@ -65,7 +64,7 @@ def flat(value: Any, label: str) -> Iterator[tuple[str, Any]]:
             yield from flat(child, f"{label}[{key}]")
 
 
-def row(label: str, x: Any) -> Row:
+def row(label: str, x: Any) -> Record:
     """One row; None where there is no tensor."""
     if not isinstance(x, Tensor):
         return label, "", None, None, None
@@ -78,7 +77,7 @@ def row(label: str, x: Any) -> Row:
     return label, dtype, low, high, bool(np.isfinite(values).all())
 
 
-def rows_of(frame: Frame) -> list[Row]:
+def rows_of(frame: Frame) -> list[Record]:
     """A frame's records in the same form."""
     return [(r.label, r.dtype, r.abs_min, r.abs_max, r.isfinite) for r in frame.records]
 
@@ -251,6 +250,6 @@ def test_counts_change_nothing_else(recorder: str) -> None:
     assert all(record.health is not None for record in records)
     assert any(record.role == "gradient" for record in records)
     assert [
-        replace(frame, records=tuple(replace(record, health=None) for record in frame.records))
+        frame._replace(records=tuple(record._replace(health=None) for record in frame.records))
         for frame in counted[0]
     ] == plain[0]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nanwatch.recording.notes import _chunk, parameter_mesh, shard_note
-from nanwatch.report.record import LOCAL_SHARD
+from nanwatch.records.record import LOCAL_SHARD
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch
 from support.toys import Scale

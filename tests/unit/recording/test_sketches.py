@@ -101,7 +101,7 @@ def test_a_sketch_is_kept_no_longer_than_needed(tmp_path: Path, recorder: str) -
     model = Caller()
     with watched(model, recorder, trace=tmp_path / "run.parquet", sketches=1, on_nonfinite="record") as watch:
         model(torch.randn(3, 5, 20))
-    rows = [row for frame in watch._recorder.frames() for row in frame.rows]
+    rows = [row for frame in watch._recorder.frames() for row in frame.records]
     assert any(isinstance(row, observe.SketchedRow) for row in rows)
     assert not any(map(observe.sketch_bytes, rows))
 

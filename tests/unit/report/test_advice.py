@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
+from nanwatch.records.record import Phase
 from nanwatch.report.finding import Cure, Finding, OriginKind, working_first
 from nanwatch.report.finding_text import why_backward, why_forward
-from nanwatch.report.record import Phase
 from nanwatch.report.report import Report
 from support.overflows import Op, linear
 from support.paths import ROOT

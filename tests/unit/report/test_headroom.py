@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from decimal import Decimal, localcontext
 from math import inf, nan
 from typing import Any
@@ -13,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch.numerics.formats import limits
-from nanwatch.report.record import Frame, Record, Shrinking, by_module, has_vanished, headroom_bits, shrinking
+from nanwatch.records.headroom import Shrinking, by_module, has_vanished, headroom_bits, shrinking
+from nanwatch.records.record import Frame, Record
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 FORMATS = ("float64", "float32", "float16", "bfloat16", *FLOAT8)
@@ -22,7 +22,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def record(abs_max: float | None, dtype: str = "float16", role: Any = "output", **more: Any) -> Record:
     finite = None if abs_max is None else abs_max < inf
-    return Record(more.pop("label", role), role, (2,), dtype, abs_max, abs_max, finite, **more)
+    return Record(more.pop("label", role), role, (2,), dtype, abs_max, abs_max, finite, None, **more)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -211,7 +211,7 @@ def test_only_what_is_zero_or_subnormal_has_vanished(name: str) -> None:
     assert not has_vanished(record(normal, name))
     assert has_vanished(record(normal / 2, name))
     assert has_vanished(record(0.0, name))
-    assert not has_vanished(replace(record(0.0, name), shape=(0, 3)))
+    assert not has_vanished(record(0.0, name)._replace(shape=(0, 3)))
     assert not has_vanished(record(nan, name))
 
 

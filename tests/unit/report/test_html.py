@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import Cure, Finding
-from nanwatch.report.record import Frame, Record
 from nanwatch.report.report import Report
 from nanwatch.util.visible import visible
 from support.html_page import HOSTILE, Page, growing, many, record

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanwatch.report.record import MeshPlace, Placement, Record, read_placement
+from nanwatch.records.record import MeshPlace, Placement, Record, read_placement
 
 _kinds = st.one_of(
     st.builds("Shard({})".format, st.integers(0, 9)),
@@ -64,5 +64,5 @@ def test_an_index_in_the_whole(
 )
 def test_a_record_knows_its_placement(note: str, is_shard: bool, has_placement: bool) -> None:
     """By its note, also of reports that were written before placements were."""
-    record = Record("weight", "weight", (32,), "float32", 0.0, 1.0, True, note=note)
+    record = Record("weight", "weight", (32,), "float32", 0.0, 1.0, True, None, note)
     assert (record.is_shard, record.placement is not None) == (is_shard, has_placement)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import nanwatch
-from nanwatch.report.record import by_module
+from nanwatch.records.headroom import by_module
 from nanwatch.session.api import DeferredWatch, LeastHeadroom
 from support.toys import Scale
 

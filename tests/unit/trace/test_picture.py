@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanwatch.report.record import headroom_bits
+from nanwatch.records.headroom import headroom_bits
 from nanwatch.trace import picture
 from nanwatch.trace.picture import Picture, draw
 from nanwatch.trace.trace_file import Trace

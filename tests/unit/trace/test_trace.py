@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 
 from nanwatch.numerics.formats import TensorHealth
-from nanwatch.report.record import ROLES, Frame, FrameRows, Row
+from nanwatch.records.record import ROLES, Frame, Record
 from nanwatch.trace import trace
 from nanwatch.trace.trace import TraceError
 from support.paths import ROOT
@@ -35,22 +35,27 @@ names = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> Row:
+def rows(draw: st.DrawFn) -> Record:
     """A row as a recorder may make it."""
     label, role, shape = draw(names), draw(st.sampled_from(ROLES)), draw(st.none() | sizes)
     dtype = draw(st.sampled_from(["", "float16", "int64"]))
     if draw(st.booleans()):
-        return Row(label, role, shape, dtype, None, None, None, None, draw(names))
+        return Record(label, role, shape, dtype, None, None, None, None, draw(names))
     health = draw(st.none() | healths)
     low, high = draw(magnitudes), draw(magnitudes | st.just(inf))
     if health is not None:
         # A health repeats the range of its row, and is stored once.
         health = health._replace(abs_min=low, abs_max=high, isfinite=False)
-    return Row(label, role, shape, dtype, low, high, health is None, health, draw(names))
+    return Record(label, role, shape, dtype, low, high, health is None, health, draw(names))
 
 
 frames = st.builds(
-    FrameRows, st.integers(0, 3), names, names, st.lists(rows(), min_size=1, max_size=4), st.booleans()
+    Frame,
+    st.integers(0, 3),
+    names,
+    names,
+    st.lists(rows(), min_size=1, max_size=4).map(tuple),
+    recomputed=st.booleans(),
 )
 
 
@@ -59,26 +64,26 @@ def facts(**changes: Any) -> dict[bytes, bytes]:
 
 
 @given(st.lists(frames, min_size=1, max_size=6))
-def test_frames_come_back_as_they_were(made: list[FrameRows]) -> None:
+def test_frames_come_back_as_they_were(made: list[Frame]) -> None:
     """Frames of any content, in any order of batches, are the same after the table."""
     table = trace.Tabulator(3).table(made)
     assert table.schema.equals(trace.schema())
     found: list[Frame] = list(trace.frames_of(table))
-    assert found == [one.to_frame() for one in made]
+    assert found == list(made)
     # The calls of a batch are counted from 0, in the order in which they come.
     by_batch = sorted((one.batch, number) for number, one in enumerate(made))
     calls = {
         number: k for _, group in groupby(by_batch, lambda x: x[0]) for k, (_, number) in enumerate(group)
     }
-    expected = [calls[number] for number, one in enumerate(made) for _ in one.rows]
+    expected = [calls[number] for number, one in enumerate(made) for _ in one.records]
     assert table["call"].to_pylist() == expected
     assert set(table["rank"].to_pylist()) == {3}
 
 
 def test_a_name_that_has_no_utf_8_is_kept_with_an_escape() -> None:
     """A lone surrogate in a label is spelt out, as in every text."""
-    row = Row("a\ud800b", "input", None, "", None, None, None, None, "None")
-    table = trace.Tabulator(0).table([FrameRows(0, "m", "M", [row])])
+    row = Record("a\ud800b", "input", None, "", None, None, None, None, "None")
+    table = trace.Tabulator(0).table([Frame(0, "m", "M", (row,))])
     assert table["label"].to_pylist() == ["a\\ud800b"]
 
 
@@ -140,8 +145,8 @@ def test_a_file_may_lack_columns_that_are_younger_than_its_version(version: int)
 )
 def test_a_value_that_no_watch_writes_is_refused(column: str, value: str) -> None:
     """Rows are anybody's: what is not of the format is a TraceError."""
-    row = Row("x", "input", (2,), "float32", 0.0, 1.0, True, None, "")
-    table = trace.Tabulator(0).table([FrameRows(0, "m", "M", [row])])
+    row = Record("x", "input", (2,), "float32", 0.0, 1.0, True, None, "")
+    table = trace.Tabulator(0).table([Frame(0, "m", "M", (row,))])
     at = table.schema.get_field_index(column)
     with pytest.raises(TraceError, match="not a row of a trace"):
         trace.frames_of(table.set_column(at, column, pa.array([value])))

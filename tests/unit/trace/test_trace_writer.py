@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nanwatch.recording.observe import SketchedRow, sketch_bytes
-from nanwatch.report.record import FrameRows, Row
+from nanwatch.records.record import Frame, Record
 from nanwatch.trace import trace_writer
 from nanwatch.trace.trace_file import Trace
 from nanwatch.trace.trace_writer import TraceWriter, claim
@@ -26,12 +26,14 @@ parquet = pytest.importorskip("pyarrow.parquet")
 FACTS = {"version": 3, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
 
 
-def frame(batch: int, rows: int = 1) -> FrameRows:
-    return FrameRows(
+def frame(batch: int, rows: int = 1) -> Frame:
+    return Frame(
         batch,
         "layer",
         "Linear",
-        [Row(f"input[{i}]", "input", (2, 3), "float32", 0.5, 1.5, True, None, "") for i in range(rows)],
+        tuple(
+            Record(f"input[{i}]", "input", (2, 3), "float32", 0.5, 1.5, True, None, "") for i in range(rows)
+        ),
     )
 
 
@@ -239,10 +241,10 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     assert (written.batches, written.lost_frames) == ((0,), 0)
 
 
-def sketched_frame(batch: int, size: int) -> FrameRows:
+def sketched_frame(batch: int, size: int) -> Frame:
     row = SketchedRow("output", "output", (2, 3), "float32", 0.5, 1.5, True, None, "")
     row.sketch = bytes(size)
-    return FrameRows(batch, "layer", "Linear", [row])
+    return Frame(batch, "layer", "Linear", (row,))
 
 
 def test_waiting_sketches_are_bounded(
@@ -257,7 +259,7 @@ def test_waiting_sketches_are_bounded(
     for one in many:
         it.put([one])
     assert it._facts["lost_frames"] == 1
-    assert sketch_bytes(many[1].rows[0]) == 0
+    assert sketch_bytes(many[1].records[0]) == 0
     held_disk.set()
     it.close()
     assert batches(it.path) == [0, 1]

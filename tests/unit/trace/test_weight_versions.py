@@ -15,7 +15,7 @@ from torch import nn
 
 import nanwatch
 from nanwatch.instrumentation.global_hooks import after_steps
-from nanwatch.report.record import FrameRows, Row
+from nanwatch.records.record import Frame, Record
 from nanwatch.trace import trace
 from nanwatch.trace.trace import WeightVersions
 from nanwatch.trace.trace_file import Trace
@@ -28,7 +28,7 @@ ONE = torch.ones(2, 3)
 
 
 def weight_row(value: float, role: Any = "weight", label: str = "w") -> Any:
-    return Row(label, role, (2,), "float32", value, value, value == value, None, "")
+    return Record(label, role, (2,), "float32", value, value, value == value, None, "")
 
 
 @given(
@@ -46,7 +46,7 @@ def test_it_rises_where_a_step_took_it_or_its_row_differs(batches: list[tuple[fl
         if before is not None and shown != before and not stepped:
             count += 1
         before, stepped = shown, False
-        found = [versions.column(FrameRows(batch, "m", "M", [weight_row(value)]))[0] for _ in range(calls)]
+        found = [versions.column(Frame(batch, "m", "M", (weight_row(value),)))[0] for _ in range(calls)]
         expected += [count] * calls
         assert found == expected[-calls:]
         if steps:
@@ -60,9 +60,9 @@ def test_frames_may_come_long_after_the_steps() -> None:
     for batch in range(5):
         versions.step(batch, [("m", "w")])
     rows = [weight_row(1.0), weight_row(1.0, label="frozen"), weight_row(1.0, "output", "output")]
-    found = [versions.column(FrameRows(batch, "m", "M", rows)) for batch in (0, 0, 3, 9)]
+    found = [versions.column(Frame(batch, "m", "M", tuple(rows))) for batch in (0, 0, 3, 9)]
     assert found == [[0, 0, None], [0, 0, None], [3, 0, None], [5, 0, None]]
-    backward = FrameRows(9, "m", "M", [weight_row(1.0, "gradient")], phase="backward")
+    backward = Frame(9, "m", "M", (weight_row(1.0, "gradient"),), phase="backward")
     assert versions.column(backward) == [None]
 
 
@@ -73,7 +73,7 @@ def test_a_run_without_frames_keeps_no_list_of_its_steps(monkeypatch: pytest.Mon
     for batch in range(1000):
         versions.step(batch, [("m", "w")])
     assert len(versions._steps) == 10
-    assert versions.column(FrameRows(1000, "m", "M", [weight_row(1.0)])) == [1000]
+    assert versions.column(Frame(1000, "m", "M", (weight_row(1.0),))) == [1000]
 
 
 def column(path: Path) -> dict[tuple[str, str], list[int]]:
