@@ -114,7 +114,8 @@ template <Format F>
 class Counter<F, std::enable_if_t<Codes<F>::is_float && sizeof(typename Codes<F>::Word) != 1>> {
   using C = Codes<F>;
   using Word = typename C::Word;
-  static constexpr size_t kSubnormal = 1, kTop = (size_t(1) << C::exponent_bits);  // slots: 0 is zero, then field + 1
+  static constexpr size_t kSubnormal = 1, kTop = size_t(1) << (8 * sizeof(Word) - 1 -
+                                                               C::mantissa_bits);  // slots: 0 is zero, then field + 1
 
  public:
   void take(const char* p, int64_t n) {

@@ -44,7 +44,6 @@ struct Plane {
   int64_t columns, column_stride, rows, row_stride;
 };
 
-constexpr int kNumFormats = 18;
 // Elements of a block whose powers are summed: it lies in a near cache by then, and its numbers fit on the stack. A
 // block costs 30 ns beside its elements, 8192 of which take 350 ns as bfloat16.
 constexpr int64_t kPowerSumsBlock = 8192;

@@ -28,26 +28,13 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 namespace stable = torch::stable::detail;
 
-// The stable ABI has no number for float8_e8m0fnu: the reference serves it.
+// Where the stable ABI has no number for a format, the reference serves it.
 std::optional<Format> format_of(int32_t dtype) {
   static const std::vector<std::pair<int32_t, Format>> formats = {
-      {aoti_torch_dtype_float64(), Format::f64},
-      {aoti_torch_dtype_float32(), Format::f32},
-      {aoti_torch_dtype_float16(), Format::f16},
-      {aoti_torch_dtype_bfloat16(), Format::bf16},
-      {aoti_torch_dtype_float8_e4m3fn(), Format::f8_e4m3fn},
-      {aoti_torch_dtype_float8_e5m2(), Format::f8_e5m2},
-      {aoti_torch_dtype_float8_e4m3fnuz(), Format::f8_e4m3fnuz},
-      {aoti_torch_dtype_float8_e5m2fnuz(), Format::f8_e5m2fnuz},
-      {aoti_torch_dtype_bool(), Format::boolean},
-      {aoti_torch_dtype_uint8(), Format::u8},
-      {aoti_torch_dtype_int8(), Format::i8},
-      {aoti_torch_dtype_uint16(), Format::u16},
-      {aoti_torch_dtype_int16(), Format::i16},
-      {aoti_torch_dtype_uint32(), Format::u32},
-      {aoti_torch_dtype_int32(), Format::i32},
-      {aoti_torch_dtype_uint64(), Format::u64},
-      {aoti_torch_dtype_int64(), Format::i64}};
+#define NANWATCH_PAIR(enumerator, name) {aoti_torch_dtype_##name(), Format::enumerator},
+      NANWATCH_STABLE_FORMATS(NANWATCH_PAIR)
+#undef NANWATCH_PAIR
+  };
   for (const auto& [number, format] : formats)
     if (number == dtype) return format;
   return std::nullopt;

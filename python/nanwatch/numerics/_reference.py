@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .formats import NUMBER_FORMATS, NumberFormat
+
 # Columns of the rows below; the same order in the native kernels.
 RANGE_WIDTH = 3  # abs_min, abs_max, isfinite
 HEALTH_WIDTH = 11  # those, then the columns that the docstring of `health` names
@@ -28,18 +30,30 @@ _DEVICES_WITHOUT_FLOAT64 = frozenset({"mps"})
 _INF = float("inf")
 
 
-def _present(*names: str) -> frozenset[torch.dtype]:
-    return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
+def _arithmetic_of(form: NumberFormat) -> torch.dtype:
+    """Return a dtype that holds the values exactly, and whose `abs`, `amin` and comparisons torch has.
+
+    Only 64-bit integers above 2^53 (2^24 for 32- and 64-bit ones without float64) are rounded: rounding is monotone,
+    so the ends of the range are the rounded ends.
+    """
+    if form.kind == "complex":
+        return torch.complex128 if form.bits == 128 else torch.complex64
+    if form.is_float and form.bits >= 16:
+        return dtype_of(form)
+    return torch.float32 if form.bits <= 16 else torch.float64
 
 
-_OWN_ARITHMETIC = _present("float64", "float32", "float16", "bfloat16", "complex128", "complex64")
-_THROUGH_FLOAT32 = _present(
-    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"
-) | _present("bool", "uint8", "int8", "uint16", "int16")
-_THROUGH_FLOAT64 = _present("int32", "uint32", "int64", "uint64")
-_THROUGH_COMPLEX64 = _present("complex32")
+def dtype_of(form: NumberFormat) -> torch.dtype:
+    """Return PyTorch's dtype of a format."""
+    dtype: torch.dtype = getattr(torch, form.name)
+    return dtype
 
-READABLE_DTYPES = _OWN_ARITHMETIC | _THROUGH_FLOAT32 | _THROUGH_FLOAT64 | _THROUGH_COMPLEX64
+
+FORMATS = {dtype_of(form): form for form in NUMBER_FORMATS if hasattr(torch, form.name)}
+"""The formats that this PyTorch has."""
+_ARITHMETIC = {dtype: _arithmetic_of(form) for dtype, form in FORMATS.items()}
+
+READABLE_DTYPES = frozenset(FORMATS)
 READABLE_NAMES = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in READABLE_DTYPES))
 
 
@@ -202,18 +216,9 @@ def _chunks(values: Tensor) -> Iterator[Tensor]:
 
 
 def _to_arithmetic(values: Tensor) -> Tensor:
-    """Return the values in a dtype that holds them exactly, and whose `abs`, `amin` and comparisons torch has.
-
-    Only 64-bit integers above 2^53 (2^24 for 32- and 64-bit ones without float64) are rounded: rounding is
-    monotone, so the ends of the range are the rounded ends.
-    """
-    if values.dtype in _THROUGH_FLOAT32:
-        return values.to(torch.float32)
-    if values.dtype in _THROUGH_FLOAT64:
-        return values.to(row_dtype(values.device))
-    if values.dtype in _THROUGH_COMPLEX64:
-        return values.to(torch.complex64)
-    return values
+    """Return the values in the dtype of `_arithmetic_of`, float32 in place of float64 where the device has none."""
+    wanted = _ARITHMETIC[values.dtype]
+    return values.to(row_dtype(values.device) if wanted == torch.float64 else wanted)
 
 
 def _range_row(chunk: Tensor, device: torch.device) -> Tensor:
@@ -299,20 +304,6 @@ def statistics(x: Tensor) -> Tensor:
 # Columns of an exponent histogram: num_nan, num_posinf, num_neginf, num_zero, then one for each of `exponents_of`.
 EXPONENT_HEAD = 4
 
-# First and last: of the smallest number above zero, subnormals included, and of the largest finite one.
-_EXPONENTS = {
-    "float64": (-1074, 1023),
-    "float32": (-149, 127),
-    "float16": (-24, 15),
-    "bfloat16": (-133, 127),
-    "float8_e4m3fn": (-9, 8),
-    "float8_e5m2": (-16, 15),
-    "float8_e4m3fnuz": (-10, 7),
-    "float8_e5m2fnuz": (-17, 15),
-    "float8_e8m0fnu": (-127, 127),
-    "bool": (0, 0),
-}
-
 _SIGN_64 = -(1 << 63)
 
 
@@ -324,8 +315,7 @@ def exponents_of(dtype: torch.dtype) -> range:
         raise TypeError(
             f"there are no exponents of dtype {name}; accepted: {READABLE_NAMES}, but no complex one"
         )
-    first, last = _EXPONENTS.get(name, (0, 8 * dtype.itemsize - 1))
-    return range(first, last + 1)
+    return FORMATS[dtype].exponents
 
 
 def exponent_histogram(x: Tensor) -> Tensor:
@@ -388,12 +378,13 @@ def _floor_log2(values: Tensor) -> Tensor:
 
 
 def _magnitude_words(chunk: Tensor) -> Tensor:
-    if not chunk.is_floating_point():
+    form = FORMATS[chunk.dtype]
+    if not form.is_float:
         return chunk.view(torch.int64) if chunk.dtype == torch.uint64 else chunk.to(torch.int64).abs()
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[chunk.dtype.itemsize]
     bits = chunk.view(word).to(torch.int64)
-    if chunk.dtype == torch.float8_e8m0fnu:
+    if not form.has_sign_bit:
         return bits
-    unsigned = bits & ((1 << (8 * chunk.dtype.itemsize - 1)) - 1)
-    is_fnuz = chunk.dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-    return torch.where(bits == 0x80, bits, unsigned) if is_fnuz else unsigned
+    sign = 1 << (form.bits - 1)
+    words = bits & (sign - 1)
+    return torch.where(bits == sign, bits, words) if form.kind == "fnuz" else words
