@@ -3,7 +3,6 @@
 
 #include "cpu/fingerprint_loop_impl.h"
 #include "cpu/health_loop_impl.h"
-#include "cpu/power_sums_impl.h"
 
 namespace nanwatch {
 namespace {
@@ -13,11 +12,9 @@ constexpr KernelTable make_kernels(const char* name) {
   KernelTable table{};
   table.name = name;
   table.fingerprint = fingerprint_blocks<S>;
-#define NANWATCH_KERNELS(name, ...)                                  \
-  table.range[int(Format::name)] = range_plane<S, Format::name>;     \
-  table.health[int(Format::name)] = health_plane<S, Format::name>;   \
-  table.power_sums[int(Format::name)] = power_sums<S, Format::name>; \
-  table.beyond[int(Format::name)] = count_beyond<S, Format::name>;
+#define NANWATCH_KERNELS(name, ...)                              \
+  table.range[int(Format::name)] = range_plane<S, Format::name>; \
+  table.health[int(Format::name)] = health_plane<S, Format::name>;
   NANWATCH_FORMATS(NANWATCH_KERNELS)
 #undef NANWATCH_KERNELS
   return table;

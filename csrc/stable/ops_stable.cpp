@@ -10,8 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/exponents_cpu.h"
-#include "cpu/statistics_cpu.h"
 #include "cpu/fingerprint_cpu.h"
 #include "cpu/parallel.h"
 
@@ -105,32 +103,6 @@ Tensor health(const Tensor& x) {
   return row;
 }
 
-Tensor statistics(const Tensor& x) {
-  const std::optional<View> view = view_of(x, "statistics");
-  if (!view.has_value()) return reference("nanwatch::reference_statistics", x);
-  Tensor row = filled({kStatisticsColumns}, ScalarType::Double);
-  statistics_cpu(*view, numbers<double>(row));
-  return row;
-}
-
-Tensor exponent_histogram(const Tensor& x) {
-  const std::optional<View> view = view_of(x, "exponent_histogram");
-  if (!view.has_value()) return reference("nanwatch::reference_exponent_histogram", x);
-  Tensor counts = filled({exponent_columns(view->format)}, ScalarType::Long);
-  exponents_cpu(*view, numbers<int64_t>(counts));
-  return counts;
-}
-
-Tensor count_from(const Tensor& x, const std::vector<int64_t>& codes) {
-  const std::optional<View> view = view_of(x, "count_from");
-  if (!view.has_value() || codes.size() > size_t(kMaxEdges))
-    return reference("nanwatch::reference_count_from", x, codes);
-  Tensor counts = filled({int64_t(codes.size())}, ScalarType::Long);
-  const std::vector<uint64_t> unsigned_codes(codes.begin(), codes.end());
-  edges_cpu(*view, unsigned_codes.data(), int64_t(codes.size()), numbers<int64_t>(counts));
-  return counts;
-}
-
 // Complex numbers have no Format: the reference serves them.
 Tensor fingerprint(const Tensor& x) {
   const std::optional<View> view = view_of(x, "fingerprint");
@@ -148,9 +120,6 @@ STABLE_TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("abs_range", TORCH_BOX(&abs_range));
   m.impl("abs_ranges", TORCH_BOX(&abs_ranges));
   m.impl("health", TORCH_BOX(&health));
-  m.impl("statistics", TORCH_BOX(&statistics));
-  m.impl("exponent_histogram", TORCH_BOX(&exponent_histogram));
-  m.impl("count_from", TORCH_BOX(&count_from));
   m.impl("fingerprint", TORCH_BOX(&fingerprint));
 }
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _extension, _reference
+from . import _extension, _spread
 from .exponents import ExponentHistogram, counted_dtype
 from .formats import BY_NAME
 from .readable import dtype_name, is_plain, only_our_dispatch, readable, through_public, type_name
@@ -139,8 +139,8 @@ def would_fit(x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale:
         marks = _marks(dtype_name(counted_dtype(x)), target, float(scale))
         # The marks ascend, and only uint64 has some beyond its words, which no element reaches.
         codes = [_as_int64(word) for word in marks if word < 1 << 64]
-        read, public = (partial(f, codes=codes) for f in (_extension.count_from, _reference.count_from))
-        row = read(x) if is_plain(x) else through_public(read, public, x)
+        read = partial(_spread.count_from, codes=codes)
+        row = read(x) if is_plain(x) else through_public(read, read, x)
         nonzero, kept, normal, overflow, nonfinite = row.tolist() + [0] * (len(marks) - len(codes))
     found = (overflow - nonfinite, nonzero - kept, kept - normal)
     return Fit(getattr(torch, target), float(scale), nonzero - nonfinite, *found, *found)
@@ -346,7 +346,7 @@ def _fit_of_histogram(histogram: ExponentHistogram, target: str, scale: float) -
     """Return bounds: a power of two counts as certain when all its numbers agree, as possible when one of them does."""
     source = dtype_name(histogram.dtype)
     words, marks = _ladder(source), _marks(source, target, scale)
-    lowest = _reference.exponents_of(histogram.dtype).start
+    lowest = _spread.exponents_of(histogram.dtype).start
     most, least = [0, 0, 0], [0, 0, 0]
     spans = ((marks.overflow, marks.nonfinite), (marks.nonzero, marks.kept), (marks.kept, marks.normal))
     for exponent, num in histogram.counts.items():
