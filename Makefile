@@ -2,6 +2,7 @@
 #
 #   make test           lint, and the quick tests of every room
 #   make test-all       lint, and every test that needs no GPU; CI runs it
+#   make test-pure      the quick tests of what runs without the compiled part, without it
 #   make test-gpu       the tests that need a GPU
 #
 #   PYTHON=python3.12   the interpreter the environment is made from (or, with OFFLINE=1, used as it is)
@@ -54,7 +55,7 @@ else
 endif
 PY := $(PYTHON_ENVIRONMENT) $(PY_ONLY)
 
-.PHONY: all wheel demo test test-all test-gpu sanitize lint format docs bench bench-gpu selfcheck clean distclean
+.PHONY: all wheel demo test test-all test-pure test-gpu sanitize lint format docs bench bench-gpu selfcheck clean distclean
 all: $(READY)
 
 # dist/ then holds a wheel that needs no compiler, and the sources. auditwheel finds the oldest glibc that will do.
@@ -75,6 +76,11 @@ test-all: MARKS = not cuda
 test-all: $(if $(filter 1,$(OFFLINE)),,$(STAMPS)/engines)
 test test-all: lint
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -m "$(MARKS)" $(PARALLEL) --durations=10 $(ARGS)
+
+# The rooms whose answers come from the compiled part, where there is one, in pure Python.
+PURE = $(addprefix tests/unit/,numerics recording instrumentation session monitoring trace diagnosis)
+test-pure: $(TOOLS)
+	NANWATCH_EXT=0 OMP_WAIT_POLICY=passive $(PY) -m pytest -m "not cuda and not slow" $(PARALLEL) $(ARGS) $(PURE)
 
 # Lint is left to the machine without a GPU: this one may have no tool but pytest.
 test-gpu: $(READY)

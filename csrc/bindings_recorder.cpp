@@ -134,6 +134,7 @@ void bind_recorder(py::module_& m) {
            [](const CallRecorder& self, uint32_t events) { return Subscription(self.subscriptions, events); })
       .def_readwrite("awaits_backwards", &CallRecorder::awaits_backwards)
       .def_readwrite("gathers_peaks", &CallRecorder::gathers_peaks)
+      .def_readwrite("gathers_inputs", &CallRecorder::gathers_inputs)
       .def("take_peaks", &CallRecorder::take_peaks)
       .def_readwrite("gathers_gradient_peaks", &CallRecorder::gathers_gradient_peaks)
       .def("take_gradient_peaks", &CallRecorder::take_gradient_peaks)

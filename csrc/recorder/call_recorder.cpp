@@ -338,7 +338,7 @@ void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) 
 
 // A frame of a forward whose ranges are known goes into the ring.
 void CallRecorder::keep(FrameData& frame) {
-  if (gathers_peaks) peaks_.add(frame, observer_.labels());
+  if (gathers_peaks) peaks_.add(frame, observer_.labels(), gathers_inputs);
   ring_.push(frame);
 }
 

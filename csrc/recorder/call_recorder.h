@@ -102,6 +102,7 @@ class CallRecorder {
   int paused = 0;  // nothing is recorded while it is not 0: 1 after pause() or stop(), and 2 for each re-run under way
   const std::shared_ptr<Subscriptions> subscriptions = std::make_shared<Subscriptions>();
   bool gathers_peaks = false;           // for take_peaks
+  bool gathers_inputs = false;          // among them
   bool gathers_gradient_peaks = false;  // for take_gradient_peaks
   bool awaits_backwards = false;        // else one whose rows are pending is reported later
   // Set when weights are gathered from shards, as FSDP does: into the same storage each time, past the version counter,

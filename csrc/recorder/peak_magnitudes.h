@@ -1,5 +1,5 @@
-// The largest magnitude of each weight, buffer and output in a batch, for forecasts, or of each gradient since they
-// were last taken, for spikes. Makes no Python object for any of them.
+// The largest magnitude of each weight, buffer and output in a batch, for forecasts, and of each input, for spikes. Or
+// of each gradient since they were last taken. Makes no Python object for any of them.
 #pragma once
 
 #include <Python.h>
@@ -32,13 +32,13 @@ class PeakMagnitudes {
   void reserve_node() { reserve(++nodes_ * 8); }
 
   // Takes a frame of the batch under way. A frame of another batch drops what was taken before.
-  void add(const FrameData& frame, Labels& labels) {
+  void add(const FrameData& frame, Labels& labels, bool with_inputs) {
     if (frame.recomputed || frame.phase != Phase::forward) return;
     if (frame.batch != batch_) begin(frame.batch);
     for (const RowData& row : frame.rows) {
       if (row.python != nullptr) {
-        add_python(frame.node, row.python, nullptr, labels);
-      } else if (row.role != Role::input) {
+        add_python(frame.node, row.python, nullptr, labels, with_inputs);
+      } else if (with_inputs || row.role != Role::input) {
         add_row(frame.node, row.label, row);
       }
     }
@@ -48,7 +48,7 @@ class PeakMagnitudes {
   void add_gradient(int64_t batch, int32_t node, Labels::Id label, const RowData& row, Labels& labels) {
     batch_ = std::max(batch_, batch);
     if (row.python != nullptr) {
-      add_python(node, row.python, &label, labels);
+      add_python(node, row.python, &label, labels, false);
     } else {
       add_row(node, label, row);
     }
@@ -119,15 +119,15 @@ class PeakMagnitudes {
   }
 
   // Rows from Python: complex numbers, shards, other layouts. `own` is the label where the row has another user's.
-  void add_python(int32_t node, PyObject* row, const Labels::Id* own, Labels& labels) {
+  void add_python(int32_t node, PyObject* row, const Labels::Id* own, Labels& labels, bool with_inputs) {
     if (!is_row(row)) return;
     const char* const label = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::label));
     const char* const role = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::role));
     const char* const dtype = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::dtype));
     PyObject* const largest = PyTuple_GET_ITEM(row, row_item::abs_max);
     if (label == nullptr || role == nullptr || dtype == nullptr) return PyErr_Clear();
-    if (std::string_view(role) == "input" || PyTuple_GET_ITEM(row, row_item::isfinite) != Py_True || is_meant(row) ||
-        !PyFloat_Check(largest) || !(PyFloat_AS_DOUBLE(largest) >= 0))
+    if ((!with_inputs && std::string_view(role) == "input") || PyTuple_GET_ITEM(row, row_item::isfinite) != Py_True ||
+        is_meant(row) || !PyFloat_Check(largest) || !(PyFloat_AS_DOUBLE(largest) >= 0))
       return;
     const int8_t type = floating_dtype(dtype);
     if (type < 0) return;

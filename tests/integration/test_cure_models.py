@@ -1,13 +1,12 @@
-"""The models of `support.cures` fail as their table says, and the chosen line cures each. Plain PyTorch."""
+"""The models of `benchmarks/cures` fail as their table says, and the chosen line cures each. Plain PyTorch."""
 
 from __future__ import annotations
 
 import difflib
 
 import pytest
-
-from support.cures.program import OUTSIDE, Program
-from support.cures.table import CURES, MODELS, Cure
+from cures.program import OUTSIDE, Program
+from cures.table import CURES, MODELS, Cure
 
 pytestmark = pytest.mark.filterwarnings("ignore:(var|std)\\(\\):UserWarning")
 

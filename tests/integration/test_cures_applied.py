@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from support.cures.judge import judged
-from support.cures.table import FAMILIES
+from cures.judge import judged
+from cures.table import FAMILIES
 
 
 def test_a_patch_of_some_families_works() -> None:

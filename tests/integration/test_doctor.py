@@ -256,7 +256,7 @@ HEALTHY: dict[str, Any] = {
     "nanwatch": {"version": "1.0", "path": "/lib/nanwatch"},
     "python": "3.12.1",
     "platform": "Linux",
-    "torch": {"version": "2.13.0", "cuda": None, "hip": None},
+    "torch": {"version": "2.13.0", "cuda": None, "hip": None, "missing": []},
     "compiled": {
         "loaded": True,
         "reason": "",
@@ -286,6 +286,10 @@ OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
             "  CUDA kernels  CUDA 13.0, sm_90",
             "cuda:0          native   [H200]",
         ],
+    ),
+    "a newer torch without a name": (
+        {"torch": {"missing": ["torch._C._gone"]}},
+        ["  WARNING       nanwatch uses private names of torch, seen in 2.13, that this version lacks: torch._C._gone"],
     ),
     "a GPU of AMD": ({"torch": {"hip": "6.4"}}, ["torch           2.13.0, ROCm 6.4"]),
     "no nvcc": (

@@ -46,13 +46,15 @@ class Taker:
         return batch, {name: value for name, value in zip(self.names, found, strict=True) if value > 0}
 
 
-def of_frames(frames: tuple[Frame, ...], batch: int) -> dict[PeakName, float]:
+def of_frames(frames: tuple[Frame, ...], batch: int, inputs: bool = False) -> dict[PeakName, float]:
     """The same from the frames of the batch."""
     found: dict[PeakName, float] = {}
     for frame in frames:
         for r in frame.records:
             # Counts tensors that have a format, were made or are held here, and are neither a failure nor a mask.
-            if frame.batch != batch or frame.recomputed or limits(r.dtype) is None or r.role == "input":
+            if frame.batch != batch or frame.recomputed or limits(r.dtype) is None:
+                continue
+            if r.role == "input" and not inputs:
                 continue
             if r.isfinite and r.abs_max and r.note != MASK:
                 name = (frame.name, r.label, r.dtype)
@@ -67,8 +69,9 @@ def test_they_are_those_of_the_frames(name: str) -> None:
     with watched(model) as w, torch.no_grad():
         taker = Taker(w)
         for batch in range(3):
+            w._recorder.gathers_inputs = inputs = batch == 2  # from now on, as for spikes
             model(**inputs_of(name, batch))
-            assert taker.take() == (batch, of_frames(w.frames, batch))
+            assert taker.take() == (batch, of_frames(w.frames, batch, inputs))
     assert len(taker.names) > 20
 
 
@@ -104,9 +107,10 @@ def test_of_every_kind_of_value() -> None:
     model.forward = lambda x: [shared(x), shared(-3 * x)]  # type: ignore[method-assign]
     with watched(model) as w:
         taker = Taker(w)
-        for batch in range(6):
+        for batch in range(8):
+            w._recorder.gathers_inputs = inputs = batch >= 6
             model(torch.tensor([1.0, float(batch)]))
-            assert taker.take() == (batch, of_frames(w.frames, batch))
+            assert taker.take() == (batch, of_frames(w.frames, batch, inputs))
     dtypes = {name[2] for name in taker.names}
     assert dtypes == {"float32", "float16", "complex64"}
 

@@ -140,8 +140,11 @@ def test_a_recomputation_takes_nothing_from_another_threads_batch() -> None:
     assert [report.batch for report in reports[before:]] == [1]
 
 
-def test_a_thread_in_a_batch_that_is_not_recorded_is_inside_the_model() -> None:
+def test_a_thread_in_a_batch_that_is_not_recorded_is_inside_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With every=2 a failed batch is not run again over the buffers that the other thread's batch is writing."""
+    monkeypatch.setenv("NANWATCH_RERUN", "in-process")
     inside, goes_on = threading.Event(), threading.Event()
 
     class Model(nn.Module):

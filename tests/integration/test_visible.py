@@ -31,7 +31,7 @@ from nanwatch.report import text
 from nanwatch.report.finding import Cure, Origin, RankObservation
 from nanwatch.report.record import Frame, FrameRows, Record, Row
 from nanwatch.report.report import NonFiniteError, Report
-from nanwatch.trace.trace import TraceError
+from nanwatch.trace.trace import unreadable
 from nanwatch.util.visible import close_names, spell, visible
 from support.html_page import Page
 from support.merges import merged_of
@@ -133,9 +133,15 @@ def forms(report: Report) -> list[str]:
         *entry.texts.values(),
         *entry.scalars,
         spell(ValueError(name)),
-        str(CapsuleError(name)),
-        str(TraceError(name)),
+        refused_capsule(name),
+        str(unreadable(name)),
     ]
+
+
+def refused_capsule(reason: str) -> str:
+    with pytest.raises(CapsuleError) as caught, blaming(Path("capsule.json")):
+        raise ValueError(reason)
+    return str(caught.value)
 
 
 HARMLESS = [len(one.splitlines()) for one in forms(named("x"))]

@@ -1,13 +1,12 @@
-"""Cures of every model of `support.cures` are applied to its source, which runs unwatched in a new process."""
+"""Cures of every model of `benchmarks/cures` are applied to its source, which runs unwatched in a new process."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-
-from support.cures.judge import judged
-from support.cures.table import CURES, FAMILIES
+from cures.judge import judged
+from cures.table import CURES, FAMILIES
 
 
 @pytest.fixture(scope="module")

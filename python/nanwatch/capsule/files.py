@@ -217,9 +217,6 @@ class CapsuleError(ValueError):
         call/capsule.json: No such file or directory
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(visible(message))  # it may quote a file from a stranger
-
 
 @contextmanager
 def blaming(path: Path) -> Iterator[None]:
@@ -227,12 +224,13 @@ def blaming(path: Path) -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise CapsuleError(f"{path}: nested too deeply for a capsule") from None
+        raise CapsuleError(visible(f"{path}: nested too deeply for a capsule")) from None
     except (ValueError, OSError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        advice = f"a capsule is a folder with {DOCUMENT} and {TENSORS}, as nanwatch wrote them"
         raise CapsuleError(
-            f"{path}: {reason}; a capsule is a folder with {DOCUMENT} and {TENSORS}, as nanwatch wrote them"
-        ) from error
+            visible(f"{path}: {reason}; {advice}")
+        ) from error  # it may quote a stranger's file
 
 
 def _read_document(path: Path) -> Json:

@@ -61,7 +61,8 @@ wrapper that calls the model in its forward serves models that take different ar
 Or A and B are traces that watch(trace=..., sketches=N) has written. INPUTS is left out then, or is a trace of A in
 higher precision, from which the noise floor is measured.
 
-exit status: 0 when nothing is above the noise floor, 1 when something is, 2 when the models cannot be compared
+exit status: 0 when the models are equal, 1 when something is above the noise floor, also in float32 copies of 16-bit
+models, or a parameter differs, 2 when the models cannot be compared
 
 examples:
   nanwatch compare models:reference models:port models:batch

@@ -40,7 +40,8 @@ from .experiment import (
     without_hooks,
 )
 from .patching.rules import DERIVATIVE_POLES, POLES, operation_name
-from .provenance import SKIPPED_FILES, ProvenanceMode, Step
+from .program_code import SKIPPED_FILES
+from .provenance import ProvenanceMode, Step
 
 if TYPE_CHECKING:
     from .loss_statements import BackwardCall

@@ -1,12 +1,14 @@
 """Snapshot of the start of a batch, from which its outermost call can be made again, and the calls an exception left.
 
-It holds references and random states, no copies: a batch that ends well costs a few microseconds. After a re-run the
-snapshot puts back all that the run left behind: random states, buffers, training flags.
+It holds references and random states, and copies of the little Python state that the batch's code can change: a batch
+that ends well costs a few microseconds. After a re-run in this process the snapshot puts back all that the run left
+behind: Python state, random states, buffers, training flags.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +34,9 @@ from ..precision.casting import (
 from ..recording.walk import call_leaves
 from ..report.finding import Finding
 from ..util.modules import each_module
+from . import child_process, in_process
+from .outside import in_child
+from .program_state import ProgramState, present_state
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PLAIN = (
@@ -66,7 +71,8 @@ class Forwards:
 class BatchSnapshot:
     """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`.
 
-    `forwards` counts the re-runs, where somebody counts.
+    `state` is the Python state that the batch's code can change, where it was kept; `began` is the time in seconds of
+    `time.monotonic()`. `forwards` counts the re-runs, where somebody counts.
     """
 
     module: nn.Module
@@ -79,17 +85,23 @@ class BatchSnapshot:
     versions: tuple[tuple[str, Tensor, int], ...] = ()
     cached: ParametrizationCache = field(default_factory=cached_parametrizations)
     forwards: Forwards | None = None
+    state: ProgramState | None = None
+    began: float = field(default_factory=time.monotonic)
 
     @classmethod
     def capture(
-        cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+        cls,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        state: ProgramState | None = None,
     ) -> BatchSnapshot:
         """Return the state at the start of a batch, which is now."""
         kwargs = kwargs or _NOTHING
         given = [(f"args[{i}]", x) for i, x in enumerate(args)] + list(kwargs.items())
         with torch._C.DisableTorchFunction():  # looking is no business of the user's function modes
             versions = cls._versions(given)
-        return cls(module, args, kwargs, versions=versions)
+        return cls(module, args, kwargs, versions=versions, state=state)
 
     @staticmethod
     def _versions(given: list[tuple[str, Any]]) -> tuple[tuple[str, Tensor, int], ...]:
@@ -108,12 +120,16 @@ class BatchSnapshot:
         """Restore the state of the start for the block, which gets a callable that makes the call.
 
         It runs the model's hooks and no graph is built; compiled modules run eagerly, one operation after the other.
-        What a forward draws from the modules random and numpy.random it draws anew. Afterwards random states, buffers,
-        training flags and the tensors of the call are as they were before, also when the call raises.
+        Afterwards the program's Python state, random states, buffers, training flags and the tensors of the call are as
+        they were before, also when the call raises.
         """
         if self.forwards is not None:
             self.forwards.made += 1
+        child_process.send()
         with ExitStack() as after:
+            if not in_child():
+                names = getattr(self.module, "names", {})
+                after.callback(present_state(self.module, sys._getframe(2), names).restore)
             after.callback(RngState.capture(others=True).restore)
             after.callback(
                 _set_training, [(module, module.training) for _, module in each_module(self.module)]
@@ -138,7 +154,11 @@ class BatchSnapshot:
                     modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
                     # DistributedDataParallel would tell the other ranks that a batch has begun.
                     module = unwrapped(module)
+                if self.state is not None:
+                    self.state.restore(stands_in=True)
                 self.rng.restore()
+                if in_process.current is not None and not in_child():
+                    modes.enter_context(in_process.current.running())
                 yield lambda: module(*self.args, **self.kwargs)
 
     def doubts(self) -> list[str]:
@@ -150,6 +170,8 @@ class BatchSnapshot:
         ]
         for label, value in call_leaves(self.args, self.kwargs):
             if value is None or isinstance(value, (Tensor, *_PLAIN)):
+                continue
+            if self.state is not None and self.state.leaves_alone(value):
                 continue
             kind = type(value).__name__
             if hasattr(value, "__next__"):

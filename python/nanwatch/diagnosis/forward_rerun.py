@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
@@ -24,6 +25,7 @@ from ..report.record import Record, to_record
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
 from .diagnosis import Call, Diagnosis, bad_rows, describe
+from .outside import NotRepeatableError
 from .provenance import ProvenanceMode
 
 
@@ -146,12 +148,16 @@ def _of_rerun(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Di
         examined = _module(model, name)
     if examined is None:
         return Diagnosis(remarks=(f"the model has no module {name!r} any more",))
-    probe = _CallProbe(finding, suspect, examined, name, ProvenanceMode(_run.__code__))
-    failure = _run(probe, snapshot)
+    # A forward may ask for the graph, as for a tensor's hook. It is made only where the run without it raises.
+    for builds_graph in (False, True) if snapshot.grad else (False,):
+        probe = _CallProbe(finding, suspect, examined, name, ProvenanceMode(_run.__code__))
+        failure = _run(probe, snapshot, builds_graph)
+        if probe.found is not None or not failure:
+            break
     if probe.found is not None:
         return probe.found
     if failure:
-        return Diagnosis(remarks=(f"the second run of the batch raised {failure}", *snapshot.doubts()))
+        return Diagnosis(remarks=(f"the second run of the batch ended: {failure}", *snapshot.doubts()))
     if not probe.was_called:
         probe.trouble.append(f"the second run did not call {finding.module or 'the root module'}")
     if doubts := snapshot.doubts():
@@ -159,13 +165,16 @@ def _of_rerun(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Di
     return Diagnosis(transient=None if doubts or probe.trouble else True, remarks=(*probe.trouble, *doubts))
 
 
-def _run(probe: _CallProbe, snapshot: BatchSnapshot) -> str:
+def _run(probe: _CallProbe, snapshot: BatchSnapshot, builds_graph: bool) -> str:
     """Make the outermost call of the batch again under the probe. Return what it raised, in words, or ""."""
     try:
-        with snapshot.again() as call, probe.in_place():
+        graph = torch.enable_grad() if builds_graph else nullcontext()
+        with snapshot.again() as call, graph, probe.in_place():
             call()
+    except NotRepeatableError as error:
+        return str(error)
     except Exception as error:
-        return spell(error)
+        return f"it raised {spell(error)}"
     return ""
 
 

@@ -7,7 +7,6 @@ and the report is what it was before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import ceil, log2
@@ -21,10 +20,9 @@ from ..instrumentation.wrapped_names import module_names
 from ..precision.casting import replaced
 from ..recording.walk import call_leaves
 from ..report.finding import Cure, Finding, working_first
-from ..report.record import Frame
 from ..report.report import Report
-from ..util.modules import each_module
 from ..util.visible import spell
+from . import child_process, outside
 from .backward_cures import BACKWARD_RUNS, try_backward_cures
 from .backward_rerun import loss_value, rerun_backward
 from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run, num_processes
@@ -33,7 +31,8 @@ from .diagnosis import BadRows, Diagnosis, enrich
 from .experiment import NO_CONDITIONS, Allows, BackwardStart, Conditions, module_words, nothing_allowed, run
 from .folder import attempt, write_failure
 from .forward_rerun import rerun_forward
-from .loss_statements import BackwardCall, LossStatements, Refused
+from .loss_slice import Refused
+from .loss_statements import BackwardCall, LossStatements
 from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, Found, try_patches
 
 _ADVICE = 'put the loss into a function below `@nanwatch.watched("loss")`: a report then has its line and its operands'
@@ -72,7 +71,7 @@ def post_mortem(
         finding = _rerun_loss(loss, finding, model, conditions)
     elif examines and snapshot is not None and finding.phase != "step":
         snapshot = replace(snapshot, forwards=Forwards())
-        steps = _Steps(report.frames, model, conditions, remarks)
+        steps = _Steps(report, model, conditions, remarks)
         finding, diagnosis = steps.look(finding, snapshot)
         if call is not None and finding.origin == "produced" and not (diagnosis and diagnosis.operation):
             remarks.append(
@@ -80,31 +79,40 @@ def post_mortem(
             )
             finding, diagnosis = steps.look(finding, call)
         elif diagnosis is not None:
+            steps.tell(finding)
             finding = steps.find_samples(finding, diagnosis, snapshot)
-    finding = replace(finding, remarks=(*finding.remarks, *remarks))
+    finding = replace(finding, remarks=(*finding.remarks, *remarks, *outside.discarded))
     if output_dir is None:
         return replace(report, finding=finding)
-    return write_failure(report, finding, diagnosis, snapshot, output_dir)
+    child_process.send(replace(report, finding=finding).to_json())
+    with outside.allowed():
+        return write_failure(report, finding, diagnosis, snapshot, output_dir)
 
 
 class _Steps(NamedTuple):
     """Steps of an examination. Each returns the finding with what it found; `remarks` take what went wrong."""
 
-    frames: Sequence[Frame]
+    report: Report
     model: nn.Module
     conditions: Conditions
     remarks: list[str]
 
+    def tell(self, finding: Finding) -> None:
+        """Send what is known to the process of the program, should a later run not end."""
+        known = replace(finding, remarks=(*finding.remarks, *self.remarks))
+        child_process.send(replace(self.report, finding=known).to_json())
+
     def look(self, finding: Finding, snapshot: BatchSnapshot) -> tuple[Finding, Diagnosis | None]:
         """Run the batch again to find the operation, and try cures where it failed again."""
         if finding.phase == "backward":
-            found: Diagnosis | None = rerun_backward(snapshot, finding, self.frames, model=self.model)
+            found: Diagnosis | None = rerun_backward(snapshot, finding, self.report.frames, model=self.model)
         else:
             rerun = partial(rerun_forward, snapshot, finding, model=self.model)
             found = attempt("the closer look", rerun, self.remarks)
         if found is None:
             return finding, None
         closer = enrich(finding, found)
+        self.tell(closer)
         is_due = found.operation is not None
         if finding.phase != "backward":
             was_there = finding.origin in ("data", "buffer") and found.place is not None
@@ -209,6 +217,7 @@ def _examined(
         inference=False,
         grad=True,
         forwards=Forwards(),
+        state=call.state,
     )
     # The finding of a call of this module, that returns the loss.
     own = replace(
@@ -283,8 +292,7 @@ def find_samples(
         args, kwargs = replaced((snapshot.args, dict(snapshot.kwargs)), chosen)
         begin = start and start._replace(gradients=replaced(dict(start.gradients), chosen))
         part = replace(snapshot, args=args, kwargs=kwargs)
-        with _attributes_kept(snapshot.module):
-            experiment = run(part, names, allows=allows, backward=snapshot.grad, start=begin)
+        experiment = run(part, names, allows=allows, backward=snapshot.grad, start=begin)
         if experiment.error is not None:
             return None
         return not any(experiment.nonfinite()) and not experiment.bad_gradients
@@ -329,19 +337,6 @@ def dataset_indices(snapshot: BatchSnapshot, samples: Sequence[int]) -> str:
         if name in _INDICES and isinstance(x, Tensor) and x.shape == (size,) and not x.is_floating_point():
             return f"{label} of these samples is {', '.join(map(str, x[list(samples)].tolist()))}"
     return ""
-
-
-@contextmanager
-def _attributes_kept(root: nn.Module) -> Iterator[None]:
-    """Put back the attributes that a run replaces: a state kept for fewer samples would not fit the next batch."""
-    before = [(module.__dict__, dict(module.__dict__)) for _, module in each_module(root)]
-    try:
-        yield
-    finally:
-        for now, own in before:
-            for name in now.keys() - own.keys():
-                del now[name]
-            now.update((name, value) for name, value in own.items() if now.get(name) is not value)
 
 
 def _candidates(seen: Iterable[BadRows], size: int) -> Iterator[tuple[int, ...]]:

@@ -6,15 +6,11 @@ non-finite one it keeps which bytes of which storage were written, by which step
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import isinf, isnan
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -31,14 +27,8 @@ from ..report.record import MASK, Record
 from ..util.visible import spell
 from .diagnosis import BadRows, Place, bad_rows
 from .operation import Operands, Operation, StorageWriteLog, operation_of
+from .program_code import SKIPPED_FILES
 
-# With the separator: torchvision is not torch.
-SKIPPED_FILES = (
-    f"{Path(torch.__file__).parent}{os.sep}",
-    f"{Path(__file__).parents[1]}{os.sep}",
-    contextlib.__file__,
-    functools.__file__,
-)
 _HANDLERS = ("__torch_dispatch__", "__torch_function__")
 
 

@@ -17,7 +17,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from ..report.finding import Finding, Origin, RankObservation, earliest
-from ..report.report import NonFiniteError, Report
+from ..report.report import NonFiniteError
 from ..util.job import store_key
 from ..util.visible import spell, warn_user
 
@@ -39,11 +39,9 @@ _NUM_FAILED, _NUM_REPORTED, _COMPLETE, _NUM_LEFT = "num_failed", "num_reported",
 class PeerNonFiniteError(NonFiniteError):
     """A nan or an inf on another rank. `.origin` says where it was first, `.report` has this rank's last frames."""
 
-    def __init__(self, report: Report, origin: Origin) -> None:
-        super().__init__(report, origin)
-
-    def __str__(self) -> str:
-        return f"{self.origin}\n\nThis rank ({self.report.rank}), at that time:\n{self.report.to_text()}"
+    def _told(self) -> str:
+        head = self.origin or "a non-finite value on another rank"
+        return f"{head}\n\nThis rank ({self.report.rank}), at that time:\n{self.report.to_text()}"
 
 
 class OriginConsensus:

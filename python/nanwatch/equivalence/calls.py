@@ -78,6 +78,12 @@ class Pair:
         one, other = (", ".join(module_name(call.path) for call in side) for side in (self.a, self.b))
         return one if one == other else f"{one} | {other}"
 
+    @property
+    def modules(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules of both sides."""
+        a, b = ([one.module for one in side if one.module is not None] for side in (self.a, self.b))
+        return a, b
+
     def time(self, kind: str, side: int) -> int:
         """Return when the "inputs" or "outputs" were there, on side 0 or 1."""
         calls = (self.a, self.b)[side]

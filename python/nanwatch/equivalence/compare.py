@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import isfinite
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import hypot, isfinite
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ..numerics.readable import dtype_name
-from ..util.modules import each_parameter
 from ..util.visible import spell
-from .calls import Call, Matcher, Pair, alone, innermost, is_sum, part_of_difference, recorded, value
-from .differences import Errors, Tokens, by_token, module_differences, relative_errors, shape_of_difference
-from .results import Comparison, ModuleError
+from .calls import Call, Matcher, Pair, alone, innermost, is_sum, part_of_difference, value
+from .differences import (
+    Errors,
+    Tokens,
+    are_apart,
+    by_token,
+    module_differences,
+    parameter_differences,
+    relative_errors,
+    shape_of_difference,
+)
+from .model_runs import FLOATS, Caller, ModelRuns, Runs, rounded_apart
+from .results import Comparison, ModuleError, spell_error
 from .state import State
 
-Caller = Callable[[nn.Module, Any], Any]
 # Leaves of a call's inputs or outputs that are tried against those of the other side.
 _LEAVES = 4
 # A difference that is this many times larger than what is left of it after the module is one of convention.
 _VANISHED = 100.0
 _KINDS = ("inputs", "outputs")
-# By precision.
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# A difference that rounding of weights explains is within twice the error that the largest such rounding, with random
+# signs, makes in a run.
+_ROUNDED = 3.0
 
 
 def compare(
@@ -57,7 +63,8 @@ def compare(
 
     Modules are matched by name, by weights, as parts of a fused projection, else by class, order and values. The noise
     floor of each module is its error against a run of the same model in higher precision, for which the models are
-    copied. Models of two precisions are held to the coarser one.
+    copied. Models of two precisions are held to the coarser one. The copies of 16-bit models are compared too, in
+    float32: a difference that rounding hides is told with `equal_in`. A leaf with another parameter is never equal.
 
     Neither model is changed, and random states are as before. Gradients are off. Raises what the models raise. The
     result has `to_text()`, `to_json()` and `to_html()`.
@@ -82,56 +89,32 @@ def compare(
         tokens = mask if tokens is None and isinstance(mask, Tensor) and mask.ndim == 2 else tokens
     state = State([model_a, model_b])
     with state.kept():
-        a = _Model(model_a, call_a, inputs, state, most_bytes)
-        b = _Model(model_b, call_b, inputs, state, most_bytes)
-        return _ModelComparer((a, b), Tokens(tokens), factor).compare()
+        a = ModelRuns(model_a, call_a, inputs, state, most_bytes)
+        b = ModelRuns(model_b, call_b, inputs, state, most_bytes)
+        comparer = _ModelComparer((a, b), Tokens(tokens), factor)
+        precise = comparer.compare_copies()
+        found = _with_copies(comparer.compare(), precise, dtype_name(comparer.coarse))
+        return comparer.with_parameters(found) if found.equal else found
 
 
-class _Model:
-    """One of the two models, and how to run it."""
-
-    def __init__(
-        self, model: nn.Module, call: Caller | None, inputs: Any, state: State, most_bytes: int
-    ) -> None:
-        self._model = model
-        self._call = call
-        self._inputs = inputs
-        self._state = state
-        self._most_bytes = most_bytes
-        self.calls = self._run(model, None)
-        dtypes = Counter(kept.rows.dtype for one in self.calls for kept in one.outputs)
-        known = [dtype for dtype, _ in dtypes.most_common() if dtype in FLOATS]
-        self.dtype = known[0] if known else torch.float32
-
-    def run_in(self, dtype: torch.dtype) -> Runs:
-        """Return the calls of a copy in this dtype, or of the model itself where that is its own."""
-        if dtype is self.dtype:
-            return {one.key: one for one in self.calls}
-        calls = self._run(copy.deepcopy(self._model).to(dtype), dtype)
-        for one in calls:
-            one.module = self._model  # so that the copy is freed
-        return {one.key: one for one in calls}
-
-    def _run(self, model: nn.Module, dtype: torch.dtype | None) -> list[Call]:
-        self._state.restore()
-        device = next((x.device for x in each_parameter(model)), None)
-
-        def moved(x: Tensor) -> Tensor:
-            return x.detach().clone().to(device, dtype if x.is_floating_point() else None)
-
-        inputs = tree_map_only(Tensor, moved, self._inputs)
-        with torch.no_grad(), recorded(model, self._most_bytes) as calls:
-            if self._call is not None:
-                self._call(model, inputs)
-            elif isinstance(inputs, Mapping):
-                model(**inputs)
-            else:
-                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
-        root = next((one for one in reversed(calls) if one.parent is None), None)
-        if root is None:
-            raise ValueError(f"no module of the {type(model).__name__} was called: see call_a and call_b")
-        inside = [one for one in calls if one is root or root.holds(one)]  # a warm-up comes before
-        return sorted(inside, key=lambda one: one.start)
+def _with_copies(found: Comparison, precise: Comparison | None, name: str) -> Comparison:
+    """Return what the comparison of two models in the dtype `name` and that of their float32 copies say together."""
+    if precise is None or found.equal is None:
+        return found
+    if found.equal and precise.equal is False:
+        return replace(precise, equal_in=name)
+    if found.equal is False and precise.equal:
+        only = f"the float32 copies are equal: look at dtypes, and at the order of what {name} rounds"
+        return replace(found, remarks=(*found.remarks, only))
+    if found.equal or precise.first is None:
+        return found
+    if found.first is None or found.first.name != precise.first.name:
+        first = found.why if found.first is None else f"{found.first.name}, {spell_error(found.first.error)}"
+        return replace(
+            precise,
+            remarks=(f"this is of float32 copies; in {name} they differ first in {first}", *precise.remarks),
+        )
+    return replace(found, where=precise.where, likely=precise.likely)
 
 
 @dataclass(frozen=True)
@@ -147,8 +130,6 @@ class Seen:
 
 # Kind of values, and of which calls.
 Event = tuple[str, Pair]
-# Calls by their keys.
-Runs = dict[tuple[str, int], Call]
 
 
 class Side(Protocol):
@@ -165,11 +146,15 @@ class Comparer(ABC):
         self._sides = sides
         self._tokens = tokens
         self._factor = factor
-        self._coarse = max((side.dtype for side in sides), key=FLOATS.index)
+        self.coarse = max((side.dtype for side in sides), key=FLOATS.index)
         self._remarks: list[str] = []
         # Side, and its runs in low and in high precision.
         self._measured: list[tuple[int, Runs, Runs]] = []
+        # Side, and its runs with weights as they are and as rounding may have made them.
+        self._rounded: list[tuple[int, Runs, Runs]] = []
         self._seen: dict[Event, Seen | None] = {}
+        # Differences that are gone later on, in words, by the kind of values and the calls of both sides.
+        self._conventions: dict[tuple[Any, ...], str] = {}
 
     def compare(self) -> Comparison:
         """Return the result."""
@@ -207,7 +192,7 @@ class Comparer(ABC):
         rows = tuple(row for pair in pairs if (row := self._error(pair)).error is not None)
         return Comparison(
             equal, first, where, tuple(words), why, floor, self._factor, len(calls_a), len(calls_b), rows,
-            tuple(self._remarks[:5]),
+            tuple(dict.fromkeys(self._remarks))[:5],
         )  # fmt: skip
 
     @abstractmethod
@@ -240,20 +225,31 @@ class Comparer(ABC):
             return None
         shape, *both = values
         errors = relative_errors(*both)
-        floors: list[Errors] = []
-        for number, *runs in self._measured:
+        floors = self._noise(self._measured, kind, pair, picks)
+        rounded = self._noise(self._rounded, kind, pair, picks)
+        whole = self._floor([one.total for one in floors], [one.total for one in rounded])
+        worst = self._floor([one.largest for one in floors], [one.largest for one in rounded])
+        return Seen(errors, whole, max(errors.total / whole, errors.largest / worst), shape, picks)
+
+    def _floor(self, noise: list[float], rounded: list[float]) -> float:
+        """Return the noise floor, of the less noisy side, and what rounded weights make on both."""
+        eps = torch.finfo(self.coarse).eps
+        scale = eps / torch.finfo(torch.float32).eps if self.coarse is torch.float64 else 1.0
+        least = eps / 4 if noise else 4 * eps
+        return max(least, scale * min(noise, default=0.0)) + _ROUNDED / self._factor * hypot(*rounded)
+
+    def _noise(
+        self, measured: list[tuple[int, Runs, Runs]], kind: str, pair: Pair, picks: Sequence[tuple[int, ...]]
+    ) -> list[Errors]:
+        """Return the errors between the runs of each side that has been measured."""
+        found = []
+        for number, *runs in measured:
             keys = [one.key for one in (pair.a, pair.b)[number]]
             if all(key in run for key in keys for run in runs):
                 low, high = (value([run[key] for key in keys], kind, picks[number]) for run in runs)
                 noise = None if low is None or high is None else self._tokens.pair(high, low)
-                floors += [] if noise is None else [relative_errors(*noise)]
-        floors = [one for one in floors if isfinite(one.total)]  # a low run may overflow
-        eps = torch.finfo(self._coarse).eps
-        least = eps / 4 if floors else 4 * eps
-        scale = eps / torch.finfo(torch.float32).eps if self._coarse is torch.float64 else 1.0
-        whole = max(least, scale * min((one.total for one in floors), default=0.0))
-        worst = max(least, scale * min((one.largest for one in floors), default=0.0))
-        return Seen(errors, whole, max(errors.total / whole, errors.largest / worst), shape, picks)
+                found += [] if noise is None else [relative_errors(*noise)]
+        return [one for one in found if isfinite(one.total)]  # a low run may overflow
 
     def _values(
         self, kind: str, pair: Pair, *picks: tuple[int, ...]
@@ -276,8 +272,8 @@ class Comparer(ABC):
                 continue
             if not self._differs(event):
                 last = event
-            elif (gone := self._gone(event)) is not None:
-                self._remarks.append(f"{_spell(event)} differs, which is gone at {_spell(gone)}")
+            elif (words := self._convention(event)) is not None:
+                self._remarks.append(words)
             else:
                 why = "" if last else f"nothing could be compared before {_spell(event)}, which differs"
                 return False, event, last, why
@@ -287,8 +283,15 @@ class Comparer(ABC):
         seen = self._seen[event]
         return seen is not None and seen.ratio > self._factor
 
+    def _convention(self, event: Event) -> str | None:
+        """Return in words where the difference is gone: at the output of the module or of one around it."""
+        kind, pair = event
+        key = (kind, *(tuple(one.key for one in side) for side in (pair.a, pair.b)))
+        if (gone := self._gone(event)) is not None:
+            self._conventions[key] = f"{_spell(event)} differs, which is gone at {_spell(gone)}"
+        return self._conventions.get(key)
+
     def _gone(self, event: Event) -> Event | None:
-        """Return the output at which the difference is gone, of the module or of one around it: a convention."""
         (kind, pair), seen = event, self._seen[event]
         for outer in reversed([pair for kind, pair in self._seen if kind == "outputs"]):
             is_same = outer is pair and kind == "inputs"
@@ -319,13 +322,48 @@ class Comparer(ABC):
 class _ModelComparer(Comparer):
     """Comparison of two models, which can be run in other precisions."""
 
-    def __init__(self, models: tuple[_Model, _Model], tokens: Tokens, factor: float) -> None:
+    def __init__(self, models: tuple[ModelRuns, ModelRuns], tokens: Tokens, factor: float) -> None:
         super().__init__(models, tokens, factor)
         self._models = models
 
+    def compare_copies(self) -> Comparison | None:
+        """Compare the float32 copies of 16-bit models. Take over what they show of rounding and of conventions."""
+        if torch.finfo(self.coarse).bits > 16:
+            return None
+        stored = max((one.stored for one in self._models), key=FLOATS.index)
+        made = []
+        for name, one in zip("AB", self._models, strict=True):
+            try:
+                made.append(one.copied(torch.float32, stored))
+            except Exception as error:  # of the user's code, which may know one precision only
+                self._remarks.append(f"{name} did not run in float32: {spell(error)}")
+        if len(made) < 2:
+            return None
+        copies = _CopiesComparer((made[0], made[1]), self._tokens, self._factor)
+        found = copies.compare()
+        self._rounded, self._conventions = copies._rounded, copies._conventions
+        return found
+
+    def with_parameters(self, found: Comparison) -> Comparison:
+        """Return the result for equal outputs, which a parameter or an eps that a leaf has alone makes unequal."""
+        where = (
+            "in its own parameters or eps; with these inputs the model's output shows no more than rounding"
+        )
+        pairs = list(dict.fromkeys(pair for _, pair in self._seen))
+        apart = {pair.a[0].path for pair in pairs if are_apart(*pair.modules)}
+        for pair in pairs:
+            is_leaf = all(one.is_leaf for one in (*pair.a, *pair.b))
+            is_agreed = not any(self._differs((kind, pair)) for kind in _KINDS)
+            # What makes up for another weight is another module too.
+            is_alone = apart == {pair.a[0].path}
+            words = parameter_differences(*pair.modules) if is_leaf and (is_agreed or is_alone) else []
+            if words:
+                return replace(found, equal=False, first=self._error(pair), where=where, likely=tuple(words))
+        return found
+
     def _measure(self) -> str:
         """Run the models in other precisions. Return in words how the floor was measured."""
-        coarse = self._coarse
+        coarse = self.coarse
         low = torch.float32 if coarse is torch.float64 else coarse
         high = torch.float64 if low is torch.float32 else torch.float32
         for number, (side, other) in enumerate((self._models, self._models[::-1])):
@@ -342,6 +380,29 @@ class _ModelComparer(Comparer):
         return (
             f"rounding error of {measured}, run in {dtype_name(low)} and again in {dtype_name(high)}{scaled}"
         )
+
+
+class _CopiesComparer(_ModelComparer):
+    """Comparison of float32 copies of 16-bit models. What was rounded when the models were made adds to the noise."""
+
+    _words = ""
+
+    def compare(self) -> Comparison:
+        """Return the result."""
+        found = super().compare()
+        return replace(found, floor=found.floor + self._words)
+
+    def _match(self) -> list[Pair]:
+        pairs = super()._match()
+        for number, keys in enumerate(rounded_apart(pairs, self._models)):
+            if keys:
+                side = self._models[number]
+                self._rounded.append((number, side.run_in(side.dtype), side.shaken(keys)))
+                name = ".".join(filter(None, keys[0])) + (
+                    f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+                )
+                self._words += f"; rounding of {name}, which {'AB'[1 - number]} has not so"
+        return pairs
 
 
 def _spell(event: Event) -> str:

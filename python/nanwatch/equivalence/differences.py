@@ -189,20 +189,95 @@ def by_token(rows: Tensor, shape: Sequence[int]) -> Tensor | None:
 
 def module_differences(a: nn.Module, b: nn.Module, *, is_leaf: bool) -> list[str]:
     """Return in words which settings and own parameters two modules do not have alike."""
-    ours, theirs = _settings(a), _settings(b)
-    both = [name for name in ours if name in theirs and ours[name] != theirs[name]]
-    found = [f"{name} is {ours[name]} in A and {theirs[name]} in B" for name in both]
-    biases = [module._parameters.get("bias") for module in (a, b)]
-    if is_leaf and (biases[0] is None) != (biases[1] is None):
-        found.append(f"only {'A' if biases[1] is None else 'B'} has a bias")
-    for name, (x, y) in {"weight": (weight_of(a), weight_of(b)), "bias": biases}.items():
-        if x is not None and y is not None and x.shape == y.shape and x.is_floating_point():
-            error = relative_errors(
-                *(w.detach().cpu().to(torch.float64).reshape(1, -1) for w in (x, y))
-            ).total
-            if error > max(torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps):
-                found.append(f"its {name} is {error:.2g} apart")
-    return found
+    found = _settings_apart(a, b)
+    has_bias = [module._parameters.get("bias") is not None for module in (a, b)]
+    if is_leaf and has_bias[0] != has_bias[1]:
+        found["bias"] = f"only {'A' if has_bias[0] else 'B'} has a bias"
+    apart = {name: gap.error for name, gap in gaps([a], [b]).items() if gap.error}
+    return [*found.values(), *(f"its {name} is {error:.2g} apart" for name, error in apart.items())]
+
+
+def parameter_differences(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> list[str]:
+    """Return in words which parameters, and which eps, leaf modules of equal outputs do not have alike.
+
+    Modules of two kinds or settings may keep a weight in two ways, and a buffer may have been rounded.
+    """
+    found = _settings_apart(ours[0], theirs[0]) if len(ours) == len(theirs) else {}
+    apart = gaps(ours, theirs) if are_of_a_kind(ours, theirs) and not found.keys() - {"eps"} else {}
+    return [words for name, words in found.items() if name == "eps"] + [
+        f"its {name} is {gap.error:.2g} apart"
+        for name, gap in apart.items()
+        if gap.error and not (gap.is_rounding and name in ours[0]._buffers)
+    ]
+
+
+def are_apart(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> bool:
+    """Return True if modules have another class, setting, parameter or buffer."""
+    if len(ours) != len(theirs):
+        return bool(parameter_differences(ours, theirs))
+    return not are_of_a_kind(ours, theirs) or bool(module_differences(ours[0], theirs[0], is_leaf=True))
+
+
+def are_of_a_kind(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> bool:
+    """Return True if modules are of one class, or the parts of a fused one."""
+    names = {type(one).__name__ for one in (*ours, *theirs)}
+    return len(ours) != len(theirs) or len(names) == 1 or names == {"Conv1D", "Linear"}
+
+
+class Gap(NamedTuple):
+    """Relative error of a whole parameter or buffer, and whether the rounding of its elements may be all of it."""
+
+    error: float
+    is_rounding: bool
+
+
+def gaps(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> dict[str, Gap]:
+    """Compare the parameters and buffers that all these modules have, in the coarser of their dtypes.
+
+    Those of the parts of a fused module are laid side by side. The error is 0 where all bits are equal alone.
+    """
+    sides = [[own_tensors(one) for one in modules] for modules in (ours, theirs)]
+    names = [name for name in sides[0][0] if all(name in one for side in sides for one in side)]
+    both = {name: [_joined([one[name] for one in side]) for side in sides] for name in names}
+    return {
+        name: _gap(x, y)
+        for name, (x, y) in both.items()
+        if x is not None and y is not None and x.shape == y.shape
+    }
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors one after the other, or None where their rows have different shapes."""
+    if len({one.shape[1:] for one in parts}) > 1:
+        return None
+    return parts[0].cpu() if len(parts) == 1 else torch.cat([torch.atleast_1d(one).cpu() for one in parts])
+
+
+def _gap(x: Tensor, y: Tensor) -> Gap:
+    coarse = max(x, y, key=lambda one: torch.finfo(one.dtype).eps).dtype
+    x, y = x.to(coarse), y.to(coarse)
+    if torch.equal(x, y):
+        return Gap(0.0, is_rounding=True)
+    eps = torch.finfo(coarse).eps
+    x, y = (one.to(torch.float64).reshape(1, -1) for one in (x, y))
+    is_rounding = bool(((x - y).abs() <= eps * torch.maximum(x.abs(), y.abs())).all())
+    return Gap(relative_errors(x, y).total, is_rounding)
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the floating-point parameters and buffers, the weight with a row for each output."""
+    kept = {**module._parameters, **module._buffers}
+    found = {
+        name: x.detach()
+        for name, x in kept.items()
+        if x is not None
+        and x.is_floating_point()
+        and x.layout is torch.strided
+        and not x.is_meta
+        and x.numel()
+    }
+    weight = weight_of(module)
+    return found if weight is None else {**found, "weight": weight}
 
 
 def weight_of(module: nn.Module | None) -> Tensor | None:
@@ -218,6 +293,13 @@ def weight_of(module: nn.Module | None) -> Tensor | None:
         return None
     found = weight.detach()
     return found.t() if type(module).__name__ == "Conv1D" and found.ndim == 2 else found  # transformers' own
+
+
+def _settings_apart(a: nn.Module, b: nn.Module) -> dict[str, str]:
+    """Return in words, by name, the numbers and words that two modules keep and have not alike."""
+    ours, theirs = _settings(a), _settings(b)
+    apart = [name for name in ours if name in theirs and ours[name] != theirs[name]]
+    return {name: f"{name} is {ours[name]} in A and {theirs[name]} in B" for name in apart}
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:

@@ -237,9 +237,10 @@ class ModuleError:
 class Comparison:
     """Result of `nanwatch.compare`.
 
-    `equal` is None when nothing could be said. `first` is the first module whose inputs agree and whose outputs do not,
-    or None with the reason in `why`. `where` says where in it the difference begins, `likely` what it looks like.
-    `modules` has all compared modules in the order of their calls in A. `floor` says how the noise was measured.
+    `equal` is None when nothing could be said. `equal_in` is the 16-bit dtype whose rounding hides a difference that
+    float32 copies show: then all errors are theirs. `first` is the first module whose inputs agree and whose outputs
+    do not, or None with the reason in `why`. `where` says where in it the difference begins, `likely` what it looks
+    like. `modules` has all compared modules in the order of their calls in A. `floor` says how the noise was measured.
     """
 
     equal: bool | None
@@ -253,6 +254,7 @@ class Comparison:
     calls_b: int
     modules: tuple[ModuleError, ...]
     remarks: tuple[str, ...] = ()
+    equal_in: str = ""
 
     def to_json(self) -> str:
         """Return the result as one JSON document."""
@@ -322,13 +324,19 @@ class Comparison:
         found = self.first
         if found is None or found.error is None:
             return spell_error(None)
-        return f"{spell_error(found.error)}, above {self.factor:g} x the floor of {found.floor:.2g}"
+        side = "above" if found.error > self.factor * found.floor else "within"
+        return f"{spell_error(found.error)}, {side} {self.factor:g} x the floor of {found.floor:.2g}"
 
     @property
     def _headline(self) -> str:
         if self.equal:
             return "Equal within the noise floor"
-        return "No module can be named" if self.first is None else f"Differ first in {self.first.name}"
+        if self.first is None:
+            return "No module can be named"
+        if self.equal_in:
+            size = f", {spell_error(self.first.error)}"
+            return f"Equal in {self.equal_in}; the float32 copies differ first in {self.first.name}{size}"
+        return f"Differ first in {self.first.name}"
 
 
 def _tokens(modules: Sequence[ModuleError]) -> tuple[dict[str, Any] | None, int]:

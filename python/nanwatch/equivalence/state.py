@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
-from ..diagnosis.provenance import SKIPPED_FILES
+from ..diagnosis.program_code import SKIPPED_FILES
 from ..instrumentation.execution_context import RngState
 from ..numerics._extension import instances_of
 from ..numerics.ranges import fingerprint

@@ -21,8 +21,9 @@ from ..trace.trace import sizes
 from ..trace.trace_file import Trace, sketches
 from ..util.visible import module_name
 from .calls import Call, Matcher, Pair
-from .compare import FLOATS, Comparer, Event, Seen
+from .compare import Comparer, Event, Seen
 from .differences import Kept, Tokens, relative_errors
+from .model_runs import FLOATS
 from .results import Comparison
 
 _COLUMNS = (
@@ -159,7 +160,7 @@ class _TraceComparer(Comparer):
         super().__init__((a, b), Tokens(None), factor)
         self._recorded = (a, b)
         self._reference = reference
-        self._input_floor = 4 * torch.finfo(self._coarse).eps
+        self._input_floor = 4 * torch.finfo(self.coarse).eps
 
     def compare(self) -> Comparison:
         """Return the result, which owns up to how little is known of inputs."""
@@ -172,11 +173,11 @@ class _TraceComparer(Comparer):
 
     def _measure(self) -> str:
         own = self._recorded[0].dtype
-        if self._reference is None or own is not self._coarse:
+        if self._reference is None or own is not self.coarse:
             advice = "a third trace, of A in higher precision, would measure it"
-            if own is not self._coarse:
+            if own is not self.coarse:
                 advice = f"A is in {dtype_name(own)}, and what measures it says nothing about B"
-            return f"not measured, assumed to be 4 eps of {dtype_name(self._coarse)}; {advice}"
+            return f"not measured, assumed to be 4 eps of {dtype_name(self.coarse)}; {advice}"
         low, high = ({one.key: one for one in side.calls} for side in (self._recorded[0], self._reference))
         self._measured.append((0, low, high))
         return f"rounding error of A, against {self._reference.path}"

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ..diagnosis.provenance import SKIPPED_FILES, program_frame
+from ..diagnosis.program_code import SKIPPED_FILES
+from ..diagnosis.provenance import program_frame
 from .operations import OUTSIDE, UNWRITTEN, OperationDifference
 from .state import temporarily
 

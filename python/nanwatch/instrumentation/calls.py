@@ -1,7 +1,7 @@
 """Watched calls: wrappers that record the calls of modules, and how they are attached to the modules of a model.
 
 A WatchedCall is in the slot before its module's call (slot.py). It sees the arguments and the result of a call, after
-all hooks of the user. nanwatch registers no forward hook: one makes PyTorch itself 0.85 µs slower per call, and PyTorch
+all hooks of the user. A watch registers no forward hook: one makes PyTorch itself 0.85 µs slower per call, and PyTorch
 calls no hook when a forward ends by an exception.
 """
 

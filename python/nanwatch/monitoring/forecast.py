@@ -118,7 +118,8 @@ class Forecaster:
             return
         places, ends = [], []
         for name in names:
-            end = _end_bits(name[2])
+            # An input counts at the module that made it.
+            end = None if name[1].startswith("input[") else _end_bits(name[2])
             track = -1 if end is None else self._track_of.setdefault(name, len(self._names))
             if end is not None and track == len(self._names):
                 self._names.append(name)

@@ -174,6 +174,12 @@ class Numbers:
                 x = x.clone()
         self._host = x
 
+    def wait(self) -> list[float]:
+        """Return the numbers as soon as they have come."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self.read()
+
     def read(self) -> list[float]:
         """Return the numbers, none as long as they have not come."""
         if self._event is not None and not self._event.query():

@@ -159,6 +159,7 @@ class Recorder(Protocol):
 
     paused: bool  # read: whether nothing is recorded; set by pause(), resume() and stop()
     gathers_peaks: bool  # for `take_peaks`
+    gathers_inputs: bool  # among the peaks
     gathers_gradient_peaks: bool  # for `take_gradient_peaks`
     awaits_backwards: bool  # at their ends; else those whose rows are pending are reported later
     gathers_weights: bool  # from shards, anew in each batch: none is known from the batch before

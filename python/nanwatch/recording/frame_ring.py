@@ -47,7 +47,7 @@ class FrameRing(deque[FrameRows]):
 
 
 class PeakMagnitudes:
-    """The largest magnitude of each weight, buffer and output in a batch, or of each gradient; see peak_magnitudes.h.
+    """The largest magnitude of each tensor of a batch, inputs on request, or of each gradient; see peak_magnitudes.h.
 
     A name that came once keeps its position.
     """
@@ -58,18 +58,18 @@ class PeakMagnitudes:
         self._values = array("d")
         self._batch = -1
 
-    def add(self, frame: FrameRows) -> None:
+    def add(self, frame: FrameRows, with_inputs: bool = False) -> None:
         """Take a frame of the batch under way. A frame of another batch drops what was taken before.
 
-        An input counts at the module that made it, a non-finite value in the report, and a frame recomputed in a
-        backward was taken in the forward.
+        An input counts at the module that made it, unless `with_inputs`. A non-finite value counts in the report. A
+        frame recomputed in a backward was taken in the forward.
         """
         if frame.recomputed:
             return
         if frame.batch != self._batch:
             self._begin(frame.batch)
         for row in frame.rows:
-            if row.role != "input":
+            if with_inputs or row.role != "input":
                 self._raise(frame.name, row)
 
     def add_gradient(self, batch: int, name: str, row: Row) -> None:

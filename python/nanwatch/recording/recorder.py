@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,15 @@ from torch import Tensor, nn
 from ..numerics import _extension
 from ..report.record import NOT_CHECKED, FrameRows, Role, Row, is_fault
 from .backward import RecordsBackwards
-from .events import Event, PeakName, RecorderEvents, Settings, Subscription, Subscriptions
+from .events import Event, PeakName, Recorder, RecorderEvents, Settings, Subscription, Subscriptions
 from .frame_ring import FrameRing, PeakMagnitudes
 from .gradients import PythonGradients
 from .notes import MaskedScores
 from .observe import call_values, completed_row, observe_with, planned_rows
 from .walk import is_container, leaves, spell_key
+
+if TYPE_CHECKING:
+    from .._C import CallRecorder
 
 # A call may be watched from inside torch.compile, which follows every Python frame, also those of the recorder. With
 # None it follows nothing. The function returns the compiler that was set before.
@@ -91,6 +94,7 @@ class PythonRecorder(RecordsBackwards):
         self._is_paused = False
         self._num_suspended = 0
         self.gathers_peaks = False
+        self.gathers_inputs = False
         self.gathers_gradient_peaks = False
         self.awaits_backwards = False  # nothing is pending here
         self.gathers_weights = False  # nor is anything remembered here
@@ -356,7 +360,7 @@ class PythonRecorder(RecordsBackwards):
             self._frames.append(frame)
             self._add(frames=1)
             if self.gathers_peaks:
-                self._peaks.add(frame)
+                self._peaks.add(frame, self.gathers_inputs)
         if self._subscriptions.has(Event.FRAME) or thread.batch in self._traced:
             self._events.on_frame(frame)
         if any(map(is_fault, rows)):
@@ -385,15 +389,16 @@ if _extension.C is not None:
     _extension.C.bind_row(Row)
 
 
-def make_recorder(settings: Settings, events: RecorderEvents) -> Any:
+def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
     """Make the compiled recorder, or the Python one where there is none."""
     if _extension.C is None:
         return PythonRecorder(settings, events)
-    helpers = {
+    helpers: dict[str, Callable[..., Any]] = {
         "observe": observe_with(settings),
         "leaves": leaves,
         "is_container": is_container,
         "spell_key": spell_key,
         "completed_row": completed_row,
     }
-    return _extension.C.CallRecorder(events=events, frame_type=FrameRows, helpers=helpers, **asdict(settings))
+    native: type[CallRecorder] = _extension.C.CallRecorder
+    return native(events=events, frame_type=FrameRows, helpers=helpers, **asdict(settings))

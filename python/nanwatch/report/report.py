@@ -199,6 +199,9 @@ class NonFiniteError(ValueError):
 
     In a job of several ranks `.origin` says on which of them it was first. In a job of one it is None.
 
+    A pickle carries the report to another process. A channel that carries only text, such as that of a DataLoader's
+    workers, makes the error again from its text: `str()` of it tells the finding, and `.report` is empty.
+
     Examples:
         >>> import nanwatch, torch
         >>> model = torch.nn.LayerNorm(2, eps=0.0)
@@ -210,12 +213,16 @@ class NonFiniteError(ValueError):
         nan produced None
     """
 
-    def __init__(self, report: Report, origin: Origin | None = None) -> None:
+    def __init__(self, report: Report | str, origin: Origin | None = None) -> None:
         super().__init__(report, origin)
-        self.report = report
+        self._text = report if isinstance(report, str) else None
+        self.report = report_of(()) if isinstance(report, str) else report
         self.origin = origin
 
     def __str__(self) -> str:
+        return self._told() if self._text is None else self._text
+
+    def _told(self) -> str:
         return _told(self.report, self.origin)
 
 
@@ -241,6 +248,9 @@ def _told(report: Report, origin: Origin | None = None) -> str:
 class BatchLimitError(ValueError):
     """The batch after which the run should end is done. `.batch` is its number.
 
+    A channel that carries only text, such as that of a DataLoader's workers, makes the error again from its text:
+    `.batch` is None then.
+
     Examples:
         >>> import nanwatch, torch
         >>> model = torch.nn.ReLU()
@@ -252,12 +262,15 @@ class BatchLimitError(ValueError):
         stopped after batch 0, as abort_after_batch=0 asks; leave the option out to run on
     """
 
-    def __init__(self, batch: int, option: str) -> None:
+    def __init__(self, batch: int | str, option: str = "") -> None:
         super().__init__(batch, option)
-        self.batch = batch
+        self._text = batch if isinstance(batch, str) else None
+        self.batch = None if isinstance(batch, str) else batch
         self.option = option
 
     def __str__(self) -> str:
+        if self._text is not None:
+            return self._text
         asked = f"{self.option}={self.batch}"
         return f"stopped after batch {self.batch}, as {asked} asks; leave the option out to run on"
 

@@ -58,9 +58,10 @@ class Departure:
         """The value, its usual size, and the distance in words."""
         if isnan(self.deviations):
             return f"{self.value:.3g}, {self.usual:.3g} when the watch began"
-        if self.deviations == inf:
+        if not self.usual and self.deviations == inf:
             return f"{self.value:.3g}, and zero or missing in all steps before"
-        return f"{self.value:.3g}, usually {self.usual:.3g} ({self.deviations:.0f} deviations)"
+        far = "" if self.deviations == inf else f" ({self.deviations:.0f} deviations)"
+        return f"{self.value:.3g}, usually {self.usual:.3g}{far}"
 
     @property
     def place(self) -> str:

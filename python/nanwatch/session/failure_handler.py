@@ -127,7 +127,8 @@ class FailureHandler:
         batch = self._take(number, frame.name, report)
         at_once = self._options.check in ("auto", "module") or frame.recomputed
         try:
-            if at_once and self._acts:
+            # A function is called when the forward has been left, as the re-run could wait for a lock that it holds.
+            if at_once and (self._action == "raise" or (frame.recomputed and self._acts)):
                 self._act(batch, inside=not frame.recomputed)
         finally:
             if frame.recomputed and is_new:  # the recorder reports no end of it
@@ -263,6 +264,7 @@ class FailureHandler:
         self._monitor.on_nonfinite(nonfinite.report.finding)
         if not self._acts:
             nonfinite.report = self._examined(nonfinite.report)
+            self._pass_on_interrupt(NonFiniteError(nonfinite.report))
         self._warnings.begin(nonfinite.report.finding)
         return nonfinite
 
@@ -285,9 +287,25 @@ class FailureHandler:
     def _raise_or_call(self, report: Report) -> None:
         """Re-run the batch, then hand the report to the user's function, or raise it."""
         if callable(self._action):
-            self._action(self._examined(report))
+            self._call(self._action, self._examined(report))
         elif self._action == "raise":
-            raise NonFiniteError(*self._settled(report))
+            error = NonFiniteError(*self._settled(report))
+            self._pass_on_interrupt(error)
+            raise error
+
+    def _call(self, action: Callable[[Report], object], report: Report) -> None:
+        try:
+            action(report)
+        finally:
+            self._pass_on_interrupt(NonFiniteError(report))
+
+    def _pass_on_interrupt(self, error: BaseException) -> None:
+        """Raise what a signal's handler of the program raised during the re-run, now that its finding is complete."""
+        interrupt = self.rerun.take_interrupt()
+        if interrupt is not None:
+            if isinstance(error, NonFiniteError):
+                warn_user(f"{error}", may_raise=False)
+            raise interrupt from error
 
     def _complete(self, error: NonFiniteError) -> None:
         """Add the results of the re-run to an error that was raised inside a forward, now that the forward is left.
@@ -296,6 +314,7 @@ class FailureHandler:
         in the forward has added to the first. No other exception is changed after it was raised.
         """
         NonFiniteError.__init__(error, *self._settled(error.report))
+        self._pass_on_interrupt(error)
 
     def _settled(self, report: Report) -> tuple[Report, Origin | None]:
         """Return the report after the re-run, and the origin on which the ranks agreed."""
@@ -327,7 +346,7 @@ class FailureHandler:
             )
         elif callable(self._action):
             try:
-                self._action(examined)
+                self._call(self._action, examined)
             except Exception:
                 if not is_raising:
                     raise
@@ -345,6 +364,7 @@ class FailureHandler:
                 add_note(error, report)
                 if callable(self._action):
                     self._action(report)
+                self._pass_on_interrupt(error)
         except Exception:  # the user's error matters more
             suppressed("what an exception of the user's left could not be told")
 

@@ -316,7 +316,7 @@ class Options:
     microscope: bool | None = _option(
         None,
         _FLAG_OR_NONE,
-        "run a failed batch once more to find the operation and try cures; by default with on_nonfinite raise",
+        "run a failed batch again for the operation and cures; by default with on_nonfinite raise or a function",
     )
     output_dir: Path | None = _option(
         None,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -15,8 +21,18 @@ from torch import nn
 from ..diagnosis import folder, postmortem
 from ..diagnosis.backward_rerun import read_graph
 from ..diagnosis.batch_snapshot import BatchSnapshot, call_under_way, num_processes
+from ..diagnosis.child_process import (
+    LEAST_SECONDS,
+    TIMES_BATCH,
+    ChildEndedError,
+    NoChildError,
+    run_in_child,
+    why_no_child,
+)
 from ..diagnosis.experiment import Conditions
+from ..diagnosis.in_process import examination
 from ..diagnosis.loss_statements import BackwardCall
+from ..diagnosis.program_state import StateKeeper
 from ..instrumentation.functions import Function, find_called
 from ..instrumentation.slot import ExclusiveRun
 from ..report.finding import Finding
@@ -74,10 +90,13 @@ class RerunPolicy:
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
-        # A run that goes on, as it does after all but "raise", may notice a second forward.
-        raises = options.on_nonfinite == "raise"
+        # "warn" and "record" promise a run that goes on without a pause.
         self._may_keep = options.microscope is not False
-        self.keeps_start = self._may_keep and (options.microscope is True or raises)
+        acts = options.on_nonfinite == "raise" or callable(options.on_nonfinite)
+        self.keeps_start = self._may_keep and (options.microscope is True or acts)
+        self._states = StateKeeper(ModelRef(model))
+        # By thread, what a signal's handler of the program raised during a re-run.
+        self._interrupts: dict[int, BaseException] = {}
         self._output_dir = options.output_dir
         self._model = ModelRef(model)
         self._failures = 0
@@ -111,7 +130,8 @@ class RerunPolicy:
         Return an object for the recorder to hold until no gradient of the batch can come any more.
         """
         try:
-            start = BatchSnapshot.capture(module, args, kwargs)
+            state = self._states.capture(sys._getframe(1))
+            start = BatchSnapshot.capture(module, args, kwargs, state)
         except Exception:
             suppressed("the start of a batch could not be kept, so it has no second run")
             start = None
@@ -173,6 +193,8 @@ class RerunPolicy:
             call = BackwardCall.capture(since, calls)
             if call is None:
                 return finding
+            started = (one.rest.state for one in list(self._ended.values()) if one.batch == own.batch)
+            call.state = next(started, None)
             self._losses[finding.batch] = call
             return read_graph(finding, call)
         except Exception:
@@ -217,28 +239,62 @@ class RerunPolicy:
         self._failures += 1
         if not is_due(self._failures):
             return self._passed_over(report)
-        reason = ""
-        if is_late:
-            reason = "it was over when its rows came from the device"
-        elif self.keeps_start and not self._make_room():
-            reason = "another thread was inside the model"
+        start, loss = None if is_late else self._start_of(report), self._loss_of(report)
+        reason = "it was over when its rows came from the device" if is_late else ""
+        is_run = self.keeps_start and not reason and (start is not None or loss is not None)
+        examine = partial(
+            postmortem.post_mortem,
+            model=model,
+            output_dir=self._output_dir,
+            examines=self.keeps_start,
+            conditions=Conditions(self._loss_scale(), self._allows, self._keeps_ended),
+        )
+        own = partial(examine, report, start, call=self._calls.get(threading.get_ident()), loss=loss)
         try:
-            return postmortem.post_mortem(
-                report,
-                None if is_late else self._start_of(report),
-                model,
-                self._output_dir,
-                examines=self.keeps_start,
-                reason=reason,
-                conditions=Conditions(self._loss_scale(), self._allows, self._keeps_ended),
-                call=self._calls.get(threading.get_ident()),
-                loss=self._loss_of(report),
-            )
+            if not is_run:
+                return own(reason=reason)
+            began = start.began if start is not None else time.monotonic()
+            _import_lazy()
+            seconds = LEAST_SECONDS + TIMES_BATCH * (time.monotonic() - began)
+            if not why_no_child():
+                with suppress(NoChildError):
+                    return self._in_child(own, report, examine, seconds)
+            return self._in_process(own, seconds)
         except Exception as error:  # a failed re-run must not lose the first report
             warn_user(f"nanwatch could not look closer at a failure: {spell(error)}", may_raise=False)
             return report
+
+    def _in_child(
+        self, own: Callable[..., Report], report: Report, examine: Callable[..., Report], seconds: float
+    ) -> Report:
+        """Return the report that a forked child makes; where it does not end well, the last one that it sent."""
+        try:
+            return Report.from_json(run_in_child(lambda: own(reason="").to_json(), seconds))
+        except ChildEndedError as ended:
+            reason, latest = f"of a second run in a child process: {ended}", ended.latest
+        except NoChildError:
+            raise
+        except BaseException as interrupt:  # of a signal's handler
+            self._interrupts[threading.get_ident()] = interrupt
+            reason, latest = f"{type(interrupt).__name__} ended the second run", None
+        known = report if latest is None else Report.from_json(latest)
+        return examine(_remarked(known, reason), None, examines=False)
+
+    def _in_process(self, own: Callable[..., Report], seconds: float) -> Report:
+        """Return the report of re-runs in this process, in which other threads keep out of the model."""
+        reason = "" if self._make_room() else "another thread was inside the model"
+        try:
+            with examination(seconds) as current:
+                examined = own(reason=reason)
+            if current.interrupt is not None:
+                self._interrupts[threading.get_ident()] = current.interrupt
+            return examined
         finally:
             self._end_turn()
+
+    def take_interrupt(self) -> BaseException | None:
+        """Return what a signal's handler raised during this thread's re-run, once."""
+        return self._interrupts.pop(threading.get_ident(), None)
 
     def _make_room(self) -> bool:
         """Keep other threads from entering the model until `_end_turn`. Return whether those inside have left it."""
@@ -310,6 +366,12 @@ class RerunPolicy:
         ):
             return None
         return self._losses.get(finding.batch)
+
+
+def _import_lazy() -> None:
+    """Import what a re-run needs, once: each child would import it anew, and torch._dynamo takes a second."""
+    importlib.import_module("torch._dynamo")
+    tempfile.gettempdir()  # writes a file, the first time
 
 
 def _remarked(report: Report, remark: str) -> Report:

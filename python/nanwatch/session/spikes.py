@@ -10,11 +10,10 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import log2, nan, sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +21,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..diagnosis.folder import write_spike
-from ..monitoring.spikes import LEAST, LOGITS, OF_CALL, Histories, Places, Signal, StepHistory
+from ..monitoring.peaks import LEAST, OF_CALL, Floats, Histories, Places
+from ..monitoring.spikes import LOGITS, Evidence, Signal, cause_of
+from ..monitoring.steps import StepHistory
 from ..monitoring.suspicion import Suspicion
 from ..numerics.readable import Numbers, is_plain
 from ..recording.events import Event, PeakName, Recorder
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from .rerun_policy import RerunPolicy
 
 _T = TypeVar("_T")
-Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
 
 # Jumps within so many steps belong to one spike.
 _EPISODE = 16
@@ -48,6 +48,10 @@ _SHOWN_SAMPLES = 3
 _SHOWN_CURVES = 6
 # Attention logits saturate a softmax at about 100, which is where QK-clip begins.
 _MANY_LOGITS, _GROWN_LOGITS = 100.0, 8.0
+# Optimizers with histories of their own, as those of a GAN. Further ones share the last.
+_MOST_OPTIMIZERS = 4
+# Causes that make a smaller jump one of notice: they are seen by themselves.
+_SEEN = ("input", "learning rate", "optimizer", "weight", "attention", "gradient")
 
 
 def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
@@ -66,6 +70,25 @@ def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
             return None
 
     return safe
+
+
+class _Track:
+    """Histories of the steps of one optimizer, whose losses and gradients may be another's altogether."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.step = 0
+        self.forward, self.backward = Histories(falls=True), Histories()
+        self.loss, self.norm = Signal("loss", in_bits=False), Signal("gradients", in_bits=True)
+        self.steps = StepHistory(model)
+        self.weights: Places = np.zeros(0, np.intp)  # of the gradients, those of weights
+
+    def meet(self, forward: Sequence[PeakName], backward: Sequence[PeakName]) -> None:
+        """Add the tensors that are new here."""
+        self.forward.meet(forward[len(self.forward.names) :])
+        if len(backward) > len(self.backward.names):
+            self.backward.meet(backward[len(self.backward.names) :])
+            own = [i for i, (_, label) in enumerate(self.backward.names) if OF_CALL.match(label) is None]
+            self.weights = np.array(own, np.intp)
 
 
 class SpikeWatch:
@@ -93,28 +116,28 @@ class SpikeWatch:
         self._suspicion = suspicion
         self._output_dir = output_dir
         self._turn = threading.Lock()
-        self._forward, self._backward = Histories(), Histories()
-        self._steps = StepHistory(model)
-        self._loss, self._norm = Signal("loss", in_bits=False), Signal("gradients", in_bits=True)
-        self._new_names: deque[PeakName] = deque()  # of the forward: batches of other threads end at any time
+        self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
+        self._names: list[PeakName] = []  # of the forward, to which batches of other threads add at any time
+        self._gradient_names: list[PeakName] = []
         self._forwards: deque[tuple[int, Floats]] = deque(maxlen=_EPISODE)
         self._losses: deque[Numbers] = deque(maxlen=_EPISODE)
         self._loss_at: int | None = None  # among the tensors of the forward: an output called loss
+        self._looked_for_loss = 0  # among so many of them
         self._scale: Numbers | None = None
         self._first_scale: float | None = None
         self._num_skipped = 0
         self._step = 0
         self._quiet_until = 0
         self._num_spikes = 0
-        self._weights: Places = np.zeros(0, np.intp)  # of the gradients, those of weights
-        recorder.gathers_gradient_peaks = True
+        recorder.gathers_inputs = recorder.gathers_gradient_peaks = True
         self._backward_starts = recorder.subscribe(Event.BACKWARD_START)
 
     def remove(self) -> None:
         """Gather no more, and keep the reports."""
-        self._recorder.gathers_gradient_peaks = False
+        self._recorder.gathers_inputs = self._recorder.gathers_gradient_peaks = False
         self._backward_starts.remove()
-        self._steps.forget()
+        for track in self._tracks.values():
+            track.steps.forget()
 
     @_harmless
     def note_loss(self, loss: Tensor | float) -> None:
@@ -126,7 +149,7 @@ class SpikeWatch:
     @_harmless
     def take(self, batch: int, names: Sequence[PeakName], values: bytes) -> None:
         """Take the peaks of a batch as Recorder.take_peaks gives them, at the batch's end."""
-        self._new_names.extend(names)
+        self._names.extend(names)
         if batch >= 0 and torch.is_grad_enabled():  # else an evaluation
             self._forwards.append((batch, np.frombuffer(values)))
 
@@ -158,55 +181,81 @@ class SpikeWatch:
     @_harmless
     def _judge(self, optimizer: Optimizer) -> SpikeReport | None:
         batch, names, found = self._recorder.take_gradient_peaks()
-        self._backward.meet(names)
-        if names:
-            own = [i for i, (_, label) in enumerate(self._backward.names) if OF_CALL.match(label) is None]
-            self._weights = np.array(own, np.intp)
+        self._gradient_names += names
         losses, self._losses = self._losses, deque(maxlen=_EPISODE)
         forwards, self._forwards = self._forwards, deque(maxlen=_EPISODE)
-        self._meet()
         if batch < 0:
             return None
         if self._guard.num_skipped != self._num_skipped:  # gradients of a skipped step are among these
             self._num_skipped = self._guard.num_skipped
             return None
         self._step += 1
+        track = self._track(optimizer)
+        track.step += 1
+        track.meet(self._names, self._gradient_names)
         scale, gradients = self._relative_scale(), np.frombuffer(found)
         if scale != 1:
             gradients = gradients / scale
+        size = len(track.forward.names)
         taken = [values for number, values in forwards if number <= batch]
-        if len(taken) == 1 and len(taken[0]) == len(self._forward.names):
+        if len(taken) == 1 and len(taken[0]) == size:
             (forward,) = taken
         else:
-            forward = np.zeros(len(self._forward.names))
+            forward = np.zeros(size)
             for values in taken:
-                forward[: len(values)] = np.maximum(forward[: len(values)], values[: len(forward)])
-        self._forward.add(forward)
-        self._backward.add(gradients)
+                forward[: len(values)] = np.maximum(forward[: len(values)], values[:size])
+        track.forward.add(forward)
+        track.backward.add(gradients)
         by_sample = [one.read() for one in losses]
         means = [sum(one) / len(one) for one in by_sample if one]
-        if not means and self._loss_at is not None and forward[self._loss_at]:
-            means = [float(forward[self._loss_at])]
-        loss = self._loss.add(sum(means) / len(means)) if means else None
-        of_weights = gradients[self._weights]
-        norm = self._norm.add(sqrt(of_weights.dot(of_weights)))
-        self._steps.add(self._step, optimizer, self._backward, self._weights, of_weights)
+        loss_at = self._find_loss()
+        if not means and loss_at is not None and forward[loss_at]:
+            means = [float(forward[loss_at])]
+        loss = track.loss.add(sum(means) / len(means)) if means else None
+        of_weights = gradients[track.weights]
+        norm = track.norm.add(sqrt(of_weights.dot(of_weights)))
+        track.steps.add(track.step, optimizer, track.backward, track.weights, of_weights)
         jumps = [one for one in (loss, norm) if one is not None]
         if not jumps:
             return None
+        certain = any(one.certain for one in jumps)
         is_new = self._step > self._quiet_until
-        self._quiet_until = self._step + _EPISODE
-        self._num_spikes += is_new
-        if not is_new or not is_due(self._num_spikes):
+        if certain:
+            self._quiet_until = self._step + _EPISODE
+        if not is_new:
             return None
-        return self._report(batch, jumps, [x for one in by_sample for x in one])
+        evidence = self._evidence(track, [one.departure for one in jumps], certain)
+        cause, first = cause_of(evidence)
+        if not certain and (cause not in _SEEN or first is None):
+            return None
+        self._quiet_until = self._step + _EPISODE
+        self._num_spikes += 1
+        if not is_due(self._num_spikes):
+            return None
+        report = self._report(track, evidence, cause, first, batch, [x for one in by_sample for x in one])
+        if self._output_dir is None:
+            return report
+        return write_spike(report, self._rerun.kept(batch), self._model(), self._output_dir)
 
-    def _meet(self) -> None:
-        names = [self._new_names.popleft() for _ in range(len(self._new_names))]
-        self._forward.meet(names)
-        for place, (module, label) in enumerate(self._forward.names if names else ()):
-            if not module and label == "output[loss]":
-                self._loss_at = place
+    def _track(self, optimizer: Optimizer) -> _Track:
+        track = self._tracks.get(optimizer)
+        if track is None:
+            others = list(self._tracks.values())
+            model = self._model()
+            assert model is not None
+            track = _Track(model) if len(others) < _MOST_OPTIMIZERS else others[-1]
+            self._tracks[optimizer] = track
+        return track
+
+    def _find_loss(self) -> int | None:
+        """Return the place of an output called loss among the tensors of the forward."""
+        names = self._names
+        if self._loss_at is None:
+            for place in range(self._looked_for_loss, len(names)):
+                if names[place][:2] == ("", "output[loss]"):
+                    self._loss_at = place
+            self._looked_for_loss = len(names)
+        return self._loss_at
 
     def _relative_scale(self) -> float:
         """Return the loss scale over the first one that was known."""
@@ -216,72 +265,96 @@ class SpikeWatch:
         self._first_scale = self._first_scale or scale
         return scale / self._first_scale
 
-    def _report(self, batch: int, jumps: list[Departure], losses: list[float]) -> SpikeReport:
-        forward, backward = self._left_forward(), self._backward.departures()
-        rates, large = self._steps.rates(self._step), self._steps.too_large(self._step)
-        early = next((one for one, _ in large if one.step < self._step), None)
+    def _evidence(self, track: _Track, jumps: list[Departure], certain: bool) -> Evidence:
+        forward, backward = self._left_forward(track), track.backward.departures()
+        large = track.steps.too_large(track.step)
+        early = next((one for one, _ in large if one.step < track.step), None)
         # The forward of that step came before its gradient.
-        if early is not None and self._left_forward(self._step - early.step):
+        if early is not None and self._left_forward(track, track.step - early.step):
             early = None
-        outputs = [one for one in self._forward.names if one[1].startswith("output")]
-        cause, first = cause_of(
-            Evidence(
-                forward,
-                backward,
-                first_gradients=[
-                    *self._backward.names[:1],
-                    *(one for one in self._backward.names if not one[0]),
-                ],
-                first_outputs=outputs[:1],
-                logits=_grown_logits(self._forward),
-                loss_jumped=any(one.label == "loss" for one in jumps),
-                rate_jumped=rates is not None,
-                optimizer=None if early is None else early.gradient,
-            )
-        )
+        # The step of another optimizer, as of a GAN's other part, has been made. This one is about to be made.
+        ends = [(own, one, one.step + (one is not track)) for own, one in self._tracks.items()]
+        spoilt = next((found for _, one, end in ends if (found := one.steps.spoilt(end))), None)
+        damaged = None if early is None else early.gradient
+        if damaged is None and (forward or certain):  # reads the states of all weights
+            states = (one.steps.unexplained(end, own, one.backward) for own, one, end in ends)
+            damaged = next((state for state in states if state is not None), None)
+        outer = outermost(module for module, _ in track.forward.names)
         worst = max(large, key=lambda one: one[1], default=None)
-        report = SpikeReport(
+        return Evidence(
+            jumps,
+            forward,
+            backward,
+            dict(track.forward.changed()),
+            [one for one in forward if one.label.startswith("input[") and one.module in outer],
+            frozenset(module for module, label in track.forward.names if label.startswith("input[")),
+            [*track.backward.names[:1], *(one for one in track.backward.names if not one[0])],
+            [one for one in track.forward.names if one[1].startswith("output")][:1],
+            _grown_logits(track.forward),
+            next((rates for _, one, end in ends if (rates := one.steps.rates(end))), None),
+            damaged,
+            spoilt,
+            None if worst is None else (worst[0].gradient.module, worst[0].gradient.label, worst[1]),
+        )
+
+    def _report(
+        self,
+        track: _Track,
+        found: Evidence,
+        cause: Cause,
+        first: Departure | None,
+        batch: int,
+        losses: list[float],
+    ) -> SpikeReport:
+        latest = zip(track.forward.names, track.forward.latest().tolist(), strict=True)
+        ago = None if first is None else found.changed.get(first)
+        return SpikeReport(
             batch,
             rank(),
-            tuple(jumps),
+            tuple(found.jumps),
             cause,
             first,
-            tuple(forward),
-            tuple(backward),
-            rates,
-            None if worst is None else (worst[0].gradient.module, worst[0].gradient.label, worst[1]),
-            tuple(
-                (module, 2.0**bits)
-                for (module, label), bits in zip(
-                    self._forward.names, self._forward.latest().tolist(), strict=True
-                )
-                if label in LOGITS and bits == bits
-            ),
+            tuple(found.forward),
+            tuple(found.backward),
+            found.rates,
+            found.adam,
+            tuple((name[0], 2.0**bits) for name, bits in latest if name[1] in LOGITS and bits == bits),
             _shares(losses),
             self._suspicion.suspects(),
-            tuple(self._curves(first, forward, backward)),
+            tuple(self._curves(track, first, list(found.forward), list(found.backward))),
+            remarks=()
+            if first is None or not ago
+            else (f"{first.place} changed {ago} steps before this one.",),
         )
-        if self._output_dir is None:
-            return report
-        return write_spike(report, self._rerun.kept(batch), self._model(), self._output_dir)
 
-    def _left_forward(self, ago: int = 0) -> list[Departure]:
+    def _left_forward(self, track: _Track, ago: int = 0) -> list[Departure]:
         """Return the tensors of the forward that left their history so many steps ago, but for the loss."""
-        loss = None if self._loss_at is None else self._forward.names[self._loss_at]
-        return [one for one in self._forward.departures(ago) if (one.module, one.label) != loss]
+        loss = None if self._loss_at is None else self._names[self._loss_at][:2]
+        return [one for one in track.forward.departures(ago) if (one.module, one.label) != loss]
 
     def _curves(
-        self, first: Departure | None, forward: list[Departure], backward: list[Departure]
+        self, track: _Track, first: Departure | None, forward: list[Departure], backward: list[Departure]
     ) -> Iterator[Curve]:
-        yield from (one.curve() for one in (self._loss, self._norm))
-        for histories, found in ((self._forward, forward), (self._backward, backward)):
+        yield from (one.curve() for one in (track.loss, track.norm))
+        for histories, found in ((track.forward, forward), (track.backward, backward)):
             names = [(one.module, one.label) for one in ([] if first is None else [first]) + found]
             known = set(histories.names)
             for name in [one for one in dict.fromkeys(names) if one in known][:_SHOWN_CURVES]:
                 yield histories.curve(name)
-        for histories in self._steps.sampled.values():
+        for histories in track.steps.sampled.values():
             for name in [one for one in histories.names if first is not None and one[0] == first.module]:
                 yield histories.curve(name)
+
+
+def outermost(modules: Iterable[str]) -> frozenset[str]:
+    """Return the modules that are inside no other of these."""
+    known = set(modules)
+    if "" in known:
+        return frozenset({""})
+    parts = [(name, name.split(".")) for name in known]
+    return frozenset(
+        name for name, own in parts if not any(".".join(own[:i]) in known for i in range(1, len(own)))
+    )
 
 
 def _grown_logits(forward: Histories) -> Departure | None:
@@ -303,45 +376,3 @@ def _shares(losses: list[float]) -> tuple[tuple[int, float], ...]:
         return ()
     order = sorted(range(len(losses)), key=lambda i: -losses[i])[:_SHOWN_SAMPLES]
     return tuple((i, losses[i] / total) for i in order)
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """Facts about the step in which a loss or the gradients jumped: departures of the forward and of the backward.
-
-    `first_outputs` and `first_gradients` are the tensors that the forward and the backward begin with. `logits` are
-    attention logits that have grown, `optimizer` a gradient of a step before that was too large for Adam.
-    """
-
-    forward: Sequence[Departure]
-    backward: Sequence[Departure]
-    first_gradients: Sequence[tuple[str, str]]
-    first_outputs: Sequence[tuple[str, str]]
-    logits: Departure | None = None
-    loss_jumped: bool = False
-    rate_jumped: bool = False
-    optimizer: Departure | None = None
-
-
-def cause_of(evidence: Evidence) -> tuple[Cause, Departure | None]:
-    """Return the class of the cause, and the tensor that shows it."""
-    forward, logits = evidence.forward, evidence.logits
-    outputs = [one for one in forward if OF_CALL.match(one.label) or one.label in LOGITS]
-    first = outputs[0] if outputs else None
-    if evidence.rate_jumped:
-        return "learning rate", first
-    if evidence.optimizer is not None:
-        return "optimizer", evidence.optimizer
-    found = next((one for one in outputs if one.label in LOGITS), logits)
-    if found is not None and (first is None or f"{first.module}.".startswith(f"{found.module}.")):
-        return "attention", found
-    weights = [one for one in forward if one not in outputs]
-    if weights and (first is None or forward.index(weights[0]) < forward.index(first)):
-        return "weight", weights[0]
-    if first is not None:
-        return "input" if (first.module, first.label) in evidence.first_outputs else "module", first
-    if evidence.backward and not evidence.loss_jumped:  # no gradient changes the loss of its own step
-        start = evidence.backward[0]
-        is_loss = (start.module, start.label) in evidence.first_gradients
-        return "loss" if is_loss else "gradient", start
-    return "loss", None

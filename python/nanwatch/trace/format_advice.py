@@ -21,7 +21,7 @@ from ..numerics.fit import check_margin, edges, narrowest, would_fit
 from ..numerics.formats import limits
 from ..util import reading
 from ..util.visible import without_wrappers
-from .trace import TraceError
+from .trace import unreadable
 from .trace_file import Strings, Trace, strings
 
 # The narrowest first, and among formats of one width the more precise one.
@@ -323,7 +323,7 @@ def _parsed(value: str, column: str, reader: reading.Reader[Any]) -> Any:
     try:
         return reader(json.loads(value), column)
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"not a row of a trace: {error}") from error
+        raise unreadable(f"not a row of a trace: {error}") from error
 
 
 def _coded(column: Strings, of: Any) -> _Array:

@@ -98,8 +98,10 @@ class TraceError(ValueError):
         run.parquet is no Parquet file that can be read
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(visible(message))  # it may quote a file from a stranger
+
+def unreadable(message: str) -> TraceError:
+    """Return a TraceError. Its message may quote a file from a stranger."""
+    return TraceError(visible(message))
 
 
 def parts_beside(path: Path) -> Path:
@@ -130,7 +132,7 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
     """Return the facts in the metadata of a schema. Raise TraceError unless it is a trace of a version read here."""
     text = (found.metadata or {}).get(METADATA_KEY)
     if text is None:
-        raise TraceError(f"{where} is no trace of nanwatch: its metadata lacks {METADATA_KEY.decode()!r}")
+        raise unreadable(f"{where} is no trace of nanwatch: its metadata lacks {METADATA_KEY.decode()!r}")
     try:
         facts = json.loads(text, parse_constant=reading.refuse_constant)
         if isinstance(facts, dict) and facts.get("version") not in READ_VERSIONS:
@@ -140,7 +142,7 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
             )
         facts = reading.members(facts, "metadata", FACTS)
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{where} is no trace that can be read: {error}") from error
+        raise unreadable(f"{where} is no trace that can be read: {error}") from error
     expected = schema()
     for field in expected:
         kinds = [found.field(i).type for i in found.get_all_field_indices(field.name)]
@@ -148,7 +150,7 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
             continue
         if kinds != [field.type]:
             got = ", ".join(map(str, kinds)) or "none"
-            raise TraceError(f"{where}: column {field.name!r} should be one of {field.type}, got {got}")
+            raise unreadable(f"{where}: column {field.name!r} should be one of {field.type}, got {got}")
     return facts
 
 
@@ -262,7 +264,7 @@ def frames_of(table: Any, tell: Tell = silent) -> tuple[Frame, ...]:
     try:
         return tuple(_frames(table.to_pylist(), tell))
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"not a row of a trace: {error}") from error
+        raise unreadable(f"not a row of a trace: {error}") from error
 
 
 def _frames(rows: list[dict[str, Any]], tell: Tell) -> Iterable[Frame]:

@@ -21,7 +21,7 @@ from ..util.progress import Tell, silent
 from ..util.visible import spell, visible, without_wrappers
 from . import trace
 from .align import Ints
-from .trace import SUFFIX, TraceError, parts_beside
+from .trace import SUFFIX, TraceError, parts_beside, unreadable
 
 # End of the name of a file that is a trace together with others: a part, or what one rank wrote.
 _PART_OR_RANK = re.compile(r"^part\D?\d+$|-rank\d+(?=$|-\d+$)")
@@ -78,12 +78,12 @@ class Trace:
         if not parts:
             is_empty = not any(place.iterdir())
             why = "nothing was written to it yet" if is_empty else "pass what watch(trace=...) was given"
-            raise TraceError(f"{place} is a folder without parts (*{SUFFIX}); {why}")
+            raise unreadable(f"{place} is a folder without parts (*{SUFFIX}); {why}")
         traces = {_PART_OR_RANK.sub("", part.stem): part.name for part in reversed(parts)}
         if len(traces) > 1:
             names = sorted(traces.values())
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-            raise TraceError(f"{place} is a folder with {len(names)} traces: {shown}; name one of them")
+            raise unreadable(f"{place} is a folder with {len(names)} traces: {shown}; name one of them")
         try:
             for part in parts:
                 reading.check_regular(part)
@@ -103,7 +103,7 @@ class Trace:
             # pyarrow names the file twice before it says why.
             why = visible(str(error).rpartition(": ")[2].rstrip("."))[:200]
             hint = "; nanwatch show reads a report" if parts[-1].suffix == ".json" else ""
-            raise TraceError(f"{parts[-1]} is no Parquet file that can be read: {why}{hint}") from error
+            raise unreadable(f"{parts[-1]} is no Parquet file that can be read: {why}{hint}") from error
         return cls(place, dataset, facts, tell)
 
     @property
@@ -130,7 +130,7 @@ class Trace:
         try:
             found = self._read(["batch"], compute.field("sketch").is_valid())
         except trace.errors() as error:
-            raise TraceError(f"{self.path} cannot be read: {spell(error)}") from error
+            raise unreadable(f"{self.path} cannot be read: {spell(error)}") from error
         return tuple(np.unique(found["batch"].to_numpy()).tolist())
 
     def table(self, columns: Sequence[str] | None = None, batches: Sequence[int] | None = None) -> Any:
@@ -148,10 +148,10 @@ class Trace:
             # A file is anybody's, and pyarrow itself would read beyond the end of a list of strings.
             table.validate(full=True)
         except trace.errors() as error:
-            raise TraceError(f"{self.path} cannot be read: {spell(error)}") from error
+            raise unreadable(f"{self.path} cannot be read: {spell(error)}") from error
         for name, _, may_be_null in trace.COLUMNS:
             if name in names and not may_be_null and table[name].null_count:
-                raise TraceError(f"{self.path}: column {name!r} has a row without a value")
+                raise unreadable(f"{self.path}: column {name!r} has a row without a value")
         return table
 
     def _read(self, names: list[str], wanted: Any) -> Any:
@@ -270,7 +270,7 @@ class Side:
 def sketches(found: bytes) -> Sketches:
     """Return the sketches in a cell of a trace, float64 of shape (rows of the tensor, 32)."""
     if len(found) % (4 * WIDTH):
-        raise TraceError(f"a sketch in a trace has {len(found)} bytes, no multiple of {4 * WIDTH}")
+        raise unreadable(f"a sketch in a trace has {len(found)} bytes, no multiple of {4 * WIDTH}")
     return np.frombuffer(found, "<f4").reshape(-1, WIDTH).astype(np.float64)
 
 

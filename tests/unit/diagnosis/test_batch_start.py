@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.instrumentation.execution_context import RngState
+from support.spy import Spy
 
 
 class Does(nn.Module):
@@ -99,25 +100,25 @@ def test_inference_mode_and_no_graph(inference: bool) -> None:
 @pytest.mark.compile
 def test_compiled_modules_run_eagerly() -> None:
     """A compiled module is re-run in eager mode."""
-    compiling = []
+    compiling = Spy()
 
     @torch.compile(backend="eager")
     def part(x: Tensor) -> Tensor:
-        compiling.append(torch.compiler.is_compiling())
+        compiling.add(torch.compiler.is_compiling())
         return x + 1
 
     assert rerun(started(lambda _, x: part(x), torch.ones(2))).tolist() == [2, 2]
-    assert compiling == [False]
+    assert compiling.values == [False]
 
 
 def test_a_transformer_layer_calls_its_parts() -> None:
     """Where the first call built a graph, PyTorch's shortcut for calls without one is not taken."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
-    calls: list[str] = []
+    calls = Spy()
     linear = layer.linear1
 
     def called(x: Tensor) -> Tensor:
-        calls.append("linear1")
+        calls.add("linear1")
         return nn.functional.linear(x, linear.weight, linear.bias)
 
     linear.forward = called  # not a hook: hooks close the shortcut themselves
@@ -125,11 +126,11 @@ def test_a_transformer_layer_calls_its_parts() -> None:
     start = BatchSnapshot.capture(layer, (x,), None)
     layer(x)
     rerun(start)
-    assert calls == ["linear1"] * 2
+    assert calls.values == ["linear1"] * 2
     with torch.no_grad():
         start = BatchSnapshot.capture(layer, (x,), None)
     rerun(start)
-    assert calls == ["linear1"] * 2
+    assert calls.values == ["linear1"] * 2
     assert torch.backends.mha.get_fastpath_enabled()
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nanwatch
 from support.examined import Does, culprit, exponential, look
+from support.spy import Spy
 
 INF, NAN = math.inf, math.nan
 
@@ -62,11 +63,11 @@ def test_vmap_inside() -> None:
 
 def test_modes_of_the_user() -> None:
     """Dispatch and function modes of the user's, around the module and in it, are left to do their work."""
-    counted: list[str] = []
+    counted = Spy()
 
     class Dispatch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            counted.append(str(func))
+            counted.add(str(func))
             return func(*args, **(kwargs or {}))
 
     class Function(TorchFunctionMode):
@@ -81,8 +82,8 @@ def test_modes_of_the_user() -> None:
         _, seen = look(Does(forward), torch.ones(2))
     assert (seen.operation, seen.source) == ("aten.exp.default", culprit(exponential))
     # Both modes, both runs; of our looking they see nothing but the random state.
-    assert counted.count("aten.exp.default") == 4
-    assert not any("isfinite" in one or "isnan" in one for one in counted)
+    assert counted.values.count("aten.exp.default") == 4
+    assert not any("isfinite" in one or "isnan" in one for one in counted.values)
 
 
 def test_tensors_without_strides() -> None:

@@ -207,7 +207,7 @@ def test_a_trainer_s_loss() -> None:
     (finding,) = found
     assert (finding.operation, finding.source) == line_of("  # ", masked_mean)
     assert finding.cures[0].works
-    assert model.calls > 1
+    assert model.calls == 1  # the re-run has called it too, and left no trace
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -261,7 +261,7 @@ def test_a_bad_target_that_may_not_be_made_twice_is_read() -> None:
 
 
 def test_parts_of_a_loss() -> None:
-    """A list made by a comprehension and a dict that is filled item by item are made anew; a dict of others is not."""
+    """A list made by a comprehension and a dict that is filled item by item are made anew; one of others is left."""
     for way in ("list", "dict", "alias"):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -280,11 +280,8 @@ def test_parts_of_a_loss() -> None:
             loss.backward()
             optimizer.step()
         (finding,) = found
-        if way == "alias":
-            assert mine["focal"] is first
-            assert finding.source is None
-        else:
-            assert (finding.operation, finding.source) == line_of("  # ", focal)
+        assert (finding.operation, finding.source) == line_of("  # ", focal)
+        assert mine.get("focal") is (first if way == "alias" else None)
 
 
 @pytest.mark.parametrize("way", ["next", "append", "loop", "walrus", "augmented"])
@@ -319,7 +316,7 @@ def test_what_may_not_run_twice_is_not_run(way: str) -> None:
     assert list(left) == ([1.0, 2.0] if way in ("next", "loop") else [0.0, 1.0, 2.0])
     assert len(kept) == (way == "append")
     assert float(total) == (way == "augmented")
-    if way == "augmented":
+    if way in ("augmented", "append"):
         assert finding.source is not None
     else:
         assert finding.source is None

@@ -18,6 +18,7 @@ from nanwatch.diagnosis.forward_rerun import rerun_forward
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch
 from support.examined import Does, culprit, exponential, look
+from support.spy import Spy
 
 INF, NAN = math.inf, math.nan
 
@@ -302,17 +303,17 @@ def test_enrich() -> None:
 
 def test_no_tensor_is_kept() -> None:
     """While a call is examined its intermediate tensors, the bad ones too, die when the forward lets go of them."""
-    memory = []
+    memory = Spy()
 
     def forward(x: Tensor) -> Tensor:
         held = []
         for _ in range(5):
             x = x * 1e38
             held.append(StorageWeakRef(x.untyped_storage()))
-            memory.append(sum(not one.expired() for one in held))
+            memory.add(sum(not one.expired() for one in held))
         return x
 
     _, seen = look(Does(forward), torch.ones(2))
     assert seen.operation == "aten.mul.Tensor"
     # While a product is made its operand lives: afterwards there is one, in either run.
-    assert memory == [1] * 10
+    assert memory.values == [1] * 10

@@ -82,8 +82,8 @@ def test_the_report_of_the_watch_is_that_of_the_error() -> None:
 
 
 @pytest.mark.parametrize("how", ["record", "warn", "call"])
-def test_where_the_run_goes_on_there_is_no_second_run_unasked(how: Any) -> None:
-    """Only microscope=True runs a model again whose run goes on. The report says so, unless it was refused."""
+def test_which_actions_run_a_batch_again_unasked(how: Any) -> None:
+    """A function gets the whole report. The others run a batch again with microscope=True alone, and say so."""
     with pytest.warns(RuntimeWarning) if how == "warn" else threading.Lock():
         for asked in (None, True, False):
             model, seen = Log(), []
@@ -91,8 +91,13 @@ def test_where_the_run_goes_on_there_is_no_second_run_unasked(how: Any) -> None:
                 model(torch.zeros(2))
             finding = w.report().finding
             assert finding is not None
-            assert (finding.operation is not None) == (model.calls > 1) == bool(asked)
-            assert ("microscope=True (--microscope)" in w.report().to_text()) == (asked is None)
+            is_run = asked or (asked is None and how == "call")
+            assert (finding.operation is not None) == is_run
+            assert model.calls == 1
+            assert seen == ([w.report()] if how == "call" else [])
+            assert ("microscope=True (--microscope)" in w.report().to_text()) == (
+                asked is None and not is_run
+            )
 
 
 def test_another_watch_sees_nothing_of_the_second_run() -> None:
@@ -222,6 +227,7 @@ def test_an_error_met_inside_a_forward_is_complete_outside(wraps: bool) -> None:
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
 def test_a_thread_inside_the_model(monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
     """The second run waits a little for it to leave; while it is inside there is none, and a remark says so."""
+    monkeypatch.setenv("NANWATCH_RERUN", "in-process")
     monkeypatch.setattr(rerun_policy, "_PATIENCE", 60.0 if leaves else 0.01)
     model = Waits()
     with watch(model):

@@ -15,6 +15,7 @@ from nanwatch.diagnosis.diagnosis import Diagnosis
 from nanwatch.diagnosis.forward_rerun import rerun_forward
 from nanwatch.session.api import watch
 from support.examined import Does, culprit, exponential, look
+from support.spy import Spy
 
 INF, NAN = math.inf, math.nan
 
@@ -88,17 +89,17 @@ def test_nothing_is_left_behind() -> None:
 
 def test_hooks_of_the_user_run_and_see_nothing_new() -> None:
     """A hook may make the bad value, and what hooks are called with is what they always are."""
-    given = []
+    given = Spy()
 
     def hook(module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        given.append((type(module).__name__, len(args), len(module._forward_hooks)))
+        given.add([type(module).__name__, len(args), len(module._forward_hooks)])
         return result / 0  # culprit
 
     part = nn.Identity()
     part.register_forward_hook(hook)
     finding, seen = look(nn.Sequential(part), torch.ones(2))
     assert (finding.module, seen.operation, seen.source) == ("0", "aten.div.Tensor", culprit(hook))
-    assert given == [("Identity", 1, 1)] * 2
+    assert given.values == [["Identity", 1, 1]] * 2
 
 
 def test_a_generator_that_was_consumed() -> None:

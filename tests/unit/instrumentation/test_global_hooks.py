@@ -42,6 +42,24 @@ def test_torch_has_one_of_each_kind_for_good() -> None:
     assert (len(before_steps), len(after_steps), len(children)) < ours
 
 
+def test_the_documentation_names_all_registries_that_a_watch_uses() -> None:
+    """Before and after steps, and when a module gets a child; no registry of forwards or backwards."""
+    with watch(mlp(), gradients=True):
+        used = {
+            name
+            for registries in (nn.modules.module, torch_optimizer)
+            for name, hooks in vars(registries).items()
+            if name.startswith("_global_") and isinstance(hooks, dict)
+            for hook in hooks.values()
+            if isinstance(getattr(hook, "__self__", None), GlobalHooks)
+        }
+    assert used == {
+        "_global_optimizer_pre_hooks",
+        "_global_optimizer_post_hooks",
+        "_global_module_registration_hooks",
+    }
+
+
 def test_a_watch_may_be_stopped_by_what_its_own_step_tells() -> None:
     """The callback of a failing step stops it: the step goes on, past the hooks of other watches."""
     model = nn.Sequential(Sick())

@@ -17,6 +17,7 @@ from nanwatch import NonFiniteError, watch
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.instrumentation import slot
 from nanwatch.instrumentation.slot import wrappers
+from support.spy import Spy
 
 
 class Log(nn.Module):
@@ -39,20 +40,20 @@ class Meeting(nn.Module):
         super().__init__()
         self.log = Log()
         self.owner = threading.get_ident()
-        self.runs = 0
+        self.runs = Spy()
         self.second_run = threading.Event()
         self.entered = threading.Event()
-        self.came_in = False
+        self.came_in = Spy()
         self.waits = 0.3
 
     def forward(self, x: Tensor) -> Tensor:
         if threading.get_ident() != self.owner:
             self.entered.set()
             return self.log(x)
-        self.runs += 1
-        if self.runs > 1:
+        self.runs.add()
+        if len(self.runs.values) > 1:
             self.second_run.set()
-            self.came_in = self.came_in or self.entered.wait(self.waits)
+            self.came_in.add(self.entered.wait(self.waits))
         return self.log(x)
 
 
@@ -68,6 +69,12 @@ def other(model: Meeting, callee: nn.Module, outputs: list[Any]) -> threading.Th
     return thread
 
 
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Re-runs in a child process keep no thread waiting."""
+    monkeypatch.setenv("NANWATCH_RERUN", "in-process")
+
+
 @pytest.mark.parametrize("part", [False, True], ids=["the model", "the guilty module"])
 def test_another_thread_waits_and_is_watched_then(part: bool) -> None:
     """Its call is no part of the second run; afterwards it is a batch of its own, with all that it wrote."""
@@ -80,7 +87,7 @@ def test_another_thread_waits_and_is_watched_then(part: bool) -> None:
         thread.join(60)
         assert not thread.is_alive()
         frames = w.frames
-    assert not model.came_in
+    assert not any(model.came_in.values)
     assert torch.equal(outputs[0], torch.full((2,), 2.0).log())
     assert model.log.count == 2  # the failed batch's and the other thread's; the second runs' are taken back
     finding = error.value.report.finding
@@ -102,7 +109,7 @@ def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
             model(torch.zeros(2))
         thread.join(60)
         assert not thread.is_alive()
-    assert model.came_in
+    assert any(model.came_in.values)
     assert torch.equal(outputs[0], torch.full((2,), 2.0).log())
 
 
@@ -164,12 +171,12 @@ class Ends(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.runs = 0
+        self.runs = Spy()
         self.do: Callable[[], None] = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        if self.runs == 2:
+        self.runs.add()
+        if len(self.runs.values) == 2:
             self.do()
         return x
 
@@ -193,7 +200,7 @@ def test_what_ends_a_watch_during_a_second_run_holds(action: str, elsewhere: boo
     ends.do = (lambda: in_a_thread(end)) if elsewhere else end
     with pytest.raises(NonFiniteError):
         model(torch.zeros(2))
-    assert ends.runs >= 2
+    assert len(ends.runs.values) >= 2
     frames = w.counters["frames"]
     model(torch.zeros(2))
     assert w.counters["frames"] == frames

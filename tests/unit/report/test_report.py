@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import io
 import json
 import pickle
@@ -381,12 +382,33 @@ def test_structures_are_immutable() -> None:
             setattr(thing, name, None)
 
 
-@pytest.mark.parametrize("error", [NonFiniteError(REPORT), BatchLimitError(3, "abort_after_batch")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        NonFiniteError(REPORT),
+        NonFiniteError("Caught NonFiniteError\nin a worker"),
+        BatchLimitError(3, "abort_after_batch"),
+        BatchLimitError("Caught BatchLimitError\nin a worker"),
+    ],
+)
 def test_errors_survive_a_process_boundary(error: ValueError) -> None:
-    """The exceptions pickle whole, as a process pool or an elastic launcher asks of them."""
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is type(error)
-    assert str(again) == str(error)
+    """The exceptions pickle and copy whole, with their notes and whatever they were raised from."""
+    error.__notes__ = ["step 3"]  # `add_note` is of Python 3.11
+    with pytest.raises(type(error)) as caught:
+        raise error from KeyError("batch")
+    for again in (pickle.loads(pickle.dumps(caught.value)), copy.copy(error), copy.deepcopy(error)):
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert again.__notes__ == ["step 3"]
+        if isinstance(error, NonFiniteError):
+            assert again.report.to_json() == error.report.to_json()
+
+
+def test_an_error_that_came_as_text_is_read_like_any_other() -> None:
+    """What asks it for the report or the batch gets an empty one."""
+    error = NonFiniteError("Caught NonFiniteError in a worker")
+    assert (error.report.frames, error.report.finding, error.origin) == ((), None, None)
+    assert BatchLimitError("Caught BatchLimitError in a worker").batch is None
 
 
 def test_the_error_says_it_all() -> None:

@@ -54,8 +54,13 @@ def find_target(filename: str, line: int) -> Target | str:
     file = SourceFile.load(filename)
     if file is None:
         return f"the source of {filename} is not at hand"
-    in_file = (one for one in _functions(filename) if one.__code__.co_filename == filename)
-    functions = [*{id(one): one for one in in_file if _runs(one.__code__, line)}.values()]
+    functions = [one for one in _functions_of_module(filename) if _runs_itself(one.__code__, line)]
+    if not functions:
+        # In a child process gc's list of all objects copies the pages that hold them, which takes 0.1 s.
+        in_file = (one for one in instances_of(FunctionType) if one.__code__.co_filename == filename)
+        functions = [one for one in in_file if _runs(one.__code__, line)]
+    if not functions:
+        functions = [one for one in _functions_of_module(filename) if _runs(one.__code__, line)]
     if not functions:
         return "the line belongs to no function that could be exchanged"
     code = max((one.__code__ for one in functions), key=lambda code: code.co_firstlineno)
@@ -101,9 +106,8 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
                 one.__code__ = before
 
 
-def _functions(filename: str) -> Iterator[FunctionType]:
-    """Yield the functions of the process that gc knows, and those of this file, which `gc.freeze()` hides from gc."""
-    yield from instances_of(FunctionType)
+def _functions_of_module(filename: str) -> Iterator[FunctionType]:
+    """Yield the functions of this file that its module, its classes and their decorators hold."""
     modules = (one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == filename)
     left = [one for module in modules for one in vars(module).values()]
     known: set[int] = set()
@@ -113,7 +117,8 @@ def _functions(filename: str) -> Iterator[FunctionType]:
             continue
         known.add(id(one))
         if type(one) is FunctionType:
-            yield one
+            if one.__code__.co_filename == filename:
+                yield one
             # A decorator's function holds the one it wraps in a cell.
             left += [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
         elif issubclass(type(one), type):
@@ -124,10 +129,14 @@ def _functions(filename: str) -> Iterator[FunctionType]:
             left += [one.fget, one.fset]
 
 
+def _runs_itself(code: CodeType, line: int) -> bool:
+    return any(number == line for _, _, number in code.co_lines())
+
+
 def _runs(code: CodeType, line: int) -> bool:
-    if any(number == line for _, _, number in code.co_lines()):
-        return True
-    return any(isinstance(one, CodeType) and _runs(one, line) for one in code.co_consts)
+    return _runs_itself(code, line) or any(
+        isinstance(one, CodeType) and _runs(one, line) for one in code.co_consts
+    )
 
 
 def node_of(tree: ast.Module, code: CodeType) -> FunctionNode | None:

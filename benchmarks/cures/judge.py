@@ -1,21 +1,19 @@
 """Judge of the cures that nanwatch tells: each is applied to the source of its failing model, which runs unwatched.
 
-`python -m support.cures.judge [NAMES...]` prints a line for each model and the totals. Each run has a process of its
-own, forked from one that has imported PyTorch and has run nothing.
+Each run has a process of its own, forked from one that has imported PyTorch and has run nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +22,13 @@ from typing import Any
 import torch
 
 import nanwatch
+from cures.forked import each_in_a_process
+from cures.program import OUTSIDE, Program, Seen, operation_of
+from cures.table import Cure
 from nanwatch.report.finding import Cure as Told
 from nanwatch.report.finding import Finding
-from support.cures.forked import each_in_a_process
-from support.cures.program import OUTSIDE, Program, Seen, operation_of
-from support.cures.table import CURES, Cure
-from support.processes import environment
 
+COMMAND = Path(__file__).parents[1] / "judge_cures.py"
 # Healthy values may move by this part of their norm, or by as much as the cure that the thread chose moves them.
 _MOST_CHANGE = 0.01
 
@@ -80,10 +78,10 @@ class Verdict:
 
 def judge(cures: Sequence[Cure], folder: Path, jobs: int = 2) -> list[Verdict]:
     """Judge what nanwatch tells of these models, in a git repository below `folder` for each."""
-    _load()
+    load()
     verdicts = [Verdict(cure) for cure in cures]
     for verdict, seen in zip(
-        verdicts, each_in_a_process(_watched, [(one, folder) for one in cures], jobs), strict=True
+        verdicts, each_in_a_process(fails_watched, [(one, folder) for one in cures], jobs), strict=True
     ):
         if isinstance(seen, str):
             verdict.trouble = seen
@@ -100,7 +98,7 @@ def judge(cures: Sequence[Cure], folder: Path, jobs: int = 2) -> list[Verdict]:
     return verdicts
 
 
-def _load() -> None:
+def load() -> None:
     """Import what a failure imports, so that the processes share it, and run no operation."""
     import torch._dynamo  # which every optimizer imports
 
@@ -115,7 +113,7 @@ def _load() -> None:
 # The watched run.
 
 
-def _watched(cure: Cure, folder: Path) -> tuple[int, float]:
+def fails_watched(cure: Any, folder: Path) -> tuple[int, float]:
     """Train the model watched until it fails. Return the forwards after the failed one, and the seconds taken."""
     repository = folder / cure.name
     repository.mkdir(parents=True)
@@ -184,16 +182,8 @@ def _applied(
     chosen = Program(path, cure.cured()).look(cure.steps)
     is_patched = False
     if told.patch:
-        repository = folder / f"{cure.name}.{number}"
-        repository.mkdir()
-        path = repository / cure.path.name
-        path.write_text(cure.path.read_text())
-        os.chdir(repository)
-        _git("init", "-q")
-        _git("add", path.name)
-        (repository / "cure.patch").write_text(told.patch)
         try:
-            _git("apply", "cure.patch")
+            path = apply(told.patch, cure.path, folder / f"{cure.name}.{number}")
         except subprocess.CalledProcessError as error:
             return f"git apply: {error.stderr.strip()}", False, None
         is_patched = True
@@ -207,6 +197,19 @@ def _applied(
             return "nobody knows how to apply it", False, None
     after = program.look(cure.steps)
     return _compare(before, after, chosen, cure.steps), is_patched, _difference(after, chosen)
+
+
+def apply(patch: str, path: Path, repository: Path) -> Path:
+    """Apply a patch by git to a copy of the file in a new repository, and go there. Return the copy."""
+    repository.mkdir()
+    copy = repository / path.name
+    copy.write_text(path.read_text())
+    os.chdir(repository)
+    _git("init", "-q")
+    _git("add", copy.name)
+    (repository / "cure.patch").write_text(patch)
+    _git("apply", "cure.patch")
+    return copy
 
 
 def _with_code(cure: Cure, told: Told, finding: Finding) -> str:
@@ -331,6 +334,8 @@ def table(verdicts: Iterable[Verdict]) -> Iterator[str]:
     yield f"patches applied by git that work: {sum(one.is_patched for one in verdicts)}"
     yield f"most forwards beyond the failed one: {max((one.runs for one in verdicts), default=0)}"
     yield f"longest text of a report: {max((one.text_lines for one in verdicts), default=0)} lines"
+    rules = Counter(rule_of(trial.cure.what) for one in verdicts for trial in one.trials[:1])
+    yield from (f"cured by: {count:3} {rule}" for rule, count in rules.most_common())
     failed: dict[str, list[str]] = {}
     for one in verdicts:
         if not one.works:
@@ -338,16 +343,24 @@ def table(verdicts: Iterable[Verdict]) -> Iterator[str]:
     yield from (f"no cure, {cause}: {', '.join(names)}" for cause, names in sorted(failed.items()))
 
 
+def rule_of(what: str) -> str:
+    """Return the words of the rule that proposed a cure, without its numbers, names and code."""
+    words = re.sub(r"`[^`]*`|nanwatch\.\S+", "…", re.split(": write |, nanwatch|, tried", what)[0])
+    return re.sub(r"-?\d+(\.\d+)?(e-?\d+)?( or less)?", "N", words)
+
+
 def judged(*names: str) -> list[dict[str, Any]]:
     """Judge these models, all by default, in a process that may fork. Return the facts of each."""
-    command = [sys.executable, "-m", "support.cures.judge", "--json", *names]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1800)
+    command = [sys.executable, str(COMMAND), "--json", *names]
+    environment = os.environ | {"PYTHONPATH": str(Path(nanwatch.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
 
 
-def _facts(verdict: Verdict) -> dict[str, Any]:
+def facts(verdict: Verdict) -> dict[str, Any]:
+    """Return what a test asks of a verdict."""
     return {
         "name": verdict.cure.name,
         "is_told": bool(verdict.trials),
@@ -358,27 +371,3 @@ def _facts(verdict: Verdict) -> dict[str, Any]:
         "runs": verdict.runs,
         "text_lines": verdict.text_lines,
     }
-
-
-def main() -> None:
-    """Judge the models of the command line, all by default."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--keep", type=Path, help="a new folder in which the repositories and reports stay")
-    parser.add_argument("--json", action="store_true", help="print the facts of each verdict")
-    options = parser.parse_args()
-    known = {cure.name: cure for cure in CURES}
-    if unknown := [name for name in options.names if name not in known]:
-        parser.error(f"no model is called {', '.join(unknown)}; see support/cures/models")
-    cures = [known[name] for name in options.names] or CURES
-    with tempfile.TemporaryDirectory() as temporary:
-        verdicts = judge(cures, options.keep or Path(temporary), options.jobs)
-    if options.json:
-        sys.stdout.write(json.dumps([_facts(one) for one in verdicts]))
-    else:
-        sys.stdout.writelines(f"{line}\n" for line in table(verdicts))
-
-
-if __name__ == "__main__":
-    main()

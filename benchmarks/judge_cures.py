@@ -1,0 +1,61 @@
+"""Judge the cures that nanwatch tells: whether they work, and whether a reviewer would accept the line.
+
+    python benchmarks/judge_cures.py [NAMES...] [--only works|taste] [--json] [--keep FOLDER]   # a minute on two cores
+
+The models of `cures/models` come from public threads. Those of `cures/taste.py` have a form that a reviewer wants and a
+value in float64; half of them are held back from tuning. Prints some lines for each model, how often each rule cures
+one, and the scores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from cures.judge import facts, judge, table
+from cures.table import CURES
+from cures.taste import TASTES
+from cures.taste_judge import judge_taste, lines
+
+
+def main() -> None:
+    """Judge the models of the command line, all by default."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--keep", type=Path, help="a new folder in which the repositories and reports stay")
+    parser.add_argument("--only", choices=("works", "taste"), help="one of the two judges")
+    parser.add_argument("--half", choices=("tuned", "held"), help="one half of the cases of taste")
+    parser.add_argument("--json", action="store_true", help="print the facts of each verdict")
+    options = parser.parse_args()
+    known = {cure.name: cure for cure in CURES}
+    tastes = {taste.name: taste for taste in TASTES}
+    if unknown := [name for name in options.names if name not in known and name not in tastes]:
+        parser.error(f"no model is called {', '.join(unknown)}; see benchmarks/cures/models and taste.py")
+    cures = (
+        [] if options.only == "taste" else [x for x in CURES if x.name in options.names or not options.names]
+    )
+    few = (
+        [] if options.only == "works" else [x for x in TASTES if x.name in options.names or not options.names]
+    )
+    if options.half:
+        few = [one for one in few if one.is_held == (options.half == "held")]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        verdicts = judge(cures, folder / "works", options.jobs) if cures else []
+        opinions = judge_taste(few, folder / "taste", options.jobs) if few and not options.json else []
+    if options.json:
+        sys.stdout.write(json.dumps([facts(one) for one in verdicts]))
+        return
+    for found in (table(verdicts) if verdicts else (), lines(opinions) if opinions else ()):
+        sys.stdout.writelines(f"{line}\n" for line in found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Re-runs in a forked child process, whose changes to the program end with it.
+
+The child is a copy of the process at the moment of the failure. What it runs changes neither the program's Python
+state nor its tensors. Files, pipes and sockets lead nowhere there, and the child sends its result back over a pipe. A
+parent that waits too long ends the child and goes on. CUDA does not survive a fork, and neither do macOS's frameworks.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import random
+import re
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+
+from ..util.visible import spell
+from . import outside
+from .program_code import is_library
+
+# Seconds that each run may take: at least these, and these times the batch's own.
+LEAST_SECONDS, TIMES_BATCH = 5.0, 20.0
+_HARD_PAUSE = 2  # omp_pause_hard
+_PR_SET_PDEATHSIG = 1
+# The parent acts on these, and a handler of the program's must not run twice.
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGPIPE")
+_DUMPS_STACK = signal.SIGUSR2
+_LINE = re.compile(r'File "(.+)", line (\d+)')
+
+
+def why_no_child() -> str:
+    """Return in words why a re-run cannot have a process of its own, "" where it can."""
+    if os.environ.get("NANWATCH_RERUN") == "in-process":
+        return "NANWATCH_RERUN=in-process"
+    if sys.platform != "linux":
+        return f"{sys.platform} has no safe fork"
+    if torch.cuda.is_initialized():
+        return "CUDA does not survive a fork"
+    return ""
+
+
+class NoChildError(RuntimeError):
+    """No process could be had."""
+
+
+class ChildEndedError(RuntimeError):
+    """The child ended without a result. The text says why; `latest` is the last document that it sent, or None."""
+
+    def __init__(self, reason: str, latest: Any) -> None:
+        super().__init__(reason)
+        self.latest = latest
+
+
+# In the child: sends a document to the parent. In the program itself None.
+_send: Callable[[Any], None] | None = None
+
+
+def send(document: Any = None) -> None:
+    """Send the parent what is known so far, and start its clock anew. Does nothing in the program itself."""
+    if _send is not None:
+        _send(document)
+
+
+def run_in_child(work: Callable[[], Any], seconds: float) -> Any:
+    """Return the JSON document that `work` returns in a forked child.
+
+    seconds: how long the child may go without a call of `send`.
+
+    Raises ChildEndedError where it takes longer or ends without a result, NoChildError where no process can be had, and
+    what a signal handler of the program raises meanwhile, after the child has been ended.
+    """
+    drawn = random.getstate()  # which Python seeds anew in a child
+    has_threads = _pause_openmp()
+    reading, writing = os.pipe()
+    stack = os.memfd_create("nanwatch")
+    child = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+            parent = os.getpid()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                raise NoChildError(str(error)) from None
+        if pid == 0:
+            _be_child(work, parent, writing, stack, drawn, has_threads)
+        child = _Child(pid)
+        os.close(writing)
+        writing = -1
+        return child.result(reading, stack, seconds)
+    finally:
+        if child is not None:
+            child.end()
+        for one in (reading, writing, stack):
+            if one >= 0:
+                os.close(one)
+
+
+class _Child:
+    """A child, seen from its parent."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        # A number may be another process's by now, where the program's own handler of SIGCHLD takes the status.
+        self._process = os.pidfd_open(pid)
+
+    def result(self, reading: int, stack: int, seconds: float) -> Any:
+        """Return the document after which the child says that it is done."""
+        left, latest = b"", None
+        deadline = time.monotonic() + seconds
+        while True:
+            if not select.select([reading], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+                reason = f"it took longer than {seconds:.0f} s{self._place(stack)}, and was ended"
+                raise ChildEndedError(reason, latest)
+            chunk = os.read(reading, 1 << 20)
+            if not chunk:
+                raise ChildEndedError(f"its process ended{self._status()}", latest)
+            *lines, left = (left + chunk).split(b"\n")
+            for line in lines:
+                document, is_last, error = json.loads(line)
+                deadline = time.monotonic() + seconds
+                if error:
+                    raise ChildEndedError(error, latest)
+                if is_last:
+                    return document
+                latest = latest if document is None else document
+
+    def _place(self, stack: int) -> str:
+        """Return the program's line at which the child is, in words."""
+        with suppress(OSError):
+            signal.pidfd_send_signal(self._process, _DUMPS_STACK)
+            limit = time.monotonic() + 1.0
+            while os.fstat(stack).st_size == 0 and time.monotonic() < limit:
+                time.sleep(0.01)
+            text = os.pread(stack, 1 << 16, 0).decode(errors="replace")
+            lines = [found for found in _LINE.findall(text) if not is_library(found[0])]
+            if lines:
+                return f" at line {lines[0][1]} of {lines[0][0]}"
+        return ""
+
+    def _status(self) -> str:
+        try:
+            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        except ChildProcessError:
+            return ""
+        return f" by {signal.Signals(-code).name}" if code < 0 else f" with status {code}"
+
+    def end(self) -> None:
+        """End the process if it still runs, and leave no zombie."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+        os.close(self._process)
+
+
+def _pause_openmp() -> bool:
+    """End the threads of GNU OpenMP, which would be missing in a child. Return whether a child can have its own.
+
+    They start again at the next parallel region. A child of a process that has not ended them waits for them for ever.
+    Other makes of OpenMP see to a fork themselves.
+    """
+    return all(one.omp_pause_resource_all(_HARD_PAUSE) == 0 for one in _gnu_openmp())
+
+
+@cache
+def _gnu_openmp() -> tuple[ctypes.CDLL, ...]:
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        files = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "libgomp" in line}
+    return tuple(ctypes.CDLL(file) for file in sorted(files))
+
+
+def _be_child(
+    work: Callable[[], Any], parent: int, writing: int, stack: int, drawn: Any, has_threads: bool
+) -> NoReturn:
+    global _send
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        _take_signals(stack)
+        _cut_off({writing, stack})
+        random.setstate(drawn)
+        if not has_threads:
+            torch.set_num_threads(1)
+        outside.enter_child()
+        sys.dont_write_bytecode = True
+
+        def write(*message: Any) -> None:
+            left = json.dumps(message).encode() + b"\n"
+            while left:
+                left = left[os.write(writing, left) :]
+
+        _send = lambda document: write(document, False, "")  # noqa: E731
+        try:
+            with outside.refused():
+                document = work()
+            write(document, True, "")
+        except BaseException as error:
+            write(None, True, f"it raised {spell(error)}")
+    finally:
+        os._exit(0)
+
+
+def _take_signals(stack: int) -> None:
+    signal.set_wakeup_fd(-1)
+    for name in _IGNORED:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    faulthandler.register(_DUMPS_STACK, file=stack, all_threads=False)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _cut_off(kept: set[int]) -> None:
+    """Let all files, pipes and sockets lead nowhere: what is written is lost, and a read raises OSError."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with suppress(OSError):  # of the listing itself
+                os.fstat(int(name))
+                os.dup2(nowhere, int(name))
+    own_open = io.open
+
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if outside.is_refused() and not isinstance(file, int) and not {"w", "a", "x", "+"}.isdisjoint(mode):
+            outside.discard(repr(os.fspath(file)))
+            file, mode = os.devnull, mode.replace("x", "w")
+        return own_open(file, mode, *args, **kwargs)
+
+    builtins.open = io.open = opened
+    # torch.save opens a path in C++.
+    own_writer = torch.serialization._open_zipfile_writer
+
+    def written(name_or_buffer: Any) -> Any:
+        is_path = outside.is_refused() and isinstance(name_or_buffer, str | os.PathLike)
+        return own_writer(opened(name_or_buffer, "wb") if is_path else name_or_buffer)
+
+    torch.serialization._open_zipfile_writer = written

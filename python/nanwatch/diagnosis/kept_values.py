@@ -1,0 +1,294 @@
+"""Values of the program as functions that bring them back.
+
+A kept value takes the present value and returns what to put in its place. Lists, dicts, sets, deques and arrays are
+refilled, so that all who hold them see it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import threading
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .outside import COPIED_ITERATORS, in_child
+from .reachable import MISSING, OF_ATTRIBUTES
+
+Kept = Callable[[Any], Any]
+# Clones of small tensors by id: the tensor, its version and the clone.
+Clones = dict[int, tuple[weakref.ref[Tensor], int, Tensor]]
+
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of what is kept: elements of a container, bytes of an array or tensor.
+
+    `strong`: keep what the program may drop meanwhile. At the start of a batch that would lengthen lifetimes.
+    `is_shared`: other threads may change containers and conditions meanwhile, so these stay as they are then.
+    """
+
+    elements: int
+    nbytes: int
+    strong: bool = False
+    is_shared: bool = False
+
+
+START = Limits(256, 4096)
+NOW = Limits(100_000, 1 << 26, strong=True)
+
+
+def _same(value: Any) -> Kept:
+    return lambda _: value
+
+
+def _unchanged(present: Any) -> Any:
+    return present
+
+
+_CONTAINERS = (list, dict, set, deque, bytearray)
+
+
+def may_be_shared(value: Any) -> bool:
+    """Return whether another thread may put something into the value meanwhile, or wait for it."""
+    return isinstance(value, _CONTAINERS) or type(value).__module__ == "threading"
+
+
+def keep_value(value: Any, limits: Limits, tensors: Clones, depth: int = 0) -> Kept:
+    """Return how the value comes back; what is past the limits stays as it is then."""
+    kind = type(value)
+    if kind in _ATOMS or value is MISSING or depth > 6:
+        return _same(value)
+    if isinstance(value, Tensor):
+        return keep_tensor(value, limits, tensors)
+    if kind is tuple:
+        return _tuple(value, limits, tensors, depth)
+    is_container = isinstance(value, _CONTAINERS)
+    if limits.is_shared and may_be_shared(value):
+        return _same(value)  # what another thread puts there meanwhile must not be lost
+    if is_container:
+        return _container(value, limits, tensors, depth)
+    if kind in _LOCKS:
+        return _lock(value)
+    if kind is np.ndarray:
+        return _array(value, limits)
+    if kind in COPIED_ITERATORS:
+        kept = copy.copy(value)
+        return lambda present: value if limits.strong and _advance_to(value, kept) else copy.copy(kept)
+    found = _stateful(value)
+    if found is not None:
+        return found
+    if kind.__module__ in OF_ATTRIBUTES and hasattr(value, "__dict__"):
+        inner = {name: keep_value(one, limits, tensors, depth + 1) for name, one in vars(value).items()}
+        return lambda _: _with_attributes(value, inner)
+    return _reference(value, limits)
+
+
+def _advance_to(value: Any, kept: Any) -> bool:
+    """Return whether the iterator still stands where it stood."""
+    return bool(value.__reduce__() == kept.__reduce__())
+
+
+def _with_attributes(value: Any, inner: dict[str, Kept]) -> Any:
+    own = vars(value)
+    for name, kept in inner.items():
+        own[name] = kept(own.get(name, MISSING))
+    return value
+
+
+def _reference(value: Any, limits: Limits) -> Kept:
+    if limits.strong:
+        return _same(value)
+    try:
+        reference = weakref.ref(value)
+    except TypeError:
+        return _same(value)
+    return lambda present: present if (one := reference()) is None else one
+
+
+def keep_tensor(x: Tensor, limits: Limits, tensors: Clones) -> Kept:
+    """Return how the tensor comes back: itself, with its values and its version."""
+    reference = weakref.ref(x)
+    is_plain = (
+        type(x) in (Tensor, nn.Buffer, nn.Parameter) and x.layout is torch.strided and not x.is_inference()
+    )
+    is_plain = is_plain and not (x.requires_grad and not limits.strong)
+    if not is_plain or x.numel() * x.element_size() > limits.nbytes or x.is_meta:
+        return lambda present: present if (one := reference()) is None else one
+    version = x._version
+    known = tensors.get(id(x))
+    if known is not None and known[0]() is x and known[1] == version:
+        clone = known[2]
+    else:
+        clone = x.detach().clone()
+        tensors[id(x)] = reference, version, clone
+    held = x if limits.strong else None
+
+    def restored(present: Any) -> Any:
+        own = held if held is not None else reference()
+        if own is None:
+            return clone.clone()
+        # BatchNorm writes its statistics past the version counter.
+        if own._version != version or held is not None:
+            with torch.no_grad():
+                now = own._version
+                if now != version or not torch.equal(own, clone):
+                    own.detach().copy_(clone)
+                    torch._C._autograd._unsafe_set_version_counter((own,), (version,))
+        return own
+
+    return restored
+
+
+def _tuple(value: tuple[Any, ...], limits: Limits, tensors: Clones, depth: int) -> Kept:
+    parts = [keep_value(one, limits, tensors, depth + 1) for one in value]
+    number, held = id(value), value if limits.strong or all(type(one) in _ATOMS for one in value) else None
+
+    def restored(present: Any) -> Any:
+        same = held if held is not None else present if id(present) == number else None
+        made = tuple(part(one) for part, one in zip(parts, same or (MISSING,) * len(parts), strict=True))
+        return same if same is not None and all(a is b for a, b in zip(made, same, strict=True)) else made
+
+    return restored
+
+
+def _container(value: Any, limits: Limits, tensors: Clones, depth: int) -> Kept:
+    length = len(value)
+    if length > limits.elements:
+        return (lambda present: _truncated(present, length)) if isinstance(value, list) else _unchanged
+    refill: Callable[[Any], None]
+    if isinstance(value, bytearray):
+        refill = functools.partial(_refill_bytes, content=bytes(value))
+    elif isinstance(value, set):
+        refill = functools.partial(_refill_set, members=frozenset(value))
+    elif isinstance(value, dict):
+        pairs = [(key, keep_value(one, limits, tensors, depth + 1)) for key, one in dict.items(value)]
+        refill = functools.partial(_refill_dict, pairs=pairs)
+    else:
+        refill = functools.partial(
+            _refill, items=[keep_value(one, limits, tensors, depth + 1) for one in value]
+        )
+    # Without `strong` the container is not held, as it may hold the tensors of the batch before.
+    number, held, empty = id(value), value if limits.strong else None, _empty(value)
+
+    def restored(present: Any) -> Any:
+        one = held if held is not None else present if id(present) == number else empty()
+        refill(one)
+        return one
+
+    return restored
+
+
+def _empty(value: Any) -> Callable[[], Any]:
+    """Return a function that makes an empty container of the same kind."""
+    if isinstance(value, defaultdict):
+        return functools.partial(type(value), value.default_factory)
+    return functools.partial(deque, (), value.maxlen) if isinstance(value, deque) else type(value)
+
+
+def _refill_bytes(one: bytearray, content: bytes) -> None:
+    one[:] = content
+
+
+def _refill_set(one: set[Any], members: frozenset[Any]) -> None:
+    if one != members:
+        set.clear(one)
+        set.update(one, members)
+
+
+def _refill_dict(one: dict[Any, Any], pairs: list[tuple[Any, Kept]]) -> None:
+    items = [(key, kept(dict.get(one, key, MISSING))) for key, kept in pairs]
+    if [key for key, _ in items] == [*dict.keys(one)] and all(dict.get(one, key) is x for key, x in items):
+        return
+    base: Any = OrderedDict if isinstance(one, OrderedDict) else dict
+    base.clear(one)
+    for key, x in items:
+        if x is not MISSING:
+            base.__setitem__(one, key, x)
+
+
+def _refill(one: Any, items: list[Kept]) -> None:
+    now = list(one)
+    made = [kept(now[i] if i < len(now) else MISSING) for i, kept in enumerate(items)]
+    made = [x for x in made if x is not MISSING]
+    if len(made) == len(now) and all(a is b for a, b in zip(made, now, strict=True)):
+        return
+    if isinstance(one, list):
+        list.__setitem__(one, slice(None), made)
+    else:
+        deque.clear(one)
+        deque.extend(one, made)
+
+
+def _truncated(present: Any, length: int) -> Any:
+    if isinstance(present, list) and len(present) > length:
+        list.__delitem__(present, slice(length, None))
+    return present
+
+
+def _array(value: Any, limits: Limits) -> Kept:
+    if value.nbytes > limits.nbytes or value.dtype.hasobject:
+        return _reference(value, limits)
+    content = value.copy()
+    reference = weakref.ref(value)
+    held = value if limits.strong else None
+
+    def restored(present: Any) -> Any:
+        own = held if held is not None else reference()
+        if own is None:
+            return content.copy()
+        if own.flags.writeable and own.shape == content.shape and own.tobytes() != content.tobytes():
+            own[...] = content
+        return own
+
+    return restored
+
+
+def _lock(value: Any) -> Kept:
+    is_held = getattr(value, "locked", lambda: False)()
+
+    def restored(_: Any) -> Any:
+        # Only in a child: there no other thread is left that could release it.
+        if in_child() and not is_held:
+            value._at_fork_reinit()
+        return value
+
+    return restored
+
+
+def _stateful(value: Any) -> Kept | None:
+    """Return how a generator of random numbers or a context variable comes back; None for any other value."""
+    if isinstance(value, random.Random):
+        bring_back: Callable[[], Any] = functools.partial(value.setstate, value.getstate())
+    elif isinstance(value, np.random.Generator):
+        bring_back = functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    elif isinstance(value, np.random.RandomState | torch.Generator):
+        states: Any = value.get_state()
+        bring_back = functools.partial(value.set_state, states)
+    elif isinstance(value, ContextVar):
+        found = value.get(MISSING)
+        bring_back = functools.partial(_nothing if found is MISSING else value.set, found)
+    else:
+        return None
+
+    def restored(_: Any) -> Any:
+        bring_back()
+        return value
+
+    return restored
+
+
+def _nothing(_: Any) -> None:
+    """Leave a context variable that had no value as it is: only a token would take the value away."""

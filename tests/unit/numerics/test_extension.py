@@ -1,0 +1,35 @@
+"""The compiled part, and what type checkers know of it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import nanwatch
+from nanwatch.numerics import _extension
+
+STUB = ast.parse(Path(nanwatch.__file__).with_name("_C.pyi").read_text(encoding="utf-8"))
+MODULES = {"__doc__", "__file__", "__loader__", "__name__", "__package__", "__spec__"}
+PYTHONS = {*dir(object), "__doc__", "__module__", "__dict__", "__weakref__", "__init__"}
+
+
+def declared(body: list[ast.stmt]) -> set[str]:
+    """The names that these statements of the stub define."""
+    functions = {one.name for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef)}
+    return functions | {
+        one.target.id for one in body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+    }
+
+
+@pytest.mark.skipif(_extension.C is None, reason="without the compiled part")
+def test_the_stub_declares_what_the_compiled_part_has() -> None:
+    """Each function, class and attribute, neither more nor fewer: mypy sees calls of the compiled part through it."""
+    assert declared(STUB.body) == {name for name in vars(_extension.C) if not name.startswith("_")}
+    for one in STUB.body:
+        if isinstance(one, ast.ClassDef):
+            kind = getattr(_extension.C, one.name)
+            assert declared(one.body) - {"__init__"} == {
+                name for name in vars(kind) if name not in PYTHONS and not name.startswith("_pybind")
+            }, one.name
