@@ -68,9 +68,9 @@ Number* numbers(const Tensor& x) {
 }
 
 // Calls the operator that python/nanwatch/numerics/_extension.py defines over the reference for this.
-template <typename... Arguments>
-Tensor reference(const char* op, const Arguments&... arguments) {
-  std::array<StableIValue, sizeof...(Arguments)> stack{stable::from(arguments)...};
+template <typename Argument>
+Tensor reference(const char* op, const Argument& argument) {
+  std::array<StableIValue, 1> stack{stable::from(argument)};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
   return stable::to<Tensor>(stack[0]);
 }
