@@ -150,6 +150,11 @@ class Record:
         return self.note.startswith(LOCAL_SHARD)
 
     @property
+    def ends(self) -> Limits | None:
+        """Return the largest finite, the smallest normal and the smallest number of its format; None for integers."""
+        return limits(self.dtype)
+
+    @property
     def placement(self) -> Placement | None:
         """Return the part of a DTensor that was read, as the note has it; None for other tensors."""
         return read_placement(self.note.removeprefix(f"{LOCAL_SHARD}: ")) if self.is_shard else None
@@ -284,7 +289,7 @@ def is_normal(smallest: float | None, ends: Limits) -> bool:
 
 def has_vanished(record: Record) -> bool:
     """Return whether every element is zero or subnormal: the value is lost, or soon will be."""
-    ends = limits(record.dtype)
+    ends = record.ends
     if ends is None or record.abs_max is None or not record.isfinite or 0 in (record.shape or ()):
         return False
     return record.abs_max < ends.smallest_normal
@@ -298,7 +303,7 @@ def headroom_bits(record: Record) -> float | None:
     tensors that were not read, and extremes that are meant (masks, `allow_inf`). May fall to -0.5 for a complex tensor,
     whose modulus may pass what one part can hold.
     """
-    ends = limits(record.dtype)
+    ends = record.ends
     if ends is None or record.abs_max is None or record.is_excused:
         return None
     if record.isfinite is False or not isfinite(record.abs_max):
